@@ -83,7 +83,9 @@ class Options:
             if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
             if value is not None and option is not None:
-                _check(field.name, value, annotation, option)
+                of_many = get_origin(annotation) is tuple
+                for each in value if of_many else [value]:
+                    _check(field.name, each, get_args(annotation)[0] if of_many else annotation, option)
 
     def keywords(self) -> dict[str, Any]:
         """Return the fields by name: the keywords with which `keywords` makes the same options again."""

@@ -68,7 +68,7 @@ def exact_session(exact_model: Path) -> OnnxSession:
 def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     import torch
 
-    from opal_deploy.bench.targets.networks import update_batch_norms
+    from opal_deploy.bench.networks import update_batch_norms
     from opal_deploy.export.checkpoint_source import CheckpointSource
     from opal_deploy.export.exporter import export
     from opal_deploy.export.files import plan_targets

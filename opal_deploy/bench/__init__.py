@@ -1,6 +1,6 @@
-"""Benchmarks: measurements with their settings, conditions and machine, as JSON lines, and what is made of them.
+"""Benchmarks: measurements with their settings, conditions and machine, as JSON lines, and their comparison.
 
-`measurement` defines the lines. `latency`, `throughput`, `server_scenario`, `compare` and `pipeline` time models that
-`targets` loads; `timing` and `batch_timing` are what they share, `monitor`, `memory` and `machine` what they record.
-`decoding` and `engines` measure decode paths and precisions. `overhead` and `roofline` count, `report` and `diff` read.
+`measurement` defines the lines, `options` the commands' options. `speed`, `compare` and `pipeline` time models that
+`targets` loads; `timing`, `monitor` and `machine` are their tools. `overhead` and `roofline` count; `report` and `diff`
+read measurements.
 """

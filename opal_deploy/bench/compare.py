@@ -1,11 +1,11 @@
 """Compare the speed of several models in interleaved rounds, so that drift of the machine affects all alike.
 
 In each round every model runs once, in the order A B C in even rounds and C B A in odd ones, so that a machine that
-slows down steadily favours none. A run is one batch that does not count, to fill the caches again, and then a fixed
-number of batches that takes about `run_seconds`. The ratio of a round is B's images per second divided by A's of the
-same round. The figure is the median of those ratios with its bootstrap interval.
+slows down steadily favours none. A run is one uncounted batch, which refills the caches, and then a fixed number of
+batches. A round's ratio is B's images per second divided by A's. The figure is the median of the ratios with its
+bootstrap interval.
 
-`build_comparisons` prepares the usual comparisons: the cost of the head, the runtimes, the precisions.
+`build_comparisons` prepares the usual comparisons: the cost of the head, runtimes, precisions.
 """
 
 from __future__ import annotations
@@ -15,62 +15,31 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
-from opal_deploy.bench.batch_timing import rotate_inputs
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import LINEAR, NOISY, NOISY_SPREAD, Figure, Measurement
 from opal_deploy.bench.monitor import monitor_devices
-from opal_deploy.bench.targets.loading import (
-    PYTORCH_RUNTIMES,
-    RECORDED,
-    RUNTIMES,
-    LoadedTarget,
-    Runtime,
-    Setup,
-    load_network,
-)
-from opal_deploy.bench.timing import Call, Clock, random_batches, time_calls, warm_up
-from opal_deploy.errors import OpalError, UsageError
-from opal_deploy.runtime.cuda_options import CudaOptions
+from opal_deploy.bench.options import CompareOptions, Precision, Question
+from opal_deploy.bench.targets import RUNTIMES, LoadedTarget, Setup, build_setup, load_file, load_network
+from opal_deploy.bench.timing import Call, Clock, random_batches, rotate_inputs, time_calls, warm_up
+from opal_deploy.errors import OpalError, UsageError, require
+from opal_deploy.logs import Log
 from opal_deploy.statistics import median, paired_ratios, spread
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.targets.networks import NamedNetwork
+    from opal_deploy.bench.networks import NamedNetwork
 
-Question = Literal["head", "runtime", "precision"]
-Report = Callable[[str], None]
-Advance = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 # name, network and setup; the first is the reference
 _Variants = Sequence[tuple[str, "NamedNetwork", Setup]]
 
-RUN_SECONDS = 0.3
 METHOD = (
-    "turns: A B, then B A, and so on; each turn one batch that does not count, then the batches that do; ratio of the "
-    "two in one round; median over rounds with a 95 % percentile bootstrap interval"
+    "rounds in the order A B, then B A, and so on; each run starts with one uncounted batch; ratio within each round; "
+    "median over rounds with a 95 % percentile bootstrap interval"
 )
-_PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8")
-
-
-@dataclass(frozen=True)
-class ComparisonOptions:
-    """The options of a comparison.
-
-    Attributes:
-        batch: images a call.
-        rounds: rounds in which each model runs once.
-        run_seconds: least length of a model's run in a round.
-        warm_up_seconds: of each model, before the first round.
-        buffers: batches of noise that the calls rotate over.
-        seed: of the noise.
-    """
-
-    batch: int = 1
-    rounds: int = 30
-    run_seconds: float = RUN_SECONDS
-    warm_up_seconds: float = 1.0
-    buffers: int = 4
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +49,7 @@ class Comparison:
     Attributes:
         reference: name of the first model in the measurement, such as `linear`, `eager`, `fp32`.
         targets: at least two; all others are compared with the first.
-        unusable: requested variants that cannot run here, each with the reason.
+        unusable: variants that cannot run here, each with the reason.
     """
 
     reference: str
@@ -94,7 +63,7 @@ class TargetRates:
 
     Attributes:
         rates: images per second in each round.
-        batches: calls a run.
+        batches: calls per run.
         warm_up_calls: calls discarded before the first round.
     """
 
@@ -103,63 +72,85 @@ class TargetRates:
     warm_up_calls: int
 
 
+def prepare_comparisons(files: Sequence[Path], options: CompareOptions, log: Log) -> Iterator[Comparison]:
+    """Yield the comparisons that `bench compare` was asked for: the files, or variants of each network.
+
+    Raises:
+        UsageError: neither or both were given, a reference does not work here, or nothing can be compared with it.
+        MissingExtra: no torch, which --question needs.
+    """
+    setup = build_setup(options)
+    question = options.question
+    if question is None:
+        if options.model or options.backbone:
+            raise UsageError("--model and --backbone need --question head, runtime or precision")
+        if len(files) < 2:
+            raise UsageError("nothing to compare: give two models, A and B, or --question head, runtime or precision")
+        yield Comparison(files[0].name, tuple(load_file(path, setup) for path in files))
+        return
+    if files:
+        raise UsageError(f"{files[0]}: --question compares variants of --model and --backbone; leave the file out")
+    if not options.model and not options.backbone:
+        raise UsageError(f"--question {question} needs --backbone NAME or --model CHECKPOINT")
+    require("torch", "export", "bench compare --question")
+    from opal_deploy.bench.networks import build_networks, load_checkpoint_network
+
+    networks = chain(map(load_checkpoint_network, options.model), build_networks(options))
+    yield from build_comparisons(question, networks, setup, options.batch[0], log)
+
+
 def measure_comparison(
-    comparison: Comparison,
-    options: ComparisonOptions,
-    question: str | None = None,
-    *,
-    advance: Advance = lambda *_: None,
+    comparison: Comparison, batch: int, options: CompareOptions, *, progress: Progress = lambda *_: None
 ) -> list[Measurement]:
-    """Return one measurement for each model but the first, with its ratio to the first."""
+    """Return one measurement per model but the first, with its ratio to the first."""
     with monitor_devices(*(loaded.target.device for loaded in comparison.targets)) as monitor:
-        rates = time_interleaved(comparison.targets, options, advance=advance)
+        rates = time_interleaved(comparison.targets, batch, options, progress=progress)
     reference, *others = zip(comparison.targets, rates, strict=True)
     return [
         replace(measurement, conditions=monitor.conditions, marks=(*monitor.marks, *measurement.marks))
-        for measurement in (_build_measurement(comparison, options, question, reference, other) for other in others)
+        for measurement in (_build_measurement(comparison, batch, options, reference, other) for other in others)
     ]
 
 
 def time_interleaved(
     targets: Sequence[LoadedTarget],
-    options: ComparisonOptions,
+    batch: int,
+    options: CompareOptions,
     *,
-    advance: Advance = lambda *_: None,
+    progress: Progress = lambda *_: None,
     clock: Clock = time.perf_counter_ns,
 ) -> list[TargetRates]:
-    """Time models in interleaved rounds.
+    """Time two or more models in interleaved rounds.
 
     Args:
-        targets: two or more.
+        targets: the models.
+        batch: images per call.
         options: rounds and their length.
-        advance: gets the number of finished rounds and of all rounds.
+        progress: gets the number of finished rounds and of all rounds.
         clock: in nanoseconds.
     """
     with ExitStack() as stack:
-        calls = [
-            stack.enter_context(rotate_inputs(target, options.batch, options.buffers, options.seed))
-            for target in targets
-        ]
-        return _time_interleaved(calls, options, advance, clock)
+        calls = [stack.enter_context(rotate_inputs(target, batch, options.buffers)) for target in targets]
+        return _time_interleaved(calls, batch, options, progress, clock)
 
 
 def _time_interleaved(
-    calls: Sequence[Call], options: ComparisonOptions, advance: Advance, clock: Clock
+    calls: Sequence[Call], batch: int, options: CompareOptions, progress: Progress, clock: Clock
 ) -> list[TargetRates]:
-    warmed = [warm_up(call, options.warm_up_seconds, clock=clock) for call in calls]
+    warmed = [warm_up(call, options.warmup, clock=clock) for call in calls]
     counts = []
     for call in calls:
         seconds = min(time_calls(call, 1, clock=clock) for _ in range(3))
-        counts.append(max(1, math.ceil(options.run_seconds / max(seconds, 1e-9))))
+        counts.append(max(1, math.ceil(options.seconds / max(seconds, 1e-9))))
     rates: list[list[float]] = [[] for _ in calls]
-    for number in range(options.rounds):
+    for number in range(options.pairs):
         order = range(len(calls))
         for index in order if number % 2 == 0 else reversed(order):
             # another input than the one that the run starts with
             calls[index](-1)
             seconds = time_calls(calls[index], counts[index], clock=clock)
-            rates[index].append(options.batch * counts[index] / seconds)
-        advance(number + 1, options.rounds)
+            rates[index].append(batch * counts[index] / seconds)
+        progress(number + 1, options.pairs)
     return [
         TargetRates(tuple(of_target), count, warm.calls)
         for of_target, count, warm in zip(rates, counts, warmed, strict=True)
@@ -168,8 +159,8 @@ def _time_interleaved(
 
 def _build_measurement(
     comparison: Comparison,
-    options: ComparisonOptions,
-    question: str | None,
+    batch: int,
+    options: CompareOptions,
     reference: tuple[LoadedTarget, TargetRates],
     candidate: tuple[LoadedTarget, TargetRates],
 ) -> Measurement:
@@ -182,16 +173,18 @@ def _build_measurement(
     return Measurement(
         kind="compare",
         target=b.target,
-        case={"question": question, "reference": comparison.reference, "batch": options.batch, "threads": b.threads},
+        case={
+            "question": options.question, "reference": comparison.reference, "batch": batch, "threads": b.threads,
+        },
         figures={
             "ratio": Figure(ratio.value, "ratio", "higher", tuple(map(float, ratios)), ratio.interval),
             "images_per_second": Figure.of_repeats(b_rates.rates, "images/s", "higher"),
             "reference_images_per_second": Figure.of_repeats(a_rates.rates, "images/s", "higher"),
         },
         settings={
-            "rounds": options.rounds,
-            "turn_seconds": options.run_seconds,
-            "batches_per_turn": [a_rates.batches, b_rates.batches],
+            "rounds": options.pairs,
+            "run_seconds": options.seconds,
+            "batches_per_run": [a_rates.batches, b_rates.batches],
             "warm_up_iterations": [a_rates.warm_up_calls, b_rates.warm_up_calls],
             "buffers": options.buffers,
             "method": METHOD,
@@ -200,13 +193,33 @@ def _build_measurement(
         marks=tuple(marks),
         details={"reference": asdict(a.target), "reference_timed": a.timed},
         **provenance(),
-    )
+    )  # fmt: skip
+
+
+def format_comparison(measurement: Measurement) -> str:
+    """Return lines for a person: the ratio with its interval, both rates, and marks."""
+    figures, case = measurement.figures, measurement.case
+    ratio, rate, reference = (figures[name] for name in ("ratio", "images_per_second", "reference_images_per_second"))
+    low, high = ratio.interval or (ratio.value, ratio.value)
+    target = measurement.target
+    name = f"{target.name} ({target.runtime}, {target.precision})" if target is not None else ""
+    lines = [
+        f"{name}: {ratio.value:.4f} of {case['reference']}'s throughput, 95 % interval {low:.4f} to {high:.4f}; "
+        f"{rate.value:.2f} against {reference.value:.2f} images/s, batch {case['batch']}, {len(ratio.repeats)} rounds"
+    ]
+    medians = rate.value / reference.value
+    if abs(medians - ratio.value) > 0.005:
+        lines.append(
+            f"  the two rates divide to {medians:.4f}: each is a median over all rounds and includes the machine's "
+            "drift, which cancels out in the ratio of a round"
+        )
+    return "\n".join([*lines, *(f"  {mark}" for mark in measurement.marks)])
 
 
 def build_comparisons(
-    question: Question, networks: Iterable[NamedNetwork], setup: Setup, batch: int, report: Report = lambda _: None
+    question: Question, networks: Iterable[NamedNetwork], setup: Setup, batch: int, log: Log = lambda _: None
 ) -> Iterator[Comparison]:
-    """Yield one comparison a network; its models are loaded when it is due.
+    """Yield one comparison per network; its models are loaded when it is due.
 
     Args:
         question: `head`: OPAL with all its outputs against the linear head on the same backbone, in one runtime;
@@ -214,49 +227,39 @@ def build_comparisons(
             against every other precision that the runtime has.
         networks: the networks to compare variants of.
         setup: everything that the question does not vary.
-        batch: images of the call that shows whether a variant works here.
-        report: prints a line when a variant is being prepared.
+        batch: batch size of the call that shows whether a variant works here.
+        log: gets a line per variant.
 
     Raises:
         UsageError: the reference does not work here, or no other variant does.
     """
     for network in networks:
         variants = {"head": _head_variants, "runtime": _runtime_variants, "precision": _precision_variants}[question]
-        yield _load_comparison(variants(network, setup), batch, report)
+        yield _load_comparison(variants(network, setup), batch, log)
 
 
 def _head_variants(network: NamedNetwork, setup: Setup) -> _Variants:
-    from opal_deploy.bench.targets.networks import describe_backbone, replace_head_with_linear
+    from opal_deploy.bench.networks import describe_backbone, replace_head_with_linear
 
     if network.config.head.evidence != "exact":
-        raise UsageError(f"{network.name}: its head does not explain; give a checkpoint with OPAL's, or --backbone")
+        raise UsageError(f"{network.name}: it has no OPAL head; give a checkpoint that has, or --backbone")
     return [(LINEAR, replace_head_with_linear(network), setup), (describe_backbone(network.config), network, setup)]
 
 
 def _runtime_variants(network: NamedNetwork, setup: Setup) -> _Variants:
-    def applied(name: Runtime) -> Setup:
-        channels_last = setup.channels_last and name in PYTORCH_RUNTIMES
-        return replace(
-            setup,
-            runtime=name,
-            channels_last=channels_last,
-            cuda_options=setup.cuda_options if name == "onnxruntime" else CudaOptions(),
-            cuda_graphs=setup.cuda_graphs and name in RECORDED,
-        )
-
-    return [(name, network, applied(name)) for name in RUNTIMES]
+    return [(name, network, setup.for_runtime(name)) for name in RUNTIMES]
 
 
 def _precision_variants(network: NamedNetwork, setup: Setup) -> _Variants:
-    return [(name, network, replace(setup, precision=name)) for name in _PRECISIONS]
+    return [(name, network, replace(setup, precision=name)) for name in get_args(Precision)]
 
 
-def _load_comparison(variants: _Variants, batch: int, report: Report) -> Comparison:
+def _load_comparison(variants: _Variants, batch: int, log: Log) -> Comparison:
     reference = variants[0][0]
     targets: list[LoadedTarget] = []
     unusable = []
     for name, network, setup in variants:
-        report(f"Preparing {network.name}: {setup.runtime}, {setup.precision or 'fp32'}")
+        log(f"Preparing {network.name}: {setup.runtime}, {setup.precision or 'fp32'}")
         try:
             loaded = load_network(network, setup)
             loaded.session.run(random_batches(1, batch, loaded.metadata.input_size)[0])

@@ -1,9 +1,9 @@
 """Compare two sets of measurements: what became worse or better by more than the noise, and what cannot be compared.
 
-A figure has changed when its relative change exceeds the tolerance and the noise of both measurements. The noise is the
-spread of the repeats. Where both figures have 95 % intervals, these must not overlap instead: they say how well the
-median is known, which with many repeats is much better than the spread suggests. A change in a measurement with a mark
-(noisy, throttled, or another doubt) is doubtful, never a regression.
+A figure has changed if its relative change exceeds the tolerance and the noise of both measurements, the spread of
+their repeats. If both figures have 95 % intervals, these must not overlap instead: with many repeats the median is
+known much better than the spread suggests. A change in a marked measurement (noisy, throttled, busy) is doubtful, never
+a regression.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from opal_deploy.bench.machine import hardware_facts, software_facts
 from opal_deploy.bench.measurement import Figure, Measurement
-from opal_deploy.bench.report.content import label_measurements
+from opal_deploy.bench.report import label_measurements
 from opal_deploy.bench.tables import format_number, format_value, humanize
 
 TOLERANCE = 0.03
@@ -30,11 +30,11 @@ class FigureChange:
         figure: name of the figure in the measurement.
         unit: its unit.
         old, new: its values.
-        relative: (new - old) / |old|; None where old is 0 and new is not.
+        relative: (new - old) / |old|; None if old is 0 and new is not.
         noise: relative change that does not count: the largest of the tolerance and the spreads.
         worse: whether the change is for the worse.
         verdict: regression, improvement, doubtful or unchanged.
-        marks: those of both measurements.
+        marks: marks of both measurements.
     """
 
     label: str
@@ -65,7 +65,7 @@ class MeasurementDiff:
         changes: every figure that both sets have and that can improve, in the order of OLD.
         only_old, only_new: measurements, or `measurement: figure`, that the other set lacks.
         not_comparable: figures whose unit or direction differs, with the reason.
-        repeated: `OLD` or `NEW` with a measurement that occurs more than once there; the last one counts.
+        repeated: `OLD` or `NEW` with a measurement that occurs more than once in it; the last one counts.
         machines: differences between the machines.
         software: differences between versions.
     """
@@ -98,7 +98,7 @@ def compare_measurements(
     """Compare measurements by their keys.
 
     Args:
-        old, new: in the order they were written; of several with one key the last counts.
+        old, new: in the order they were written; of several with the same key the last counts.
         tolerance: relative change that never counts, such as 0.03.
     """
     before, repeated_old = _last_by_key(old)
@@ -151,7 +151,7 @@ def _change(label: str, name: str, old: Figure, new: Figure, marks: tuple[str, .
 
 
 def _list_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return the differences of two sets of facts, a text each: `versions: torch 2.9.0 -> 2.9.1`."""
+    """Return the differences of two sets of facts, such as `versions: torch 2.9.0 -> 2.9.1`."""
     pairs = [(name, old.get(name, "none"), new.get(name, "none")) for name in dict.fromkeys([*old, *new])]
     return [f"{name} {before} -> {after}" for name, before, after in pairs if before != after]
 
@@ -182,19 +182,19 @@ def _last_by_key(measurements: Iterable[Measurement]) -> tuple[dict[str, Measure
 
 
 def _label_measurements(measurements: Sequence[Measurement]) -> dict[str, str]:
-    """Return for each key the shortest label that distinguishes the measurement from the others of its kind."""
+    """Return a label per key that distinguishes the measurement from the others of its kind."""
     by_key = {m.key: m for m in measurements}
     names: dict[str, str] = {}
     for kind in dict.fromkeys(m.kind for m in by_key.values()):
         of_kind = {key: m for key, m in by_key.items() if m.kind == kind}
         rows = [_without_version(m) for m in of_kind.values()]
-        for key, label in zip(of_kind, label_measurements(rows, named=True), strict=True):
+        for key, label in zip(of_kind, label_measurements(rows), strict=True):
             names[key] = f"{kind}: {label}" if label else kind
     return names
 
 
 def _without_version(measurement: Measurement) -> Measurement:
-    # versions are what is compared, so they are no part of the label
+    # versions are compared, so they do not belong to the label
     if measurement.target is None:
         return measurement
     return replace(measurement, target=replace(measurement.target, runtime_version="", sha256=None))

@@ -18,8 +18,8 @@
 #         and RESNET50 (a file of its ImageNet weights) are set: the paper's protocol, OPAL against the linear head.
 #
 # Never run on hardware as it is: the seconds of every cap, with the compile times in them, are estimates for an H100 with 16
-# cores. With DRY=1 on two busy CPU cores requirements, doctor, models, jpegs, infer, settings, head, nine, latency and
-# server came to their end, with eager PyTorch for torch.compile. Tried nowhere: gpu_tests (collected only), whatever needs an engine,
+# cores. With DRY=1 on two busy CPU cores requirements, doctor, models, jpegs, infer, settings, head, nine and latency
+# came to their end, with eager PyTorch for torch.compile. Tried nowhere: gpu_tests (collected only), whatever needs an engine,
 # CUDA graphs or ONNX Runtime's options on CUDA, freezing on a GPU, the trace of nvidia-smi, the installation of wheels;
 # ceiling and demo were too slow on those cores to end, and reproduce had no data.
 #
@@ -121,7 +121,7 @@ import onnx
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
-from opal_deploy.bench.targets.networks import build_random_network, update_batch_norms, write_engine, write_onnx
+from opal_deploy.bench.networks import build_random_network, update_batch_norms, write_engine, write_onnx
 from opal_deploy.errors import OpalError
 from opal_deploy.export.top_classes import add_top_outputs
 from opal_deploy.model.checkpoint import save
@@ -264,8 +264,6 @@ rest() {
   for name in "${two[@]}"; do
     measure_infer "checkpoint_$name" "$work/$name.pt" $((distinct * copies / 4))
   done
-  step server 40 "${opal[@]}" bench latency --scenario server --limit-ms 15 --backbone "${two[0]}" --runtime onnxruntime \
-    --precision "$precision" --device "$device" "${quick[@]}" --out "$results"
 }
 
 demo() {

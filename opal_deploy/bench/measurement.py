@@ -1,27 +1,30 @@
 """The schema of all benchmarks: one measurement is one line of JSON, which `bench report` and `bench diff` read.
 
-A line says what was measured (`kind`, `subject`, `case`), how (`settings`, `timed`, `command`), on which machine
+A line states what was measured (`kind`, `target`, `case`), how (`settings`, `timed`, `command`), on which machine
 (`machine`), under which conditions (`conditions`, `marks`), and the results (`figures`, `details`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadKind
 
 SCHEMA = 1
-Kind = Literal["overhead", "roofline", "ceiling", "latency", "throughput", "server", "compare", "pipeline"]
+Kind = Literal["overhead", "roofline", "ceiling", "latency", "throughput", "compare", "pipeline"]
 Better = Literal["higher", "lower"]
-Scalar = str | int | float | bool | None
+Scalar = str | bool | int | float | None
 OPAL: HeadKind = "opal"
 LINEAR: HeadKind = "linear"
 PLAIN: HeadKind = "plain"
@@ -29,9 +32,8 @@ PLAIN: HeadKind = "plain"
 # repeats with a larger spread are marked as noisy
 NOISY_SPREAD = 0.10
 NOISY, THROTTLED = "noisy", "throttled"
-
-# JSON keys of version 1 that differ from the field's name
-_JSON_KEYS = {"target": "subject"}
+# the largest integer that a float holds
+_LARGEST = sys.float_info.max
 _EXPECTED = "give files that `opal-deploy bench` wrote with --out"
 
 
@@ -40,11 +42,11 @@ class Figure:
     """One number with its unit, repeats and confidence interval.
 
     Attributes:
-        value: in `unit`; the median where there are repeats.
+        value: in `unit`; the median of the repeats, if there are any.
         unit: such as `images/s`, `ms`, `MACs`, `%`, `MB`, `ratio`.
-        better: the direction of an improvement; None where neither is.
-        repeats: the values that `value` summarises, in the order measured; empty for a count.
-        interval: 95 % confidence interval of `value`, where one was computed.
+        better: the direction of an improvement; None if neither is.
+        repeats: the values that `value` summarises, in measured order; empty for a count.
+        interval: 95 % confidence interval of `value`, if one was computed.
     """
 
     value: float
@@ -74,7 +76,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Target:
-    """The model that was measured, and the runtime, device and precision that it ran in.
+    """The measured model, and the runtime, device and precision that it ran in.
 
     Attributes:
         name: the file's name, or the name of a network that a command built (`resnet50 + opal`).
@@ -88,8 +90,8 @@ class Target:
         input_size: (H0, W0) in pixels.
         num_classes: C.
         prototypes_per_class: m.
-        sha256: digest of the model's file; None for a network with random weights.
-        options: of the runtime, where they are not its defaults: `prefer_nhwc=1`, `CUDA graphs`.
+        sha256: digest of the model file; None for a network with random weights.
+        options: the runtime's options that differ from its defaults: `prefer_nhwc=1`, `CUDA graphs`.
     """
 
     name: str
@@ -113,12 +115,12 @@ class Measurement:
 
     Attributes:
         kind: the benchmark that wrote the line.
-        target: the model that was measured; None for a measurement of the machine itself. Its JSON key is `subject`.
-        case: values that tell the line from others of the same kind and target: batch, threads, scenario, workers.
-        figures: results by name, in the order a person would read them.
+        target: the measured model; None for a measurement of the machine itself.
+        case: values that distinguish the line from others of the same kind and target: batch, threads, workers.
+        figures: results by name, in reading order.
         settings: how it was measured: seconds, warm-up iterations, buffers.
         timed: description of the timed region; empty for a count.
-        marks: `noisy`, `throttled` and other reasons for doubt, each one word or `word: reason`.
+        marks: reasons for doubt, each one word or `word: reason`: `noisy`, `throttled`, `busy`, `failed`.
         conditions: samples taken during the run: clocks, power, temperature, throttle reasons.
         machine: processor, GPU, driver, versions; see `bench.machine`.
         details: values that only this kind has.
@@ -142,7 +144,7 @@ class Measurement:
 
     @property
     def key(self) -> str:
-        """A text that is equal for two measurements of the same thing, whenever and with whatever versions."""
+        """A text that two measurements of the same thing share, whatever their time and versions."""
         target = asdict(self.target) if self.target is not None else {}
         for changing in ("runtime_version", "sha256"):
             target.pop(changing, None)
@@ -154,8 +156,7 @@ class Measurement:
         Raises:
             ValueError: a figure is NaN or infinite: a bug of the benchmark.
         """
-        document = {_JSON_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        return json.dumps(document, ensure_ascii=True, allow_nan=False)
+        return json.dumps(asdict(self), ensure_ascii=True, allow_nan=False)
 
     @staticmethod
     def from_line(line: str, origin: str = "measurement") -> Measurement:
@@ -166,27 +167,26 @@ class Measurement:
             origin: names the line in errors.
 
         Raises:
-            UsageError: not JSON, another schema, or a field missing or of the wrong shape.
+            UsageError: not JSON, another schema, or a field missing or of the wrong type.
         """
         try:
             raw = json.loads(line, parse_constant=_reject_constant, parse_float=_parse_finite)
         except (ValueError, RecursionError) as error:
-            raise UsageError(
-                f"{origin}: not a line of JSON ({error}); give files that `opal-deploy bench` wrote"
-            ) from None
+            raise UsageError(f"{origin}: not a line of JSON ({error}); {_EXPECTED}") from None
         if not isinstance(raw, dict):
             raise UsageError(f"{origin}: {type(raw).__name__} found, an object expected; {_EXPECTED}")
         schema = raw.get("schema")
         if isinstance(schema, bool) or schema != SCHEMA:
             raise UsageError(f"{origin}: schema {schema!r} found, {SCHEMA} expected; {_EXPECTED}")
         try:
-            return _parse_measurement(raw)
+            parsed: Measurement = _parse(Measurement, raw, "")
         except ValueError as error:
-            raise UsageError(f"{origin}: not a measurement of schema {SCHEMA}: {error}; measure again") from None
+            raise UsageError(f"{origin}: not a measurement: {error}; measure again") from None
+        return parsed
 
 
 def head_name(head: Mapping[str, Any]) -> str:
-    """Return `opal`, `linear`, `plain`, or the parts that are on, from a head's configuration."""
+    """Return `opal`, `linear`, `plain`, or the active parts, from a head's configuration."""
     if head.get("plain"):
         return PLAIN
     parts = [part for part in ("projection", "cws", "anchors") if head.get(part)]
@@ -200,7 +200,7 @@ def head_name(head: Mapping[str, Any]) -> str:
 
 
 def read_measurements(paths: Iterable[Path]) -> Iterator[Measurement]:
-    """Yield the measurements of JSON lines files, in order; a folder stands for its `*.jsonl`; empty lines are skipped.
+    """Yield the measurements of JSON lines files in order; a folder stands for its `*.jsonl`. Empty lines are skipped.
 
     Raises:
         UsageError: a file cannot be read, or a line is not a measurement; the error names file and line.
@@ -239,81 +239,62 @@ def _list_files(path: Path) -> list[Path]:
     return files
 
 
-def _parse_measurement(raw: dict[str, Any]) -> Measurement:
-    values = _read_fields(Measurement, raw, "")
-    if values["kind"] not in get_args(Kind):
-        raise ValueError(f"kind is {values['kind']!r}, expected one of {', '.join(get_args(Kind))}")
-    for name in ("case", "figures", "settings", "conditions", "machine", "details"):
-        _require(isinstance(values.get(name, {}), dict), name, "an object")
-    for name in ("timed", "command", "when"):
-        _require(isinstance(values.get(name, ""), str), name, "a text")
-    for name, value in values["case"].items():
-        _require(value is None or isinstance(value, Scalar), f"case.{name}", "a text, a number, true, false or null")
-    marks = values.get("marks", [])
-    _require(isinstance(marks, list) and all(isinstance(mark, str) for mark in marks), "marks", "a list of texts")
-    values["marks"] = tuple(marks)
-    if values["target"] is not None:
-        _require(isinstance(values["target"], dict), "subject", "an object or null")
-        values["target"] = _parse_target(values["target"])
-    values["figures"] = {name: _parse_figure(f"figures.{name}", figure) for name, figure in values["figures"].items()}
-    return Measurement(**values)
+def _parse(expected: Any, value: Any, name: str) -> Any:
+    """Return a value of JSON as the type that a field expects.
+
+    Unknown keys of objects are ignored.
+
+    Raises:
+        ValueError: another type; the message names the field.
+    """
+    origin, arguments = get_origin(expected), get_args(expected)
+    if expected is Any:
+        return value
+    if is_dataclass(expected):
+        return _parse_fields(expected, value, name)  # type: ignore[arg-type]  # a class, not an object
+    if origin is dict:
+        _require(isinstance(value, dict), name, "an object")
+        return {key: _parse(arguments[1], each, f"{name}.{key}") for key, each in value.items()}
+    if origin is tuple:
+        length = None if arguments[1] is Ellipsis else len(arguments)
+        _require(
+            isinstance(value, list) and length in (None, len(value)), name, f"a list{f' of {length}' * bool(length)}"
+        )
+        return tuple(_parse(arguments[0], each, name) for each in value)
+    if origin is Literal:
+        _require(value in arguments, name, f"one of {', '.join(arguments)}")
+    elif origin in (Union, UnionType):
+        return _parse_union(arguments, value, name)
+    elif expected is float:
+        _require(isinstance(value, int | float) and not isinstance(value, bool), name, "a number")
+        _require(abs(value) < _LARGEST, name, "a finite number")
+        return float(value)
+    else:
+        fits = isinstance(value, expected) and isinstance(value, bool) == (expected is bool)
+        _require(fits, name, {str: "a text", int: "an integer", bool: "true or false"}[expected])
+    return value
 
 
-def _parse_target(raw: dict[str, Any]) -> Target:
-    values = _read_fields(Target, raw, "subject.")
-    for name in ("name", "backbone", "head", "runtime", "runtime_version", "device", "precision", "layout", "options"):
-        _require(isinstance(values.get(name, ""), str), f"subject.{name}", "a text")
-    for name in ("num_classes", "prototypes_per_class"):
-        _require(values.get(name) is None or _is_count(values[name]), f"subject.{name}", "a whole number or null")
-    _require(isinstance(values.get("sha256"), str | None), "subject.sha256", "a text or null")
-    if (size := values.get("input_size")) is not None:
-        fits = isinstance(size, list) and len(size) == 2 and all(map(_is_count, size))
-        _require(fits, "subject.input_size", "[H0, W0] or null")
-        values["input_size"] = (size[0], size[1])
-    return Target(**values)
-
-
-def _parse_figure(name: str, raw: Any) -> Figure:
+def _parse_fields(kind: type[Any], raw: Any, name: str) -> Any:
     _require(isinstance(raw, dict), name, "an object")
-    values = _read_fields(Figure, raw, f"{name}.")
-    values["value"] = _parse_number(values["value"], f"{name}.value")
-    _require(isinstance(values["unit"], str), f"{name}.unit", "a text")
-    _require(values.get("better") in (None, *get_args(Better)), f"{name}.better", "higher, lower or null")
-    repeats = values.get("repeats", [])
-    _require(isinstance(repeats, list), f"{name}.repeats", "a list of numbers")
-    values["repeats"] = tuple(_parse_number(value, f"{name}.repeats") for value in repeats)
-    if (interval := values.get("interval")) is not None:
-        _require(isinstance(interval, list) and len(interval) == 2, f"{name}.interval", "two numbers or null")
-        low, high = (_parse_number(value, f"{name}.interval") for value in interval)
-        _require(low <= high, f"{name}.interval", "[low, high]")
-        values["interval"] = (low, high)
-    return Figure(**values)
+    prefix = f"{name}." if name else ""
+    hints, values = get_type_hints(kind), {}
+    for each in fields(kind):
+        if each.name in raw:
+            values[each.name] = _parse(hints[each.name], raw[each.name], f"{prefix}{each.name}")
+        elif each.default is MISSING and each.default_factory is MISSING:
+            raise ValueError(f"{prefix}{each.name} is missing")
+    return kind(**values)
 
 
-def _read_fields(kind: type[Any], raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of `kind`; unknown keys come from a newer writer of the same schema and are ignored."""
-    values = {}
-    for f in fields(kind):
-        key = _JSON_KEYS.get(f.name, f.name)
-        if key in raw:
-            values[f.name] = raw[key]
-        elif f.default is MISSING and f.default_factory is MISSING:
-            raise ValueError(f"{where}{key} is missing")
-    return values
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _parse_number(value: Any, name: str) -> float:
-    _require(isinstance(value, int | float) and not isinstance(value, bool), name, "a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    _require(math.isfinite(number), name, "a finite number")
-    return number
+def _parse_union(alternatives: tuple[Any, ...], value: Any, name: str) -> Any:
+    if value is None and type(None) in alternatives:
+        return None
+    *others, last = (each for each in alternatives if each is not type(None))
+    for each in others:
+        with contextlib.suppress(ValueError):
+            return _parse(each, value, name)
+    return _parse(last, value, name)
 
 
 def _require(holds: bool, name: str, expected: str) -> None:
@@ -322,7 +303,7 @@ def _require(holds: bool, name: str, expected: str) -> None:
 
 
 def _reject_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON's")
+    raise ValueError(f"JSON has no {name}")
 
 
 def _parse_finite(text: str) -> float:

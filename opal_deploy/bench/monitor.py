@@ -1,18 +1,24 @@
-"""Sample the machine while a benchmark runs: GPUs through NVML, CPUs through psutil.
+"""Sample the machine while a benchmark runs: GPUs through NVML, CPUs and memory through psutil.
 
 `monitor_devices` returns a `Monitor`. It samples in a thread while its block runs, summarises the samples for
 `Measurement.conditions`, and marks what may distort the figures: throttled GPUs, other processes on the CPUs. A missing
-source is recorded as not sampled. `Sampler` is the thread alone; `bench.memory` samples resident memory with it.
+source is recorded as not sampled. `MemorySampler` records the curve of resident memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
+
+import numpy as np
 
 from opal_deploy.bench.measurement import THROTTLED
 from opal_deploy.runtime.devices import available_cpu_ids, parse_device
@@ -21,11 +27,16 @@ from opal_deploy.statistics import percentile
 
 INTERVAL = 0.1
 BUSY = "busy"
+MAX_POINTS = 60
 # share of the CPU time that other processes may take before a run is marked
 _BUSY_SHARE = 0.10
 # the system's counters tick every 10 ms and are too coarse for less CPU time than this
 _MIN_SECONDS = 0.5
-# reasons for lower clocks that somebody chose; all others slow a GPU down against its will
+# memory samples after the first quarter that a slope needs
+_MIN_SAMPLES = 8
+# a rise of more than 5 % and 10 MB after the first quarter is growth; less is normal for allocators
+_GROWTH_SHARE, _GROWTH_MEGABYTES = 0.05, 10.0
+# reasons for lower clocks that were chosen; all others are throttling
 _HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clock_setting")
 
 
@@ -56,16 +67,16 @@ class Sampler(ABC):
 
 
 class SampleSource(Protocol):
-    """A device to sample, made when the run begins."""
+    """A device to sample during one run."""
 
     name: str
 
     def sample(self) -> dict[str, float]:
-        """Return the present readings by name; what cannot be read is left out."""
+        """Return the current readings by name, without those that cannot be read."""
         ...
 
     def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return what is known of the whole run besides the samples, and marks for the measurement."""
+        """Return facts about the whole run besides the samples, and marks for the measurement."""
         ...
 
 
@@ -77,12 +88,7 @@ class GpuSource:
     """One GPU, through NVML."""
 
     def __init__(self, sensors: GpuSensors, index: int, expected: str = "") -> None:
-        """Prepare to sample a GPU.
-
-        Args:
-            sensors: of the GPU.
-            index: CUDA's number of the GPU.
-            expected: the GPU's name as CUDA reports it; empty if unknown.
+        """Prepare to sample the GPU with CUDA's number `index`, which CUDA names `expected` (empty: unknown).
 
         Raises:
             SourceUnavailable: NVML has another GPU under that number.
@@ -132,7 +138,7 @@ class CpuSource:
         return readings
 
     def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the shares of CPU time that this process and others took; time lost to a hypervisor is others'."""
+        """Return the shares of CPU time of this process and of others, which includes time lost to a hypervisor."""
         total, busy, own = (now - then for now, then in zip(self._cpu_seconds(), self._start, strict=True))
         if total < _MIN_SECONDS * len(available_cpu_ids()):
             return {}, ()
@@ -167,13 +173,7 @@ class Monitor(Sampler):
     def __init__(
         self, sources: Iterable[SampleSource], missing: dict[str, str] | None = None, *, interval: float = INTERVAL
     ) -> None:
-        """Prepare to sample.
-
-        Args:
-            sources: what to sample.
-            missing: sources that cannot be sampled, with the reason.
-            interval: seconds between samples.
-        """
+        """Prepare to sample the sources every `interval` seconds; `missing` names unavailable ones with the reason."""
         super().__init__(interval)
         self.conditions: dict[str, Any] = {name: {"not_sampled": reason} for name, reason in (missing or {}).items()}
         self.marks: tuple[str, ...] = ()
@@ -220,3 +220,118 @@ def monitor_devices(*devices: str) -> Monitor:
 def _summarise(values: list[float]) -> dict[str, float]:
     summary = {"min": min(values), "median": percentile(values, 50), "max": max(values)}
     return {name: round(value, 2) for name, value in summary.items()}
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Samples of a process's resident memory: seconds from the start, and units of 2^20 bytes."""
+
+    seconds: tuple[float, ...]
+    megabytes: tuple[float, ...]
+
+    @property
+    def slope(self) -> float | None:
+        """MB per second after the first quarter of the time, by least squares; None with too few samples."""
+        seconds, megabytes = self._after_first_quarter()
+        if len(seconds) < _MIN_SAMPLES:
+            return None
+        return float(np.polyfit(seconds - seconds[0], megabytes, 1)[0])
+
+    @property
+    def rise(self) -> float | None:
+        """MB by which the fitted line rises after the first quarter; None with too few samples."""
+        slope = self.slope
+        seconds, _ = self._after_first_quarter()
+        return None if slope is None else slope * float(seconds[-1] - seconds[0])
+
+    @property
+    def grows(self) -> bool:
+        """Whether the memory rises by more than 5 % and 10 MB after the first quarter."""
+        return (self.rise or 0.0) > max(_GROWTH_SHARE * self.megabytes[0], _GROWTH_MEGABYTES)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return at most MAX_POINTS samples for JSON, the first and the last among them, and the trend."""
+        count = len(self.seconds)
+        kept = sorted({round(i) for i in np.linspace(0, count - 1, min(MAX_POINTS, count))})
+        return {
+            "seconds": [round(self.seconds[i], 3) for i in kept],
+            "megabytes": [round(self.megabytes[i], 2) for i in kept],
+            "samples": count,
+            "start": self.megabytes[0],
+            "end": self.megabytes[-1],
+            "peak": max(self.megabytes),
+            "slope_mb_per_second": self.slope,
+            "rise_after_first_quarter": self.rise,
+        }
+
+    def describe(self) -> str:
+        """Return one line for a person."""
+        start, end, peak = self.megabytes[0], self.megabytes[-1], max(self.megabytes)
+        text = f"memory {start:.0f} MB at the start, {end:.0f} at the end, peak {peak:.0f}"
+        if self.rise is None:
+            return f"{text}; too short for a trend"
+        return f"{text}; {'GROWING' if self.grows else 'flat'}: {self.rise:+.1f} MB after the first quarter"
+
+    def _after_first_quarter(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        seconds, megabytes = np.asarray(self.seconds), np.asarray(self.megabytes)
+        after = seconds >= seconds[0] + (seconds[-1] - seconds[0]) / 4
+        return seconds[after], megabytes[after]
+
+
+class MemorySampler(Sampler):
+    """Samples this process's resident memory while its block runs: at both ends and every `interval` seconds."""
+
+    def __init__(self, interval: float = 0.1) -> None:
+        import psutil
+
+        super().__init__(interval)
+        self._process = psutil.Process()
+        self._started = 0.0
+        self._seconds: list[float] = []
+        self._megabytes: list[float] = []
+
+    def __enter__(self) -> Self:
+        self._started = time.perf_counter()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.sample()
+
+    def sample(self) -> None:
+        """Add one sample to the curve."""
+        self._seconds.append(time.perf_counter() - self._started)
+        self._megabytes.append(self._process.memory_info().rss / 2**20)
+
+    @property
+    def curve(self) -> MemoryCurve:
+        """The samples so far."""
+        return MemoryCurve(tuple(self._seconds), tuple(self._megabytes))
+
+
+def peak_memory_mb() -> float:
+    """Return the largest resident memory of this process since its start or `reset_peak_memory`, in 2^20 bytes.
+
+    Reads /proc if it exists: `getrusage` of a child process includes its parent's memory at the fork.
+    """
+    try:
+        with open("/proc/self/status") as stream:
+            return next(int(line.split()[1]) / 1024 for line in stream if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def reset_peak_memory() -> None:
+    """Restart `peak_memory_mb` if the system can; elsewhere it stays the peak of the whole process."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
+        stream.write("5")
+
+
+def release_memory() -> None:
+    """Return freed memory to the system if the C library can, so that the next peak does not include it."""
+    gc.collect()
+    # only glibc has it
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

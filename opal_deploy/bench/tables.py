@@ -1,15 +1,13 @@
-"""Numbers, names and tables as text: one way for the report, `bench overhead`, `bench roofline` and `bench diff`."""
+"""Numbers, names and tables as text."""
 
 from __future__ import annotations
 
 import html
-import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
 from typing import Any, TypeGuard
 
-from opal_deploy.records.lines import write_csv
 from opal_deploy.visualization.text import escape_unprintable
 
 Rows = Sequence[Sequence[str]]
@@ -22,12 +20,12 @@ _ABBREVIATIONS = {
     "cuda": "CUDA", "rss": "RSS",
 }  # fmt: skip
 _MAX_FACTS = 60
-# what begins markup anywhere in a line of Markdown; `&`, `<` and `>` become entities
+# characters that begin markup in Markdown; `&`, `<` and `>` become entities
 _MARKUP = re.compile(r"([\\`*_\[\]|~$@])")
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value is an int or a float, and no bool."""
+    """Return whether a value is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -39,19 +37,8 @@ def format_number(value: float, unit: str = "") -> str:
     return _round(value)
 
 
-def format_exact(value: float) -> str:
-    """Return every digit that the line of JSON has."""
-    value = float(value)
-    return f"{int(value):,}" if value.is_integer() and abs(value) < 1e15 else repr(value)
-
-
-def format_percent(share: float) -> str:
-    """Return a share in per cent, with a decimal below 10 %: `0.4 %`, `12 %`."""
-    return f"{share * 100:.1f} %" if abs(share) < 0.0995 else f"{share * 100:.0f} %"
-
-
 def format_fixed(value: int | Decimal, divisor: int, digits: int) -> str:
-    """Return an exact quotient with `digits` decimals; halves go to the even digit, as the paper has it: 104.6k."""
+    """Return an exact quotient with `digits` decimals, halves rounded to even as in the paper."""
     return str((Decimal(value) / divisor).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_EVEN))
 
 
@@ -75,29 +62,10 @@ def humanize(name: str, unit: str = "") -> str:
     return " ".join(_ABBREVIATIONS.get(word, word) for word in text.split(" "))
 
 
-def shorten(text: str, limit: int) -> str:
-    """Cut the middle out of a text of more than `limit` characters: names differ at both ends."""
-    if len(text) <= limit:
-        return text
-    tail = (limit - 1) // 3
-    return f"{text[: limit - 1 - tail]}…{text[-tail:]}"
-
-
-def format_ranges(numbers: Iterable[int]) -> str:
-    """Return whole numbers as ranges: `1–4, 7`."""
-    runs: list[list[int]] = []
-    for value in sorted(numbers):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], value]
-        else:
-            runs.append([value, value])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs)
-
-
 def flatten_facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return a tree of values as (name, text) pairs, at most 60.
+    """Return a tree of values as at most 60 (name, text) pairs, without empty values.
 
-    What is empty is left out, long lists are only counted, and a summary with `min` and `max` becomes one text.
+    Long lists are only counted, and a summary with `min` and `max` becomes one text.
     """
     facts: list[tuple[str, str]] = []
     for key, value in values.items():
@@ -122,17 +90,18 @@ def flatten_facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str
 
 
 def format_table(header: Sequence[str], rows: Rows, *, left: int = 1, markdown: bool = False) -> str:
-    """Return a table of our own texts, ending in a newline.
+    """Return a table, ending in a newline.
 
     Args:
         header: the columns' titles.
         rows: the cells.
-        left: how many columns are aligned to the left; the others hold numbers.
+        left: number of columns aligned to the left; the others hold numbers.
         markdown: a table of GitHub's Markdown, else one aligned with spaces.
     """
     if markdown:
-        escaped = [[cell.replace("|", "\\|").replace("*", "\\*") for cell in row] for row in (header, *rows)]
-        return markdown_table(escaped[0], escaped[1:], [column >= left for column in range(len(header))])
+        rule = ["---" if column < left else "---:" for column in range(len(header))]
+        escaped = [[cell.replace("|", "\\|").replace("*", "\\*") for cell in row] for row in (header, rule, *rows)]
+        return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = [
         "  ".join(
@@ -144,30 +113,9 @@ def format_table(header: Sequence[str], rows: Rows, *, left: int = 1, markdown: 
     return "\n".join(lines) + "\n"
 
 
-def markdown_table(header: Sequence[str], rows: Rows, numeric: Sequence[bool]) -> str:
-    """Return a table of GitHub's Markdown from cells that are Markdown already."""
-    rule = ["---:" if is_numeric else "---" for is_numeric in numeric]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
-
-
-def csv_table(header: Sequence[str], rows: Rows) -> str:
-    """Return CSV with a header line."""
-    stream = io.StringIO()
-    write_csv(stream, header, rows)
-    return stream.getvalue()
-
-
 def escape_markdown(text: str) -> str:
-    """Return any text as one line in which neither Markdown nor HTML finds markup."""
+    """Return any text as one line without markup for Markdown and HTML."""
     return _MARKUP.sub(r"\\\1", html.escape(format_value(text), quote=False))
-
-
-def code_span(text: str) -> str:
-    """Return any text as Markdown's code, whatever backticks it has."""
-    text = format_value(text)
-    fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
-    padding = " " if text.startswith("`") or text.endswith("`") else ""
-    return f"{fence}{padding}{text}{padding}{fence}"
 
 
 def _round(value: float) -> str:

@@ -1,56 +1,36 @@
-"""Time one call repeatedly: a warm-up that is discarded and counted, then repeats of many iterations each.
-
-`random_batches` makes the inputs: several batches of noise, so that no call finds its input in the CPU's cache.
-"""
+"""Time one call, or one model at one batch size: a discarded warm-up, then repeats of many calls each."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.runtime.session import ImageBatch
-from opal_deploy.statistics import spread
+from opal_deploy.bench.measurement import NOISY, Figure
+from opal_deploy.bench.monitor import monitor_devices, peak_memory_mb, reset_peak_memory
+from opal_deploy.bench.options import TimingOptions
+from opal_deploy.bench.targets import LoadedTarget
+from opal_deploy.runtime.session import ImageBatch, PaddingSession, Session, StagedSession, pinned
+from opal_deploy.statistics import mean, percentile, spread
 
 Call = Callable[[int], object]
 Clock = Callable[[], int]
 
-# the first calls compile, choose kernels and record CUDA graphs (sessions with three sets of buffers once for each):
-# their time is no warm-up
+# the first calls compile, choose kernels and record CUDA graphs, once for each of up to three sets of buffers: their
+# time does not count as warm-up
 _FIRST_CALLS = 3
 # the warm-up ends when the last few calls differ by no more than this
 _STABLE_CALLS, _STABLE_SPREAD = 5, 0.10
-# a machine that never becomes stable gets the least warm-up this many times over
+# a machine that never becomes stable gets this many times the minimum warm-up
 _MAX_WARM_UP_FACTOR = 5
-
-
-@dataclass(frozen=True)
-class TimingOptions:
-    """The length and number of timed calls.
-
-    Attributes:
-        seconds: least length of a repeat.
-        iterations: least calls of a repeat.
-        repeats: how often; the spread is between repeats.
-        warm_up_seconds: least length of the warm-up.
-        buffers: batches of noise that the calls rotate over.
-        seed: of the noise.
-        report: is called after each repeat.
-    """
-
-    seconds: float = 3.0
-    iterations: int = 10
-    repeats: int = 3
-    warm_up_seconds: float = 1.0
-    buffers: int = 4
-    seed: int = 0
-    report: Callable[[], None] = lambda: None
+# calls after the timed ones that measure the stages
+_STAGED_CALLS = 20
 
 
 @dataclass(frozen=True)
@@ -67,8 +47,8 @@ class Timing:
     """The time of every call.
 
     Attributes:
-        repeats: one array a repeat, float64 [iterations]: seconds of each call.
-        elapsed: seconds of each repeat as a whole, the loop's own cost included.
+        repeats: seconds of each call, one float64 array [iterations] per repeat.
+        elapsed: seconds of each repeat, including the loop itself.
         warm_up: the calls before the first repeat.
     """
 
@@ -82,7 +62,7 @@ class Timing:
         return np.concatenate(self.repeats)
 
     def rates(self, images: int) -> tuple[float, ...]:
-        """Return images per second in each repeat, for `images` a call."""
+        """Return images per second in each repeat, for `images` per call."""
         return tuple(images * len(calls) / seconds for calls, seconds in zip(self.repeats, self.elapsed, strict=True))
 
     def settings(self) -> dict[str, Any]:
@@ -97,6 +77,104 @@ class Timing:
         }
 
 
+@dataclass(frozen=True)
+class BatchTiming:
+    """The timing of one model at one batch size; settings, conditions and marks as in `Measurement`."""
+
+    batch: int
+    timing: Timing
+    peak_megabytes: float
+    settings: dict[str, Any]
+    conditions: dict[str, Any]
+    marks: tuple[str, ...]
+
+    @property
+    def throughput(self) -> Figure:
+        """Images per second, one value per repeat."""
+        return Figure.of_repeats(self.timing.rates(self.batch), "images/s", "higher")
+
+    def latency(self, percent: float) -> Figure:
+        """Return a percentile of the calls' milliseconds, over all repeats and in each."""
+        repeats = tuple(1e3 * percentile(calls, percent) for calls in self.timing.repeats)
+        return Figure(1e3 * percentile(self.timing.latencies, percent), "ms", "lower", repeats)
+
+    @property
+    def mean_latency(self) -> Figure:
+        """Mean milliseconds per call, over all repeats and in each."""
+        repeats = tuple(1e3 * mean(calls) for calls in self.timing.repeats)
+        return Figure(1e3 * mean(self.timing.latencies), "ms", "lower", repeats)
+
+
+def time_batch(loaded: LoadedTarget, batch: int, options: TimingOptions) -> BatchTiming:
+    """Time one model at one batch size.
+
+    Raises:
+        StoppedEarly: memory is full, or the device was lost.
+    """
+    reset_peak_memory()
+    with (
+        rotate_inputs(loaded, batch, options.buffers) as call,
+        monitor_devices(loaded.target.device) as monitor,
+    ):
+        timing = time_repeats(call, options)
+    figure = Figure.of_repeats(timing.rates(batch), "images/s")
+    noise = (f"{NOISY}: the repeats differ by {figure.spread:.0%}",) if figure.is_noisy else ()
+    settings = {**timing.settings(), "buffers": options.buffers}
+    return BatchTiming(batch, timing, peak_memory_mb(), settings, monitor.conditions, (*monitor.marks, *noise))
+
+
+def time_stages(loaded: LoadedTarget, batch: int, buffers: int) -> dict[str, Figure]:
+    """Return median milliseconds per batch of a GPU's copies and computation; empty on a CPU.
+
+    The stages are waited for one by one in separate calls. The session must be warm at this batch size.
+    """
+    if loaded.target.device == "cpu":
+        return {}
+    with pinned_noise(loaded, buffers, batch) as batches:
+        return time_stages_of(loaded.session, batches)
+
+
+def time_stages_of(session: Session, batches: Sequence[ImageBatch]) -> dict[str, Figure]:
+    """Return the figures of `time_stages` for a session on a GPU and its batches in page-locked memory."""
+    if not isinstance(session, StagedSession):
+        return {}
+    stages = [session.run_staged(batches[number % len(batches)])[1] for number in range(_STAGED_CALLS)]
+    figures = {}
+    for name in ("host_to_device", "compute", "device_to_host"):
+        values = [1e3 * seconds for call in stages if (seconds := getattr(call, name)) is not None]
+        if values:
+            figures[f"{name}_ms"] = Figure(percentile(values, 50), "ms", "lower")
+    return figures
+
+
+@contextmanager
+def rotate_inputs(loaded: LoadedTarget, batch: int, buffers: int) -> Iterator[Call]:
+    """Yield a call that runs the session, without padding, on the next of `buffers` batches of noise."""
+    if isinstance(loaded.session, PaddingSession):
+        loaded.session.add_batch_size(batch)
+    with pinned_noise(loaded, buffers, batch) as batches:
+        yield lambda number: loaded.session.run(batches[number % len(batches)])
+
+
+@contextmanager
+def pinned_noise(loaded: LoadedTarget, count: int, batch: int) -> Iterator[list[ImageBatch]]:
+    """Yield batches of noise, page-locked for a GPU as those of `infer` are.
+
+    Otherwise the host copies every batch once more, which hides differences on the device.
+    """
+    batches = random_batches(count, batch, loaded.metadata.input_size)
+    with ExitStack() as stack:
+        for images in batches:
+            stack.enter_context(pinned(loaded.session, images))
+        yield batches
+
+
+def random_batches(count: int, batch: int, size: tuple[int, int], *, seed: int = 0) -> list[ImageBatch]:
+    """Return `count` different arrays of noise, uint8 [batch, H0, W0, 3]; the same seed gives the same arrays."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, 256, (batch, *size, 3), dtype=np.uint8) for _ in range(count)]
+
+
 def time_repeats(call: Call, options: TimingOptions, *, clock: Clock = time.perf_counter_ns) -> Timing:
     """Time a call that returns when its work is done.
 
@@ -105,20 +183,20 @@ def time_repeats(call: Call, options: TimingOptions, *, clock: Clock = time.perf
         options: length and number of repeats.
         clock: in nanoseconds.
     """
-    warmed = warm_up(call, options.warm_up_seconds, clock=clock)
+    warmed = warm_up(call, options.warmup, clock=clock)
     repeats, elapsed = [], []
     for _ in range(options.repeats):
         calls, total = _time_repeat(call, options.seconds, options.iterations, clock)
         repeats.append(calls)
         elapsed.append(total)
-        options.report()
+        options.on_repeat()
     return Timing(tuple(repeats), tuple(elapsed), warmed)
 
 
 def warm_up(call: Call, seconds: float, *, clock: Clock = time.perf_counter_ns) -> WarmUp:
-    """Call three times, then for at least `seconds` and until five calls in a row took equally long (within 10 %).
+    """Call three times, then for at least `seconds` and until five calls in a row differ by at most 10 %.
 
-    It ends five times `seconds` after the third call even if the calls never become stable.
+    Stops five times `seconds` after the third call even if the calls never become stable.
     """
     latencies: list[float] = []
     start = counted_from = clock()
@@ -138,7 +216,7 @@ def warm_up(call: Call, seconds: float, *, clock: Clock = time.perf_counter_ns) 
 
 
 def time_calls(call: Call, count: int, *, clock: Clock = time.perf_counter_ns) -> float:
-    """Return the seconds that `count` calls take together."""
+    """Return the total seconds of `count` calls."""
     with gc_disabled():
         start = clock()
         for number in range(count):
@@ -170,9 +248,3 @@ def gc_disabled() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def random_batches(count: int, batch: int, size: tuple[int, int], *, seed: int = 0) -> list[ImageBatch]:
-    """Return `count` different arrays of noise, uint8 [batch, H0, W0, 3]; the same seed gives the same arrays."""
-    generator = np.random.default_rng(seed)
-    return [generator.integers(0, 256, (batch, *size, 3), dtype=np.uint8) for _ in range(count)]

@@ -106,7 +106,8 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect.Parameter:
     default = default_of(field)
     if isinstance(default, tuple):
-        default = list(default) or None
+        # several values in one text are shown as they are written
+        default = (",".join(map(str, default)) if option.parse else list(default)) or None
     # a switch has no --no-... unless its flag names one
     flag = option.flag or (f"--{field.name.replace('_', '-')}" if annotation is bool else "")
     declared = typer.Option(

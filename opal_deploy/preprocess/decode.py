@@ -76,7 +76,7 @@ class FileSource(Protocol):
 
 
 class Decoding(StrEnum):
-    """The decode path; `bench decoding` measures how its pixels differ from plain Pillow's.
+    """The decode path.
 
     Attributes:
         default: the fastest that gives Pillow's pixels within 1 count.

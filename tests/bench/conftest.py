@@ -14,8 +14,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.compare import time_interleaved
 from opal_deploy.bench.measurement import Target
-from opal_deploy.bench.server_scenario import run_alone, serve
-from opal_deploy.bench.targets.loading import LoadedTarget
+from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import time_repeats
 from opal_deploy.runtime.session import ImageBatch
 
@@ -72,13 +71,10 @@ def fake_clock() -> Callable[..., FakeClock]:
 
 @pytest.fixture
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """A clock for all timers, which passes only while fake models run or the server scenario sleeps."""
+    """A clock for all timers, which passes only while fake models run."""
     clock = FakeClock()
     for timer in (time_repeats, time_interleaved):
         monkeypatch.setitem(timer.__kwdefaults__, "clock", clock)
-    for timer in (serve, run_alone):
-        monkeypatch.setitem(timer.__kwdefaults__, "clock", lambda: clock() / 1e9)
-    monkeypatch.setitem(serve.__kwdefaults__, "sleep", clock.spend)
     return clock
 
 

@@ -45,21 +45,13 @@ def test_latency_of_two_models(bench: Any, exact_model: Path, linear_model: Path
 def test_throughput_with_a_ceiling(bench: Any, exact_model: Path, tmp_path: Path) -> None:
     ceiling = tmp_path / "ceiling.jsonl"
     ceiling.write_text(
-        '{"schema": 1, "kind": "ceiling", "subject": {"name": "cpu", "device": "cpu"}, "case": {"threads": 1}, '
+        '{"schema": 1, "kind": "ceiling", "target": {"name": "cpu", "device": "cpu"}, "case": {"threads": 1}, '
         '"figures": {"copy": {"value": 10, "unit": "GB/s"}, "matmul_fp32": {"value": 0.05, "unit": "TFLOP/s"}}}\n'
     )
-    (row, offline), stderr = bench("throughput", "--model", exact_model, "--batch", "2", "--ceiling", ceiling)
+    (row,), stderr = bench("throughput", "--model", exact_model, "--batch", "2", "--ceiling", ceiling)
     assert row.figures["share_of_ceiling"].value > 0
     assert row.details["ceiling"]["bound"] in ("compute", "memory")
-    assert offline.case["scenario"] == "offline"
     assert "% of the ceiling" in stderr
-
-
-def test_the_server_scenario(bench: Any, linear_model: Path) -> None:
-    options = ["--scenario", "server", "--limit-ms", "500", "--max-batch", "2", "--repeats", "1"]
-    (measurement,), _ = bench("latency", "--model", linear_model, *options)
-    assert measurement.kind == "server"
-    assert measurement.figures["p99_ms"].value <= 500
 
 
 def test_the_networks_own_classifier_is_timed(bench: Any) -> None:
@@ -94,8 +86,7 @@ def test_each_stride_of_a_backbone_is_a_network_of_its_own(bench: Any) -> None:
     for call, strides in calls.items():
         names = [f"shufflenet_v2_x0_5, {stride} + opal" for stride in strides]
         measurements, _ = bench(*call, *network, "--runtime", "eager")
-        found = [m.target.name for m in measurements if m.target and m.case.get("scenario") is None]
-        assert found == names
+        assert [m.target.name for m in measurements if m.target] == names
 
 
 @pytest.mark.parametrize(
@@ -104,7 +95,7 @@ def test_each_stride_of_a_backbone_is_a_network_of_its_own(bench: Any) -> None:
         (
             ["compare", "--question", "precision", "--runtime", "eager", "--pairs", "2"],
             [("torch eager", "fp16"), ("torch eager", "bf16")],
-            ["tf32: not usable: precision tf32: CPUs have none", "int8: not usable:"],
+            ["tf32: not usable: CPUs have no precision tf32", "int8: not usable:"],
         ),
         (
             ["latency", "--runtime", "tensorrt", "--runtime", "eager", "--repeats", "1"],
@@ -129,17 +120,13 @@ def test_one_that_cannot_run_here_is_named_and_stops_no_other(
         ("throughput --model no.onnx", "no.onnx: no such model"),
         ("throughput --backbone resnet19", "backbone 'resnet19': torchvision has no such classifier"),
         ("throughput --backbone vgg11 --stride 3", "stride 3"),
-        ("latency --model {model} --batch 0", "--batch '0': expected whole numbers from 1"),
-        ("latency --model {model} --runtime caffe", "--runtime 'caffe': expected one of eager"),
-        ("latency --model {model} --precision fp8", "--precision 'fp8': expected one of fp32"),
-        ("latency --model {model} --scenario server", "--scenario server and --limit-ms"),
-        ("latency --model {model} --limit-ms 3", "--scenario server and --limit-ms"),
-        ("latency --model {model} --scenario server --limit-ms 0", "expected milliseconds above 0"),
-        ("latency --model {model} --scenario single-stream --batch 1", "leave --batch out"),
+        ("latency --model {model} --batch 0", "--batch '0': expected positive integers"),
+        ("latency --model {model} --runtime caffe", "runtime 'caffe': expected one of eager"),
+        ("latency --model {model} --precision fp8", "precision 'fp8': expected one of fp32"),
         ("compare {model}", "give two models, A and B, or --question"),
-        ("compare --question head", "--question head: of what?"),
-        ("compare --backbone resnet18", "are for --question"),
-        ("compare {model} --question head", "--question takes --model and --backbone"),
+        ("compare --question head", "--question head needs --backbone NAME or --model"),
+        ("compare --backbone resnet18", "need --question"),
+        ("compare {model} --question head", "--question compares variants of --model and --backbone"),
     ],
 )
 def test_a_wrong_call_is_answered_in_one_line(

@@ -12,18 +12,18 @@ import pytest
 
 from opal_deploy.bench.compare import (
     Comparison,
-    ComparisonOptions,
     build_comparisons,
+    format_comparison,
     measure_comparison,
     time_interleaved,
 )
 from opal_deploy.bench.measurement import Figure, Measurement
-from opal_deploy.bench.targets.loading import Setup
-from opal_deploy.cli.bench.compare import _format as format_comparison
+from opal_deploy.bench.options import CompareOptions
+from opal_deploy.bench.targets import Setup
 from opal_deploy.runtime.cuda_options import parse_cuda_options
 from opal_deploy.statistics import median, paired_ratios
 
-OPTIONS = ComparisonOptions(batch=2, rounds=30, run_seconds=0.1, warm_up_seconds=0)
+BATCH, OPTIONS = 2, CompareOptions(pairs=30, seconds=0.1, warmup=0)
 
 
 def test_a_known_ratio_is_found_and_its_interval_covers_it(fake_target: Any, fake_clock: Callable[..., Any]) -> None:
@@ -32,7 +32,7 @@ def test_a_known_ratio_is_found_and_its_interval_covers_it(fake_target: Any, fak
     def around(seconds: float) -> Any:
         return fake_target(lambda _: float(seconds * generator.normal(1.0, 0.05)), clock.spend)
 
-    a, b = time_interleaved([around(0.010), around(0.008)], OPTIONS, clock=clock)
+    a, b = time_interleaved([around(0.010), around(0.008)], BATCH, OPTIONS, clock=clock)
     ratio = median(paired_ratios(b.rates, a.rates))
     assert ratio.value == pytest.approx(1.25, rel=0.02)
     assert ratio.interval[0] <= 1.25 <= ratio.interval[1]
@@ -42,7 +42,9 @@ def test_a_known_ratio_is_found_and_its_interval_covers_it(fake_target: Any, fak
 def test_a_machine_that_slows_down_steadily_favours_none(fake_target: Any, fake_clock: Callable[..., Any]) -> None:
     # each call takes longer than the last one: 0.2 % a call, some 5 % a round
     clock = fake_clock(slower=1.002)
-    a, b = time_interleaved([fake_target(0.01, clock.spend), fake_target(0.01, clock.spend)], OPTIONS, clock=clock)
+    a, b = time_interleaved(
+        [fake_target(0.01, clock.spend), fake_target(0.01, clock.spend)], BATCH, OPTIONS, clock=clock
+    )
     ratios = paired_ratios(b.rates, a.rates)
     assert a.rates[-1] < 0.8 * a.rates[0]
     assert median(ratios).value == pytest.approx(1.0, abs=0.002)
@@ -60,7 +62,7 @@ def test_runs_alternate_and_have_as_many_batches_as_fill_them_and_one_that_does_
         return fake_target(lambda _: order.append(name) or seconds, clock.spend)
 
     targets = [named("a", 0.06), named("b", 0.03), named("c", 0.2)]
-    rates = time_interleaved(targets, replace(OPTIONS, rounds=3), clock=clock)
+    rates = time_interleaved(targets, BATCH, replace(OPTIONS, pairs=3), clock=clock)
     assert [of_target.batches for of_target in rates] == [2, 4, 1]
     assert rates[0].rates == pytest.approx([2 / 0.06] * 3)
     # warm-up, three calls to see how long one takes, and the rounds
@@ -93,8 +95,8 @@ def test_every_model_but_the_first_has_a_measurement(fake_target: Any, fake_time
         fake_target(0.01, fake_time.spend, name="fast"),
         fake_target(lambda _: next(lengths), fake_time.spend, name="noisy"),
     )
-    options = ComparisonOptions(rounds=6, run_seconds=0.04, warm_up_seconds=0)
-    fast, noisy = measure_comparison(Comparison("slow", targets), options, "runtime")
+    options = CompareOptions(question="runtime", pairs=6, seconds=0.04, warmup=0)
+    fast, noisy = measure_comparison(Comparison("slow", targets), 1, options)
     ratio = fast.figures["ratio"]
     assert (ratio.value, len(ratio.repeats)) == (pytest.approx(2.0), 6)
     assert ratio.interval

@@ -42,8 +42,8 @@ def raw(**changes: Any) -> dict[str, Any]:
     return document | changes
 
 
-def subject(**changes: Any) -> dict[str, Any]:
-    return raw()["subject"] | changes
+def target(**changes: Any) -> dict[str, Any]:
+    return raw()["target"] | changes
 
 
 def figure(**changes: Any) -> dict[str, Any]:
@@ -61,10 +61,10 @@ def test_every_kind_comes_back_equal(tmp_path: Path) -> None:
 
 
 def test_files_of_a_folder_are_read_in_order_whatever_their_line_ends_and_newer_keys(tmp_path: Path) -> None:
-    newer = raw(weather="fine", subject=subject(colour="red"), figures={"x": figure(mood="good")}, timed="second")
+    newer = raw(weather="fine", target=target(colour="red"), figures={"x": figure(mood="good")}, timed="second")
     (tmp_path / "b.jsonl").write_text(json.dumps(newer))
     # separators that are no line ends
-    text = json.dumps(raw(timed="a\u2028b\x85c", subject=None), ensure_ascii=False)
+    text = json.dumps(raw(timed="a\u2028b\x85c", target=None), ensure_ascii=False)
     (tmp_path / "a.jsonl").write_text(f"{text}\r\n\n", encoding="utf-8")
     (tmp_path / "c.json").write_text("no measurements")
     first, second = read_measurements([tmp_path])
@@ -79,13 +79,13 @@ def test_files_of_a_folder_are_read_in_order_whatever_their_line_ends_and_newer_
         (raw(schema=2), "schema 2 found, 1 expected"),
         (raw(schema=True), "schema True found"),
         ({"kind": "ceiling"}, "schema None found"),
-        (raw(kind="speed"), "kind is 'speed', expected one of overhead"),
-        (raw(kind=["latency"]), r"kind is \['latency'\]"),
-        ({"schema": 1, "subject": None, "case": {}, "figures": {}}, "kind is missing"),
-        ({"schema": 1, "kind": "ceiling", "case": {}, "figures": {}}, "subject is missing"),
-        ({"schema": 1, "kind": "ceiling", "subject": None, "case": {}}, "figures is missing"),
+        (raw(kind="speed"), "kind is not one of overhead"),
+        (raw(kind=["latency"]), "kind is not one of overhead"),
+        ({"schema": 1, "target": None, "case": {}, "figures": {}}, "kind is missing"),
+        ({"schema": 1, "kind": "ceiling", "case": {}, "figures": {}}, "target is missing"),
+        ({"schema": 1, "kind": "ceiling", "target": None, "case": {}}, "figures is missing"),
         (raw(case=[]), "case is not an object"),
-        (raw(case={"batch": [1]}), r"case\.batch is not a text, a number"),
+        (raw(case={"batch": [1]}), r"case\.batch is not a number"),
         (raw(figures=None), "figures is not an object"),
         (raw(figures={"p50": 3}), r"figures\.p50 is not an object"),
         (raw(figures={"p50": {"unit": "ms"}}), r"figures\.p50\.value is missing"),
@@ -93,26 +93,25 @@ def test_files_of_a_folder_are_read_in_order_whatever_their_line_ends_and_newer_
         (raw(figures={"p50": figure(value=True)}), r"figures\.p50\.value is not a number"),
         (raw(figures={"p50": figure(value=10**400)}), r"figures\.p50\.value is not a finite number"),
         (raw(figures={"p50": figure(unit=None)}), r"figures\.p50\.unit is not a text"),
-        (raw(figures={"p50": figure(better="more")}), r"figures\.p50\.better is not higher, lower or null"),
+        (raw(figures={"p50": figure(better="more")}), r"figures\.p50\.better is not one of higher, lower"),
         (raw(figures={"p50": figure(repeats=3)}), r"figures\.p50\.repeats is not a list"),
         (raw(figures={"p50": figure(repeats=[1, None])}), r"figures\.p50\.repeats is not a number"),
-        (raw(figures={"p50": figure(interval=[1])}), r"figures\.p50\.interval is not two numbers"),
-        (raw(figures={"p50": figure(interval=[2, 1])}), r"figures\.p50\.interval is not \[low, high\]"),
-        (raw(subject="resnet50"), "subject is not an object or null"),
-        (raw(subject={}), r"subject\.name is missing"),
-        (raw(subject=subject(device=None)), r"subject\.device is not a text"),
-        (raw(subject=subject(input_size=[224])), r"subject\.input_size is not \[H0, W0\]"),
-        (raw(subject=subject(input_size=["a", "b"])), r"subject\.input_size is not \[H0, W0\]"),
-        (raw(subject=subject(num_classes="200")), r"subject\.num_classes is not a whole number"),
-        (raw(subject=subject(sha256=7)), r"subject\.sha256 is not a text or null"),
+        (raw(figures={"p50": figure(interval=[1])}), r"figures\.p50\.interval is not a list of 2"),
+        (raw(target="resnet50"), "target is not an object"),
+        (raw(target={}), r"target\.name is missing"),
+        (raw(target=target(device=None)), r"target\.device is not a text"),
+        (raw(target=target(input_size=[224])), r"target\.input_size is not a list of 2"),
+        (raw(target=target(input_size=["a", "b"])), r"target\.input_size is not an integer"),
+        (raw(target=target(num_classes="200")), r"target\.num_classes is not an integer"),
+        (raw(target=target(sha256=7)), r"target\.sha256 is not a text"),
         (raw(timed=None), "timed is not a text"),
-        (raw(marks="noisy"), "marks is not a list of texts"),
-        (raw(marks=[1]), "marks is not a list of texts"),
+        (raw(marks="noisy"), "marks is not a list"),
+        (raw(marks=[1]), "marks is not a text"),
         (raw(machine="mine"), "machine is not an object"),
         pytest.param("{", "not a line of JSON", id="cut"),
         pytest.param("[" * 100_000, "not a line of JSON", id="deep"),
-        (FULL.to_line().replace("39.7", "NaN", 1), "NaN is no number of JSON's"),
-        (FULL.to_line().replace("39.7", "-Infinity", 1), "-Infinity is no number of JSON's"),
+        (FULL.to_line().replace("39.7", "NaN", 1), "JSON has no NaN"),
+        (FULL.to_line().replace("39.7", "-Infinity", 1), "JSON has no -Infinity"),
         (FULL.to_line().replace("39.7", "1e999", 1), "1e999 is too large a number"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",

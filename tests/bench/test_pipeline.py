@@ -18,16 +18,10 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.measurement import Measurement, read_measurements
 from opal_deploy.bench.monitor import Monitor
-from opal_deploy.bench.pipeline.cases import (
-    Case,
-    build_cases,
-    decode_images,
-    parse_counts,
-    parse_sizes,
-    resized_copies,
-)
+from opal_deploy.bench.options import PipelineOptions, parse_counts, parse_image_sizes
+from opal_deploy.bench.pipeline.cases import Case, build_cases, decode_images, resized_copies
 from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
-from opal_deploy.bench.pipeline.measure import CaseResult, PipelineOptions, measure_case
+from opal_deploy.bench.pipeline.measure import CaseResult, measure_case
 from opal_deploy.bench.pipeline.replay import ReplaySession
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.items import Item
@@ -63,28 +57,27 @@ def items(tmp_path: Path, make_pictures: Callable) -> list[Item]:
     ("values", "expected"),
     [
         ({}, [Case(8, 2)]),
-        ({"batches": [16, 32]}, [Case(16, 2), Case(32, 2)]),
-        ({"batches": [1, 8], "workers": [1, 2]}, [Case(8, 2), Case(8, 1), Case(1, 2)]),
-        ({"sizes": [(50, 40)]}, [Case(8, 2, (50, 40))]),
-        ({"sizes": [(50, 40), (90, 80)]}, [Case(8, 2), Case(8, 2, (50, 40)), Case(8, 2, (90, 80))]),
-        ({"batches": [8, 8]}, [Case(8, 2)]),
+        ({"batch": (16, 32)}, [Case(16, 2), Case(32, 2)]),
+        ({"batch": (1, 8), "workers": (1, 2)}, [Case(8, 2), Case(8, 1), Case(1, 2)]),
+        ({"image_size": ((50, 40),)}, [Case(8, 2, (50, 40))]),
+        ({"image_size": ((50, 40), (90, 80))}, [Case(8, 2), Case(8, 2, (50, 40)), Case(8, 2, (90, 80))]),
     ],
     ids=str,
 )
 def test_each_value_is_varied_on_its_own_around_one_base_case(values: dict, expected: list[Case]) -> None:
-    assert list(build_cases(Case(8, 2), **values)) == expected
+    cases = build_cases(PipelineOptions(**values, isolate=False), default_workers=2)
+    assert cases == expected
 
 
 def test_counts_and_sizes_are_parsed() -> None:
-    assert parse_counts("--batch", "1, 8,32") == [1, 8, 32]
-    assert parse_sizes("--image-size", "250x188, 500x375") == [(250, 188), (500, 375)]
-    assert parse_counts("--batch", None) == parse_sizes("--image-size", None) == []
-    for text in ("", "0", "1,,2", "a", "-1", "1.5", "1;2", "1,0"):
-        with pytest.raises(UsageError, match=r"--batch .* expected whole numbers from 1 on"):
+    assert parse_counts("--batch", "8, 1,32,8") == (1, 8, 32)
+    assert parse_image_sizes("250x188, 500x375") == ((250, 188), (500, 375))
+    for text in ("", "0", "1,,2", "a", "-1", "1.5", "1;2", "1,0", "²"):
+        with pytest.raises(UsageError, match=r"--batch .* expected positive integers"):
             parse_counts("--batch", text)
     for text in ("", "500", "500x", "0x10", "500x375x3", "500X375", "65501x10", "a,b"):
         with pytest.raises(UsageError, match=r"--image-size .* expected WIDTHxHEIGHT"):
-            parse_sizes("--image-size", text)
+            parse_image_sizes(text)
 
 
 def test_copies_have_their_size_and_are_removed_afterwards(items: list[Item]) -> None:
@@ -107,12 +100,13 @@ def test_whole_batches_of_usable_images_are_decoded_but_not_of_all(items: list[I
     items[1].path.write_bytes(b"no image")
     assert decode_images(items, (32, 48), 5).shape == (10, 32, 48, 3)
     assert decode_images(items * 100, (8, 8), 500).shape == (1000, 8, 8, 3)
-    with pytest.raises(UsageError, match=r"11 usable images, and a batch takes 12; give more, or a smaller --batch"):
+    with pytest.raises(UsageError, match=r"11 usable images for a batch of 12; give more, or a smaller --batch"):
         decode_images(items, (32, 32), 12)
 
 
-def measure(session: Any, items: list[Item], report: Any = lambda _: None, **options: Any) -> CaseResult:
-    return measure_case(session, items, Case(2, 1), PipelineOptions(**{"repeats": 1, **options}), report)
+def measure(session: Any, items: list[Item], log: Any = lambda _: None, **options: Any) -> CaseResult:
+    more = {name: options.pop(name) for name in ("device", "progress", "interval") if name in options}
+    return measure_case(session, items, Case(2, 1), PipelineOptions(**{"repeats": 1, **options}), log, **more)
 
 
 def test_everything_is_measured_once_a_repeat_on_the_usable_images(items: list[Item]) -> None:
@@ -240,7 +234,7 @@ def test_replayed_outputs_are_the_networks_in_order(exact_session: OnnxSession) 
     expected = Outputs.concatenate([exact_session.run(images[:2]), exact_session.run(images[2:])])
     for name in ("logits", "argmax"):
         assert getattr(replayed, name).tolist() == getattr(expected, name)[[0, 1, 2, 0]].tolist()
-    with pytest.raises(ValueError, match="a batch of 4; only 3 answers"):
+    with pytest.raises(ValueError, match="a batch of 4, but only 3 outputs"):
         replay.run(np.zeros((4, 96, 96, 3), np.uint8))
 
 
@@ -253,11 +247,11 @@ def test_the_network_can_be_left_out(items: list[Item]) -> None:
     compute = result.variants[0].passes[0].times.sum_stage("compute")
     assert compute is not None
     assert compute.calls == 6
-    assert result.session.startswith("no network: answers computed beforehand by sleeping")
+    assert result.session.startswith("no network: outputs precomputed by sleeping")
 
 
 def test_without_network_and_decoding_a_pretended_gpu_holds_every_batch(items: list[Item]) -> None:
-    result = measure(SleepingSession(), items, network=False, decoding=False, hold=0.02)
+    result = measure(SleepingSession(), items, network=False, decoding=False, hold_ms=20)
     (variant,) = result.variants
     for one in variant.passes:
         # nothing is read, and a batch follows the other without a gap that counts
@@ -298,7 +292,7 @@ def test_the_command_reports_to_people_and_machines(bench: Callable, exact_model
     assert measurement.kind == "pipeline"
     assert measurement.case == {
         "images": 12, "batch": 4, "workers": 1, "threads": 1, "image_size": "as given", "network": True,
-        "decode": "default", "isolate": True,
+        "decoding": True, "hold_ms": None, "decode": "default", "isolate": True,
     }  # fmt: skip
     assert target is not None
     assert (target.name, target.runtime, target.head) == (exact_model.name, "onnxruntime", "opal")
@@ -313,7 +307,7 @@ def test_the_command_reports_to_people_and_machines(bench: Callable, exact_model
     assert stages == {"read", "decode", "resize", "compute", "evidence", "draw", "write"}
     assert 2 <= len(measurement.details["memory"]["infer"]["megabytes"]) <= 60
     assert f"infer: {figures['infer'].value:.1f} images/s" in done.stderr
-    assert " x plain PyTorch and Pillow" in done.stderr
+    assert " x the plain script" in done.stderr
     assert measurement.details["bound"]["infer"]["line"] in done.stderr
 
 
@@ -332,7 +326,7 @@ def test_several_values_are_varied_without_the_network(bench: Callable, exact_mo
         assert not {"bare", "infer_share", "bare.cpu"} & measurement.figures.keys()
         assert {"infer", "infer_explain"} <= measurement.figures.keys()
     assert all("images/s" in line and "peak" in line for line in done.stderr.splitlines()[-2:])
-    assert "no network: answers computed beforehand" in done.stderr
+    assert "no network: outputs precomputed" in done.stderr
 
 
 def test_a_checkpoint_is_measured_compiled_too(
@@ -357,11 +351,11 @@ def test_a_checkpoint_is_measured_compiled_too(
     ("arguments", "message"),
     [
         (["--runtime", "compiled"], "an ONNX file, and --runtime compiled runs a checkpoint"),
-        (["--cuda-graphs"], "--cuda-graphs is of engines"),
-        (["--workers", "x"], "--workers 'x': expected whole numbers"),
+        (["--cuda-graphs"], "--cuda-graphs applies only to engines"),
+        (["--workers", "x"], "--workers 'x': expected positive integers"),
         (["--image-size", "10"], "--image-size '10': expected WIDTHxHEIGHT"),
-        (["--batch", "99"], "12 usable images, and a batch takes 99"),
-        (["--plain", "{linear}"], "the model was exported from another file, exact.pt of sha256"),
+        (["--batch", "99"], "12 usable images for a batch of 99"),
+        (["--plain", "{linear}"], "the model was exported from another checkpoint, exact.pt with sha256"),
     ],
 )
 def test_a_wrong_call_is_answered_in_one_line(

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from opal_deploy.bench.measurement import Measurement
-from opal_deploy.bench.memory import MemoryCurve
-from opal_deploy.bench.monitor import Monitor
+from opal_deploy.bench.monitor import MemoryCurve, Monitor
+from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline.bottleneck import Pass, find_bottleneck
 from opal_deploy.bench.pipeline.cases import Case
 from opal_deploy.bench.pipeline.formatting import build_measurement, format_result, format_summary
-from opal_deploy.bench.pipeline.measure import CaseResult, PipelineOptions, Variant
+from opal_deploy.bench.pipeline.measure import CaseResult, Variant
 from opal_deploy.inference.timing import Stage, StageTime, StageTimes, ThreadRole, WaitReason
 
 THREADS: dict[ThreadRole, int] = {"decoders": 2, "drawers": 2, "session": 1, "loop": 1}
@@ -40,7 +40,7 @@ def test_a_session_that_never_waits_is_the_bottleneck() -> None:
     text = "bound by compute: the session is busy 93% of the time (decoders 20%, loop 10%); 2 cores are 20% busy"
     assert bottleneck.describe() == text
     document = json.loads(json.dumps(bottleneck.to_dict()))
-    assert (document["station"], document["line"]) == ("session", text)
+    assert (document["role"], document["line"]) == ("session", text)
     # 100 images took each of the two decoders 2 s, the session 9.3 s and the loop one second
     assert bottleneck.capacity == pytest.approx({"decoders": 50.0, "session": 100 / 9.3, "loop": 100.0})
     # several passes are judged together
@@ -83,7 +83,7 @@ def test_the_shares_of_busy_cores_are_listed() -> None:
             {("decoders", "decode"): (10.0, 9.0), ("session", "compute"): (6.0, 6)}, 9.0, 18.0,
             "bound by the cores: no group of threads is always busy (decoders 50%, session 60%, loop 10%)",
         ),
-        ({("session", "compute"): (5.0, 1)}, 8.0, 2.0, "bound by nothing clearly: "),
+        ({("session", "compute"): (5.0, 1)}, 8.0, 2.0, "no clear bottleneck: "),
     ],
     ids=["cores", "nothing"],
 )  # fmt: skip
@@ -103,7 +103,7 @@ def build_result(bare: tuple[float, ...], infer: tuple[float, ...], memory: Memo
 def measurement_of(fake_target: Any, result: CaseResult, *marks: str) -> Measurement:
     monitor = Monitor([], {"cpu": "not here"})
     monitor.marks = marks
-    return build_measurement(result, fake_target(0, lambda _: None), monitor, PipelineOptions(3))
+    return build_measurement(result, fake_target(0, lambda _: None), monitor, PipelineOptions(repeats=3))
 
 
 def test_a_measurement_has_the_ratios_of_neighbours_the_cpu_time_and_the_monitor(fake_target: Any) -> None:
@@ -132,14 +132,14 @@ def test_doubts_are_marked(fake_target: Any, rates: Any, memory: MemoryCurve, ma
 def test_the_text_has_rates_spread_and_share() -> None:
     result = build_result((100, 101, 102), (80, 95, 99))
     lines = list(format_result(result))
-    assert "  session alone: 101.0 images/s (spread 2% over 3)" in lines
-    assert "  infer: 95.0 images/s (spread 20% over 3, NOISY): 94.1% of the session alone" in lines
+    assert "  bare session: 101.0 images/s (spread 2% over 3)" in lines
+    assert "  infer: 95.0 images/s (spread 20% over 3, NOISY): 94.1% of the bare session" in lines
     assert lines[0] == "100 of 101 images, batch 8, 2 workers, images as given; a session"
     assert lines[-1] == "  peak memory 345 MB"
     # no share without the session alone
     without = list(format_result(build_result((), (80,))))
     assert "  infer: 80.0 images/s (once)" in without
-    assert not any("session alone" in line for line in without)
+    assert not any("bare session" in line for line in without)
     assert list(format_summary([result])) == [
-        "batch 8, 2 workers, images as given: infer 95.0 images/s (94% of the session alone), peak 345 MB"
+        "batch 8, 2 workers, images as given: infer 95.0 images/s (94% of the bare session), peak 345 MB"
     ]

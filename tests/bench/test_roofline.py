@@ -6,15 +6,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from opal_deploy.bench.measurement import Figure, Measurement, Target, append_measurement, read_measurements
-from opal_deploy.bench.roofline import measure
-from opal_deploy.bench.roofline.ceiling import Ceiling, compute_share, find_by_driver_name, find_device, known_devices
-from opal_deploy.bench.roofline.measure import CeilingOptions, measure_ceiling, read_ceiling
+from opal_deploy.bench.roofline import ceiling as ceilings
+from opal_deploy.bench.roofline.ceiling import (
+    Ceiling,
+    CeilingOptions,
+    compute_share,
+    find_by_driver_name,
+    find_device,
+    known_devices,
+    measure_ceiling,
+    read_ceiling,
+)
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Layer, Work, count_backbone_work, count_head_work
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
@@ -24,7 +31,7 @@ Opal = Callable[..., "CompletedProcess[str]"]
 # 2000 FLOPs an image; in fp16 100 bytes an image and 40 a batch
 WORK = Work("x", (Layer("a", "conv", 400, 10, 10, 15), Layer("b", "linear", 600, 20, 10, 5)))
 SLOW_MEMORY = Ceiling("slow memory", {"fp16": 1e6}, 1e3, "made up")
-SLOW_ARITHMETIC = Ceiling("slow arithmetic", {"fp16": 1e3}, 1e6, "made up", measured=True)
+SLOW_ARITHMETIC = Ceiling("slow arithmetic", {"fp16": 1e3}, 1e6, "made up")
 TITLES = {
     "NVIDIA A100-SXM4-40GB": "A100 40 GB SXM", "NVIDIA A100-SXM4-80GB": "A100 80 GB SXM",
     "NVIDIA A100-PCIE-40GB": "A100 40 GB PCIe", "NVIDIA A100 80GB PCIe": "A100 80 GB PCIe",
@@ -45,7 +52,7 @@ def test_devices_are_known_by_the_whole_names_that_drivers_give_them(name: str, 
 
 
 def test_every_device_has_plausible_figures_and_a_source() -> None:
-    assert len(known_devices()) == 11
+    assert known_devices()
     for key in known_devices():
         device = find_device(key)
         assert device.flops.keys() <= BYTES_PER_ELEMENT.keys()
@@ -59,7 +66,7 @@ def test_every_device_has_plausible_figures_and_a_source() -> None:
 
 def test_unknown_devices_and_precisions_are_refused_with_those_known() -> None:
     assert find_device("H200-SXM") == find_device("NVIDIA H200")
-    with pytest.raises(UsageError, match=r"--gpu 'a100': no figures for it; known are a100-40gb-sxm, .*, t4"):
+    with pytest.raises(UsageError, match=r"--gpu 'a100': unknown GPU; expected one of a100-40gb-sxm, .*, t4"):
         find_device("a100")
     with pytest.raises(UsageError, match="T4 16 GB has no figure for bf16; it has fp32, fp16, int8"):
         find_device("t4").peak("bf16")
@@ -101,9 +108,16 @@ def test_there_is_no_share_without_a_ceiling() -> None:
 
 
 def options(*precisions: str) -> CeilingOptions:
-    return CeilingOptions(threads=1, precisions=precisions, copy_bytes=2**16, matrix_size=32, repeats=4, warm_up=2)
+    return CeilingOptions(threads=1, precisions=precisions, repeats=4, warm_up=2)
 
 
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 2**16)
+    monkeypatch.setitem(ceilings.MATRIX_SIZE, "cpu", 32)
+
+
+@pytest.mark.usefixtures("_small")
 def test_a_measured_ceiling_is_the_best_of_the_repeats_and_reads_back_in_base_units() -> None:
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     done: list[tuple[int, int]] = []
@@ -121,7 +135,7 @@ def test_a_measured_ceiling_is_the_best_of_the_repeats_and_reads_back_in_base_un
     copy = Measurement.from_line(measured.to_line())
     assert copy.figures == measured.figures
     ceiling = read_ceiling(copy)
-    assert (ceiling.measured, ceiling.name) == (True, "cpu, 1 thread")
+    assert (ceiling.name, ceiling.source[:8]) == ("cpu, 1 thread", "measured")
     assert ceiling.bytes_per_second == pytest.approx(measured.figures["copy"].value * 1e9)
     assert ceiling.peak("bf16") == pytest.approx(measured.figures["matmul_bf16"].value * 1e12)
 
@@ -130,16 +144,16 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for name in ("tpu", "cuda:99", "meta"):
         with pytest.raises(UsageError, match=f"device '?{name}"):
             measure_ceiling(CeilingOptions(device=name))
-    with pytest.raises(UsageError, match="--precision int8: a measured ceiling knows fp32, tf32, fp16, bf16"):
+    with pytest.raises(UsageError, match="--precision int8: expected fp32, tf32, fp16, bf16"):
         measure_ceiling(CeilingOptions(precisions=("int8",)))
-    with pytest.raises(UsageError, match="kind latency is no ceiling; measure one"):
+    with pytest.raises(UsageError, match="expected a measurement of kind ceiling, found latency"):
         read_ceiling(Measurement("latency", None, {}, {}))
 
 
 def test_lines_hold_work_and_ceilings_of_backbone_head_and_both(opal: Opal, tmp_path: Path) -> None:
-    lines, chart = tmp_path / "roofline.jsonl", tmp_path / "roofline.svg"
+    lines = tmp_path / "roofline.jsonl"
     case = "--backbone resnet18 --classes 10 --prototypes 3 --size 160x192 --batch 8 --gpu l4"
-    done = opal("bench", "roofline", *case.split(), "--gpu", "NVIDIA H200", "--out", lines, "--chart", chart)
+    done = opal("bench", "roofline", *case.split(), "--gpu", "NVIDIA H200", "--out", lines)
     assert done.returncode == 0, done.stderr
     by_part = {m.case["part"]: m for m in read_measurements([lines])}
     body = count_backbone_work("resnet18", (160, 192))
@@ -152,9 +166,6 @@ def test_lines_hold_work_and_ceilings_of_backbone_head_and_both(opal: Opal, tmp_
         assert figures["ceiling L4 24 GB"].value == pytest.approx(find_device("l4").images_per_second(work, 8, "fp16"))
         assert [ceiling["name"] for ceiling in details["ceilings"]] == ["L4 24 GB", "H200 141 GB SXM"]
         assert len(details["layers"]) == len(work.layers)
-    texts = "".join(ElementTree.parse(chart).getroot().itertext())
-    for text in ("FLOPs per byte", "L4 24 GB", "resnet18", "its head (hollow)"):
-        assert text in texts
     assert "L4 24 GB: 121 TFLOP/s fp16, 300 GB/s (NVIDIA L4" in done.stdout
 
 
@@ -173,11 +184,8 @@ def test_a_measured_ceiling_stands_alone_unless_gpus_are_named(opal: Opal, tmp_p
     assert "| cpu, 2 threads | T4 16 GB |" in opal(*arguments, "--gpu", "t4").stdout
 
 
-def test_a_ceiling_is_measured_first_and_written_down(
-    opal: Opal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**16)
-    monkeypatch.setitem(measure.MATRIX_SIZE, "cpu", 32)
+@pytest.mark.usefixtures("_small")
+def test_a_ceiling_is_measured_first_and_written_down(opal: Opal, tmp_path: Path) -> None:
     lines = tmp_path / "all.jsonl"
     arguments = "bench roofline --backbone resnet18 --measure-ceiling --threads 1 --precision fp32 --out"
     done = opal(*arguments.split(), lines)
@@ -190,12 +198,11 @@ def test_a_ceiling_is_measured_first_and_written_down(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--gpu a100", "--gpu 'a100': no figures for it"),
+        ("--gpu a100", "--gpu 'a100': unknown GPU"),
         ("--gpu t4 --precision bf16", "none of T4 16 GB has a figure for it"),
-        ("--measure-ceiling --precision int8", "torch has no such product"),
-        ("--chart a.pdf", "expected a name that ends in"),
+        ("--measure-ceiling --precision int8", "--precision int8: expected fp32"),
         ("--backbone resnet17 --gpu t4", "torchvision has no such classifier"),
-        ("--ceiling other.jsonl", "no measured ceiling in it"),
+        ("--ceiling other.jsonl", "no measured ceiling found"),
     ],
 )
 def test_wrong_calls_are_one_line(opal: Opal, arguments: str, message: str, tmp_path: Path) -> None:

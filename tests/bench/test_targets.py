@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.bench import networks
 from opal_deploy.bench.measurement import Target, head_name
-from opal_deploy.bench.targets import networks
-from opal_deploy.bench.targets.loading import LoadedTarget, Setup, load_file, load_network
-from opal_deploy.bench.targets.networks import (
+from opal_deploy.bench.networks import (
     NamedNetwork,
     build_random_network,
     load_checkpoint_network,
     replace_head_with_linear,
 )
+from opal_deploy.bench.targets import LoadedTarget, Setup, load_file, load_network
 from opal_deploy.errors import ArtifactError, OpalError, UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.runtime.cuda_options import CudaOptions
@@ -148,14 +148,17 @@ def test_the_stages_of_a_batch_are_timed(
 @pytest.mark.parametrize(
     ("setup", "message"),
     [
-        (Setup("onnxruntime", "cpu", precision="tf32"), "precision tf32 in an ONNX file"),
+        (Setup("onnxruntime", "cpu", precision="tf32"), "ONNX files have no precision tf32"),
         (Setup("onnxruntime", "cpu", precision="bf16"), "ONNX Runtime has no bfloat16 convolutions here"),
-        (Setup("eager", "cpu", precision="tf32"), "CPUs have none"),
-        (Setup("eager", "cpu", precision="int8"), "precision int8 in PyTorch"),
-        (Setup("onnxruntime", "cpu", channels_last=True), "--channels-last is PyTorch's"),
-        (Setup("onnxruntime", "cpu", cuda_options=CudaOptions(prefer_nhwc=True)), "--ort-option is of ONNX Runtime's"),
-        (Setup("eager", "cpu", cuda_graphs=True), "--cuda-graphs is of engines"),
-        (Setup("compile", "cpu", cuda_graphs=True), "--cuda-graphs is of engines and of compile on a GPU"),
+        (Setup("eager", "cpu", precision="tf32"), "CPUs have no precision tf32"),
+        (Setup("eager", "cpu", precision="int8"), "PyTorch has no precision int8"),
+        (Setup("onnxruntime", "cpu", channels_last=True), "--channels-last applies only to eager"),
+        (
+            Setup("onnxruntime", "cpu", cuda_options=CudaOptions(prefer_nhwc=True)),
+            "--ort-option applies only to ONNX Runtime",
+        ),
+        (Setup("eager", "cpu", cuda_graphs=True), "--cuda-graphs applies only to engines"),
+        (Setup("compile", "cpu", cuda_graphs=True), "--cuda-graphs applies only to engines, and to compile on a GPU"),
         (Setup("eager", "tpu"), "expected auto, cpu, cuda"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -170,12 +173,12 @@ def test_a_setup_that_does_not_fit_is_refused_in_one_line(network: NamedNetwork,
 def test_other_files_precisions_and_machines_are_refused(
     network: NamedNetwork, exact_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="it is fp32, and --precision asks for fp16"):
+    with pytest.raises(UsageError, match="its precision is fp32, --precision asks for fp16"):
         load_file(exact_model, replace(CPU, precision="fp16"))
     with pytest.raises(ArtifactError, match=r"missing\.onnx: no such model"):
         load_file(tmp_path / "missing.onnx", CPU)
     (tmp_path / "a.txt").touch()
-    with pytest.raises(ArtifactError, match=r"a\.txt: not a model that can be timed"):
+    with pytest.raises(ArtifactError, match=r"a\.txt: not a model; expected"):
         load_file(tmp_path / "a.txt", CPU)
     monkeypatch.setattr(networks, "visible_driver", lambda: Driver(problem="no driver"))
     with pytest.raises(OpalError, match="tensorrt: no GPU here"):

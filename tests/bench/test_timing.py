@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import gc
-import time
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from opal_deploy.bench.timing import TimingOptions, random_batches, time_calls, time_repeats, warm_up
+from opal_deploy.bench.options import TimingOptions
+from opal_deploy.bench.timing import random_batches, time_calls, time_repeats, warm_up
 
 
-def test_a_real_call_is_timed_from_its_begin_to_its_end() -> None:
-    lengths: list[float] = []
+def repeats(seconds: float, iterations: int, repeats: int, warmup: float = 0) -> TimingOptions:
+    return TimingOptions(seconds=seconds, iterations=iterations, repeats=repeats, warmup=warmup)
 
-    def call(_: int) -> None:
-        began = time.perf_counter()
-        time.sleep(0.02)
-        lengths.append(time.perf_counter() - began)
 
-    timing = time_repeats(call, TimingOptions(0.1, 5, 2, 0))
-    measured = np.array(lengths[-len(timing.latencies) :])  # those before them were the warm-up
-    assert (timing.latencies >= measured).all()
-    assert np.median(timing.latencies) == pytest.approx(np.median(measured), rel=0.05)
-    assert timing.rates(4) == pytest.approx(
-        [4 * len(calls) / s for calls, s in zip(timing.repeats, timing.elapsed, strict=True)]
-    )
+def test_calls_are_timed_from_their_begin_to_their_end(fake_clock: Callable[..., Any]) -> None:
+    clock, lengths = fake_clock(), itertools.cycle([0.25, 0.5])
+    timing = time_repeats(lambda _: clock.spend(next(lengths)), repeats(0.1, 6, 2), clock=clock)
+    assert sorted(timing.latencies) == [0.25] * 6 + [0.5] * 6
+    assert timing.elapsed == (2.25, 2.25)
+    assert timing.rates(4) == pytest.approx([4 * 6 / 2.25] * 2)
 
 
 def test_a_repeat_has_its_iterations_and_seconds(fake_clock: Callable[..., Any]) -> None:
     for length, options, calls in (
-        (1, TimingOptions(2, 7, 3, 0), [7] * 3),
-        (0.5, TimingOptions(10, 2, 2, 0), [20] * 2),
+        (1, repeats(2, 7, 3), [7] * 3),
+        (0.5, repeats(10, 2, 2), [20] * 2),
     ):
         clock = fake_clock()
         timing = time_repeats(lambda _, clock=clock, length=length: clock.spend(length), options, clock=clock)
@@ -45,7 +41,7 @@ def test_a_repeat_has_its_iterations_and_seconds(fake_clock: Callable[..., Any])
 def test_the_warm_up_is_discarded_and_counted(fake_clock: Callable[..., Any]) -> None:
     clock = fake_clock()
     lengths = iter([90.0, 50.0, 30.0, 2.0, *[1.0] * 1000])
-    timing = time_repeats(lambda _: clock.spend(next(lengths)), TimingOptions(1, 10, 1, 3), clock=clock)
+    timing = time_repeats(lambda _: clock.spend(next(lengths)), repeats(1, 10, 1, warmup=3), clock=clock)
     # three calls that compile are no warm-up; three seconds later the last five calls did not take equally long yet
     assert (timing.warm_up.calls, timing.warm_up.seconds, timing.warm_up.stable) == (9, 177, True)
     assert timing.latencies.tolist() == [1.0] * 10
@@ -61,7 +57,7 @@ def test_the_warm_up_of_an_unstable_machine_ends(fake_clock: Callable[..., Any])
 
 def test_a_call_gets_its_number_and_no_garbage_is_collected_meanwhile(fake_clock: Callable[..., Any]) -> None:
     calls: list[tuple[int, bool]] = []
-    time_repeats(lambda number: calls.append((number, gc.isenabled())), TimingOptions(0, 4, 2, 0))
+    time_repeats(lambda number: calls.append((number, gc.isenabled())), repeats(0, 4, 2))
     assert calls[-8:] == [(number, False) for number in (0, 1, 2, 3, 0, 1, 2, 3)]
     clock = fake_clock()
     assert time_calls(lambda _: clock.spend(0.25), 8, clock=clock) == 2.0

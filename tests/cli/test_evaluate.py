@@ -63,7 +63,7 @@ def _save(path: Path, class_names: list[str], prototypes: int | None = None) -> 
     """Write a checkpoint of random weights, of the linear baseline unless it has prototypes."""
     import torch
 
-    from opal_deploy.bench.targets.networks import update_batch_norms
+    from opal_deploy.bench.networks import update_batch_norms
     from opal_deploy.model.checkpoint import Checkpoint, save
     from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
     from opal_deploy.model.network import OpalNetwork

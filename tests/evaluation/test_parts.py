@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench.targets.networks import update_batch_norms
+from opal_deploy.bench.networks import update_batch_norms
 from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.datasets import cub
 from opal_deploy.datasets.cub import PartLocations

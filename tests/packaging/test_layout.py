@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import typer
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,16 +33,13 @@ def test_links_point_to_files_that_exist(page: Path) -> None:
 def test_commands_and_options_that_the_pages_name_exist() -> None:
     from typer.main import get_command
 
-    from opal_deploy.bench.load import __main__ as load
     from opal_deploy.cli import app
 
-    load_app = typer.Typer()
-    load_app.command()(load.main)
     commands = dict(get_command(app).commands)  # type: ignore[attr-defined]
     benchmarks = commands["bench"].commands
     options = {
         option
-        for command in (*commands.values(), *benchmarks.values(), get_command(load_app))
+        for command in (*commands.values(), *benchmarks.values())
         for p in command.params
         for option in (*p.opts, *p.secondary_opts)
     } | {"--debug", "--version", "--help"}

@@ -1,4 +1,4 @@
-"""`bench.load`: its requests that mean harm, against a real server; its figures; locust from end to end."""
+"""Hostile requests against a real server; locust against `serve` from end to end, and the figures of its log."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.bench.load.analysis import Sent, memory_slope, p99_last_over_first, read_log, summarize
-from opal_deploy.bench.load.hostile import REQUESTS, HostileRequest, post
 from opal_deploy.runtime.onnx_session import OnnxSession
+from tests.load.hostile import REQUESTS, HostileRequest, post
+from tests.load.run import Sent, memory_slope, p99_last_over_first, read_log, summarize
 
 # the server waits for seconds
 SLOW = ("slow head", "reads late")
@@ -50,18 +50,16 @@ def test_figures_of_a_log_and_of_memory(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     lines = [f"{100 + n / 10},explain,{10 + n},200,right," for n in range(100)]
     log.write_text("\n".join(["start,name,ms,status,outcome,problem", *lines, "101,explain,1,429,refused,",
-                              "102,explain,9,500,wrong,boom"]))  # fmt: skip
+                              "109.9,explain,9,500,wrong,boom"]))  # fmt: skip
     sent = read_log(log)
     assert sent[0] == Sent(100.0, "explain", 10.0, 200, "right", "")
-    figures = summarize(sent, 10.0)
+    figures = summarize(sent)
     assert (figures["right"], figures["refused_429"], figures["wrong"]) == (100, 1, 1)
-    assert (figures["p50_ms"], figures["right_per_second"], figures["offered_per_second"]) == (59.5, 10.0, 10.2)
+    assert (figures["p50_ms"], figures["right_per_second"], figures["offered_per_second"]) == (59.5, 10.101, 10.303)
     assert figures["problems"] == {"explain: boom": 1}
-    compared = p99_last_over_first(sent, 2.0)
-    assert compared is not None
-    assert compared["first_ms"] == pytest.approx(29.8, abs=0.1)
-    assert compared["last_ms"] == pytest.approx(108.8, abs=0.1)
-    # a minute of warming up, then 6 MB a minute
+    assert summarize(sent, edge=0.1)["right"] == 80
+    assert p99_last_over_first(sent, 2.0) == pytest.approx(108.8 / 29.8, rel=0.01)
+    # a minute of warming up, then 6 MB per minute
     samples = [(float(t), 500.0 if t < 60 else 500 + (t - 60) / 10) for t in range(301)]
     slope = memory_slope(samples)
     assert slope is not None
@@ -69,7 +67,7 @@ def test_figures_of_a_log_and_of_memory(tmp_path: Path) -> None:
 
 
 def load(scenario: str, model: Path, images: Path, out: Path, *options: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "opal_deploy.bench.load", scenario, "--model", str(model), "--images", str(images)]
+    command = [sys.executable, "-m", "tests.load.run", scenario, "--model", str(model), "--images", str(images)]
     done = subprocess.run(
         [*command, "--seconds", "5", "--users", "2", "--out", str(out), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -1,1 +1,1 @@
-"""Parameters and operations of backbones and heads, in the paper's convention and in ours; start at `table`."""
+"""Parameters and operations of backbones and heads, in the paper's convention and in ours."""

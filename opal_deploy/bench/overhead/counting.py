@@ -1,21 +1,28 @@
-"""Parameters and operations of a backbone or a head, counted on real modules.
+"""Parameters and operations: of backbones, counted on real modules, and of heads, as an explicit table.
 
-Two conventions, never mixed:
+Three conventions, never mixed:
 
-- `paper`: what the paper prints as FLOPs. Its tool behaves as ptflops, 0.7.2 or later, with its pytorch backend: one
-  for a multiply-accumulate, one for each element of a bias, and one for each element that an activation, a
-  normalisation without weights (two with) or a pooling takes in; activations and pooling that a module hands on to a
-  function are counted in both.
-- `macs`: multiply-accumulates of convolutions and matrix products, nothing else. True FLOPs are two for each.
+- `paper`: what the paper prints as FLOPs. Its tool behaves as ptflops, 0.7.2 or later, with the pytorch backend: one
+  per multiply-accumulate, one per element of a bias, and one per input element of an activation, a pooling or a
+  normalisation without weights (two with weights). Activations and pooling that a module passes on to a function count
+  twice.
+- `macs`: only multiply-accumulates of convolutions and matrix products. True FLOPs are two per multiply-accumulate.
+- `graph`: operations of the exported graph, for heads: one per multiply-accumulate, and per operation one per input or
+  output element, whichever is more. Moving and casting count nothing.
+
+Costs of heads are formulas in D features, K = C*m prototypes, C classes and H*W cells, for one image. Every count is
+evaluated from its formula, so that the printed formula is what was computed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opal_deploy.errors import UsageError, require
 
@@ -31,7 +38,7 @@ class Counts:
         params: learned parameters.
         paper: operations in the paper's convention.
         macs: multiply-accumulates of convolutions and matrix products.
-        graph: operations of the exported graph; known of heads alone, 0 for a backbone.
+        graph: operations of the exported graph; 0 for a backbone.
     """
 
     params: int
@@ -41,7 +48,7 @@ class Counts:
 
     @property
     def flops(self) -> int:
-        """True floating-point operations: two for each multiply-accumulate."""
+        """True floating-point operations: two per multiply-accumulate."""
         return 2 * self.macs
 
 
@@ -56,7 +63,7 @@ class CountedBackbone:
         grid: (H, W) of the feature map.
         stride: input pixels per cell.
         keep_layers: whether all layers are kept at this stride.
-        has_classifier: whether its features are those that the network's own classifier takes.
+        has_classifier: whether the network's own classifier fits its features.
     """
 
     name: str
@@ -77,17 +84,16 @@ class CountedBackbone:
 def count_backbone(
     name: str, input_size: tuple[int, int], stride: int | None = None, keep_layers: bool = False
 ) -> CountedBackbone:
-    """Count torchvision's network up to its cut; each once in a process.
+    """Count a backbone; results are cached.
 
     Args:
-        name: torchvision's.
+        name: torchvision's, or `timm:` and timm's.
         input_size: (H0, W0) in pixels.
         stride: input pixels per cell, at which the network is cut; None cuts before its pooling.
         keep_layers: keep all layers at this stride.
 
     Raises:
-        UsageError: there is no such backbone, none of this stride, its layers cannot be kept, or its stride does not
-            divide the size.
+        UsageError: no such backbone or stride, its layers cannot be kept, or the stride does not divide the size.
         MissingExtra: ptflops is not installed.
     """
     from opal_deploy.model import backbones
@@ -101,13 +107,7 @@ def count_backbone(
 
 @cache
 def count_classifier(name: str, num_classes: int, features: tuple[int, int, int]) -> Counts:
-    """Count the network's own classifier, which its library has behind the backbone; each once in a process.
-
-    Args:
-        name: torchvision's.
-        num_classes: C.
-        features: (D, H, W).
-    """
+    """Count the network's own classifier for C classes on features of shape (D, H, W); results are cached."""
     from opal_deploy.model.backbones import build_classifier
 
     return count_module(build_classifier(name, num_classes, device="meta"), features, f"{name}'s classifier")
@@ -117,8 +117,8 @@ def count_module(module: nn.Module, input_shape: tuple[int, ...], name: str = "m
     """Count a module in both conventions.
 
     Args:
-        module: in evaluation mode, its parameters on `meta`; they are on the CPU afterwards, with no values.
-        input_shape: of one input, without the batch.
+        module: in evaluation mode; parameters on `meta` are moved to the CPU, without values.
+        input_shape: shape of one input, without the batch.
         name: the module's name in errors.
 
     Raises:
@@ -133,17 +133,16 @@ def count_module(module: nn.Module, input_shape: tuple[int, ...], name: str = "m
 
 
 def count_paper_operations(module: nn.Module, input_shape: tuple[int, ...], name: str = "module") -> int:
-    """Return the operations of one input as ptflops counts them; arguments and errors are those of `count_module`."""
+    """Return the operations of one input as ptflops counts them; arguments and errors as in `count_module`."""
     require("ptflops", "bench", "opal-deploy bench overhead")
     import torch
     from ptflops import get_model_complexity_info
 
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        # on meta a linear layer runs as a product in Python, which ptflops would count a second time; values do not
-        # matter, so that memory is handed out and never filled
+        # on meta a linear layer runs as a product in Python, which ptflops would count a second time
         module.to_empty(device="cpu")
     output = io.StringIO()
-    # it runs the module, and on a failure it prints the traceback and returns None
+    # on a failure it prints the traceback and returns None
     with torch.no_grad(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         operations, _ = get_model_complexity_info(
             module, input_shape, as_strings=False, print_per_layer_stat=False, backend="pytorch"
@@ -152,3 +151,103 @@ def count_paper_operations(module: nn.Module, input_shape: tuple[int, ...], name
         reason = output.getvalue().strip().splitlines()[-1:] or ["no reason given"]
         raise UsageError(f"{name}: ptflops cannot count it ({reason[0]}); leave this backbone out")
     return int(operations)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that a formula's letters stand for: D, C, m and (H, W)."""
+
+    num_features: int
+    num_classes: int
+    prototypes_per_class: int
+    grid: tuple[int, int]
+
+    @property
+    def letters(self) -> dict[str, int]:
+        """D, C, m, K, H and W."""
+        return {
+            "D": self.num_features,
+            "C": self.num_classes,
+            "m": self.prototypes_per_class,
+            "K": self.num_classes * self.prototypes_per_class,
+            "H": self.grid[0],
+            "W": self.grid[1],
+        }
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a head.
+
+    Attributes:
+        name: for a person.
+        paper: formula in the paper's convention: a sum of products of letters and numbers, or `0`.
+        graph: formula for the exported graph.
+        macs: whether it is a convolution or matrix product.
+        params: formula of its learned parameters.
+    """
+
+    name: str
+    paper: str
+    graph: str
+    macs: bool = False
+    params: str = "0"
+
+
+def evaluate(formula: str, shape: Shape) -> int:
+    """Evaluate a sum of products such as `H*W*K` or `2*K + C`."""
+    letters = shape.letters
+    terms = (term.split("*") for term in formula.replace(" ", "").split("+"))
+    return sum(math.prod(letters[factor] if factor in letters else int(factor) for factor in term) for term in terms)
+
+
+def sum_operations(operations: Iterable[Operation], shape: Shape) -> Counts:
+    """Return the totals of a table of operations for one shape."""
+    rows = list(operations)
+    return Counts(
+        params=sum(evaluate(row.params, shape) for row in rows),
+        paper=sum(evaluate(row.paper, shape) for row in rows),
+        macs=sum(evaluate(row.graph, shape) for row in rows if row.macs),
+        graph=sum(evaluate(row.graph, shape) for row in rows),
+    )
+
+
+def evaluate_operations(operations: Iterable[Operation], shape: Shape) -> list[dict[str, Any]]:
+    """Return a table of operations for JSON: the formulas, and their values for one shape."""
+    return [
+        {
+            "operation": row.name,
+            "paper": row.paper,
+            "graph": row.graph,
+            "paper_count": evaluate(row.paper, shape),
+            "graph_count": evaluate(row.graph, shape),
+            "is_mac": row.macs,
+        }
+        for row in operations
+    ]
+
+
+OPAL_OPERATIONS = (
+    Operation("projection: 1x1 convolution", "H*W*D*K", "H*W*D*K", macs=True, params="D*K"),
+    Operation("projection: bias", "H*W*K", "H*W*K", params="K"),
+    Operation("attention: softmax over channels at each cell", "H*W*K", "H*W*K"),
+    Operation("scores: max over cells", "H*W*K", "H*W*K"),
+    Operation("scores: max over cells, counted again as the called function", "H*W*K", "0"),
+    Operation("evidence: argmax over cells", "0", "H*W*K"),
+    Operation("embedding: norm", "0", "K + 1"),
+    Operation("embedding: division by the norm", "0", "K"),
+    Operation("distance: block sums", "0", "K"),
+    Operation("distance: times the anchors' value: cosine", "0", "C"),
+    Operation("distance: root of 2 - 2 cos, at least 0", "0", "4*C"),
+    Operation("logits: minus the distance", "0", "C"),
+)
+# the bias of the dense layer changes no digit that the paper prints
+LINEAR_OPERATIONS = (
+    Operation("scores: mean over cells", "H*W*D", "H*W*D"),
+    Operation("scores: mean over cells, counted again as the called function", "H*W*D", "0"),
+    Operation("embedding: norm", "0", "D + 1"),
+    Operation("embedding: division by the norm", "0", "D"),
+    Operation("logits: dense layer", "D*C", "D*C", macs=True, params="D*C"),
+    Operation("logits: bias of the dense layer", "0", "C", params="C"),
+)
+HEAD_OPERATIONS = {"linear": LINEAR_OPERATIONS, "opal": OPAL_OPERATIONS}

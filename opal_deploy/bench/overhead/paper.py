@@ -1,4 +1,4 @@
-"""The paper's table of computational overhead, from the one file that has its figures, and the comparison with it."""
+"""The paper's table of computational overhead, read from paper.toml, and the comparison with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from opal_deploy.bench.overhead.table import OverheadTable, summarise
+from opal_deploy.bench.overhead.table import Row, summarise
 from opal_deploy.bench.tables import format_fixed
 from opal_deploy.errors import UsageError, VerificationError
 
@@ -46,16 +46,16 @@ class PaperBackbone:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """All that the file holds.
+    """The content of paper.toml.
 
     Attributes:
         title: the table's.
         input_size: (H0, W0).
         prototypes_per_class: m.
-        datasets: by the names used here.
+        datasets: by our names.
         backbones: by torchvision's names.
         percentages: the figures of the paper's text, by name.
-        disputed: why a cell is taken to be the paper's mistake, by the cell's name.
+        disputed: reasons for taking a cell as the paper's mistake, by the cell's name.
     """
 
     title: str
@@ -78,7 +78,7 @@ class PaperTable:
         return cells
 
     def titles(self) -> dict[str, str]:
-        """Return the paper's titles of backbones and data sets, by the names used here."""
+        """Return the paper's titles of backbones and data sets, by our names."""
         backbones = {name: backbone.title for name, backbone in self.backbones.items()}
         return backbones | {name: dataset.title for name, dataset in self.datasets.items()}
 
@@ -89,10 +89,10 @@ class Cell:
 
     Attributes:
         name: as `PaperTable.cells` has it.
-        printed: by the paper.
-        counted: here, at the digits printed.
+        printed: the paper's figure.
+        counted: our count, at the printed digits.
         agrees: whether both are the same, or whether a bound holds.
-        disputed: why the paper is taken to be wrong; empty for all others.
+        disputed: why the paper is taken to be wrong; empty if it is not.
     """
 
     name: str
@@ -103,15 +103,15 @@ class Cell:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the figure agrees, or is known not to."""
+        """Whether the figure agrees, or is disputed and does not."""
         return self.agrees != bool(self.disputed)
 
 
 def load_paper(path: Path | None = None) -> PaperTable:
-    """Read the paper's table; `path` reads another file of the same form.
+    """Read the paper's table, or another file of the same form.
 
     Raises:
-        UsageError: the file cannot be read, or is not of that form.
+        UsageError: the file cannot be read, or has another form.
     """
     source: Traversable = files(__package__).joinpath("paper.toml") if path is None else path
     try:
@@ -134,18 +134,13 @@ def load_paper(path: Path | None = None) -> PaperTable:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{source}: not the paper's table ({error}); give one like overhead/paper.toml") from None
     if unknown := sorted(table.disputed.keys() - table.cells().keys()):
-        raise UsageError(f"{source}: disputed cells that the table does not have: {', '.join(unknown)}; remove them")
+        raise UsageError(f"{source}: disputed cells that the table lacks: {', '.join(unknown)}; remove them")
     return table
 
 
-def compare_with_paper(table: OverheadTable, paper: PaperTable) -> list[Cell]:
-    """Compare every figure of the paper's table and text with `table`, at the digits that the paper prints.
-
-    Args:
-        table: of the paper's backbones, data sets, head and size.
-        paper: the paper's figures.
-    """
-    values = _count_cells(table)
+def compare_with_paper(rows: Sequence[Row], paper: PaperTable) -> list[Cell]:
+    """Compare every figure of the paper's table and text with the counts, at the digits that the paper prints."""
+    values = _count_cells(rows)
     cells = []
     for name, printed in paper.cells().items():
         is_bound = name.endswith("_below")
@@ -163,8 +158,8 @@ def format_like(value: Decimal, printed: str) -> str:
 
 
 def format_comparison(cells: Sequence[Cell]) -> list[str]:
-    """Return lines for a person: how many figures agree, each disputed one with our count, each other difference."""
-    lines = [f"{sum(cell.agrees for cell in cells)} of {len(cells)} figures of the paper agree at the digits it prints"]
+    """Return lines for a person: the number of figures that agree, and every figure that does not."""
+    lines = [f"{sum(cell.agrees for cell in cells)} of {len(cells)} figures of the paper agree at the printed digits"]
     for cell in cells:
         if cell.disputed and not cell.agrees:
             lines.append(
@@ -180,7 +175,7 @@ def format_comparison(cells: Sequence[Cell]) -> list[str]:
 
 
 def require_agreement(cells: Sequence[Cell]) -> None:
-    """Raise VerificationError unless every figure agrees or is known not to."""
+    """Raise VerificationError unless every figure is as expected."""
     if wrong := [cell.name for cell in cells if not cell.is_expected]:
         raise VerificationError(
             f"{len(wrong)} of {len(cells)} figures are not what the paper's file expects: {', '.join(wrong)}; "
@@ -188,16 +183,16 @@ def require_agreement(cells: Sequence[Cell]) -> None:
         )
 
 
-def _count_cells(table: OverheadTable) -> Mapping[str, Decimal]:
+def _count_cells(rows: Sequence[Row]) -> Mapping[str, Decimal]:
     values: dict[str, Decimal] = {}
-    for row in table.rows:
+    for row in rows:
         name, backbone = row.backbone.name, row.backbone.counts
         values[f"{name}.params"] = Decimal(backbone.params)
         values[f"{name}.gflops"] = Decimal(backbone.paper) / _GIGA
         for head, counts in row.heads.items():
             values[f"{name}.{head}_params.{row.dataset}"] = Decimal(counts.params)
             values[f"{name}.{head}_gflops.{row.dataset}"] = Decimal(counts.paper) / _GIGA
-    for name, percentages in summarise(table.rows).items():
+    for name, percentages in summarise(rows).items():
         figure = f"percentages.{name.replace('_paper', '_gflops')}"
         values[f"{figure}_min"] = Decimal(percentages.smallest)
         values[f"{figure}_max"] = Decimal(percentages.largest)

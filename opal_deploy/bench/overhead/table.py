@@ -1,4 +1,4 @@
-"""The overhead table: every backbone with every number of classes, and the heads on it.
+"""The overhead table: every backbone with every number of classes, and its heads, as measurements and as text.
 
 The linear head is the paper's, on features normalised to length 1; the plain one is the network's own classifier.
 """
@@ -6,32 +6,52 @@ The linear head is the paper's, on features normalised to length 1; the plain on
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import Figure, Measurement, Target
-from opal_deploy.bench.overhead.counting import CountedBackbone, Counts, count_backbone, count_classifier
-from opal_deploy.bench.overhead.operations import (
+from opal_deploy.bench.overhead.counting import (
+    HEAD_OPERATIONS,
+    LINEAR_OPERATIONS,
+    OPAL_OPERATIONS,
+    CountedBackbone,
+    Counts,
     Operation,
     Shape,
+    count_backbone,
+    count_classifier,
+    evaluate,
     evaluate_operations,
-    head_title,
-    list_operations,
     sum_operations,
 )
-from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.bench.tables import format_fixed, format_table
+from opal_deploy.logs import Log
 
 CONVENTIONS = {
     "paper": "what the paper prints as FLOPs: multiply-accumulates counted as one, with biases, activations, "
     "normalisation and pooling, as ptflops counts PyTorch modules",
-    "MACs": "multiply-accumulates of convolutions and matrix products alone",
-    "true FLOPs": "two for each multiply-accumulate of a convolution or matrix product",
-    "graph": "one for each multiply-accumulate and for each element that any other operation of the exported graph "
-    "takes in or gives out",
+    "MACs": "only multiply-accumulates of convolutions and matrix products",
+    "true FLOPs": "two per multiply-accumulate of a convolution or matrix product",
+    "graph": "one per multiply-accumulate, and one per input or output element of any other operation of the exported "
+    "graph",
 }
-# attributes of `Counts` that a head has in % of its backbone
+# attributes of `Counts` that are given in % of the backbone
 SHARES = ("params", "paper", "flops")
+
+
+_HEADER = (
+    "backbone", "params", "paper GFLOPs", "true GFLOPs", "classes",
+    "linear params", "paper GFLOPs", "true GFLOPs",
+    "OPAL params", "paper GFLOPs", "true GFLOPs", "params %", "paper %", "true %",
+)  # fmt: skip
+_STRIDE_HEADER = (
+    "backbone", "classes", "stride", "cells", "backbone GFLOPs", "head GFLOPs", "together", "% of operations",
+    "% of parameters",
+)  # fmt: skip
+# stride of the paper's nine backbones, which needs no mention
+_PAPER_STRIDE = 32
+_SHARE_TITLES = {"params": "parameters", "paper": "operations, paper's convention", "flops": "true FLOPs"}
 
 
 @dataclass(frozen=True)
@@ -43,8 +63,8 @@ class Row:
         dataset: a name for the classes: `cub`, or `1000 classes`.
         shape: of the heads.
         linear: counts of the linear head.
-        opal: counts of the head that the table was made for.
-        plain: counts of the network's own classifier; None where the backbone is cut earlier than before it.
+        opal: counts of the OPAL head.
+        plain: counts of the network's own classifier; None if the backbone is cut too early for it.
     """
 
     backbone: CountedBackbone
@@ -56,32 +76,12 @@ class Row:
 
     @property
     def heads(self) -> dict[str, Counts]:
-        """The counts of the heads, by `linear`, `opal` and, where there is one, `plain`."""
+        """The counts by head: `linear`, `opal` and, if it fits, `plain`."""
         return {"linear": self.linear, "opal": self.opal} | ({} if self.plain is None else {"plain": self.plain})
 
     def percent(self, head: str, count: str) -> float:
-        """Return what a head adds to its backbone, in %; `head` is one of `heads`, `count` one of SHARES."""
+        """Return what a head of `heads` adds to its backbone, in %; `count` is one of SHARES."""
         return float(100 * getattr(self.heads[head], count) / getattr(self.backbone.counts, count))
-
-
-@dataclass(frozen=True)
-class OverheadTable:
-    """All rows of one head.
-
-    Attributes:
-        head: the head that is compared with the linear one.
-        input_size: (H0, W0).
-        rows: backbone by backbone and stride by stride, at least one.
-    """
-
-    head: HeadConfig
-    input_size: tuple[int, int]
-    rows: tuple[Row, ...]
-
-    @property
-    def operations(self) -> dict[str, tuple[Operation, ...]]:
-        """The operations of both heads, by `linear` and `opal`."""
-        return {"linear": list_operations(LINEAR_BASELINE), "opal": list_operations(self.head)}
 
 
 @dataclass(frozen=True)
@@ -93,52 +93,54 @@ class Percentages:
     mean: float
 
 
-def make_table(
+def count_rows(
     backbones: Sequence[str],
     classes: Iterable[tuple[str, int]],
-    head: HeadConfig,
+    prototypes: int,
     input_size: tuple[int, int],
     *,
     strides: Sequence[int | None] = (None,),
     keep_layers: bool = False,
-    on_backbone: Callable[[CountedBackbone], None] = lambda backbone: None,
-) -> OverheadTable:
+    log: Log = lambda line: None,
+) -> list[Row]:
     """Count every backbone and evaluate every head.
 
     Args:
-        backbones: torchvision's names.
-        classes: names and numbers of classes, C each.
-        head: the head to compare with the linear one.
+        backbones: torchvision's names, or `timm:` and timm's.
+        classes: names and numbers of classes, C.
+        prototypes: m.
         input_size: (H0, W0) in pixels.
         strides: input pixels per cell, at which every backbone is cut; None cuts before its pooling.
         keep_layers: keep all layers at each stride.
-        on_backbone: called with each backbone as it is counted.
+        log: gets a line per backbone.
 
     Raises:
-        UsageError: there is no such backbone, none of this stride, its layers cannot be kept, or its stride does not
-            divide the size.
+        UsageError: no such backbone or stride, its layers cannot be kept, or the stride does not divide the size.
         MissingExtra: ptflops is not installed.
     """
     from opal_deploy.model.backbones import list_variants
 
-    operations = [list_operations(each) for each in (LINEAR_BASELINE, head)]
     columns = list(classes)
     rows: list[Row] = []
     for name, stride, keep in list_variants(backbones, strides, keep_layers):
         backbone = count_backbone(name, input_size, stride, keep)
-        on_backbone(backbone)
+        counts = backbone.counts
+        log(
+            f"{name}, {backbone.cells}: {format_count(counts.params)} parameters, {counts.paper / 1e9:.2f} GFLOPs in "
+            f"the paper's convention, {counts.flops / 1e9:.2f} true GFLOPs"
+        )
         for dataset, number in columns:
-            shape = Shape(backbone.num_features, number, head.prototypes_per_class, backbone.grid)
-            linear, opal = (sum_operations(each, shape) for each in operations)
+            shape = Shape(backbone.num_features, number, prototypes, backbone.grid)
+            linear, opal = (sum_operations(each, shape) for each in (LINEAR_OPERATIONS, OPAL_OPERATIONS))
             plain = None
             if backbone.has_classifier:
                 plain = count_classifier(name, number, (backbone.num_features, *backbone.grid))
             rows.append(Row(backbone, dataset, shape, linear, opal, plain))
-    return OverheadTable(head, input_size, tuple(rows))
+    return rows
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Percentages]:
-    """Return the percentages of the paper's text, by `linear_params`, `linear_paper`, ..., and those of `plain`."""
+    """Return the percentages by head and count: `linear_params`, `linear_paper`, ..."""
     summary = {}
     for head in dict.fromkeys(head for row in rows for head in row.heads):
         for count in SHARES:
@@ -147,37 +149,31 @@ def summarise(rows: Sequence[Row]) -> dict[str, Percentages]:
     return summary
 
 
-def build_measurements(table: OverheadTable) -> Iterator[Measurement]:
-    """Yield one measurement per backbone and number of classes: counted, so nothing is timed and nothing is better."""
+def build_measurements(rows: Sequence[Row], input_size: tuple[int, int]) -> Iterator[Measurement]:
+    """Yield one measurement per row; counts are neither timed nor better or worse."""
     origin = provenance()
-    for row in table.rows:
+    for row in rows:
+        operations = {
+            f"{head}_operations": evaluate_operations(table, row.shape) for head, table in HEAD_OPERATIONS.items()
+        }
         yield Measurement(
             kind="overhead",
             target=Target(
-                name=f"{row.backbone.name} + {head_title(table.head)}",
+                name=f"{row.backbone.name} + opal",
                 backbone=row.backbone.name,
-                head=head_title(table.head),
-                input_size=table.input_size,
+                head="opal",
+                input_size=input_size,
                 num_classes=row.shape.num_classes,
                 prototypes_per_class=row.shape.prototypes_per_class,
             ),
             case={
-                "dataset": row.dataset,
-                "stride": row.backbone.stride,
-                # absent otherwise, as in lines of earlier versions, which are compared by their case
-                **({"keep_layers": True} if row.backbone.keep_layers else {}),
+                "dataset": row.dataset, "stride": row.backbone.stride, "keep_layers": row.backbone.keep_layers,
             },
             figures=_build_figures(row),
             settings={"conventions": CONVENTIONS},
-            details={
-                "letters": row.shape.letters,
-                **{
-                    f"{head}_operations": evaluate_operations(operations, row.shape)
-                    for head, operations in table.operations.items()
-                },
-            },
+            details={"letters": row.shape.letters, **operations},
             **origin,
-        )
+        )  # fmt: skip
 
 
 def _build_figures(row: Row) -> dict[str, Figure]:
@@ -198,3 +194,130 @@ def _count_figures(name: str, counts: Counts) -> dict[str, Figure]:
         f"{name}_macs": Figure(counts.macs, "MACs"),
         f"{name}_flops": Figure(counts.flops, "FLOPs"),
     }
+
+
+def format_classes(number: int) -> str:
+    """Return a name for a number of classes without a data set."""
+    return f"{number} classes"
+
+
+def format_count(value: int) -> str:
+    """Return a count as the paper writes it: 409.8k, 2.049M, 23.51M."""
+    if value >= 10_000_000:
+        return f"{format_fixed(value, 10**6, 2)}M"
+    return f"{format_fixed(value, 10**6, 3)}M" if value >= 1_000_000 else f"{format_fixed(value, 10**3, 1)}k"
+
+
+def format_tables(
+    rows: Sequence[Row], input_size: tuple[int, int], titles: Mapping[str, str], *, markdown: bool = False
+) -> str:
+    """Return all tables for a terminal or as Markdown; `titles` are those of backbones and data sets, by name."""
+    height, width = input_size
+    first = rows[0]
+    letters = ", ".join(f"{letter} = {value}" for letter, value in first.shape.letters.items())
+    parts = [
+        f"Parameters and operations per image of {height}x{width}, m = {first.shape.prototypes_per_class}; head counts "
+        "come on top of the backbone's, % are relative to the backbone. The linear head normalises its features to "
+        "length 1; the plain head is the network's own classifier\n",
+        format_table(_HEADER, _format_rows(rows, titles, markdown), markdown=markdown),
+        _heading("Head relative to backbone, over all rows", markdown)
+        + format_table(("%", "smallest", "largest", "mean"), _format_percentages(rows), markdown=markdown),
+    ]
+    if len({(row.backbone.name, row.backbone.stride) for row in rows}) > len({row.backbone.name for row in rows}):
+        title = _heading("Cost of finer cells: backbone and head together, relative to the first stride", markdown)
+        parts.append(title + format_table(_STRIDE_HEADER, _compare_strides(rows, titles), markdown=markdown))
+    for head, operations in HEAD_OPERATIONS.items():
+        title = f"Operations of the {head} head; counts for {titles.get(first.backbone.name, first.backbone.name)}"
+        header = ("operation", "paper", "graph", "paper count", "graph count")
+        body = _format_operations(operations, first.shape)
+        parts.append(_heading(f"{title}, {letters}", markdown) + format_table(header, body, left=3, markdown=markdown))
+    meaning = "\n".join(f"{'- ' if markdown else ''}{name}: {text}" for name, text in CONVENTIONS.items())
+    parts.append(_heading("Conventions", markdown) + meaning + "\n")
+    return "\n".join(parts)
+
+
+def _heading(text: str, markdown: bool) -> str:
+    return f"### {text}\n\n" if markdown else f"{text}\n"
+
+
+def _format_rows(rows: Sequence[Row], titles: Mapping[str, str], markdown: bool) -> list[list[str]]:
+    body, previous = [], ""
+    for row in rows:
+        name, counts = _title(row, titles), row.backbone.counts
+        backbone = [name, format_count(counts.params), _giga(counts.paper, 2), _giga(counts.flops, 2)]
+        # groups are visible on a terminal; rows of Markdown may be sorted
+        if name == previous and not markdown:
+            backbone = [""] * len(backbone)
+        previous = name
+        classes = f"{titles.get(row.dataset, row.dataset)} ({row.shape.num_classes})"
+        if row.dataset == format_classes(row.shape.num_classes):
+            classes = str(row.shape.num_classes)
+        heads = [
+            text
+            for head in (row.linear, row.opal)
+            for text in (format_count(head.params), _giga(head.paper, 4), _giga(head.flops, 4))
+        ]
+        body.append([*backbone, classes, *heads, *(f"{row.percent('opal', count):.2f}" for count in SHARES)])
+    return body
+
+
+def _title(row: Row, titles: Mapping[str, str]) -> str:
+    name = titles.get(row.backbone.name, row.backbone.name)
+    return name if row.backbone.stride == _PAPER_STRIDE else f"{name}, {row.backbone.cells}"
+
+
+def _compare_strides(rows: Sequence[Row], titles: Mapping[str, str]) -> list[list[str]]:
+    body = []
+    firsts: dict[tuple[str, str], Row] = {}
+    for row in sorted(rows, key=lambda row: (row.backbone.name, row.dataset)):
+        first = firsts.setdefault((row.backbone.name, row.dataset), row)
+        params, flops = (
+            tuple(getattr(r.backbone.counts, count) + getattr(r.opal, count) for r in (row, first))
+            for count in ("params", "flops")
+        )
+        body.append(
+            [
+                titles.get(row.backbone.name, row.backbone.name),
+                str(row.shape.num_classes),
+                row.backbone.cells.removeprefix("stride "),
+                f"{row.backbone.grid[0]}x{row.backbone.grid[1]}",
+                _giga(row.backbone.counts.flops, 2),
+                _giga(row.opal.flops, 2),
+                _giga(flops[0], 2),
+                f"{100 * flops[0] / flops[1]:.0f}",
+                f"{100 * params[0] / params[1]:.0f}",
+            ]
+        )
+    return body
+
+
+def _format_percentages(rows: Sequence[Row]) -> list[list[str]]:
+    body = []
+    for name, percentages in summarise(rows).items():
+        head, _, count = name.partition("_")
+        values = (percentages.smallest, percentages.largest, percentages.mean)
+        label = f"{'OPAL' if head == 'opal' else head}: {_SHARE_TITLES[count]}"
+        body.append([label, *(f"{value:.3f}" for value in values)])
+    return body
+
+
+def _format_operations(operations: Sequence[Operation], shape: Shape) -> list[list[str]]:
+    rows = [
+        [row.name, _formula(row.paper), _formula(row.graph), f"{evaluate(row.paper, shape):,}",
+         f"{evaluate(row.graph, shape):,}"]
+        for row in operations
+    ]  # fmt: skip
+    paper, graph = (sum(evaluate(getattr(row, side), shape) for row in operations) for side in ("paper", "graph"))
+    rows.append(["total", "", "", f"{paper:,}", f"{graph:,}"])
+    if evidence := sum(evaluate(row.graph, shape) for row in operations if row.name.startswith("evidence")):
+        label = "total without evidence, like the authors' modules"
+        rows.append([label, "", "", f"{paper:,}", f"{graph - evidence:,}"])
+    return rows
+
+
+def _formula(formula: str) -> str:
+    return "-" if formula == "0" else formula
+
+
+def _giga(value: int, digits: int) -> str:
+    return format_fixed(value, 10**9, digits)

@@ -1,5 +1,5 @@
-"""The pipeline of `infer`: its throughput against the bare session, its time by stage, its bottleneck and its memory.
+"""The pipeline of `infer`: throughput relative to the bare session, time by stage, bottleneck and memory.
 
-Start with `measure`; `cases` says what is varied, `bottleneck` judges the times, `formatting` makes text and the
-measurement, `eager_baseline` runs the same model as a plain PyTorch script.
+`measure` times a case of `cases`, `bottleneck` judges the times, `formatting` makes text and the measurement, and
+`eager_baseline` runs the same model in a plain PyTorch script.
 """

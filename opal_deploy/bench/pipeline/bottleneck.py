@@ -1,9 +1,9 @@
-"""Find the bottleneck of a run from measured times: the threads that are always busy, or the cores that all share.
+"""Find the bottleneck of a run from measured times: threads that are always busy, or the cores that all share.
 
 Threads with the same role share work. A role's busy share is the time that its threads spent in stages, divided by the
-time that they had; at full load the role would reach its capacity, images per second divided by that share. The
-bottleneck is busy nearly always while the others wait for it. Where all cores are busy too, as on a machine without a
-GPU, stages slow each other down, and the shares of CPU time say which costs most.
+time that they had; its capacity is images per second divided by that share. The bottleneck is nearly always busy while
+the others wait for it. If all cores are busy too, as on a machine without a GPU, stages slow each other down, and the
+shares of CPU time show which costs most.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from opal_deploy.inference.timing import STAGES, THREAD_ROLES, Stage, StageTimes, ThreadRole
 
-# from this share on, threads or cores count as always busy
+# threads or cores above this share count as always busy
 BUSY = 0.8
 REST = "rest"
 _SCHEDULING = "finding images and scheduling"
@@ -27,9 +27,9 @@ class Pass:
     Attributes:
         images: usable images.
         seconds: from the first file to the last record.
-        cpu_seconds: CPU time of the whole process meanwhile, the runtime's own threads included.
+        cpu_seconds: CPU time of the whole process, including the runtime's threads.
         times: time by stage; empty for the bare session.
-        gpu_use: median of the samples of a GPU's utilisation, in percent; None where none was sampled.
+        gpu_use: median GPU utilisation in percent; None without samples.
     """
 
     images: int
@@ -49,15 +49,15 @@ class Bottleneck:
     """The bottleneck of a run, and the shares that it was found from.
 
     Attributes:
-        role: threads that limit the run; None where none clearly does.
-        stage: their largest stage, or what the loop does outside stages; None where `role` is.
-        busy: share of their time that each role's threads were busy, 0 ... 1; the loop is busy unless it waits.
+        role: the threads that limit the run; None if none clearly does.
+        stage: their largest stage; None if `role` is.
+        busy: busy share of each role's threads, 0 ... 1; the loop is busy unless it waits.
         capacity: images per second that each role would reach if it never waited.
         waits: share of the time that the loop waited, by reason; `disk` is writing records.
         cores: cores that the process may use.
         cores_busy: share of the cores' time that the process used.
-        cpu: share of the process's CPU time by stage; `rest` is a runtime's own threads and everything outside stages,
-            so for a network on the CPU most of `compute` is in there.
+        cpu: share of the process's CPU time by stage; `rest` is the runtime's threads and everything outside stages,
+            which includes most of a network on the CPU.
     """
 
     role: ThreadRole | None
@@ -79,7 +79,7 @@ class Bottleneck:
         elif self.cores_busy >= BUSY:
             text = f"bound by the cores: no group of threads is always busy ({', '.join(others)})"
         else:
-            text = f"bound by nothing clearly: no group of threads is always busy ({', '.join(others)})"
+            text = f"no clear bottleneck: no group of threads is always busy ({', '.join(others)})"
         plural = "s are" if self.cores > 1 else " is"
         text += f"; {self.cores} core{plural} {self.cores_busy:.0%} busy"
         if self.cores_busy >= BUSY:
@@ -90,7 +90,7 @@ class Bottleneck:
     def to_dict(self) -> dict[str, Any]:
         """Return the bottleneck for JSON."""
         return {
-            "station": self.role, "stage": self.stage, "busy": self.busy, "capacity": self.capacity,
+            "role": self.role, "stage": self.stage, "busy": self.busy, "capacity": self.capacity,
             "loop_waited_for": self.waits, "cores": self.cores, "cores_busy": self.cores_busy, "cpu_share": self.cpu,
             "line": self.describe(),
         }  # fmt: skip

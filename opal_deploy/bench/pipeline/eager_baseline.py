@@ -1,7 +1,7 @@
-"""The same model as a research script runs it: one process, Pillow, torchvision's transforms, PyTorch eager.
+"""The same model in a plain script: one process, Pillow, torchvision's transforms, PyTorch eager.
 
-As the paper's authors evaluate: open, convert to RGB, resize, ToTensor, Normalize, stack to a batch; then the forward
-pass with each channel's argmax cell, and read the predictions. Nothing overlaps, and nothing is written.
+As in the paper authors' evaluation: open, convert to RGB, resize, ToTensor, Normalize, stack to a batch; then the
+forward pass with each channel's argmax cell, and read the predictions. Nothing overlaps, and nothing is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EagerBaseline:
         Args:
             path: the checkpoint that the measured model was exported from.
             device: PyTorch's name.
-            threads: of PyTorch in this process; None leaves their number.
+            threads: PyTorch's threads in this process; None leaves their number.
 
         Raises:
             CheckpointError: not a checkpoint.
@@ -59,8 +59,8 @@ class EagerBaseline:
         sha256 = exported.source.get("sha256")
         if sha256 is not None and sha256 != compute_sha256(self._path):
             raise UsageError(
-                f"--plain {self._path}: the model was exported from another file, {exported.source.get('file')} of "
-                f"sha256 {sha256[:12]}...; give its checkpoint"
+                f"--plain {self._path}: the model was exported from another checkpoint, {exported.source.get('file')} "
+                f"with sha256 {sha256[:12]}...; give that one"
             )
 
     def measure(self, items: Sequence[Item], batch: int) -> Pass:
@@ -79,12 +79,12 @@ class EagerBaseline:
                 try:
                     with Image.open(Path(str(item.path))) as image:
                         tensors.append(self._transform(image.convert("RGB")))
-                except Exception:  # Pillow raises many classes; a script would leave the image out too
+                except Exception:  # Pillow raises many classes; a script would skip the image too
                     continue
             if tensors:
                 images += len(self._predict(torch.stack(tensors)))
         if not images:
-            raise UsageError("no image that Pillow can read from a path")
+            raise UsageError("--plain: Pillow can read none of the images")
         return Pass(images, time.perf_counter() - started, time.process_time() - cpu)
 
     def _predict(self, images: torch.Tensor) -> list[int]:

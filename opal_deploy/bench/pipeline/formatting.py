@@ -1,4 +1,4 @@
-"""A measured case as text for people, and as one measurement."""
+"""A measured case as text for people and as one measurement."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import NOISY, Better, Figure, Measurement, Scalar
 from opal_deploy.bench.monitor import Monitor
+from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline.bottleneck import Pass
 from opal_deploy.bench.pipeline.cases import COPY_QUALITY
-from opal_deploy.bench.pipeline.measure import EXPLAIN, INFER, CaseResult, PipelineOptions, Variant
-from opal_deploy.bench.targets.loading import LoadedTarget
+from opal_deploy.bench.pipeline.measure import EXPLAIN, INFER, CaseResult, Variant
+from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.inference.timing import STAGES, Stage, StageTime
 
 GROWING = "growing memory"
 TIMED = (
-    "bare: the session alone on decoded batches, in page-locked memory and several in flight on a GPU; infer and "
-    "infer_explain: from the first file to the last record on disk, with the start of decode processes where there are "
-    "any; files in the system's cache, model loaded and warm; plain: a loop of Pillow, torchvision's transforms and "
-    "PyTorch eager in one process"
+    "bare: the session on decoded batches, on a GPU in page-locked memory with several batches in flight; infer and "
+    "infer_explain: from the first file to the last record on disk, including the start of decode processes; files in "
+    "the system's cache, model loaded and warm; plain: a loop of Pillow, torchvision's transforms and PyTorch eager in "
+    "one process"
 )
 _TITLES = {INFER: "infer", EXPLAIN: "infer --explain"}
 _RATES = ("bare", INFER, EXPLAIN, "plain")
@@ -29,7 +30,7 @@ _RATES = ("bare", INFER, EXPLAIN, "plain")
 def build_measurement(
     result: CaseResult, loaded: LoadedTarget, monitor: Monitor, options: PipelineOptions
 ) -> Measurement:
-    """Return the measurement of kind `pipeline`; `monitor` sampled the machine meanwhile."""
+    """Return the measurement; `monitor` sampled the machine during it."""
     figures = _figures(result)
     marks = [NOISY] if any(figures[name].is_noisy for name in _RATES if name in figures) else []
     marks += [f"{GROWING}: {variant.name}" for variant in result.variants if variant.memory.grows]
@@ -40,8 +41,8 @@ def build_measurement(
         "threads": loaded.threads,
         "image_size": result.case.size_name,
         "network": options.network,
-        **({} if options.decoding else {"decoding": False}),
-        **({"hold_ms": options.hold * 1e3} if options.hold else {}),
+        "decoding": options.decoding,
+        "hold_ms": options.hold_ms,
         "decode": str(result.case.decode),
         "isolate": result.case.isolate,
     }
@@ -59,36 +60,37 @@ def build_measurement(
     )
 
 
-def format_result(result: CaseResult) -> Iterator[str]:
+def format_result(result: CaseResult, marks: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield lines for a person."""
     yield f"{result.images} of {result.given} images, {result.case.describe()}; {result.session}"
     figures = _figures(result)
     if result.bare:
-        yield f"  {_format_rate('session alone', figures['bare'])}"
+        yield f"  {_format_rate('bare session', figures['bare'])}"
     if result.baseline:
-        yield f"  {_format_rate('plain PyTorch and Pillow, one process', figures['plain'])}"
+        yield f"  {_format_rate('plain script (PyTorch and Pillow)', figures['plain'])}"
     for variant in result.variants:
         share = figures.get(f"{variant.name}_share")
-        compared = f": {share.value:.1%} of the session alone" if share else ""
+        compared = f": {share.value:.1%} of the bare session" if share else ""
         if over := figures.get(f"{variant.name}_over_plain"):
-            compared += f", {over.value:.2f} x plain PyTorch and Pillow"
+            compared += f", {over.value:.2f} x the plain script"
         if use := figures.get(f"{variant.name}.gpu_use"):
             compared += f", GPU {use.value:.0f} % busy"
         yield f"  {_format_rate(_TITLES[variant.name], figures[variant.name])}{compared}"
         yield f"    {variant.bottleneck.describe()}"
         yield f"    {variant.memory.describe()}"
-        yield f"    {_format_stages(variant, 'wall', 'milliseconds an image in each stage')}"
-        yield f"    {_format_stages(variant, 'cpu', 'of processor time')}"
+        yield f"    {_format_stages(variant, 'wall', 'ms per image by stage')}"
+        yield f"    {_format_stages(variant, 'cpu', 'of CPU time')}"
     yield f"  peak memory {result.peak_megabytes:.0f} MB"
+    yield from (f"  marked {mark}" for mark in marks)
 
 
 def format_summary(results: list[CaseResult]) -> Iterator[str]:
-    """Yield one line a case, for several cases."""
+    """Yield one line per case, for several cases."""
     for result in results:
         figures = _figures(result)
         rates = ", ".join(
             f"{_TITLES[v.name]} {figures[v.name].value:.1f} images/s"
-            + (f" ({share.value:.0%} of the session alone)" if (share := figures.get(f"{v.name}_share")) else "")
+            + (f" ({share.value:.0%} of the bare session)" if (share := figures.get(f"{v.name}_share")) else "")
             for v in result.variants
         )
         yield f"{result.case.describe()}: {rates}, peak {result.peak_megabytes:.0f} MB"
@@ -102,7 +104,7 @@ def _figures(result: CaseResult) -> dict[str, Figure]:
         figures[variant.name] = _figure(variant.passes, lambda one: one.rate, "images/s", "higher")
     for variant in result.variants:
         if result.bare:
-            # ratios of neighbours in time, so that what slows both cancels
+            # ratios of consecutive passes, so that a slower machine cancels out
             shares = (one.rate / bare.rate for one, bare in zip(variant.passes, result.bare, strict=True))
             figures[f"{variant.name}_share"] = Figure.of_repeats(shares, "ratio", "higher")
     if result.baseline:
@@ -121,7 +123,7 @@ def _figures(result: CaseResult) -> dict[str, Figure]:
     for variant in result.variants:
         figures[f"{variant.name}.cpu"] = _figure(variant.passes, _cpu_ms, "ms/image", "lower")
         for stage in _stages(variant):
-            # wall time includes waiting for a core or the interpreter's lock, so it has no better direction
+            # wall time includes waiting for a core or the interpreter lock, so less is not always better
             directions: tuple[tuple[str, Better | None], ...] = (("wall", None), ("cpu", "lower"))
             for kind, better in directions:
                 values = [_stage_ms(one, stage, kind) for one in variant.passes]

@@ -1,4 +1,4 @@
-"""Stand-ins for the network and for decoding, so that what is left of the pipeline can be measured alone."""
+"""Stand-ins for the network and for decoding, so that the rest of the pipeline can be measured."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from opal_deploy.runtime.session import ImageBatch, Session, check_batch
 
 
 class ReplaySession:
-    """A session that costs nothing: it replays outputs computed beforehand, in order and again from the first.
+    """A session that replays precomputed outputs, in order and again from the first.
 
     Attributes:
-        metadata: the model's, so that records and overlays are as much work as the model's own.
+        metadata: the model's, so that records and overlays take the same work.
         description: names the session that computed the outputs.
     """
 
     def __init__(self, metadata: Metadata, outputs: Outputs, origin: str) -> None:
         self.metadata = metadata
-        self.description = f"no network: answers computed beforehand by {origin}"
+        self.description = f"no network: outputs precomputed by {origin}"
         self._count = len(outputs)
         self._next = 0
-        # twice, so that outputs that wrap around are a view too
+        # twice, so that a batch that wraps around is a view too
         self._outputs = Outputs.concatenate([outputs, outputs])
 
     @staticmethod
@@ -45,18 +45,18 @@ class ReplaySession:
         """Return the next outputs as views, as `Session.run` does.
 
         Raises:
-            ValueError: the batch is larger than the number of outputs computed.
+            ValueError: the batch is larger than the number of precomputed outputs.
         """
         check_batch(images, self.metadata)
         if len(images) > self._count:
-            raise ValueError(f"a batch of {len(images)}; only {self._count} answers were computed")
+            raise ValueError(f"a batch of {len(images)}, but only {self._count} outputs were precomputed")
         start = self._next
         self._next = (start + len(images)) % self._count
         return self._outputs.rows(start, start + len(images))
 
 
 class HeldSession(ReplaySession):
-    """A replay whose pretended device holds each batch for a time, one after the other, with three in flight.
+    """A replay with a simulated device that holds each batch for a time, one after the other, with three in flight.
 
     Attributes:
         busy: seconds that the device held batches.
@@ -65,12 +65,7 @@ class HeldSession(ReplaySession):
     depth = 3
 
     def __init__(self, replay: ReplaySession, seconds: float) -> None:
-        """Start the device.
-
-        Args:
-            replay: the answers.
-            seconds: that the device holds a batch.
-        """
+        """Start the device, which holds each batch of a replay for some seconds."""
         vars(self).update(vars(replay))
         self.description += f", each batch held for {seconds * 1e3:g} ms"
         self.busy, self._seconds = 0.0, seconds
@@ -99,12 +94,12 @@ class HeldSession(ReplaySession):
 
 
 class ReplayDecoders:
-    """Decoders that cost nothing: the pixels are in their slots already."""
+    """Decoders whose pixels are in their slots from the start."""
 
     def __init__(
         self, options: InferenceOptions, input_size: tuple[int, int], timer: StageTimer, *, slots: int, rows: int
     ) -> None:
-        """Take the arguments of `DecoderPool`; options and timer are not needed."""
+        """Take the arguments of `DecoderPool`; options and timer are unused."""
         self._slots = PixelSlots(slots, rows, input_size, shared=False)
         self._geometry = Geometry.whole(input_size[1], input_size[0])
 

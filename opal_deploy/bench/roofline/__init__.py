@@ -1,1 +1,1 @@
-"""The roofline: work counted layer by layer, and what a device could do of it at most; start at `table`."""
+"""The roofline: work counted layer by layer, and the maximum speed that a device allows."""

@@ -1,41 +1,51 @@
-"""The most that a device can do, from its data sheet or measured, and the share of it that a measurement reached."""
+"""The peak performance of a device, from its data sheet or measured, and the share of it that a measurement reached."""
 
 from __future__ import annotations
 
+import itertools
+import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from opal_deploy.bench.machine import provenance
+from opal_deploy.bench.measurement import NOISY, Figure, Measurement, Target
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Work
 from opal_deploy.errors import UsageError
 
+if TYPE_CHECKING:
+    import torch
+
 Bound = Literal["compute", "memory"]
+# larger than any cache
+COPY_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
+# large enough that arithmetic takes the time, not its start
+MATRIX_SIZE = {"cpu": 2048, "cuda": 8192}
+_DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The most that one device can do.
+    """The peak performance of one device.
 
     Attributes:
-        name: the device's.
-        flops: FLOPs a second by precision, dense; int8 in integer operations. A precision is missing where the device
-            lacks it or nobody measured it.
-        bytes_per_second: bandwidth of its memory.
+        name: the device's name.
+        flops: FLOPs per second by precision, dense (int8: integer operations), without precisions that the device lacks
+            or that were not measured.
+        bytes_per_second: memory bandwidth.
         source: the document, or what was timed.
-        measured: whether it was timed on the device itself, not read from its data sheet.
     """
 
     name: str
     flops: Mapping[str, float]
     bytes_per_second: float
     source: str
-    measured: bool = False
 
     def attainable(self, intensity: float, precision: str) -> float:
-        """Return the FLOPs a second that are possible at an intensity in FLOPs per byte: the roofline.
+        """Return the FLOPs per second that are possible at an intensity in FLOPs per byte: the roofline.
 
         Raises:
             UsageError: the device has no figure for the precision.
@@ -43,33 +53,33 @@ class Ceiling:
         return min(self.peak(precision), intensity * self.bytes_per_second)
 
     def peak(self, precision: str) -> float:
-        """Return the FLOPs a second of arithmetic alone; UsageError if the device has no figure for the precision."""
+        """Return the FLOPs per second of arithmetic; UsageError if the device has no figure for the precision."""
         if precision not in self.flops:
             raise UsageError(f"{self.name} has no figure for {precision}; it has {', '.join(self.flops)}")
         return self.flops[precision]
 
     def ridge(self, precision: str) -> float:
-        """Return the FLOPs per byte from which arithmetic is the bound; errors are those of `peak`."""
+        """Return the FLOPs per byte from which arithmetic is the bound; raises as `peak`."""
         return self.peak(precision) / self.bytes_per_second
 
     def images_per_second(self, work: Work, batch: int, precision: str) -> float:
-        """Return the most images a second of a network at a batch; errors are those of `peak`."""
+        """Return a network's maximum images per second at a batch size; raises as `peak`."""
         return batch * self.attainable(work.intensity(batch, precision), precision) / work.flops(batch)
 
     def bound(self, work: Work, batch: int, precision: str) -> Bound:
-        """Return which of the two limits a network at a batch; errors are those of `peak`."""
+        """Return which of the two limits a network at a batch size; raises as `peak`."""
         return "compute" if work.intensity(batch, precision) >= self.ridge(precision) else "memory"
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of its ceiling that a measurement reached.
+    """The share of its ceiling that a measurement reached.
 
     Attributes:
-        ceiling: images a second.
-        fraction: measured over ceiling; over 1 where the ceiling does not hold, as when layers are fused or cached.
+        ceiling: images per second.
+        fraction: measured over ceiling; above 1 if layers are fused or cached, which the ceiling ignores.
         bound: what limits the ceiling.
-        source: the ceiling's.
+        source: the ceiling's source.
     """
 
     ceiling: float
@@ -86,15 +96,15 @@ def compute_share(
     images_per_second: float,
     measured: Ceiling | None = None,
 ) -> Share | None:
-    """Return the share of its ceiling that a throughput reached; None where no ceiling is known for it.
+    """Return the share of its ceiling that a throughput reached; None without a known ceiling.
 
     Args:
-        work: of the network that was timed.
-        batch: images a forward pass.
-        precision: of the network.
-        device_name: as NVML or CUDA names it, with or without `cuda:0 ` before it.
+        work: the timed network's work.
+        batch: batch size.
+        precision: the network's precision.
+        device_name: NVML's or CUDA's name, with or without a leading `cuda:0 `.
         images_per_second: the throughput.
-        measured: a ceiling to use instead of the data sheet, where it has the precision.
+        measured: a ceiling to use instead of the data sheet, if it has the precision.
     """
     sheet = find_by_driver_name(device_name)
     for ceiling in (measured, sheet):
@@ -105,9 +115,9 @@ def compute_share(
 
 
 def find_by_driver_name(name: str) -> Ceiling | None:
-    """Return the GPU that NVML and CUDA give this whole name; None for one that is not known.
+    """Return the GPU with this name in NVML and CUDA; None if it is unknown.
 
-    Part of a name is not enough: an L40 is not an L4, and a MIG instance is not its GPU.
+    The whole name must match: an L40 is not an L4, and a MIG instance is not its GPU.
     """
     normalized = _normalize(name)
     for device in _read_devices():
@@ -117,21 +127,21 @@ def find_by_driver_name(name: str) -> Ceiling | None:
 
 
 def find_device(text: str) -> Ceiling:
-    """Return the GPU that `--gpu` names: by a short name such as `a100-80gb-sxm`, or by its driver's name.
+    """Return the GPU that `--gpu` names, by a short name such as `a100-80gb-sxm` or by its driver's name.
 
     Raises:
-        UsageError: the name is not known; the message lists those that are.
+        UsageError: the name is unknown; the message lists the known ones.
     """
     for device in _read_devices():
         if text.casefold() == device.key:
             return device.ceiling
     if ceiling := find_by_driver_name(text):
         return ceiling
-    raise UsageError(f"--gpu {text!r}: no figures for it; known are {', '.join(known_devices())}")
+    raise UsageError(f"--gpu {text!r}: unknown GPU; expected one of {', '.join(known_devices())}")
 
 
 def known_devices() -> list[str]:
-    """Return the short names of all GPUs, in the file's order."""
+    """Return the short names of all GPUs, in file order."""
     return [device.key for device in _read_devices()]
 
 
@@ -156,3 +166,163 @@ def _read_devices() -> tuple[_Device, ...]:
 def _normalize(name: str) -> str:
     words = name.casefold().replace("-", " ").split()
     return " ".join(word for word in words if word not in ("nvidia", "tesla") and not word.startswith("cuda:"))
+
+
+@dataclass(frozen=True)
+class CeilingOptions:
+    """How a ceiling is measured.
+
+    Attributes:
+        device: `cpu`, `cuda` or `cuda:N`.
+        precisions: the products' precisions.
+        threads: CPU threads; None leaves torch's choice.
+        repeats: number of counted runs.
+        warm_up: number of uncounted runs before them.
+        progress: called after each run, counted or not, with runs done and in total.
+    """
+
+    device: str = "cpu"
+    precisions: Sequence[str] = ("fp32",)
+    threads: int | None = None
+    repeats: int = 10
+    warm_up: int = 3
+    progress: Callable[[int, int], None] = lambda done, total: None
+
+
+def measure_ceiling(options: CeilingOptions) -> Measurement:
+    """Time a copy, and a product per precision; a figure's value is its best repeat.
+
+    Raises:
+        UsageError: no such device, or torch has no product in a precision.
+    """
+    import torch
+
+    if unknown := [precision for precision in options.precisions if precision not in _DTYPES]:
+        raise UsageError(f"--measure-ceiling --precision {unknown[0]}: expected {', '.join(_DTYPES)}")
+    from opal_deploy.runtime.torch_session import torch_device
+
+    device = torch_device(options.device)
+    kind = device.type
+    size, copied = MATRIX_SIZE[kind], COPY_BYTES[kind]
+    done = itertools.count(1)
+    total = (1 + len(options.precisions)) * (options.warm_up + options.repeats)
+
+    def advance() -> None:
+        options.progress(next(done), total)
+
+    before, backend = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+    try:
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        threads = torch.get_num_threads()
+        figures = {"copy": _best(_copy_rates(device, copied, options, advance), "GB/s")}
+        for precision in options.precisions:
+            torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+            figures[f"matmul_{precision}"] = _best(_product_rates(device, size, precision, options, advance), "TFLOP/s")
+    finally:
+        torch.set_num_threads(before)
+        torch.backends.cuda.matmul.allow_tf32 = backend
+    name = "cpu" if kind == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+    noisy = [key for key, figure in figures.items() if figure.is_noisy]
+    return Measurement(
+        kind="ceiling",
+        target=Target(name=name, runtime="torch", runtime_version=torch.__version__, device=name),
+        case={"threads": threads if kind == "cpu" else None},
+        figures=figures,
+        settings={
+            "repeats": options.repeats, "warm_up": options.warm_up, "copy_bytes": copied, "matrix_size": size,
+            "value": "best of the repeats",
+        },
+        timed=(
+            f"copy: {copied / 2**20:.0f} MiB from one tensor to another, bytes read and written both counted; product: "
+            f"{size} x {size} by {size} x {size}, 2 FLOPs per multiply-accumulate; memory is allocated before"
+        ),
+        marks=tuple(f"{NOISY}: {key}" for key in noisy),
+        **provenance(),
+    )  # fmt: skip
+
+
+def default_precisions(device: str) -> tuple[str, ...]:
+    """Return the default precisions: all on a GPU; on a CPU only fp32, since half precision may take minutes."""
+    return tuple(_DTYPES) if device.startswith("cuda") else ("fp32",)
+
+
+def read_ceiling(measurement: Measurement) -> Ceiling:
+    """Return the ceiling in a measurement of kind `ceiling`.
+
+    Raises:
+        UsageError: the measurement is of another kind, or has no copy.
+    """
+    copy = measurement.figures.get("copy")
+    if measurement.kind != "ceiling" or copy is None:
+        raise UsageError(
+            f"expected a measurement of kind ceiling, found {measurement.kind}; make one: opal-deploy bench roofline "
+            "--measure-ceiling --out FILE"
+        )
+    flops = {
+        name.removeprefix("matmul_"): figure.value * 1e12
+        for name, figure in measurement.figures.items()
+        if name.startswith("matmul_")
+    }
+    name = measurement.target.name if measurement.target else "measured"
+    when = f", {measurement.when[:10]}" if measurement.when else ""
+    threads = measurement.case.get("threads")
+    threads_text = "" if not threads else ", 1 thread" if threads == 1 else f", {threads} threads"
+    return Ceiling(f"{name}{threads_text}", flops, copy.value * 1e9, f"measured: copy and product{when}")
+
+
+def format_ceiling(measurement: Measurement) -> str:
+    """Return lines for a person: each figure, the timed region, and marks."""
+    lines = []
+    for name, figure in measurement.figures.items():
+        spread = f", spread {figure.spread:.0%}" if figure.spread is not None else ""
+        lines.append(f"{name}: {figure.value:.3f} {figure.unit}, best of {len(figure.repeats)}{spread}")
+    return "\n".join([*lines, f"timed: {measurement.timed}", *(f"MARKED {mark}" for mark in measurement.marks)])
+
+
+def _copy_rates(device: torch.device, copied: int, options: CeilingOptions, advance: Callable[[], None]) -> list[float]:
+    import torch
+
+    source = torch.ones(max(1, copied // 4), dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    moved = 2 * source.numel() * 4
+    return [moved / seconds / 1e9 for seconds in _times(lambda: target.copy_(source), device, options, advance)]
+
+
+def _product_rates(
+    device: torch.device, size: int, precision: str, options: CeilingOptions, advance: Callable[[], None]
+) -> list[float]:
+    import torch
+
+    dtype = getattr(torch, _DTYPES[precision])
+    generator = torch.Generator(device=device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    result = torch.empty(size, size, device=device, dtype=dtype)
+    operations = 2 * size**3
+    times = _times(lambda: torch.mm(left, right, out=result), device, options, advance)
+    return [operations / seconds / 1e12 for seconds in times]
+
+
+def _times(
+    run: Callable[[], Any], device: torch.device, options: CeilingOptions, advance: Callable[[], None]
+) -> list[float]:
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    seconds = []
+    for repeat in range(options.warm_up + options.repeats):
+        wait()
+        start = time.perf_counter()
+        run()
+        wait()
+        if repeat >= options.warm_up:
+            seconds.append(time.perf_counter() - start)
+        advance()
+    return seconds
+
+
+def _best(rates: list[float], unit: str) -> Figure:
+    return Figure(max(rates), unit, "higher", tuple(rates))

@@ -1,14 +1,25 @@
-"""Rooflines of networks: work, arithmetic intensity, and the most that known GPUs or a measured device could do."""
+"""Rooflines of networks: work, arithmetic intensity, and the maximum speed on known GPUs or a measured device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from opal_deploy.bench.machine import provenance
-from opal_deploy.bench.measurement import Figure, Measurement, Target
-from opal_deploy.bench.roofline.ceiling import Ceiling
+from opal_deploy.bench.measurement import Figure, Measurement, Target, read_measurements
+from opal_deploy.bench.options import RooflineOptions
+from opal_deploy.bench.roofline.ceiling import (
+    Ceiling,
+    CeilingOptions,
+    default_precisions,
+    find_device,
+    known_devices,
+    measure_ceiling,
+    read_ceiling,
+)
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Work, count_backbone_work, count_head_work
+from opal_deploy.bench.tables import format_table
+from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 
 _HEADER = ("backbone", "part", "GMACs", "weights M", "MB moved", "FLOPs/byte")
@@ -16,15 +27,7 @@ _HEADER = ("backbone", "part", "GMACs", "weights M", "MB moved", "FLOPs/byte")
 
 @dataclass(frozen=True)
 class Point:
-    """One network, or the head alone, at one batch and precision.
-
-    Attributes:
-        backbone: torchvision's name.
-        part: `backbone`, `head` or `network` (both).
-        work: the part's layers.
-        batch: images a forward pass.
-        precision: of the whole network.
-    """
+    """A backbone, its head, or both (`network`), at one batch size and precision."""
 
     backbone: str
     part: str
@@ -38,32 +41,26 @@ class Point:
         return self.work.intensity(self.batch, self.precision)
 
 
-@dataclass(frozen=True)
-class Case:
-    """The head, classes, input size (H0, W0), batch and precision that every backbone is counted with."""
-
-    head: HeadConfig
-    num_classes: int
-    input_size: tuple[int, int]
-    batch: int
-    precision: str
-
-
-def count_points(backbone: str, case: Case) -> tuple[Point, Point, Point]:
+def count_points(backbone: str, options: RooflineOptions, precision: str) -> tuple[Point, Point, Point]:
     """Count backbone, head and network.
 
     Raises:
-        UsageError: there is no such backbone, or its stride does not divide the size.
+        UsageError: no such backbone, or its stride does not divide the size.
     """
-    body = count_backbone_work(backbone, case.input_size)
-    head = count_head_work(backbone, case.num_classes, case.head, case.input_size)
-    parts = (("backbone", body), ("head", head), ("network", body + head))
-    points = [Point(backbone, part, work, case.batch, case.precision) for part, work in parts]
-    return points[0], points[1], points[2]
+    size, head = options.input_size, HeadConfig(prototypes_per_class=options.prototypes)
+    body = count_backbone_work(backbone, size)
+    head_work = count_head_work(backbone, options.classes, head, size)
+    return (
+        Point(backbone, "backbone", body, options.batch, precision),
+        Point(backbone, "head", head_work, options.batch, precision),
+        Point(backbone, "network", body + head_work, options.batch, precision),
+    )
 
 
-def build_measurements(points: Sequence[Point], case: Case, ceilings: Sequence[Ceiling]) -> Iterator[Measurement]:
-    """Yield one measurement per point; ceilings that lack the precision are left out."""
+def build_measurements(
+    points: Sequence[Point], options: RooflineOptions, ceilings: Sequence[Ceiling]
+) -> Iterator[Measurement]:
+    """Yield one measurement per point, without ceilings that lack the precision."""
     origin = provenance()
     for point in points:
         work, batch, precision = point.work, point.batch, point.precision
@@ -87,9 +84,9 @@ def build_measurements(points: Sequence[Point], case: Case, ceilings: Sequence[C
                 backbone=point.backbone,
                 head="opal" if point.part != "backbone" else "",
                 precision=precision,
-                input_size=case.input_size,
-                num_classes=case.num_classes,
-                prototypes_per_class=case.head.prototypes_per_class,
+                input_size=options.input_size,
+                num_classes=options.classes,
+                prototypes_per_class=options.prototypes,
             ),
             case={"batch": batch, "part": point.part},
             figures=figures,
@@ -107,53 +104,87 @@ def build_measurements(points: Sequence[Point], case: Case, ceilings: Sequence[C
                     }
                     for ceiling in known
                 ],
-                "layers": [
-                    {
-                        "name": layer.name,
-                        "operation": layer.operation,
-                        "macs": layer.macs,
-                        "inputs": layer.inputs,
-                        "outputs": layer.outputs,
-                        "weights": layer.weights,
-                        "intensity": layer.intensity(batch, precision),
-                    }
-                    for layer in work.layers
-                ],
+                "layers": [{**asdict(layer), "intensity": layer.intensity(batch, precision)} for layer in work.layers],
             },
             **origin,
         )
 
 
-def format_rows(points: Sequence[Point], ceilings: Sequence[Ceiling]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows as text: work per image, bytes per batch, and images a second at each ceiling."""
-    rows = []
-    for point in points:
-        work, batch, precision = point.work, point.batch, point.precision
-        row = [
-            point.backbone,
-            point.part,
-            f"{work.macs / 1e9:.3f}",
-            f"{work.weights / 1e6:.2f}",
-            f"{work.bytes_moved(batch, precision) / 1e6:.1f}",
-            f"{point.intensity:.1f}",
-        ]
-        for ceiling in ceilings:
-            if precision not in ceiling.flops:
-                row.append("-")
-                continue
-            bound = ceiling.bound(work, batch, precision)
-            row.append(f"{ceiling.images_per_second(work, batch, precision):,.0f} {bound[0]}")
-        rows.append(row)
-    return [*_HEADER, *(ceiling.name for ceiling in ceilings)], rows
+def find_ceilings(options: RooflineOptions) -> list[Ceiling]:
+    """Return the ceilings of `--ceiling` and `--gpu`; by default all data sheets, unless a ceiling is measured.
+
+    Raises:
+        UsageError: no ceiling in the file, or an unknown GPU.
+    """
+    ceilings = []
+    if options.ceiling is not None:
+        found = [m for m in read_measurements([options.ceiling]) if m.kind == "ceiling"]
+        ceilings = list(map(read_ceiling, found))
+        if not ceilings:
+            raise UsageError(
+                f"--ceiling {options.ceiling}: no measured ceiling found; measure one: --measure-ceiling --out "
+                f"{options.ceiling}"
+            )
+    if options.gpu or not (ceilings or options.measure_ceiling):
+        ceilings += [find_device(text) for text in dict.fromkeys(options.gpu or known_devices())]
+    return ceilings
 
 
-def format_sources(ceilings: Sequence[Ceiling], precision: str) -> list[str]:
-    """Return a line for each ceiling: its figures, and where they are from."""
-    lines = []
+def measure_device(options: RooflineOptions, progress: Callable[[int, int], None]) -> Measurement:
+    """Measure the ceiling of `--device` in `--precision`, by default in every sensible one."""
+    precisions = default_precisions(options.device) if options.precision is None else (options.precision,)
+    return measure_ceiling(CeilingOptions(options.device, precisions, options.threads, progress=progress))
+
+
+def choose_precision(options: RooflineOptions, ceilings: Sequence[Ceiling]) -> str:
+    """Return `--precision`, by default fp16, or fp32 if no ceiling has fp16.
+
+    Raises:
+        UsageError: no ceiling has a figure for the precision.
+    """
+    precision = options.precision or ("fp16" if any("fp16" in known.flops for known in ceilings) else "fp32")
+    if not any(precision in known.flops for known in ceilings):
+        raise UsageError(
+            f"--precision {precision}: none of {', '.join(known.name for known in ceilings)} has a figure for it; "
+            "choose another --precision or --gpu"
+        )
+    return precision
+
+
+def format_roofline(points: Sequence[Point], options: RooflineOptions, ceilings: Sequence[Ceiling]) -> str:
+    """Return the table, what it counts, and the ceilings with their sources."""
+    precision = points[0].precision
+    header = (*_HEADER, *(ceiling.name for ceiling in ceilings))
+    rows = [_format_row(point, ceilings) for point in points]
+    height, width = options.input_size
+    lines = [
+        format_table(header, rows, left=2, markdown=options.table == "markdown"),
+        f"per image of {height}x{width}, C = {options.classes}, m = {options.prototypes}; MB moved per batch of "
+        f"{options.batch} in {precision}: inputs, outputs and weights of every convolution and matrix product once",
+        "ceilings in images/s; c: bound by arithmetic, m: bound by memory",
+    ]
     for ceiling in ceilings:
         peak = f"{ceiling.peak(precision) / 1e12:.4g}" if precision in ceiling.flops else "no"
         unit = "TOP/s" if precision == "int8" else "TFLOP/s"
-        lines.append(
-            f"{ceiling.name}: {peak} {unit} {precision}, {ceiling.bytes_per_second / 1e9:.4g} GB/s ({ceiling.source})"
-        )
-    return lines
+        bandwidth = ceiling.bytes_per_second / 1e9
+        lines.append(f"- {ceiling.name}: {peak} {unit} {precision}, {bandwidth:.4g} GB/s ({ceiling.source})")
+    return "\n".join(lines)
+
+
+def _format_row(point: Point, ceilings: Sequence[Ceiling]) -> list[str]:
+    work, batch, precision = point.work, point.batch, point.precision
+    row = [
+        point.backbone,
+        point.part,
+        f"{work.macs / 1e9:.3f}",
+        f"{work.weights / 1e6:.2f}",
+        f"{work.bytes_moved(batch, precision) / 1e6:.1f}",
+        f"{point.intensity:.1f}",
+    ]
+    for ceiling in ceilings:
+        if precision not in ceiling.flops:
+            row.append("-")
+            continue
+        bound = ceiling.bound(work, batch, precision)
+        row.append(f"{ceiling.images_per_second(work, batch, precision):,.0f} {bound[0]}")
+    return row

@@ -1,8 +1,8 @@
 """The work of a network: multiply-accumulates and bytes of every convolution and matrix product.
 
-Work is counted on tensors without memory while the real modules run, so that nothing is assumed about an architecture.
-Each layer reads its inputs and weights once and writes its outputs once; normalisation, activations and pooling between
-layers are taken to be fused into them. A device really moves more, so a ceiling from these bytes is an upper bound.
+The real modules run on tensors without memory, so that nothing is assumed about an architecture. Each layer reads its
+inputs and weights once and writes its outputs once; normalisation, activations and pooling between layers count as
+fused. A device really moves more, so a ceiling from these bytes is an upper bound.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Layer:
 
     Attributes:
         name: path of the module that ran it.
-        operation: `conv`, `linear` or `matmul`; of a `matmul` neither factor is a weight.
+        operation: `conv`, `linear`, or `matmul` of two activations.
         macs: multiply-accumulates.
-        inputs: elements read; they grow with the batch.
-        outputs: elements written; they grow with the batch.
-        weights: elements of weight and bias, read once a batch.
+        inputs: elements read per image.
+        outputs: elements written per image.
+        weights: elements of weight and bias, read once per batch.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Layer:
     weights: int
 
     def bytes_moved(self, batch: int, precision: str) -> int:
-        """Return the bytes of inputs, outputs and weights, each once."""
-        return (batch * (self.inputs + self.outputs) + self.weights) * bytes_per_element(precision)
+        """Return the bytes of inputs, outputs and weights; UsageError for an unknown precision."""
+        return (batch * (self.inputs + self.outputs) + self.weights) * _bytes_per_element(precision)
 
     def intensity(self, batch: int, precision: str) -> float:
         """Return the FLOPs per byte; a multiply-accumulate is two FLOPs."""
@@ -80,15 +80,11 @@ class Work:
         return sum(layer.weights for layer in self.layers)
 
     def flops(self, batch: int = 1) -> int:
-        """Return the FLOPs of a batch, two for each multiply-accumulate."""
+        """Return the FLOPs of a batch, two per multiply-accumulate."""
         return 2 * batch * self.macs
 
     def bytes_moved(self, batch: int, precision: str) -> int:
-        """Return the bytes of all layers, the whole network being in one precision.
-
-        Raises:
-            UsageError: there is no such precision.
-        """
+        """Return the bytes of all layers in one precision; UsageError for an unknown one."""
         return sum(layer.bytes_moved(batch, precision) for layer in self.layers)
 
     def intensity(self, batch: int, precision: str) -> float:
@@ -99,21 +95,13 @@ class Work:
         return Work(f"{self.name} + {other.name}", self.layers + other.layers)
 
 
-def bytes_per_element(precision: str) -> int:
-    """Return the size of one element; UsageError for a precision that is not in BYTES_PER_ELEMENT."""
-    if precision not in BYTES_PER_ELEMENT:
-        raise UsageError(f"precision {precision!r}: expected one of {', '.join(BYTES_PER_ELEMENT)}")
-    return BYTES_PER_ELEMENT[precision]
-
-
 def count_model_work(metadata: Metadata) -> Work | None:
-    """Count backbone and head of an exported artifact; None without torch, or where torchvision lacks its backbone."""
+    """Count backbone and head of a model; None without torch, or if torchvision lacks the backbone."""
     from opal_deploy.model.config import HeadConfig
 
     try:
         for package in ("torch", "torchvision"):
             require(package, "train", "counting work")
-        # what the artifact records is what its head was built with
         head = HeadConfig(**{**metadata.head, "prototypes_per_class": metadata.prototypes_per_class})
         size, cut = metadata.input_size, (metadata.stride, metadata.keep_layers)
         backbone = count_backbone_work(metadata.backbone, size, *cut)
@@ -126,12 +114,12 @@ def count_model_work(metadata: Metadata) -> Work | None:
 def count_backbone_work(
     name: str, input_size: tuple[int, int], stride: int | None = None, keep_layers: bool = False
 ) -> Work:
-    """Count torchvision's network, cut before its pooling or at its last feature map of a stride.
+    """Count a backbone, cut before its pooling or at its last feature map of a stride.
 
-    With `keep_layers` all layers are counted at this stride.
+    With `keep_layers` all layers are kept at this stride.
 
     Raises:
-        UsageError: there is no such backbone, none of this stride, or its stride does not divide the size.
+        UsageError: no such backbone or stride, or the stride does not divide the size.
     """
     from opal_deploy.model import backbones
 
@@ -149,10 +137,10 @@ def count_head_work(
     stride: int | None = None,
     keep_layers: bool = False,
 ) -> Work:
-    """Count a head on the features of a backbone; its softmax, pooling and distance are neither MACs nor bytes here.
+    """Count a head on a backbone's features; its softmax, pooling and distance count as fused.
 
     Raises:
-        UsageError: there is no such backbone, none of this stride, or its stride does not divide the size.
+        UsageError: no such backbone or stride, or the stride does not divide the size.
     """
     import torch
 
@@ -173,12 +161,12 @@ def count_head_work(
 
 
 def count_module_work(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Work:
-    """Run a module on one input on its parameters' device (`meta` costs no memory), and record every layer.
+    """Run a module in evaluation mode on one input, and record every layer.
 
     Args:
-        module: in evaluation mode.
-        input_shape: of one input, without the batch.
-        name: the result's.
+        module: on any device; `meta` takes no memory.
+        input_shape: shape of one input, without the batch.
+        name: name of the result.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -212,7 +200,7 @@ def count_module_work(module: nn.Module, input_shape: tuple[int, ...], name: str
 
 
 def _build_recorders() -> dict[Any, Callable[[str, Any, Any], Layer]]:
-    """Return what records each operation of the dispatcher; linear layers arrive as (add)mm of a transposed weight."""
+    """Return the recorders of the dispatcher's operations; linear layers arrive as (add)mm of a transposed weight."""
     import torch
 
     aten = torch.ops.aten
@@ -228,8 +216,7 @@ def _build_recorders() -> dict[Any, Callable[[str, Any, Any], Layer]]:
 
 def _convolution(path: str, args: Any, result: Tensor) -> Layer:
     images, weight, bias, transposed = args[0], args[1], args[2], args[6]
-    # a weight is [out, in / groups, ...], or transposed [in, out / groups, ...]: each element of the one side takes
-    # all of it but the first axis
+    # a weight is [out, in / groups, ...], or transposed [in, out / groups, ...]
     per_element = weight.numel() // weight.shape[0]
     macs = (images if transposed else result).numel() * per_element
     weights = weight.numel() + (0 if bias is None else bias.numel())
@@ -239,3 +226,9 @@ def _convolution(path: str, args: Any, result: Tensor) -> Layer:
 def _product(path: str, rows: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> Layer:
     weights = weight.numel() + (0 if bias is None else bias.numel())
     return Layer(path, "linear", rows.numel() * weight.shape[1], rows.numel(), result.numel(), weights)
+
+
+def _bytes_per_element(precision: str) -> int:
+    if precision not in BYTES_PER_ELEMENT:
+        raise UsageError(f"precision {precision!r}: expected one of {', '.join(BYTES_PER_ELEMENT)}")
+    return BYTES_PER_ELEMENT[precision]

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opal_deploy.bench.overhead.counting import count_paper_operations
-from opal_deploy.bench.overhead.operations import Shape, head_title, list_operations, sum_operations
+from opal_deploy.bench.overhead.counting import (
+    LINEAR_OPERATIONS,
+    OPAL_OPERATIONS,
+    Operation,
+    Shape,
+    count_paper_operations,
+    sum_operations,
+)
 from opal_deploy.model.backbones import count_macs
-from opal_deploy.model.config import DISTANCES, LINEAR_BASELINE, HeadConfig
+from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.model.head import OpalHead
 
 SHAPES = {
@@ -21,25 +27,17 @@ SHAPES = {
     "two classes, one prototype, one cell": Shape(3, 2, 1, (1, 1)),
 }
 SMALL = Shape(24, 6, 3, (4, 5))
-HEADS = {
-    **{distance: HeadConfig(distance=distance, prototypes_per_class=3) for distance in DISTANCES},  # type: ignore[arg-type]
-    "average pooling": HeadConfig(pooling="avg", prototypes_per_class=3),
-    "without CWS": HeadConfig(cws=False, prototypes_per_class=3),
-    "projection and a dense layer": HeadConfig(cws=False, anchors=False, prototypes_per_class=3),
-    "dense layer on attention": HeadConfig(pooling="avg", anchors=False, prototypes_per_class=3),
-    "without projection": HeadConfig(projection=False, anchors=False, prototypes_per_class=3),
-    "linear": LINEAR_BASELINE,
-}
+OPAL = HeadConfig(prototypes_per_class=3)
 
 
 class Authors(nn.Module):
     """A head in the manner of the authors': modules, and the anchors as a matrix that distances are taken to."""
 
-    def __init__(self, shape: Shape, pooling: nn.Module, softmax: nn.Module) -> None:
+    def __init__(self, shape: Shape, softmax: nn.Module) -> None:
         super().__init__()
         prototypes = shape.letters["K"]
         self.projection = nn.Conv2d(shape.num_features, prototypes, 1)
-        self.softmax, self.pooling = softmax, pooling
+        self.softmax, self.pooling = softmax, nn.AdaptiveMaxPool2d(1)
         self.register_buffer("anchors", torch.zeros(shape.num_classes, prototypes))
 
     def forward(self, features: Tensor) -> Tensor:
@@ -52,39 +50,35 @@ class Authors(nn.Module):
 def test_both_heads_are_closed_forms_in_the_papers_convention(shape: Shape) -> None:
     cells, features, classes = shape.grid[0] * shape.grid[1], shape.num_features, shape.num_classes
     prototypes = classes * shape.prototypes_per_class
-    opal = sum_operations(list_operations(HeadConfig()), shape)
+    opal = sum_operations(OPAL_OPERATIONS, shape)
     assert (opal.paper, opal.params) == (cells * prototypes * (features + 4), prototypes * (features + 1))
-    # softmax, pooling twice, dense layer: by features instead of prototypes
-    bare = sum_operations(list_operations(HeadConfig(projection=False, anchors=False)), shape)
-    assert bare.paper == 3 * cells * features + features * classes
-    linear = sum_operations(list_operations(LINEAR_BASELINE), shape)
+    linear = sum_operations(LINEAR_OPERATIONS, shape)
     assert (linear.paper, linear.params) == (features * classes + 2 * cells * features, (features + 1) * classes)
 
 
 @pytest.mark.parametrize("softmax", [nn.Softmax(dim=1), nn.Softmax2d()], ids=["Softmax", "Softmax2d"])
-@pytest.mark.parametrize("head", [HeadConfig(), HeadConfig(pooling="avg")], ids=["max", "average"])
-def test_the_papers_convention_is_what_ptflops_counts_for_modules_like_the_authors(
-    softmax: nn.Module, head: HeadConfig
-) -> None:
-    pooling = nn.AdaptiveMaxPool2d(1) if head.pooling == "max" else nn.AdaptiveAvgPool2d(1)
-    module = Authors(SMALL, pooling, softmax).eval()
-    counted = count_paper_operations(module, (SMALL.num_features, *SMALL.grid))
-    assert counted == sum_operations(list_operations(head), SMALL).paper
+def test_the_papers_convention_is_what_ptflops_counts_for_modules_like_the_authors(softmax: nn.Module) -> None:
+    counted = count_paper_operations(Authors(SMALL, softmax).eval(), (SMALL.num_features, *SMALL.grid))
+    assert counted == sum_operations(OPAL_OPERATIONS, SMALL).paper
 
 
 def test_a_dense_layers_bias_is_all_that_ptflops_adds_to_the_linear_head() -> None:
-    expected = sum_operations(list_operations(LINEAR_BASELINE), SMALL).paper
+    expected = sum_operations(LINEAR_OPERATIONS, SMALL).paper
     for bias, extra in ((False, 0), (True, SMALL.num_classes)):
         dense = nn.Linear(SMALL.num_features, SMALL.num_classes, bias=bias)
         module = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), dense).eval()
         assert count_paper_operations(module, (SMALL.num_features, *SMALL.grid)) == expected + extra
 
 
-@pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
-def test_counts_are_those_of_the_real_modules_and_of_every_operation_that_runs(head: HeadConfig) -> None:
+@pytest.mark.parametrize(
+    ("head", "operations"), [(OPAL, OPAL_OPERATIONS), (LINEAR_BASELINE, LINEAR_OPERATIONS)], ids=["opal", "linear"]
+)
+def test_counts_are_those_of_the_real_modules_and_of_every_operation_that_runs(
+    head: HeadConfig, operations: tuple[Operation, ...]
+) -> None:
     with torch.device("meta"):
         module = OpalHead(SMALL.num_features, SMALL.num_classes, head).eval()
-    counts = sum_operations(list_operations(head), SMALL)
+    counts = sum_operations(operations, SMALL)
     assert counts.graph == _operations_run(head)
     assert counts.params == sum(p.numel() for p in module.parameters())
     assert counts.macs == count_macs(module, (SMALL.num_features, *SMALL.grid))
@@ -92,10 +86,9 @@ def test_counts_are_those_of_the_real_modules_and_of_every_operation_that_runs(h
 
 
 def test_the_graph_answers_with_fewer_operations_than_the_authors_where_evidence_is_left_out() -> None:
-    rows = [row for row in list_operations(HeadConfig()) if not row.name.startswith("evidence")]
+    rows = [row for row in OPAL_OPERATIONS if not row.name.startswith("evidence")]
     counts = sum_operations(rows, SHAPES["the paper's"])
     assert counts.graph < counts.paper
-    assert head_title(HeadConfig(pooling="avg", distance="l1")) == "OPAL, l1 without GMP"
 
 
 # they move, cast or make values, and compute none

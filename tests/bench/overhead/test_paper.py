@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from opal_deploy.bench.options import OverheadOptions
 from opal_deploy.bench.overhead import paper as papers
 from opal_deploy.bench.overhead.paper import (
     PaperTable,
@@ -17,19 +18,17 @@ from opal_deploy.bench.overhead.paper import (
     load_paper,
     require_agreement,
 )
-from opal_deploy.bench.overhead.table import OverheadTable, make_table, summarise
+from opal_deploy.bench.overhead.table import Row, count_rows, summarise
 from opal_deploy.errors import UsageError, VerificationError
-from opal_deploy.model.config import HeadConfig
 
 # one of each family; all nine are `slow`
 THREE = ("resnet50", "efficientnet_v2_s", "convnext_tiny")
 SOURCE = Path(papers.__file__).with_name("paper.toml")
 
 
-def make(paper: PaperTable) -> OverheadTable:
+def make(paper: PaperTable) -> list[Row]:
     classes = [(name, dataset.classes) for name, dataset in paper.datasets.items()]
-    head = HeadConfig(prototypes_per_class=paper.prototypes_per_class)
-    return make_table(list(paper.backbones), classes, head, paper.input_size)
+    return count_rows(list(paper.backbones), classes, paper.prototypes_per_class, paper.input_size)
 
 
 def read_reduced(path: Path | None = None) -> PaperTable:
@@ -50,11 +49,11 @@ def read_altered(folder: Path, old: str, new: str) -> PaperTable:
 
 
 @pytest.fixture(scope="module")
-def table() -> OverheadTable:
+def table() -> list[Row]:
     return make(read_reduced())
 
 
-def test_every_cell_agrees_but_the_one_known(table: OverheadTable) -> None:
+def test_every_cell_agrees_but_the_one_known(table: list[Row]) -> None:
     cells = compare_with_paper(table, read_reduced())
     assert len(cells) == 3 * (2 + 5 * 4)
     assert [cell.name for cell in cells if not cell.agrees] == ["efficientnet_v2_s.gflops"]
@@ -82,7 +81,7 @@ def test_all_nine_with_the_percentages_of_the_text() -> None:
         "percentages.opal_gflops_mean": ("0.53", "0.73"),
     }
     # in the convention that counts nothing but products, the linear head is smaller still
-    shares = summarise(table.rows)
+    shares = summarise(table)
     assert shares["linear_flops"].largest < shares["linear_paper"].largest
 
 
@@ -96,9 +95,7 @@ def test_all_nine_with_the_percentages_of_the_text() -> None:
         ('gflops = "8.90"', 'gflops = "2.89"', "efficientnet_v2_s.gflops", "NO LONGER A DISCREPANCY"),
     ],
 )
-def test_an_altered_figure_fails(
-    table: OverheadTable, tmp_path: Path, old: str, new: str, cell: str, line: str
-) -> None:
+def test_an_altered_figure_fails(table: list[Row], tmp_path: Path, old: str, new: str, cell: str, line: str) -> None:
     cells = compare_with_paper(table, read_altered(tmp_path, old, new))
     assert [each.name for each in cells if not each.is_expected] == [cell]
     with pytest.raises(VerificationError, match=f"1 of 66 figures .*: {cell};") as caught:
@@ -107,22 +104,22 @@ def test_an_altered_figure_fails(
     assert any(text.startswith(f"{line}: {cell}: printed") for text in format_comparison(cells))
 
 
-def test_a_bound_holds_below_it_only(table: OverheadTable) -> None:
-    largest = summarise(table.rows)["linear_paper"].largest
+def test_a_bound_holds_below_it_only(table: list[Row]) -> None:
+    largest = summarise(table)["linear_paper"].largest
     for bound, agrees in ((f"{largest + 0.001:.3f}", True), (f"{largest - 0.001:.3f}", False)):
         cells = compare_with_paper(table, replace(read_reduced(), percentages={"linear_gflops_below": bound}))
         assert [cell.agrees for cell in cells if cell.name.startswith("percentages")] == [agrees]
 
 
 def test_the_command_fails_with_the_comparison(
-    table: OverheadTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    table: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from opal_deploy.cli.bench.overhead import overhead
+    from opal_deploy.cli.bench import overhead
 
     altered = read_altered(tmp_path, 'params = "23.5M"', 'params = "23.6M"')
     monkeypatch.setattr(papers, "load_paper", lambda: altered)
     with pytest.raises(VerificationError, match=r"resnet50\.params"):
-        overhead(check=True, output="csv")
+        overhead(OverheadOptions(check=True))
     assert "DIFFERS: resnet50.params: printed 23.6M, counted 23.5M" in capsys.readouterr().err
 
 
@@ -145,5 +142,5 @@ def test_another_file_and_a_dispute_about_no_cell_are_refused(tmp_path: Path) ->
         path.write_text(text)
         with pytest.raises(UsageError, match=r"other\.toml: not the paper's table"):
             load_paper(path)
-    with pytest.raises(UsageError, match=r"does not have: resnet5000\.gflops"):
+    with pytest.raises(UsageError, match=r"table lacks: resnet5000\.gflops"):
         read_altered(tmp_path, '"efficientnet_v2_s.gflops" =', '"resnet5000.gflops" =')

@@ -1,6 +1,6 @@
 """The users of the load, for locust: photographs that must get their right answers, and requests that mean harm.
 
-    locust -f bench/load/locustfile.py PhotographUser --headless --host http://127.0.0.1:8000 --users 8 --run-time 60s \
+    locust -f tests/load/locustfile.py PhotographUser --headless --host http://127.0.0.1:8000 --users 8 --run-time 60s \
         --expected results.jsonl --root images/ --model-name best
 
 Every request becomes a line in --log: when it began, its name, milliseconds, the status, and what was wrong. A reply is
@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from locust import FastHttpUser, events, task
 from locust.env import Environment
 
-from opal_deploy.bench.load.hostile import REQUESTS, build_infer, infer_path
+from tests.load.hostile import REQUESTS, build_infer, infer_path
 
 # a batch's size may change the last bits
 _TOLERANCE = 1e-4

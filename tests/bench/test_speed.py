@@ -1,4 +1,4 @@
-"""Throughput and latency over batch sizes: the measurements, the end of a sweep, and the scenarios."""
+"""Throughput and latency over batch sizes: the measurements, and the end of a sweep."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.bench.latency import measure_latency, measure_single_stream
 from opal_deploy.bench.measurement import Figure, Kind, Measurement, Target, append_measurement
-from opal_deploy.bench.throughput import measure_throughput, read_ceilings
-from opal_deploy.bench.timing import TimingOptions
+from opal_deploy.bench.options import TimingOptions
+from opal_deploy.bench.speed import measure_latency, measure_throughput, read_ceilings
 from opal_deploy.errors import StoppedEarly, UsageError
 
-QUICK = TimingOptions(seconds=0.02, iterations=2, repeats=2, warm_up_seconds=0, buffers=2)
+QUICK = TimingOptions(seconds=0.02, iterations=2, repeats=2, warmup=0, buffers=2)
 
 
 def fits_up_to(largest: int) -> Callable[[int], float]:
@@ -27,13 +26,10 @@ def fits_up_to(largest: int) -> Callable[[int], float]:
     return takes
 
 
-def test_each_batch_size_has_a_measurement_and_so_has_the_best(fake_target: Any, fake_time: Any) -> None:
-    *rows, offline = measure_throughput(fake_target(fits_up_to(99), fake_time.spend), [1, 2, 4], QUICK)
-    assert [row.case["batch"] for row in rows] == [1, 2, 4]
-    assert offline.case == {"scenario": "offline", "threads": 1}
-    assert offline.figures["best_batch"].value == 2
+def test_each_batch_size_has_a_measurement(fake_target: Any, fake_time: Any) -> None:
+    rows = list(measure_throughput(fake_target(fits_up_to(99), fake_time.spend), [1, 2, 4], QUICK))
+    assert [row.case for row in rows] == [{"batch": batch, "threads": 1} for batch in (1, 2, 4)]
     best = rows[1]
-    assert offline.figures["images_per_second"] == best.figures["images_per_second"]
     assert best.figures["images_per_second"].repeats == pytest.approx((500, 500))
     assert best.figures["p50_ms"].value == pytest.approx(4)
     assert "uint8 batch" in best.timed
@@ -45,12 +41,7 @@ def test_each_batch_size_has_a_measurement_and_so_has_the_best(fake_target: Any,
 
 @pytest.mark.parametrize(
     ("measure", "largest", "cases"),
-    [
-        (measure_throughput, 2, [1, 2, 4, None]),
-        # no offline measurement without a batch that fits
-        (measure_throughput, 0, [1]),
-        (measure_latency, 2, [1, 2, 4]),
-    ],
+    [(measure_throughput, 2, [1, 2, 4]), (measure_throughput, 0, [1]), (measure_latency, 2, [1, 2, 4])],
     ids=["throughput", "none fits", "latency"],
 )
 def test_a_batch_that_does_not_fit_is_named_and_ends_the_sweep(
@@ -67,14 +58,12 @@ def test_a_batch_that_does_not_fit_is_named_and_ends_the_sweep(
     assert failed.marks == (f"failed: out of memory at a batch of {failed.case['batch']}",)
     assert 8 not in model.session.batches
     assert all(m == Measurement.from_line(m.to_line()) for m in measurements)
-    if cases[-1] is None:
-        assert measurements[-1].figures["best_batch"].value == 2
 
 
 def test_repeats_that_differ_are_marked(fake_target: Any, fake_time: Any) -> None:
     calls = iter(range(10**6))
     model = fake_target(lambda _: 0.002 if next(calls) < 40 else 0.006, fake_time.spend)
-    row = next(iter(measure_throughput(model, [1], TimingOptions(0.1, 2, 3, 0, 1))))
+    row = next(iter(measure_throughput(model, [1], TimingOptions(seconds=0.1, iterations=2, repeats=3, warmup=0))))
     assert any(mark.startswith("noisy: the repeats differ by") for mark in row.marks)
 
 
@@ -82,17 +71,11 @@ def test_latency_has_percentiles(fake_target: Any, fake_time: Any) -> None:
     calls = iter(range(10**6))
     # every tenth call is slow
     model = fake_target(lambda _: 0.01 if next(calls) % 10 == 9 else 0.001, fake_time.spend)
-    (measurement,) = measure_latency(model, [3], TimingOptions(0, 40, 2, 0, 1))
+    (measurement,) = measure_latency(model, [3], TimingOptions(seconds=0, iterations=40, repeats=2, warmup=0))
     figures = measurement.figures
     assert (figures["p50_ms"].value, figures["p95_ms"].value) == pytest.approx((1, 10))
     assert figures["p50_ms"].value < figures["mean_ms"].value < figures["p99_ms"].value
     assert figures["images_per_second"].value == pytest.approx(3 / 0.0019, rel=0.01)
-
-
-def test_single_stream_is_one_image_at_a_time(fake_target: Any, fake_time: Any) -> None:
-    model = fake_target(0.001, fake_time.spend)
-    assert measure_single_stream(model, QUICK).case == {"scenario": "single-stream", "batch": 1, "threads": 1}
-    assert set(model.session.batches) == {1}
 
 
 def write_ceiling(path: Path, device: str, threads: int | None, kind: Kind = "ceiling") -> None:
@@ -108,5 +91,5 @@ def test_a_ceiling_applies_to_its_device_and_threads(tmp_path: Path, fake_target
     assert [(c.device, c.threads) for c in ceilings if c.applies_to(loaded)] == [("cpu", 1)]
     assert ceilings[0].ceiling.bytes_per_second == 20e9
     write_ceiling(tmp_path / "other.jsonl", "cpu", 1, kind="latency")
-    with pytest.raises(UsageError, match="no ceiling in it"):
+    with pytest.raises(UsageError, match="no measured ceiling found"):
         read_ceilings(tmp_path / "other.jsonl")

@@ -1,62 +1,75 @@
-"""Load a model in a runtime, and describe it for the measurement."""
+"""The models to measure: checkpoints, ONNX files, engines and built networks, loaded in a runtime and described."""
 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.bench.measurement import Target, head_name
-from opal_deploy.errors import ArtifactError, UsageError, require
-from opal_deploy.options import RuntimeName
-from opal_deploy.runtime.cuda_options import CudaOptions
+from opal_deploy.bench.options import CompareOptions, PipelineOptions, Precision, Runtime, SweepOptions
+from opal_deploy.errors import ArtifactError, OpalError, UsageError, require
+from opal_deploy.logs import Log
+from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import check_runtime, open_sessions
 from opal_deploy.runtime.session import Session
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.targets.networks import NamedNetwork
+    from opal_deploy.bench.networks import NamedNetwork
 
-Runtime = Literal["eager", "compile", "onnxruntime", "tensorrt"]
 RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
 PYTORCH_RUNTIMES = ("eager", "compile")
-# those that --cuda-graphs is for
+# the runtimes that --cuda-graphs is for
 RECORDED = ("compile", "tensorrt")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The runtime, device and precision that run a model.
+    """How a model runs.
 
     Attributes:
         runtime: of a checkpoint or a network; ONNX files and engines have their own.
         device: auto, cpu, cuda or cuda:N.
-        threads: on the CPU; None: all that the process may use (PyTorch: as many as it chooses).
+        threads: CPU threads; None: all that the process may use (PyTorch: its own choice).
         precision: of a checkpoint or a network, None for fp32; ONNX files and engines have their own.
-        channels_last: lay PyTorch's convolutions out as NHWC.
+        channels_last: run PyTorch's convolutions as NHWC.
         cuda_options: of ONNX Runtime on a GPU.
-        cuda_graphs: let the kernels of an engine or of torch.compile be recorded as CUDA graphs.
+        cuda_graphs: record the kernels of an engine or of torch.compile as CUDA graphs.
     """
 
     runtime: Runtime = "onnxruntime"
     device: str = "auto"
     threads: int | None = None
-    precision: str | None = None
+    precision: Precision | None = None
     channels_last: bool = False
     cuda_options: CudaOptions = field(default_factory=CudaOptions)
     cuda_graphs: bool = False
 
     def check_fits(self, *, onnxruntime: bool = False, cuda_graphs: bool = False) -> None:
-        """Raise UsageError where an option is another runtime's."""
+        """Raise UsageError if an option belongs to another runtime."""
         if str(self.cuda_options) and not onnxruntime:
-            raise UsageError("--ort-option is of ONNX Runtime's CUDA provider, and this does not run there")
+            raise UsageError("--ort-option applies only to ONNX Runtime on a GPU")
         if self.cuda_graphs and not cuda_graphs:
             raise UsageError(
-                "--cuda-graphs is of engines and of compile on a GPU; ONNX Runtime has --ort-option enable_cuda_graph=1"
+                "--cuda-graphs applies only to engines, and to compile on a GPU; for ONNX Runtime give --ort-option "
+                "enable_cuda_graph=1"
             )
+
+    def for_runtime(self, runtime: Runtime) -> Setup:
+        """Return the same for another runtime, without the options that it lacks."""
+        return replace(
+            self,
+            runtime=runtime,
+            channels_last=self.channels_last and runtime in PYTORCH_RUNTIMES,
+            cuda_options=self.cuda_options if runtime == "onnxruntime" else CudaOptions(),
+            cuda_graphs=self.cuda_graphs and runtime in RECORDED,
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,7 @@ class LoadedTarget:
 
     @property
     def timed(self) -> str:
-        """Description of the timed region, for `Measurement.timed`."""
+        """The description of the timed region, for `Measurement.timed`."""
         where = "on the device" if self.target.device != "cpu" else "in the graph"
         memory = "host memory" if self.target.device == "cpu" else "page-locked host memory"
         normalised = f"normalised {where}" if self.metadata.input_kind == "uint8" else "normalised by numpy on the host"
@@ -99,54 +112,146 @@ class LoadedTarget:
         )
 
 
+def build_setup(options: CompareOptions) -> Setup:
+    """Return how `bench compare` runs its models.
+
+    Raises:
+        UsageError: an unknown --ort-option.
+    """
+    cuda_options = parse_cuda_options(options.ort_option)
+    return Setup(
+        options.runtime, options.device, options.threads, options.precision, options.channels_last, cuda_options,
+        options.cuda_graphs,
+    )  # fmt: skip
+
+
+def build_setups(options: SweepOptions) -> list[Setup]:
+    """Return every runtime with every precision; an option goes to the runtimes that have it, if any has.
+
+    Raises:
+        UsageError: an unknown --ort-option.
+    """
+    runtimes: tuple[Runtime, ...] = options.runtime or ("onnxruntime",)
+    cuda_options = parse_cuda_options(options.ort_option)
+
+    def applies(runtime: Runtime, *having: str) -> bool:
+        return runtime in having or not any(each in having for each in runtimes)
+
+    return [
+        Setup(
+            runtime,
+            options.device,
+            options.threads,
+            precision,
+            options.channels_last and applies(runtime, *PYTORCH_RUNTIMES),
+            cuda_options if applies(runtime, "onnxruntime") else CudaOptions(),
+            options.cuda_graphs and applies(runtime, *RECORDED),
+        )
+        for runtime in runtimes
+        for precision in options.precision or (None,)
+    ]
+
+
+def load_targets(
+    models: Sequence[Path], networks: Iterator[NamedNetwork], setups: Sequence[Setup], log: Log
+) -> Iterator[LoadedTarget]:
+    """Load every model in every setup, each when it is due; report those that cannot run here, and go on.
+
+    ONNX files and engines have their own runtime and precision and are loaded once.
+
+    Args:
+        models: files.
+        networks: built from backbones.
+        setups: of checkpoints and networks; files take device, threads and precision of the first.
+        log: gets a line per model.
+
+    Raises:
+        UsageError: there is no model.
+        OpalError: no model can run here; the last one's error.
+    """
+    # kept back until another model runs: the only model's error is the command's own
+    unusable: list[tuple[str, OpalError]] = []
+    loaded = None
+    for name, load in _list_loaders(models, networks, setups):
+        try:
+            loaded = load()
+        except OpalError as error:
+            unusable.append((name, error))
+            continue
+        _log_unusable(unusable, log)
+        log(loaded.title)
+        yield loaded
+    if loaded is None and not unusable:
+        raise UsageError("nothing to time: give --model FILE or --backbone NAME (both repeatable)")
+    last = unusable.pop()[1] if loaded is None else None
+    _log_unusable(unusable, log)
+    if last is not None:
+        raise last
+
+
+def _log_unusable(unusable: list[tuple[str, OpalError]], log: Log) -> None:
+    while unusable:
+        name, error = unusable.pop(0)
+        log(f"{name}: not usable: {error}")
+
+
+def _list_loaders(
+    models: Sequence[Path], networks: Iterator[NamedNetwork], setups: Sequence[Setup]
+) -> Iterator[tuple[str, Callable[[], LoadedTarget]]]:
+    for path in models:
+        for setup in setups if model_kind(path) == "checkpoint" else setups[:1]:
+            yield _loader_name(path.name, setup), partial(load_file, path, setup)
+    for network in networks:
+        for setup in setups:
+            yield _loader_name(network.name, setup), partial(load_network, network, setup)
+
+
+def _loader_name(name: str, setup: Setup) -> str:
+    return f"{name} in {setup.runtime}, {setup.precision or 'fp32'}"
+
+
 def load_file(path: Path, setup: Setup) -> LoadedTarget:
     """Load a checkpoint, an ONNX file or an engine.
 
     Raises:
-        ArtifactError, CheckpointError: no such model, or not one of ours.
-        UsageError: the setup does not fit the model, or a device does not exist.
+        ArtifactError, CheckpointError: not a model.
+        UsageError: the setup does not fit the model, or the device does not exist.
         MissingExtra: the runtime is not installed.
     """
     if not path.is_file():
-        raise ArtifactError(f"{path}: no such model; expected a checkpoint (.pt), or a .onnx or .engine of ours")
+        raise ArtifactError(f"{path}: no such model; expected a checkpoint (.pt), an ONNX file or an engine")
     kind = model_kind(path)
     if kind == "checkpoint":
         require("torch", "export", "timing a checkpoint")
-        from opal_deploy.bench.targets.networks import load_checkpoint_network
+        from opal_deploy.bench.networks import load_checkpoint_network
 
         return load_network(load_checkpoint_network(path), setup)
     if kind is None:
-        raise ArtifactError(f"{path}: not a model that can be timed; expected .pt, .onnx or .engine")
+        raise ArtifactError(f"{path}: not a model; expected .pt, .onnx or .engine")
     loaded = _load_engine(path, setup) if kind == "engine" else _load_onnx(path, setup)
     if setup.precision not in (None, loaded.target.precision):
         raise UsageError(
-            f"{path}: it is {loaded.target.precision}, and --precision asks for {setup.precision}; a file's precision "
-            "is its own: export another, or give the checkpoint"
+            f"{path}: its precision is {loaded.target.precision}, --precision asks for {setup.precision}; export it in "
+            "that precision, or give the checkpoint"
         )
     return loaded
 
 
-def load_for_inference(
-    path: Path,
-    *,
-    device: str,
-    threads: int | None,
-    runtime: RuntimeName = "auto",
-    cuda_graphs: bool = False,
-) -> LoadedTarget:
-    """Load a model as `infer` does: a checkpoint in the reference session, or in the compiled one.
+def load_for_inference(path: Path, options: PipelineOptions) -> LoadedTarget:
+    """Load a model as `infer` does: a checkpoint in the reference session or the compiled one.
 
     Raises:
-        ArtifactError, CheckpointError: no such model, or not one of ours.
-        UsageError: a device does not exist, or the runtime does not run such a model or cannot work here.
+        ArtifactError, CheckpointError: not a model.
+        UsageError: the device does not exist, or the runtime cannot run this model here.
         MissingExtra: the runtime is not installed.
     """
-    setup = Setup(device=device, threads=threads, cuda_graphs=cuda_graphs)
+    runtime, device, threads = options.runtime, options.device, options.threads
+    setup = Setup(device=device, threads=threads, cuda_graphs=options.cuda_graphs)
     check_runtime(path, runtime)
     if model_kind(path) != "checkpoint" or not path.is_file():
         return load_file(path, setup)
     compiled = runtime == "compiled"
-    (session,) = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs, runtime=runtime)
+    (session,) = open_sessions(path, device=device, threads=threads, cuda_graphs=options.cuda_graphs, runtime=runtime)
     import torch
 
     from opal_deploy.runtime.torch_session import torch_device
@@ -160,27 +265,27 @@ def load_for_inference(
         version=torch.__version__,
         device=str(torch_device(device)),
         layout=f"uint8 NHWC, normalised on the device; convolutions {'NHWC' if compiled else 'NCHW'}",
-        options="CUDA graphs" if cuda_graphs else "",
+        options="CUDA graphs" if options.cuda_graphs else "",
         sha256=compute_sha256(path),
     )
     return LoadedTarget(session, target, None if on_gpu else torch.get_num_threads())
 
 
 def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:
-    """Load a network in the runtime and precision of the setup.
+    """Load a network in the setup's runtime and precision.
 
     Raises:
-        UsageError: runtime and precision do not go together, or a device does not exist.
+        UsageError: the runtime lacks the precision, or the device does not exist.
         MissingExtra: the runtime is not installed.
     """
     precision = setup.precision or "fp32"
     if setup.channels_last and setup.runtime not in PYTORCH_RUNTIMES:
-        raise UsageError(f"--channels-last is PyTorch's; {setup.runtime} chooses its layouts itself")
+        raise UsageError(f"--channels-last applies only to eager and compile; {setup.runtime} chooses its own layouts")
     if setup.runtime in PYTORCH_RUNTIMES:
         return _load_torch(network, setup, precision)
     with tempfile.TemporaryDirectory(prefix="opal-bench-") as folder:
         if setup.runtime == "onnxruntime":
-            from opal_deploy.bench.targets.networks import write_onnx
+            from opal_deploy.bench.networks import write_onnx
 
             path = Path(folder) / "timed.onnx"
             write_onnx(network, precision, path)
@@ -192,7 +297,7 @@ def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:
                 if precision != "bf16":
                     raise
                 raise UsageError("ONNX Runtime has no bfloat16 convolutions here; choose fp16, or tensorrt") from None
-        from opal_deploy.bench.targets.networks import write_engine
+        from opal_deploy.bench.networks import write_engine
 
         path = write_engine(network.checkpoint, precision, Path(folder), random=network.sha256 is None)
         return _load_engine(path, setup, network)
@@ -201,7 +306,7 @@ def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:
 def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTarget:
     import torch
 
-    from opal_deploy.bench.targets.torch_graph import TorchGraphSession
+    from opal_deploy.bench.torch_graph import TorchGraphSession
 
     session = TorchGraphSession(
         network.checkpoint,
@@ -299,7 +404,7 @@ def _describe(
 
 
 def _with_gpu_name(device: str) -> str:
-    """Return `cuda:0` with the GPU's name behind it, as CUDA counts GPUs; `cpu` stays."""
+    """Return `cuda:0` followed by the GPU's name, or `cpu`."""
     if device == "cpu":
         return device
     from opal_deploy.runtime.cuda import visible_driver

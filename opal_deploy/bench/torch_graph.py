@@ -1,7 +1,7 @@
 """The exported graph in PyTorch, eager or compiled, for a fair comparison with other runtimes.
 
-`runtime.torch_session` is float32 and returns more than the graph does. Here the contract's outputs come out, as of
-every exported file (docs/contract.md), in any precision.
+`runtime.torch_session` is float32 and returns more than the graph does. This session returns the outputs of an exported
+file (docs/contract.md), in any precision.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TorchGraphSession:
         description: library, device, threads and precision.
         device: `cpu` or `cuda:N`.
         cuda_graphs: whether kernels are recorded as CUDA graphs.
-        compile_options: of torch.compile, in words; empty where it is not used.
+        compile_options: torch.compile's options in words; empty without it.
     """
 
     def __init__(
@@ -54,21 +54,21 @@ class TorchGraphSession:
         Args:
             checkpoint: the model; it is copied, not changed.
             device: `auto`, `cpu`, `cuda` or `cuda:N`.
-            threads: of PyTorch in this process; None leaves their number.
+            threads: PyTorch's threads in this process; None leaves their number.
             precision: fp32, tf32 (GPUs only), fp16 or bf16, of the backbone, as the exporter casts it.
-            channels_last: lay convolutions out as NHWC.
-            compiled: run torch.compile as `infer --runtime compiled` does, anew for each batch size.
-            cuda_graphs: let torch.compile record its kernels as CUDA graphs; only on a GPU.
+            channels_last: run convolutions as NHWC.
+            compiled: run torch.compile as `infer --runtime compiled` does, once per batch size.
+            cuda_graphs: record torch.compile's kernels as CUDA graphs; only on a GPU.
 
         Raises:
-            UsageError: no such device or precision, or torch.compile cannot work here.
+            UsageError: no such device or precision, or torch.compile does not work here.
         """
         if precision not in PRECISIONS:
-            raise UsageError(f"precision {precision} in PyTorch: expected {', '.join(PRECISIONS)}")
+            raise UsageError(f"PyTorch has no precision {precision}: expected {', '.join(PRECISIONS)}")
         self._device = torch_device(device)
         self.device = "cpu" if self._device.type == "cpu" else f"cuda:{self._device.index or 0}"
         if precision == "tf32" and self._device.type == "cpu":
-            raise UsageError("precision tf32: CPUs have none; choose fp32, or --device cuda")
+            raise UsageError("CPUs have no precision tf32: choose fp32, or --device cuda")
         if threads is not None:
             torch.set_num_threads(threads)
         self.threads = torch.get_num_threads() if self._device.type == "cpu" else None
@@ -133,7 +133,7 @@ class TorchGraphSession:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             registered = int(runtime.cudaHostRegister(address, size, 0)) == 0
             if not registered:
-                # CUDA keeps a failure for whoever asks next, and this one is handled here
+                # CUDA reports a failure again on the next call; this one is handled here
                 with suppress(RuntimeError):
                     torch.zeros(1, device=self._device)
             return registered
@@ -157,7 +157,7 @@ class TorchGraphSession:
         else:
             copies = {name: self._pinned_copy(name, tensor) for name, tensor in named.items()}
             torch.cuda.current_stream(self._device).synchronize()
-            # copies, since the page-locked arrays are used again
+            # copies, since the page-locked arrays are reused
             arrays = {name: tensor.numpy().copy() for name, tensor in copies.items()}
         return Outputs(arrays["logits"], arrays.get("argmax"), arrays.get("scores"))
 
@@ -170,7 +170,7 @@ class TorchGraphSession:
 
     @contextmanager
     def _global_settings(self, batch: int) -> Iterator[None]:
-        """Apply this session's process-wide settings of PyTorch, and translate its errors."""
+        """Apply this session's process-wide PyTorch settings, and translate its errors."""
         torch.backends.cuda.matmul.allow_tf32 = self._tf32
         torch.backends.cudnn.allow_tf32 = self._tf32
         try:
@@ -184,4 +184,4 @@ class TorchGraphSession:
             if not self._compiled:
                 raise
             # a missing compiler or Triton, or an unsupported operation: many classes, all RuntimeErrors
-            raise UsageError(f"torch.compile cannot work here: {first_line(error)}") from None
+            raise UsageError(f"torch.compile does not work here: {first_line(error)}") from None

@@ -1,13 +1,13 @@
 """PyTorch networks to measure, and the temporary ONNX files and engines made from them.
 
-A network is a checkpoint's, or a backbone's with random weights, with OPAL's head, the linear one or its own. Its files
-are what the exporter writes, without the verification, which takes long and does not affect speed; their metadata says
-so.
+A network comes from a checkpoint, or from a backbone with random weights and one of the heads. Its files are what the
+exporter writes, but unverified: verification takes long and does not affect speed. Their metadata says so.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.bench.measurement import LINEAR, OPAL
+from opal_deploy.bench.options import ModelOptions
 from opal_deploy.errors import UsageError
 from opal_deploy.export.builder import choose_engine_targets
 from opal_deploy.export.checkpoint_source import CheckpointSource, ExportGraph, trace
@@ -26,6 +27,7 @@ from opal_deploy.export.files import EngineTargets, plan_targets
 from opal_deploy.export.images import Pixels
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.precision import to_bf16, to_fp16, to_int8
+from opal_deploy.model import backbones
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, NetworkConfig
@@ -90,6 +92,32 @@ def load_checkpoint_network(path: Path) -> NamedNetwork:
     return NamedNetwork(path.name, checkpoint, checkpoint.source["sha256"])
 
 
+def build_networks(options: ModelOptions, head: HeadKind = OPAL) -> Iterator[NamedNetwork]:
+    """Return the networks of `--backbone`, each built when it is due: all may not fit into memory together.
+
+    Raises:
+        UsageError: no such backbone or stride, layers that cannot be kept, or a size that does not fit; raised by this
+            call, before anything is measured.
+    """
+    variants = list(backbones.list_variants(options.backbone, options.stride or (None,), options.keep_layers))
+    for name, stride, keep in variants:
+        backbones.build(name, stride=stride, keep_layers=keep, device="meta").grid(options.input_size)
+        if head == "plain":
+            backbones.build_classifier(name, options.classes, stride=stride, keep_layers=keep, device="meta")
+    return (
+        build_random_network(
+            name,
+            stride=stride,
+            keep_layers=keep,
+            head=head,
+            num_classes=options.classes,
+            prototypes=options.prototypes,
+            size=options.input_size,
+        )
+        for name, stride, keep in variants
+    )
+
+
 def build_random_network(
     backbone: str,
     *,
@@ -100,19 +128,19 @@ def build_random_network(
     prototypes: int = 5,
     size: tuple[int, int] = (224, 224),
 ) -> NamedNetwork:
-    """Build a backbone with random weights, the same every time; weights do not affect speed.
+    """Build a backbone with reproducible random weights; weights do not affect speed.
 
     Args:
-        backbone: torchvision's name, or timm's after `timm:`.
+        backbone: torchvision's name, or `timm:` and timm's.
         stride: input pixels per cell, at which the backbone is cut; None keeps all layers.
         keep_layers: keep all layers at this stride.
-        head: on the backbone.
+        head: the head.
         num_classes: C.
         prototypes: m.
         size: (H0, W0) in pixels.
 
     Raises:
-        UsageError: no such backbone, none of this stride, or an input size that it does not support.
+        UsageError: no such backbone or stride, or an unsupported input size.
     """
     heads = {"opal": HeadConfig(prototypes_per_class=prototypes), "linear": LINEAR_BASELINE, "plain": PLAIN_CLASSIFIER}
     with torch.random.fork_rng(devices=[]):
@@ -140,8 +168,8 @@ def describe_backbone(config: NetworkConfig) -> str:
 def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
     """Move the batch norms of a random network half way to the statistics of some images, uint8 [N, H0, W0, 3].
 
-    With random weights alone the features of a deep network are nearly constant, all cells tie, and comparing two
-    precisions means little; statistics of a few images alone would magnify rounding.
+    Without this the features of a deep random network are nearly constant, all cells tie, and comparing two precisions
+    means little. The full statistics of a few images would magnify rounding.
     """
     batch = torch.from_numpy(normalise(images, network.config.mean, network.config.std))
     for module in network.modules():
@@ -165,7 +193,7 @@ def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
         UsageError: ONNX files have no such precision, or the model exceeds ONNX's 2 GB.
     """
     if precision not in ONNX_PRECISIONS:
-        raise UsageError(f"precision {precision} in an ONNX file: expected {', '.join(ONNX_PRECISIONS)}")
+        raise UsageError(f"ONNX files have no precision {precision}: expected {', '.join(ONNX_PRECISIONS)}")
     metadata = replace(
         network.metadata,
         outputs=network.graph.output_names,
@@ -187,8 +215,8 @@ def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
 def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random: bool) -> Path:
     """Write a network as an engine for this machine's GPU and return its path.
 
-    An engine must reproduce its test vectors before it runs. With random weights all outputs are nearly equal, which no
-    lower precision can reproduce; then the batch norms are adapted to images first.
+    An engine must reproduce its test vectors before it runs. The outputs of random weights are nearly equal, which no
+    lower precision reproduces, so their batch norms are adapted to images first.
 
     Args:
         checkpoint: the network.

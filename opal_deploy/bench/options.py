@@ -1,0 +1,308 @@
+"""The options of the benchmarks, each declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+from opal_deploy.errors import UsageError
+from opal_deploy.options import Decode, Device, Option, Options, RuntimeChoice, Threads, parse_size
+
+Runtime = Literal["eager", "compile", "onnxruntime", "tensorrt"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8"]
+Question = Literal["head", "runtime", "precision"]
+TableFormat = Literal["text", "markdown"]
+Size = tuple[int, int]
+
+_MODEL, _TIMING = "What is timed", "How it is timed"
+# JPEG's limit, in pixels
+_MAX_SIDE = 65_500
+
+
+def parse_counts(option: str, text: str) -> tuple[int, ...]:
+    """Parse `1,2,4` to different numbers in ascending order.
+
+    Raises:
+        UsageError: not positive integers separated by commas.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 0 < int(part) < 1e6 for part in parts):
+        raise UsageError(f"{option} {text!r}: expected positive integers such as 8 or 1,2,4")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def parse_image_sizes(text: str) -> tuple[Size, ...]:
+    """Parse `250x188,500x375` to (width, height) pairs.
+
+    Raises:
+        UsageError: not WIDTHxHEIGHT, or a side that JPEG cannot hold.
+    """
+    sizes = []
+    for part in text.split(","):
+        sides = part.strip().split("x")
+        if len(sides) != 2 or not all(s.isascii() and s.isdigit() and 0 < int(s) <= _MAX_SIDE for s in sides):
+            raise UsageError(
+                f"--image-size {text!r}: expected WIDTHxHEIGHT in pixels, at most {_MAX_SIDE} each, such as "
+                "250x188,500x375"
+            )
+        sizes.append((int(sides[0]), int(sides[1])))
+    return tuple(sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(Options):
+    """Where the measurements go."""
+
+    out: Annotated[Path | None, Option("Append the measurements to this file as JSON lines.")] = None
+    as_json: Annotated[bool, Option("Write the measurements to stdout as JSON lines.", flag="--json")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneOptions(OutputOptions):
+    """The networks to build from backbones, and their head and input."""
+
+    backbone: Annotated[
+        tuple[str, ...],
+        Option("torchvision's name, or timm:NAME; random weights; repeatable.", cli=list[str], panel=_MODEL),
+    ] = ()
+    prototypes: Annotated[int, Option("Prototypes per class of --backbone, m.", min=1, panel=_MODEL)] = 5
+    size: Annotated[
+        Size | None,
+        Option(
+            "Input of --backbone: pixels, or height x width.",
+            cli=str,
+            parse=parse_size,
+            default="224",
+            panel=_MODEL,
+        ),
+    ] = None
+
+    @property
+    def input_size(self) -> Size:
+        """(H0, W0) in pixels."""
+        return self.size or (224, 224)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrideOptions(Options):
+    """The strides at which backbones are cut."""
+
+    stride: Annotated[
+        tuple[int, ...],
+        Option(
+            "Input pixels per cell of --backbone: 32, 16 or 8; repeatable.",
+            cli=list[int],
+            min=1,
+            default="the whole network",
+            panel=_MODEL,
+        ),
+    ] = ()
+    keep_layers: Annotated[bool, Option("Keep all layers at each --stride, as in `train`.", panel=_MODEL)] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Options):
+    """The device that runs the model."""
+
+    device: Device = "auto"
+    threads: Threads = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUpOptions(Options):
+    """The calls before the timed ones, and the inputs of all."""
+
+    warmup: Annotated[float, Option("Minimum warm-up in seconds.", min=0, panel=_TIMING)] = 1.0
+    buffers: Annotated[int, Option("Random batches that the calls rotate over.", min=1, panel=_TIMING)] = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingOptions(WarmUpOptions):
+    """The length and number of the repeats; `on_repeat` is called after each."""
+
+    seconds: Annotated[float, Option("Minimum length of a repeat in seconds.", min=0, panel=_TIMING)] = 3.0
+    iterations: Annotated[int, Option("Minimum calls per repeat.", min=1, panel=_TIMING)] = 10
+    repeats: Annotated[int, Option("Repeats; their spread is reported.", min=1, panel=_TIMING)] = 3
+    on_repeat: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(BackboneOptions, StrideOptions, DeviceOptions):
+    """The models to time, and how they run: shared by `latency`, `throughput` and `compare`."""
+
+    model: Annotated[
+        tuple[Path, ...],
+        Option("Checkpoint, ONNX file or engine; repeatable.", cli=list[Path], panel=_MODEL),
+    ] = ()
+    classes: Annotated[int, Option("Classes of --backbone, C.", min=2, panel=_MODEL)] = 200
+    channels_last: Annotated[bool, Option("Run PyTorch's convolutions as NHWC.", panel=_TIMING)] = False
+    ort_option: Annotated[
+        tuple[str, ...],
+        Option(
+            "NAME=VALUE for ONNX Runtime on a GPU: prefer_nhwc, fuse_conv_bias, enable_cuda_graph (0 or 1), "
+            "cudnn_conv_algo_search; repeatable.",
+            cli=list[str],
+            panel=_TIMING,
+        ),
+    ] = ()
+    cuda_graphs: Annotated[
+        bool,
+        Option("Replay kernels as CUDA graphs (engines, and compile on a GPU).", panel=_TIMING),
+    ] = False
+    batch: Annotated[
+        tuple[int, ...],
+        Option("Batch sizes, such as 8 or 1,2,4.", cli=str, parse=partial(parse_counts, "--batch"), panel=_TIMING),
+    ] = (1,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(ModelOptions, TimingOptions):
+    """The options of `bench latency` and `bench throughput`."""
+
+    head: Annotated[
+        Literal["opal", "linear", "plain"],
+        Option(
+            "Head of --backbone: opal, the paper's linear baseline (unit-length features), or the network's own "
+            "classifier (plain).",
+            panel=_MODEL,
+        ),
+    ] = "opal"
+    runtime: Annotated[
+        tuple[Runtime, ...],
+        Option(
+            "Runtime of checkpoints and --backbone: onnxruntime, eager, compile, tensorrt; repeatable.",
+            cli=list[str],
+            default="onnxruntime",
+            panel=_TIMING,
+        ),
+    ] = ()
+    precision: Annotated[
+        tuple[Precision, ...],
+        Option(
+            "Precision of checkpoints and --backbone: fp32, tf32, fp16, bf16, int8; repeatable.",
+            cli=list[str],
+            default="fp32",
+            panel=_TIMING,
+        ),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputOptions(SweepOptions):
+    """The options of `bench throughput`."""
+
+    batch: Annotated[
+        tuple[int, ...],
+        Option("Batch sizes, such as 8 or 1,2,4.", cli=str, parse=partial(parse_counts, "--batch"), panel=_TIMING),
+    ] = (1, 2, 4, 8, 16, 32)
+    ceiling: Annotated[
+        Path | None, Option("File of `bench roofline --measure-ceiling --out FILE` from this machine.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ModelOptions, WarmUpOptions):
+    """The options of `bench compare`."""
+
+    question: Annotated[
+        Question | None, Option("Compare variants of --backbone or --model: heads, runtimes or precisions.")
+    ] = None
+    runtime: Annotated[Runtime, Option("Runtime of checkpoints and --backbone.", panel=_TIMING)] = "onnxruntime"
+    precision: Annotated[
+        Precision | None, Option("Precision of checkpoints and --backbone.", default="fp32", panel=_TIMING)
+    ] = None
+    pairs: Annotated[int, Option("Rounds in which each model runs once.", min=1, panel=_TIMING)] = 30
+    seconds: Annotated[float, Option("Minimum length of each run in seconds.", min=0, panel=_TIMING)] = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(DeviceOptions, OutputOptions):
+    """The options of `bench pipeline`; several batch sizes, workers or image sizes are varied one at a time."""
+
+    limit: Annotated[int, Option("Maximum number of images.", min=1)] = 256
+    batch: Annotated[
+        tuple[int, ...],
+        Option("Batch sizes, such as 1,8,32.", cli=str, parse=partial(parse_counts, "--batch"), default="8"),
+    ] = ()
+    workers: Annotated[
+        tuple[int, ...],
+        Option(
+            "Parallel decode and draw workers, such as 1,2,4.",
+            cli=str,
+            parse=partial(parse_counts, "--workers"),
+            default="as in infer",
+        ),
+    ] = ()
+    image_size: Annotated[
+        tuple[Size, ...],
+        Option(
+            "WIDTHxHEIGHT: use resized copies of the images; several: 500x375,2000x1500.",
+            cli=str,
+            parse=parse_image_sizes,
+        ),
+    ] = ()
+    network: Annotated[bool, Option("Run the network, or replay its outputs.", flag="--network/--no-network")] = True
+    decoding: Annotated[
+        bool, Option("Decode the images, or find their pixels in memory.", flag="--decoding/--no-decoding")
+    ] = True
+    hold_ms: Annotated[float | None, Option("With --no-network: milliseconds per batch of a simulated GPU.", min=0)] = (
+        None
+    )
+    explain: Annotated[bool, Option("Also time `infer --explain`.", flag="--explain/--no-explain")] = True
+    decode: Decode = "default"
+    isolate: Annotated[
+        bool, Option("Decode in processes, as infer does, or in threads.", flag="--isolate/--no-isolate")
+    ] = True
+    plain: Annotated[
+        Path | None, Option("The model's checkpoint: also time a plain script with Pillow and PyTorch eager.")
+    ] = None
+    runtime: RuntimeChoice = "auto"
+    cuda_graphs: Annotated[bool, Option("Replay kernels as CUDA graphs, as in infer.")] = False
+    repeats: Annotated[int, Option("Passes over the images.", min=1)] = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverheadOptions(BackboneOptions, StrideOptions):
+    """The options of `bench overhead`."""
+
+    backbone: Annotated[
+        tuple[str, ...],
+        Option("torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine"),
+    ] = ()
+    classes: Annotated[
+        tuple[int, ...],
+        Option("Classes, C; repeatable.", cli=list[int], min=2, default="those of the paper's data sets"),
+    ] = ()
+    check: Annotated[bool, Option("Compare with every figure that the paper prints; exit with 4 on a difference.")] = (
+        False
+    )
+    table: Annotated[TableFormat, Option("Format of the table on stdout.", flag="--format")] = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RooflineOptions(BackboneOptions, DeviceOptions):
+    """The options of `bench roofline`."""
+
+    backbone: Annotated[
+        tuple[str, ...],
+        Option("torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine"),
+    ] = ()
+    classes: Annotated[int, Option("Classes, C.", min=2)] = 200
+    batch: Annotated[int, Option("Batch size.", min=1)] = 64
+    precision: Annotated[
+        Precision | None, Option("Precision of the whole network.", default="fp16; fp32 for a measured CPU")
+    ] = None
+    gpu: Annotated[
+        tuple[str, ...],
+        Option(
+            "GPU with a data sheet: a100-80gb-sxm, h100-sxm, h200-sxm, l4, t4, ..., or its driver's name; repeatable.",
+            cli=list[str],
+            default="all",
+        ),
+    ] = ()
+    ceiling: Annotated[Path | None, Option("File with a ceiling from --measure-ceiling.")] = None
+    measure_ceiling: Annotated[bool, Option("First time a large copy and a large product on --device.")] = False
+    table: Annotated[TableFormat, Option("Format of the table on stdout.", flag="--format")] = "text"

@@ -1,0 +1,164 @@
+"""`opal-deploy bench report`: measurements as Markdown, one table per kind.
+
+A table has a column for each field in which measurements differ; fields that all rows share are listed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from opal_deploy.bench.machine import hardware_facts, machine_key, machine_title, software_facts
+from opal_deploy.bench.measurement import Better, Figure, Kind, Measurement, Target
+from opal_deploy.bench.tables import escape_markdown, format_number, format_value, humanize
+
+# in reading order; those after the precision become columns only if nothing else distinguishes the rows
+_TARGET_FIELDS: dict[str, Callable[[Target], Any]] = {
+    "name": lambda target: target.name,
+    "runtime": lambda target: f"{target.runtime} {target.runtime_version}".strip(),
+    "device": lambda target: target.device,
+    "precision": lambda target: target.precision,
+    "backbone": lambda target: target.backbone,
+    "head": lambda target: target.head,
+    "layout": lambda target: target.layout,
+    "options": lambda target: target.options,
+    "input": lambda target: "x".join(map(str, target.input_size or ())),
+    "classes": lambda target: target.num_classes,
+    "prototypes per class": lambda target: target.prototypes_per_class,
+}
+_MAIN = ("name", "runtime", "device", "precision")
+# their values need no title in a label
+_SELF_EXPLAINING = (*_MAIN, "backbone", "head", "layout", "options", "input")
+_ARROWS: dict[Better | None, str] = {"higher": " ↑", "lower": " ↓", None: ""}
+# with more figures than this, each figure is a row and each measurement a column
+_MANY_FIGURES = 10
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of target or case, one text per measurement; a main field becomes a column wherever it differs."""
+
+    title: str
+    texts: tuple[str, ...]
+    is_main: bool
+
+    @property
+    def differs(self) -> bool:
+        """Whether any two measurements differ in it."""
+        return len(set(self.texts)) > 1
+
+
+def build_report(measurements: Iterable[Measurement]) -> str:
+    """Return the report; of several measurements of the same thing on the same machine the last counts.
+
+    Returns:
+        Markdown that ends in a newline; empty without measurements.
+    """
+    every = list(measurements)
+    machines = {machine_key(m.machine): m.machine for m in every if m.machine}
+    numbers = {key: number for number, key in enumerate(machines, 1)}
+    last = {(m.key, machine_key(m.machine)): m for m in every}
+    if len(machines) > 1:
+        # the machine distinguishes measurements too
+        last = {keys: replace(m, case={**m.case, "machine": numbers.get(keys[1])}) for keys, m in last.items()}
+    lines: list[str] = []
+    for key, machine in machines.items():
+        lines += [f"**Machine {numbers[key]}**: {escape_markdown(machine_title(machine))}", ""]
+        facts = {**hardware_facts(machine), **software_facts(machine)}
+        lines += [_format_pairs(facts.items()), ""]
+    for kind in get_args(Kind):
+        if rows := [m for m in last.values() if m.kind == kind]:
+            lines += [f"## {kind}", "", *_build_section(rows), ""]
+    return "\n".join(lines[:-1]) + "\n" if lines else ""
+
+
+def label_measurements(measurements: Sequence[Measurement]) -> list[str]:
+    """Return for each measurement of one kind its target's name and the fields that distinguish it from the others."""
+    fields = _list_fields(measurements)
+    kept = _add_distinguishing([field for field in fields if field.title == "name"], fields)
+    return [
+        ", ".join(
+            field.texts[index] if field.title in _SELF_EXPLAINING else f"{field.title} {field.texts[index]}"
+            for field in kept
+            if field.texts[index] != "–"
+        )
+        for index in range(len(measurements))
+    ]
+
+
+def _list_fields(measurements: Sequence[Measurement]) -> list[Field]:
+    columns: dict[str, list[Any]] = {}
+    if any(m.target for m in measurements):
+        for title, get in _TARGET_FIELDS.items():
+            columns[title] = [get(m.target) or None if m.target else None for m in measurements]
+    fields = [Field(title, tuple(map(format_value, values)), title in _MAIN) for title, values in columns.items()]
+    for name in dict.fromkeys(key for m in measurements for key in m.case):
+        fields.append(Field(humanize(name), tuple(format_value(m.case.get(name)) for m in measurements), True))
+    return fields
+
+
+def _add_distinguishing(kept: list[Field], candidates: Iterable[Field]) -> list[Field]:
+    """Add each candidate that distinguishes measurements which the fields before it do not."""
+
+    def count_distinct(fields: Sequence[Field]) -> int:
+        return len(set(zip(*(field.texts for field in fields), strict=True)))
+
+    for candidate in candidates:
+        if count_distinct([*kept, candidate]) > count_distinct(kept):
+            kept = [*kept, candidate]
+    return kept
+
+
+def _build_section(rows: Sequence[Measurement]) -> Iterator[str]:
+    fields = _list_fields(rows)
+    shown = [field for field in fields if field.title == "name" or (field.differs and field.is_main)]
+    shown = _add_distinguishing(shown, [field for field in fields if field.differs])
+    shown = [field for field in fields if field in shown]
+    common = [(f.title, f.texts[0]) for f in fields if f not in shown and not f.differs and f.texts[0] != "–"]
+    if common:
+        yield from (f"All rows: {_format_pairs(common)}.", "")
+    columns = [("#", [str(number) for number in range(1, len(rows) + 1)]), *((f.title, [*f.texts]) for f in shown)]
+    names = list(dict.fromkeys(name for m in rows for name in m.figures))
+    columns += [_build_figure_column(name, [m.figures.get(name) for m in rows]) for name in names]
+    if any(m.marks for m in rows):
+        columns.append(("marks", ["; ".join(m.marks) for m in rows]))
+    table = [[title, *cells] for title, cells in columns]
+    if len(names) <= _MANY_FIGURES:
+        table = [list(row) for row in zip(*table, strict=True)]
+    escaped = [f"| {' | '.join(map(escape_markdown, row))} |" for row in table]
+    yield from (escaped[0], "|" + "---|" * len(table[0]), *escaped[1:], "")
+    commands: dict[tuple[str, str], list[str]] = {}
+    for number, m in enumerate(rows, 1):
+        commands.setdefault((m.command, m.timed), []).append(str(number))
+    for (command, timed), numbers in commands.items():
+        yield f"- {', '.join(numbers)}: {escape_markdown(command or 'command not recorded')}"
+        if timed:
+            yield f"  Timed: {escape_markdown(timed)}."
+
+
+def _build_figure_column(name: str, figures: Sequence[Figure | None]) -> tuple[str, list[str]]:
+    """Return a column's title with unit and direction, and its cells with their uncertainty."""
+    units = {figure.unit for figure in figures if figure}
+    directions = {figure.better for figure in figures if figure}
+    unit = units.pop() if len(units) == 1 else ""
+    title = humanize(name, unit) + (f" ({format_value(unit)})" if unit not in ("", "ratio") else "")
+    cells = []
+    for figure in figures:
+        if figure is None:
+            cells.append("–")
+            continue
+        own_unit = "" if figure.unit in (unit, "ratio") else f" {figure.unit}"
+        cells.append(f"{format_number(figure.value, figure.unit)}{own_unit}{_format_uncertainty(figure)}")
+    return title + (_ARROWS[directions.pop()] if len(directions) == 1 else ""), cells
+
+
+def _format_uncertainty(figure: Figure) -> str:
+    if figure.interval is not None:
+        low, high = (format_number(end, figure.unit) for end in figure.interval)
+        return f" ({low} to {high})"
+    return "" if figure.spread is None else f" (spread {figure.spread:.1%})"
+
+
+def _format_pairs(pairs: Iterable[tuple[str, str]]) -> str:
+    return "; ".join(f"{escape_markdown(name)} {escape_markdown(text)}" for name, text in pairs)

@@ -1,0 +1,183 @@
+"""Latency and throughput of one model over batch sizes, and the lines that the commands print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from opal_deploy.bench.machine import provenance
+from opal_deploy.bench.measurement import Figure, Measurement, Scalar, read_measurements
+from opal_deploy.bench.options import TimingOptions
+from opal_deploy.bench.roofline.ceiling import Ceiling, compute_share, read_ceiling
+from opal_deploy.bench.roofline.work import Work, count_model_work
+from opal_deploy.bench.targets import LoadedTarget
+from opal_deploy.bench.timing import BatchTiming, time_batch, time_stages
+from opal_deploy.errors import StoppedEarly, UsageError
+
+FAILED = "failed"
+_PERCENTILES = (50, 90, 95, 99)
+_STAGES = {"host_to_device_ms": "to the device", "compute_ms": "compute", "device_to_host_ms": "back"}
+
+
+@dataclass(frozen=True)
+class MeasuredCeiling:
+    """A measured ceiling with the device and the number of threads that it holds for."""
+
+    ceiling: Ceiling
+    device: str
+    threads: Scalar
+
+    def applies_to(self, loaded: LoadedTarget) -> bool:
+        """Return whether a model runs on the same device with the same threads."""
+        return self.device == loaded.target.device and self.threads in (None, loaded.threads)
+
+
+def read_ceilings(path: Path) -> list[MeasuredCeiling]:
+    """Read the ceilings that `bench roofline --measure-ceiling` wrote into a file, the latest first.
+
+    Raises:
+        UsageError: the file cannot be read, or has no ceiling.
+    """
+    ceilings = [
+        MeasuredCeiling(read_ceiling(measurement), measurement.target.device, measurement.case.get("threads"))
+        for measurement in read_measurements([path])
+        if measurement.kind == "ceiling" and measurement.target is not None
+    ]
+    if not ceilings:
+        raise UsageError(
+            f"--ceiling {path}: no measured ceiling found; measure one: opal-deploy bench roofline --measure-ceiling "
+            f"--out {path.name}"
+        )
+    return ceilings[::-1]
+
+
+def measure_latency(loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions) -> Iterator[Measurement]:
+    """Yield one measurement per batch size; one that fails, usually for lack of memory, has no figures and ends."""
+    for batch in batches:
+        try:
+            timing = time_batch(loaded, batch, options)
+            stages = time_stages(loaded, batch, options.buffers)
+        except (StoppedEarly, MemoryError) as error:
+            yield _failed_measurement("latency", loaded, batch, error)
+            return
+        figures = {
+            **{f"p{percent}_ms": timing.latency(percent) for percent in _PERCENTILES},
+            "mean_ms": timing.mean_latency,
+            "images_per_second": timing.throughput,
+            "peak_memory": Figure(timing.peak_megabytes, "MB", "lower"),
+            **stages,
+        }
+        yield _build_measurement("latency", loaded, timing, figures, {})
+
+
+def measure_throughput(
+    loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions, ceilings: Sequence[MeasuredCeiling] = ()
+) -> Iterator[Measurement]:
+    """Yield one measurement per batch size as soon as it is taken.
+
+    A batch size that fails, usually for lack of memory, has a measurement without figures and ends the sweep.
+
+    Args:
+        loaded: the model.
+        batches: ascending.
+        options: how each is timed.
+        ceilings: measured on this machine; the data sheets of known GPUs serve for other devices.
+    """
+    ceiling = next((c.ceiling for c in ceilings if c.applies_to(loaded)), None)
+    work = count_model_work(loaded.metadata)
+    for batch in batches:
+        try:
+            timing = time_batch(loaded, batch, options)
+        except (StoppedEarly, MemoryError) as error:
+            yield _failed_measurement("throughput", loaded, batch, error)
+            return
+        yield _build_throughput(loaded, timing, work, ceiling)
+
+
+def format_latency(measurement: Measurement) -> str:
+    """Return one line for a person."""
+    batch, figures = measurement.case["batch"], measurement.figures
+    if not figures:
+        return f"  batch {batch}: {measurement.marks[0]}"
+    names = [*(f"p{percent}_ms" for percent in _PERCENTILES), "mean_ms"]
+    percentiles = ", ".join(f"{name.removesuffix('_ms')} {figures[name].value:.2f}" for name in names)
+    stages = ", ".join(f"{title} {figures[name].value:.2f}" for name, title in _STAGES.items() if name in figures)
+    rate = figures["images_per_second"]
+    return (
+        f"  batch {batch}: {percentiles} ms{f'; {stages} ms' * bool(stages)}; {rate.value:.2f} images/s"
+        f"{_format_spread(rate)}, {figures['peak_memory'].value:.0f} MB{_format_marks(measurement)}"
+    )
+
+
+def format_throughput(measurement: Measurement) -> str:
+    """Return one line for a person."""
+    batch, figures = measurement.case["batch"], measurement.figures
+    if not figures:
+        return f"  batch {batch}: {measurement.marks[0]}"
+    rate, share = figures["images_per_second"], ""
+    if ceiling := figures.get("share_of_ceiling"):
+        share = f", {ceiling.value:.1f} % of the ceiling ({measurement.details['ceiling']['bound']})"
+    return (
+        f"  batch {batch}: {rate.value:.2f} images/s{_format_spread(rate)}, p50 {figures['p50_ms'].value:.2f} ms, "
+        f"p99 {figures['p99_ms'].value:.2f} ms, {figures['peak_memory'].value:.0f} MB{share}"
+        f"{_format_marks(measurement)}"
+    )
+
+
+def _build_throughput(
+    loaded: LoadedTarget, timing: BatchTiming, work: Work | None, ceiling: Ceiling | None
+) -> Measurement:
+    figures = {
+        "images_per_second": timing.throughput,
+        "p50_ms": timing.latency(50),
+        "p99_ms": timing.latency(99),
+        "peak_memory": Figure(timing.peak_megabytes, "MB", "lower"),
+    }
+    target, reached = loaded.target, None
+    if work is not None:
+        reached = compute_share(work, timing.batch, target.precision, target.device, timing.throughput.value, ceiling)
+    details: dict[str, Any] = {}
+    if reached is not None:
+        figures["share_of_ceiling"] = Figure(100 * reached.fraction, "%", "higher")
+        limit = {"images_per_second": reached.ceiling, "bound": reached.bound, "source": reached.source}
+        details["ceiling"] = limit
+    return _build_measurement("throughput", loaded, timing, figures, details)
+
+
+def _build_measurement(
+    kind: Literal["latency", "throughput"],
+    loaded: LoadedTarget,
+    timing: BatchTiming,
+    figures: dict[str, Figure],
+    details: dict[str, Any],
+) -> Measurement:
+    return Measurement(
+        kind=kind,
+        target=loaded.target,
+        case={"batch": timing.batch, "threads": loaded.threads},
+        figures=figures,
+        settings=timing.settings,
+        timed=loaded.timed,
+        marks=timing.marks,
+        conditions=timing.conditions,
+        details=details,
+        **provenance(),
+    )
+
+
+def _failed_measurement(
+    kind: Literal["latency", "throughput"], loaded: LoadedTarget, batch: int, error: BaseException
+) -> Measurement:
+    marks = (f"{FAILED}: {str(error) or 'out of memory'}",)
+    case: dict[str, Scalar] = {"batch": batch, "threads": loaded.threads}
+    return Measurement(kind, loaded.target, case, {}, timed=loaded.timed, marks=marks, **provenance())
+
+
+def _format_spread(figure: Figure) -> str:
+    return "" if figure.spread is None else f" (spread {figure.spread:.1%} over {len(figure.repeats)})"
+
+
+def _format_marks(measurement: Measurement) -> str:
+    return "".join(f"; {mark}" for mark in measurement.marks)

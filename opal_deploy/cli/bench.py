@@ -1,0 +1,348 @@
+"""`opal-deploy bench`: the commands of the benchmarks."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from opal_deploy.bench.options import (
+    CompareOptions,
+    OutputOptions,
+    OverheadOptions,
+    PipelineOptions,
+    RooflineOptions,
+    SweepOptions,
+    ThroughputOptions,
+)
+from opal_deploy.cli.console import print_json, print_json_line, print_message, progress
+from opal_deploy.cli.options import default_workers, expand_options
+from opal_deploy.errors import UsageError, require
+
+if TYPE_CHECKING:
+    from opal_deploy.bench.diff import FigureChange, MeasurementDiff
+    from opal_deploy.bench.measurement import Measurement
+    from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
+    from opal_deploy.bench.targets import LoadedTarget
+    from opal_deploy.inference.sources.items import Item
+
+S = TypeVar("S", bound=SweepOptions)
+Files = Annotated[list[Path], typer.Argument(help="Files that `opal-deploy bench` wrote with --out, or folders.")]
+# of each list but the regressions; --json has all
+_MAX_LINES = 20
+
+
+def overhead(options: OverheadOptions) -> None:
+    """Count parameters and operations of backbones and their heads, as in the paper's overhead table.
+
+    The heads are OPAL, the paper's linear baseline, which normalises its features to length 1, and the network's own
+    classifier (plain).
+    """
+    for package in ("torch", "torchvision"):
+        require(package, "train", "opal-deploy bench overhead")
+    require("ptflops", "bench", "opal-deploy bench overhead")
+    from opal_deploy.bench.overhead import paper as papers
+    from opal_deploy.bench.overhead import table
+
+    paper = papers.load_paper()
+    unchanged = OverheadOptions(check=True, out=options.out, as_json=options.as_json, table=options.table)
+    if options.check and replace(options, size=None if options.size == paper.input_size else options.size) != unchanged:
+        raise UsageError(
+            "--check compares the paper's own table: leave out every option but --format, --out and --json"
+        )
+    columns = [(table.format_classes(number), number) for number in dict.fromkeys(options.classes)]
+    rows = table.count_rows(
+        options.backbone or list(paper.backbones),
+        columns or [(name, dataset.classes) for name, dataset in paper.datasets.items()],
+        options.prototypes,
+        options.input_size,
+        strides=options.stride or (None,),
+        keep_layers=options.keep_layers,
+        log=print_message,
+    )
+    for measurement in table.build_measurements(rows, options.input_size):
+        _write(measurement, options)
+    if not options.as_json:
+        markdown = options.table == "markdown"
+        print(table.format_tables(rows, options.input_size, paper.titles(), markdown=markdown), end="", flush=True)
+    if options.check:
+        cells = papers.compare_with_paper(rows, paper)
+        for line in papers.format_comparison(cells):
+            print_message(line)
+        papers.require_agreement(cells)
+
+
+def roofline(options: RooflineOptions) -> None:
+    """Count the work of networks and the maximum images per second that devices allow: their roofline."""
+    for package in ("torch", "torchvision"):
+        require(package, "train", "opal-deploy bench roofline")
+    from opal_deploy.bench.overhead.paper import load_paper
+    from opal_deploy.bench.roofline import table
+    from opal_deploy.bench.roofline.ceiling import format_ceiling, read_ceiling
+
+    ceilings = table.find_ceilings(options)
+    if options.measure_ceiling:
+        with progress("runs") as advance:
+            measured = table.measure_device(options, advance)
+        _write(measured, options)
+        print_message(format_ceiling(measured))
+        ceilings.insert(0, read_ceiling(measured))
+    precision = table.choose_precision(options, ceilings)
+    points: list[table.Point] = []
+    names = list(dict.fromkeys(options.backbone or load_paper().backbones))
+    with progress("networks") as advance:
+        advance(0, len(names))
+        for done, name in enumerate(names, 1):
+            points += table.count_points(name, options, precision)
+            work, intensity = points[-1].work, points[-1].intensity
+            print_message(f"{name}: {len(work.layers)} layers, {work.macs / 1e9:.3f} GMACs, {intensity:.1f} FLOPs/byte")
+            advance(done, len(names))
+    for measurement in table.build_measurements(points, options, ceilings):
+        _write(measurement, options)
+    if not options.as_json:
+        print(table.format_roofline(points, options, ceilings), flush=True)
+
+
+def latency(options: SweepOptions) -> None:
+    """Measure milliseconds per batch: p50, p90, p95, p99 and mean; on a GPU also copies and computation separately."""
+    from opal_deploy.bench.speed import format_latency, measure_latency
+
+    for loaded in _load_targets(options):
+        with _report_repeats(options) as timing:
+            _deliver(measure_latency(loaded, options.batch, timing), format_latency, options)
+
+
+def throughput(options: ThroughputOptions) -> None:
+    """Measure images per second over batch sizes, with the share of the hardware's ceiling.
+
+    A batch size that does not fit into memory is named, and ends that model's sweep.
+    """
+    from opal_deploy.bench.speed import format_throughput, measure_throughput, read_ceilings
+
+    ceilings = () if options.ceiling is None else read_ceilings(options.ceiling)
+    for loaded in _load_targets(options):
+        with _report_repeats(options) as timing:
+            measurements = measure_throughput(loaded, options.batch, timing, ceilings)
+            _deliver(measurements, format_throughput, options)
+
+
+def compare(
+    options: CompareOptions,
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[A B]...", help="Models; the others are compared with A.")
+    ] = None,
+) -> None:
+    """Compare speed in interleaved rounds: the median ratio of the rounds with its 95 % interval.
+
+    Give two models, or --question. In each round every model runs once, A B in even rounds and B A in odd ones, so that
+    a drifting machine favours none.
+    """
+    from opal_deploy.bench.compare import format_comparison, measure_comparison, prepare_comparisons
+
+    for comparison in prepare_comparisons(files or [], options, print_message):
+        for line in comparison.unusable:
+            print_message(line)
+        for batch in options.batch:
+            with progress("rounds") as advance:
+                measurements = measure_comparison(comparison, batch, options, progress=advance)
+            _deliver(measurements, format_comparison, options)
+
+
+def pipeline(
+    images: Annotated[list[str], typer.Argument(help="Images: folders, files, globs, or - for a list on stdin.")],
+    model: Annotated[Path, typer.Option(help="Exported model or checkpoint.")],
+    options: PipelineOptions,
+) -> None:
+    """Measure `infer` against the bare session: time by stage, bottleneck and memory, with and without overlays.
+
+    With --no-network precomputed outputs are replayed, so that only the pipeline is measured; with --no-decoding too,
+    only the main process's work remains.
+    """
+    require("psutil", "bench", "opal-deploy bench pipeline")
+    from opal_deploy.bench.monitor import monitor_devices, release_memory
+    from opal_deploy.bench.pipeline.cases import build_cases, resized_copies
+    from opal_deploy.bench.pipeline.formatting import build_measurement, format_result, format_summary
+    from opal_deploy.bench.pipeline.measure import measure_case
+    from opal_deploy.bench.targets import load_for_inference
+
+    if options.hold_ms is not None and options.network:
+        raise UsageError("--hold-ms needs --no-network: it stands in for the network's time")
+    items = _find_items(images, options.limit)
+    baseline = _load_baseline(options)
+    results = []
+    for case in build_cases(options, default_workers()):
+        # a new session for each case, since one keeps the memory of its largest batch
+        loaded = load_for_inference(model, options)
+        if baseline is not None:
+            baseline.check_source(loaded.metadata)
+        device = loaded.target.device
+        with (
+            resized_copies(items, case.image_size) as copies,
+            monitor_devices(device) as monitor,
+            progress("passes") as advance,
+        ):
+            result = measure_case(
+                loaded.session, copies, case, options, print_message, device=device, baseline=baseline, progress=advance
+            )
+        measurement = build_measurement(result, loaded, monitor, options)
+        _write(measurement, options)
+        print_message("\n".join(format_result(result, measurement.marks)))
+        results.append(result)
+        del loaded
+        release_memory()
+    if len(results) > 1:
+        print_message("\n".join(format_summary(results)))
+
+
+def report(files: Files) -> None:
+    """Write measurements as Markdown to stdout: one table per kind, and the commands that repeat them."""
+    from opal_deploy.bench.measurement import read_measurements
+    from opal_deploy.bench.report import build_report
+
+    text = build_report(read_measurements(files))
+    if not text:
+        raise UsageError("no measurements in these files; `opal-deploy bench ... --out FILE` writes them")
+    print_json_line(text.rstrip("\n"))
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(help="Measurements before: a file of `--out`, or a folder of *.jsonl.")],
+    new: Annotated[Path, typer.Argument(help="Measurements after.")],
+    tolerance: Annotated[float, typer.Option(min=0, help="Ignore changes up to this many percent.")] = 3.0,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if only one side has a measurement.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the differences to stdout as JSON.")] = False,
+) -> None:
+    """List figures that became worse by more than the noise; exit with 1 if there are any.
+
+    For this command exit code 1 means a regression, and its last line says so. Changes in measurements marked noisy or
+    throttled are listed as doubtful and do not fail.
+    """
+    from opal_deploy.bench.diff import compare_measurements
+    from opal_deploy.bench.measurement import read_measurements
+
+    result = compare_measurements(read_measurements([old]), read_measurements([new]), tolerance / 100)
+    _print_diff(result)
+    if as_json:
+        print_json(result.to_dict())
+    reasons = []
+    if worse := len(result.with_verdict("regression")):
+        reasons.append(f"{worse} regression{'s' if worse > 1 else ''} beyond the noise")
+    if strict and result.missing:
+        reasons.append(f"{result.missing} not in both (--strict)")
+    if reasons:
+        print_message(f"failed: {', '.join(reasons)}; exit code 1")
+        raise typer.Exit(1)
+    print_message("no regression beyond the noise" if result.changes else "nothing to compare: no figure is in both")
+
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure speed, memory and cost; each result records its settings and machine.",
+    no_args_is_help=True,
+)
+for command in (overhead, roofline, latency, throughput, compare, pipeline, report, diff):
+    bench.command()(expand_options(command))
+
+
+def _load_targets(options: SweepOptions) -> Iterator[LoadedTarget]:
+    from opal_deploy.bench.targets import build_setups, load_targets
+
+    setups = build_setups(options)
+    if not options.backbone:
+        return load_targets(options.model, iter(()), setups, print_message)
+    for package in ("torch", "torchvision"):
+        require(package, "export", "timing a backbone")
+    from opal_deploy.bench.networks import build_networks
+
+    return load_targets(options.model, build_networks(options, options.head), setups, print_message)
+
+
+@contextmanager
+def _report_repeats(options: S) -> Iterator[S]:
+    """Show the progress over all repeats while the block times a model with the yielded options."""
+    with progress("repeats") as advance:
+        done, total = itertools.count(1), options.repeats * len(options.batch)
+        yield replace(options, on_repeat=lambda: advance(next(done), total))
+
+
+def _deliver(
+    measurements: Iterable[Measurement], format_measurement: Callable[[Measurement], str], options: OutputOptions
+) -> None:
+    """Write and print each measurement as soon as it is taken, so that it survives a failure of the next."""
+    for measurement in measurements:
+        _write(measurement, options)
+        print_message(format_measurement(measurement))
+
+
+def _write(measurement: Measurement, options: OutputOptions) -> None:
+    from opal_deploy.bench.measurement import append_measurement
+
+    if options.out is not None:
+        append_measurement(options.out, measurement)
+    if options.as_json:
+        print_json_line(measurement.to_line())
+
+
+def _find_items(images: list[str], limit: int) -> list[Item]:
+    from opal_deploy.inference.sources.discovery import check_inputs, discover
+    from opal_deploy.inference.sources.items import Skipped
+
+    check_inputs(images)
+    items = list(itertools.islice(discover(images, Skipped(), sys.stdin), limit))
+    if not items:
+        raise UsageError("no images found")
+    return items
+
+
+def _load_baseline(options: PipelineOptions) -> EagerBaseline | None:
+    if options.plain is None:
+        return None
+    require("torchvision", "train", "bench pipeline --plain")
+    from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
+    from opal_deploy.runtime.torch_session import torch_device
+
+    return EagerBaseline(options.plain, str(torch_device(options.device)), options.threads)
+
+
+def _print_diff(result: MeasurementDiff) -> None:
+    if result.machines:
+        print_message("DIFFERENT MACHINES: these differences are of machines as much as of software")
+        _print_lines(result.machines)
+    if result.software:
+        print_message("versions differ:")
+        _print_lines(result.software)
+    if result.repeated:
+        print_message("measured more than once; the last one counts:")
+        _print_lines(result.repeated)
+    _print_changes("REGRESSIONS", result.with_verdict("regression"), limit=None)
+    _print_changes("doubtful, since a measurement is marked", result.with_verdict("doubtful"))
+    _print_changes("improvements", result.with_verdict("improvement"))
+    for title, lines in (
+        ("only in OLD", result.only_old),
+        ("only in NEW", result.only_new),
+        ("not comparable", result.not_comparable),
+    ):
+        if lines:
+            print_message(f"{title} ({len(lines)}):")
+            _print_lines(lines)
+    unchanged = len(result.with_verdict("unchanged"))
+    print_message(f"unchanged within the noise: {unchanged} of {len(result.changes)} figures")
+
+
+def _print_changes(title: str, changes: tuple[FigureChange, ...], limit: int | None = _MAX_LINES) -> None:
+    if changes:
+        print_message(f"{title} ({len(changes)}):")
+        _print_lines([change.describe() for change in changes], limit)
+
+
+def _print_lines(lines: tuple[str, ...] | list[str], limit: int | None = _MAX_LINES) -> None:
+    for line in lines[:limit]:
+        print_message(f"  {line}")
+    if limit is not None and len(lines) > limit:
+        print_message(f"  ... and {len(lines) - limit} more, in --json")
