@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench.memory import MemoryCurve, MemorySampler, release_memory
+from opal_deploy.bench.monitor import MemoryCurve, MemorySampler, release_memory
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
