@@ -9,7 +9,7 @@ from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.runtime.tensorrt.compatibility import platform_name
+from opal_deploy.runtime.tensorrt import platform_name
 
 CLASS_NAMES = ["Sooty Albatross", "Crested Auklet", "Äußerer Käuz", "Tern <b>", "Wren", "Jay", "Crow"]
 

@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.metadata import TOP_OUTPUTS
+from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
 
 FloatArray = NDArray[np.float32]
 DoubleArray = NDArray[np.float64]
 IntArray = NDArray[np.int32]
+
+# name of the input, which all graphs share
+INPUT = "images"
+# shape per image, and dtype
+TensorSpec = tuple[tuple[int, ...], np.dtype[Any]]
 
 # inside both logarithms of the kl distance, as the authors do
 KL_EPSILON = 1e-8
@@ -115,6 +120,30 @@ class Outputs:
 
         top = None if self.top is None else TopOutputs(*(function(array) for array in self.top))
         return Outputs(function(self.logits), apply(self.argmax), apply(self.scores), apply(self.attention), top)
+
+
+def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
+    """Return shape per image and dtype of every input and output that the metadata promises."""
+    height, width = metadata.input_size
+    channels = metadata.num_prototypes
+    k, m = metadata.max_top, metadata.prototypes_per_class
+    shapes: dict[str, tuple[int, ...]] = {
+        "logits": (metadata.num_classes,),
+        "argmax": (channels,),
+        "scores": (channels,),
+        "attention": (channels, *metadata.grid),
+        "top_classes": (k,),
+        "top_logits": (k,),
+        "top_scores": (k, m),
+        "top_cells": (k, m),
+        "score_norm": (),
+    }
+    specs: dict[str, TensorSpec] = {INPUT: ((height, width, 3), np.dtype(np.uint8))}
+    if metadata.input_kind == "float32":
+        specs[INPUT] = (3, height, width), np.dtype(np.float32)
+    for name in metadata.outputs:
+        specs[name] = shapes[name], np.dtype(np.int32 if name in ("argmax", "top_classes", "top_cells") else np.float32)
+    return specs
 
 
 def select_top(outputs: Outputs, prototypes_per_class: int, k: int) -> TopOutputs:

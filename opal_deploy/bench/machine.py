@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.bench.tables import flatten_facts, format_value
-from opal_deploy.runtime.devices import available_cpus
-from opal_deploy.runtime.nvml import read_driver
+from opal_deploy.runtime.devices import available_cpus, read_driver
 
 # distributions whose versions affect the figures
 _DISTRIBUTIONS = (

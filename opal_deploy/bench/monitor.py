@@ -21,8 +21,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from opal_deploy.bench.measurement import THROTTLED
-from opal_deploy.runtime.devices import available_cpu_ids, parse_device
-from opal_deploy.runtime.nvml import GpuSensors, NvmlError
+from opal_deploy.runtime.devices import GpuSensors, NvmlError, available_cpu_ids, parse_device
 from opal_deploy.statistics import percentile
 
 INTERVAL = 0.1

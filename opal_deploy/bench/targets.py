@@ -15,7 +15,7 @@ from opal_deploy.bench.measurement import Target, head_name
 from opal_deploy.bench.options import CompareOptions, PipelineOptions, Precision, Runtime, SweepOptions
 from opal_deploy.errors import ArtifactError, OpalError, UsageError, require
 from opal_deploy.logs import Log
-from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
+from opal_deploy.runtime.cuda import CudaOptions, parse_cuda_options
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import check_runtime, open_sessions
 from opal_deploy.runtime.session import Session
@@ -352,7 +352,7 @@ def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) ->
 
 
 def _load_engine(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
-    from opal_deploy.runtime.tensorrt.session import EngineSession
+    from opal_deploy.runtime.engine_session import EngineSession
 
     setup.check_fits(cuda_graphs=True)
     session = EngineSession(path, device=setup.device, cuda_graphs=setup.cuda_graphs)

@@ -4,67 +4,65 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, get_args
 
 import typer
 
 from opal_deploy import __version__
 from opal_deploy.cli.console import print_json, print_message
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime import nvml
-from opal_deploy.runtime.diagnostics import NEVER_RUN, Device, RuntimeStatus, find_conflicts, inspect_runtimes
-from opal_deploy.runtime.nvml import Driver
+from opal_deploy.runtime import devices
+from opal_deploy.runtime.devices import Driver
+from opal_deploy.runtime.diagnostics import (
+    NEVER_RUN,
+    RequiredDevice,
+    RuntimeStatus,
+    find_conflicts,
+    inspect_runtimes,
+)
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")] = False,
     require: Annotated[
-        Device | None,
-        typer.Option(help="Exit with 2 unless inference can run on this device."),
+        RequiredDevice | None, typer.Option(help="Exit with 2 unless inference can run on this device.")
     ] = None,
 ) -> None:
     """Show the GPUs, the driver and the runtimes: what is usable here, and what to install."""
     from opal_deploy.preprocess import accelerated
 
-    driver = nvml.read_driver()
+    driver = devices.read_driver()
     statuses = inspect_runtimes(driver)
     warnings = [*find_conflicts(), *accelerated.missing_libraries()]
+    usable = {device: any(status.usable(device) for status in statuses) for device in get_args(RequiredDevice)}
     if as_json:
-        print_json(_document(driver, statuses, warnings))
+        print_json({
+            "schema": 1,
+            "opal_deploy": __version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "driver": asdict(driver),
+            "runtimes": [asdict(status) for status in statuses],
+            "warnings": warnings,
+            "usable": usable,
+            "never_run": list(NEVER_RUN),
+        })  # fmt: skip
     else:
         _print(driver, statuses, warnings)
-    if require is not None and not _usable(statuses, require):
+        summary = ", ".join(f"{device.upper()} {'yes' if usable[device] else 'no'}" for device in ("cpu", "gpu"))
+        print_message(f"\nInference here: {summary}")
+    if require is not None and not usable[require]:
         raise UsageError(_explain_unusable(statuses, require))
 
 
-def _usable(statuses: list[RuntimeStatus], device: Device) -> bool:
-    return any(status.usable(device) for status in statuses)
-
-
-def _explain_unusable(statuses: list[RuntimeStatus], device: Device) -> str:
+def _explain_unusable(statuses: list[RuntimeStatus], device: RequiredDevice) -> str:
     """Return one line that says why inference cannot run on `device`, and what to do."""
     by_name = {status.name: status for status in statuses}
     cpu, gpu = by_name["onnxruntime"], by_name["onnxruntime-gpu"]
-    # of two runtimes that could serve, the installed and broken one is the reason, not the one that is missing
-    status = gpu if device is Device.gpu or (cpu.version is None and gpu.version is not None) else cpu
-    where = {Device.cpu: "the CPU", Device.gpu: "a GPU", Device.any: "this machine"}[device]
-    return f"inference cannot run on {where}: {status.name}: {status.problem}" + (
-        f": {status.advice}" if status.advice else ""
-    )
-
-
-def _document(driver: Driver, statuses: list[RuntimeStatus], warnings: list[str]) -> dict[str, Any]:
-    return {
-        "schema": 1,
-        "opal_deploy": __version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "driver": asdict(driver),
-        "runtimes": [asdict(status) for status in statuses],
-        "warnings": warnings,
-        "usable": {device.value: _usable(statuses, device) for device in Device},
-        "never_run": list(NEVER_RUN),
-    }
+    # of two runtimes that could serve, the installed and broken one is the reason, not the missing one
+    status = gpu if device == "gpu" or (cpu.version is None and gpu.version is not None) else cpu
+    where = {"cpu": "the CPU", "gpu": "a GPU", "any": "this machine"}[device]
+    return f"inference cannot run on {where}: {status.name}: {_problem(status)}"
 
 
 def _print(driver: Driver, statuses: list[RuntimeStatus], warnings: list[str]) -> None:
@@ -89,15 +87,12 @@ def _print(driver: Driver, statuses: list[RuntimeStatus], warnings: list[str]) -
     print_message("\nNot proven")
     for line in NEVER_RUN:
         print_message(f"  {line}")
-    usable = {name: _usable(statuses, device) for name, device in (("CPU", Device.cpu), ("GPU", Device.gpu))}
-    summary = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in usable.items())
-    print_message(f"\nInference here: {summary}")
 
 
 def _describe(status: RuntimeStatus) -> str:
     on_gpu = "the GPU (never run on hardware)"
-    devices = [name for name, usable in (("the CPU", status.cpu), (on_gpu, status.gpu)) if usable]
-    parts = ["usable on " + " and ".join(devices)] if devices else []
+    usable_on = [name for name, usable in (("the CPU", status.cpu), (on_gpu, status.gpu)) if usable]
+    parts = ["usable on " + " and ".join(usable_on)] if usable_on else []
     if status.problem:
         parts.append(("not on the GPU: " if status.cpu else "") + _problem(status))
     return "; ".join(parts)

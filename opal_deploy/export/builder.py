@@ -26,23 +26,21 @@ from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import ArtifactError, MissingExtra, UsageError
 from opal_deploy.export.options import EngineOptions
-from opal_deploy.runtime.nvml import Driver, Gpu
-from opal_deploy.runtime.tensorrt.bindings import (
+from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.tensorrt import (
+    AHEAD_OF_TIME,
+    AMPERE_PLUS,
+    DEFAULT_TARGET,
     EXTRAS,
     TENSORRT,
     TENSORRT_RTX,
     TITLES,
+    UNLISTED,
     Bindings,
+    example_gpus,
     first_error,
     installed_version,
     make_logger,
-)
-from opal_deploy.runtime.tensorrt.compatibility import (
-    AHEAD_OF_TIME,
-    AMPERE_PLUS,
-    DEFAULT_TARGET,
-    UNLISTED,
-    example_gpus,
     parse_target,
     sm_name,
 )

@@ -33,10 +33,9 @@ from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.builder import EngineTarget, Network, SerializedEngine
 from opal_deploy.export.files import EngineTargets, ExportedEngine, engine_name
 from opal_deploy.export.options import ExportOptions
-from opal_deploy.runtime.nvml import Driver
-from opal_deploy.runtime.tensorrt.bindings import Bindings, load
-from opal_deploy.runtime.tensorrt.compatibility import platform_name
-from opal_deploy.runtime.tensorrt.session import EngineSession
+from opal_deploy.runtime.devices import Driver
+from opal_deploy.runtime.engine_session import EngineSession
+from opal_deploy.runtime.tensorrt import Bindings, load, platform_name
 
 NEVER_RUN = "never run: no matching GPU where it was built"
 

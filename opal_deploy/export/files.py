@@ -11,12 +11,12 @@ from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.artifact.files import ENGINE_SUFFIX, ONNX_SUFFIX
 from opal_deploy.artifact.metadata import Metadata, Precision
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime.tensorrt.bindings import SHORT_NAMES
+from opal_deploy.runtime.tensorrt import SHORT_NAMES
 
 if TYPE_CHECKING:
     from opal_deploy.export.builder import EngineTarget
     from opal_deploy.export.candidate import ExportSource
-    from opal_deploy.runtime.nvml import Driver
+    from opal_deploy.runtime.devices import Driver
     from opal_deploy.runtime.verification import Comparison
     from opal_deploy.triton.repository import WrittenRepository
 

@@ -85,7 +85,7 @@ def find_default_model(device: str, runtime: RuntimeName = "auto", log: Log = lo
     """
     from opal_deploy.runtime.onnx_session import cuda_is_usable
     from opal_deploy.runtime.select import find_model, find_newest_run
-    from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility_here
+    from opal_deploy.runtime.tensorrt import find_incompatibility_here
 
     # of several devices the first stands for all: a session refuses devices of another kind
     number = device.split(",")[0].rpartition(":")[2]

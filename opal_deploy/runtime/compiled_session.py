@@ -1,9 +1,11 @@
-"""A session on a checkpoint that torch.compile turned into kernels, on the CPU; `cuda_compiled_session` has the GPU's.
+"""Sessions on a checkpoint that torch.compile turned into kernels, for machines without TensorRT.
 
-For checkpoints on machines without TensorRT. Weights are frozen into the code, so that batch norms fold into
-convolutions; convolutions are NHWC; normalisation is part of the graph. Every batch size is compiled anew, which takes
-a minute, so batches are filled up to a size that is compiled. A size answers nothing until its outputs on the test
-pictures were compared with those of the eager float32 network, by the gates of `verification`.
+Weights are frozen into the code, so that batch norms fold into convolutions; convolutions are NHWC; normalisation is
+part of the graph. Compiling for another batch size takes a minute, so batches are filled up to a compiled size. A size
+answers only after its outputs on the test images were compared with those of the eager float32 network.
+
+The session on a GPU was never run on hardware when this was written. Its batches travel through `runtime.pipeline`:
+PyTorch computes on the pipeline's stream, in its device memory.
 """
 
 from __future__ import annotations
@@ -20,21 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from opal_deploy.artifact.metadata import Metadata, Precision
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.outputs import INPUT, Outputs, TensorSpec, tensor_specs
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, VerificationError, first_line
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.graph import build_inference_graph
+from opal_deploy.runtime.cuda import Cuda, Stream
 from opal_deploy.runtime.diagnostics import find_compile_problem
 from opal_deploy.runtime.gates import GATES
+from opal_deploy.runtime.pipeline import BufferSet, PipelineSession
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.torch_session import TorchSession, to_tensor, torch_device, translate_error
 from opal_deploy.runtime.verification import compare_outputs
 from opal_deploy.synthetic import test_vector_images
 
-# uint8 [N, H0, W0, 3] to the model's outputs, N a size that is compiled
+# uint8 [N, H0, W0, 3] to the model's outputs, N a compiled size
 Program = Callable[[Tensor], tuple[Tensor, ...]]
-# every batch size of every network is compiled anew
+# every batch size of every network is compiled separately
 _MAX_RECOMPILATIONS = 1024
 
 
@@ -42,7 +46,7 @@ def compile_graph(graph: nn.Module, *, cuda_graphs: bool = False) -> Program:
     """Return the graph, compiled by its first call with each batch size, its weights frozen.
 
     The program must be called in `torch.inference_mode()`. Autotuning is off: it multiplies the minutes of compiling,
-    and what it gains was never measured on a GPU here.
+    and its gain was never measured on a GPU here.
 
     Args:
         graph: uint8 images to outputs, on its device.
@@ -51,9 +55,8 @@ def compile_graph(graph: nn.Module, *, cuda_graphs: bool = False) -> Program:
     # beyond its limits torch.compile would silently run eagerly
     torch._dynamo.config.recompile_limit = _MAX_RECOMPILATIONS
     torch._dynamo.config.accumulated_recompile_limit = _MAX_RECOMPILATIONS
-    # it warns of every machine without a GPU
+    # it warns on every machine without a GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # frozen weights are constants, so that batch norms are folded into convolutions and layouts chosen once
     options: dict[str, Any] = {"freezing": True, "triton.cudagraphs": cuda_graphs}
     program: Program = torch.compile(graph, dynamic=False, options=options)
     return program
@@ -63,7 +66,7 @@ class CompiledSession:
     """A compiled checkpoint on the CPU, float32; `open_compiled_session` makes one.
 
     Attributes:
-        metadata: of the checkpoint, with the precision of this session.
+        metadata: the checkpoint's, with the precision of this session.
         description: engine, device, threads, precision.
         batch_invariant: False: kernels belong to a batch size.
     """
@@ -79,22 +82,25 @@ class CompiledSession:
         threads: int | None = None,
         precision: Precision | None = None,
     ) -> None:
-        """Load a checkpoint and run the eager network on the test pictures; a batch size is compiled when it is added.
+        """Load a checkpoint and run the eager network on the test images; batch sizes are compiled when added.
 
         Args:
             source: a file, or a loaded checkpoint.
-            device: `cpu`, `cuda` or `cuda:N`, as the class has it.
-            threads: of PyTorch in this process; None leaves their number.
-            precision: of the backbone, as the exporter casts it: fp32, fp16 or bf16; None: the class's default.
+            device: `cpu`, `cuda` or `cuda:N`, as the class requires.
+            threads: PyTorch's threads in this process; None leaves their number.
+            precision: precision of the backbone, as the exporter casts it: fp32, fp16 or bf16; None: the class's
+                default.
 
         Raises:
             CheckpointError: not a checkpoint.
-            UsageError: the requested GPU is not there, or nothing can be compiled here.
+            UsageError: the requested GPU is missing, or nothing can be compiled here.
         """
         checkpoint = source if isinstance(source, Checkpoint) else checkpoints.load(source)
         self._origin = str(source) if isinstance(source, Path) else str(checkpoint.source.get("file", "the checkpoint"))
         self._device = torch_device(device)
-        self._check_compiler()
+        problem, advice = find_compile_problem(gpu=self._device.type == "cuda")
+        if problem:
+            raise self._unusable(f"{problem}: {advice}")
         precision = precision or self.default_precision
         eager = TorchSession(checkpoint, device=device, threads=threads)
         self.metadata: Metadata = replace(eager.metadata, precision=precision)
@@ -108,11 +114,11 @@ class CompiledSession:
         self.description = f"PyTorch {torch.__version__} compiled on {self._device}{note}, {precision}"
 
     def add_batch_size(self, size: int) -> None:
-        """See `PaddingSession.add_batch_size`; compiles and checks a size that is new.
+        """See `PaddingSession.add_batch_size`; compiles and checks a new size.
 
         Raises:
             UsageError: torch.compile does not work here.
-            VerificationError: the compiled network's outputs differ too far from those of the eager one.
+            VerificationError: the compiled network's outputs differ too much from the eager one's.
         """
         if size not in self._programs:
             program = self._compile(size)
@@ -120,7 +126,7 @@ class CompiledSession:
             self._programs[size] = program
 
     def run(self, images: ImageBatch) -> Outputs:
-        """See `Session.run`; where no batch size was added, the first batch's is.
+        """See `Session.run`; without an added batch size, the first batch's is added.
 
         Raises:
             UsageError, VerificationError: see `add_batch_size`.
@@ -129,14 +135,14 @@ class CompiledSession:
         self._ensure_size(len(images))
         largest = max(self._programs)
         parts = [images[start : start + largest] for start in range(0, len(images), largest)]
-        return Outputs.concatenate([self._run_part(part) for part in parts])
+        return Outputs.concatenate([self._run_padded(part) for part in parts])
 
     def _ensure_size(self, images: int) -> None:
         if not self._programs:
             self.add_batch_size(images)
 
-    def _run_part(self, images: ImageBatch) -> Outputs:
-        rows = choose_size(self._programs, len(images))
+    def _run_padded(self, images: ImageBatch) -> Outputs:
+        rows = _choose_size(self._programs, len(images))
         if len(images) < rows:
             blank = np.zeros((rows - len(images), *images.shape[1:]), np.uint8)
             return self._compute(self._programs[rows], np.concatenate([images, blank])).rows(0, len(images))
@@ -150,13 +156,7 @@ class CompiledSession:
                 arrays = [tensor.cpu().numpy() for tensor in tensors]
         except RuntimeError as error:
             raise translate_error(error, len(images)) from None
-        outputs = dict(zip(self.metadata.outputs, arrays, strict=True))
-        return Outputs(outputs["logits"], outputs.get("argmax"), outputs.get("scores"))
-
-    def _check_compiler(self) -> None:
-        problem, advice = find_compile_problem(gpu=self._device.type == "cuda")
-        if problem:
-            raise self._unusable(f"{problem}: {advice}")
+        return Outputs.from_arrays(dict(zip(self.metadata.outputs, arrays, strict=True)))
 
     def _unusable(self, reason: str) -> UsageError:
         return UsageError(
@@ -183,18 +183,18 @@ class CompiledSession:
             yield
         except OpalError:
             raise
-        except Exception as error:  # torch.compile raises many classes, those of its compilers among them
+        except Exception as error:  # torch.compile raises many classes, its compilers' among them
             translated = translate_error(error, size) if isinstance(error, RuntimeError) else error
             if isinstance(translated, StoppedEarly):
                 raise translated from None
             raise self._unusable(first_line(error)) from None
 
     def _verify(self, program: Program, size: int) -> None:
-        """Compare the outputs on the test pictures, repeated to fill whole batches, with the eager network's."""
-        pictures = self._reference.images
-        filled = pictures[np.arange(-(-len(pictures) // size) * size) % len(pictures)]
+        """Compare the outputs on the test images, repeated to fill whole batches, with the eager network's."""
+        images = self._reference.images
+        filled = images[np.arange(-(-len(images) // size) * size) % len(images)]
         parts = [self._compute(program, filled[start : start + size]) for start in range(0, len(filled), size)]
-        outputs = Outputs.concatenate(parts).rows(0, len(pictures))
+        outputs = Outputs.concatenate(parts).rows(0, len(images))
         gate = GATES[self.metadata.precision].relaxed_for_machine()
         comparison = compare_outputs(self._reference, outputs, self.metadata, gate)
         if not comparison:
@@ -204,8 +204,128 @@ class CompiledSession:
             )
 
 
-def choose_size(sizes: dict[int, Any], images: int) -> int:
-    """Return the smallest size that has room for some images; there is one."""
+class RecordedProgram:
+    """A program whose kernels are launched as one CUDA graph.
+
+    torch.compile's own CUDA graphs would not do: they belong to the thread that compiled, and sessions run in another.
+    """
+
+    def __init__(self, program: Program, images: Tensor) -> None:
+        """Record the kernels that run for images of this shape; the program must have run before."""
+        self._images = images.clone()
+        self._graph = torch.cuda.CUDAGraph()
+        # errors of other threads are not this recording's
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._outputs = program(self._images)
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Queue copy and kernels; the next call overwrites the outputs."""
+        self._images.copy_(images)
+        self._graph.replay()
+        return self._outputs
+
+
+class ProgramKernels:
+    """The `Kernels` of compiled programs, one for each batch size."""
+
+    def __init__(self, programs: dict[int, Program], specs: dict[str, TensorSpec], index: int) -> None:
+        """Queue nothing yet.
+
+        Args:
+            programs: programs by batch size; more may be added later.
+            specs: the graph's tensors.
+            index: the device's number.
+        """
+        self._programs, self._specs, self._index = programs, specs, index
+
+    @property
+    def max_rows(self) -> int:
+        """See `Kernels.max_rows`."""
+        return max(self._programs)
+
+    def rows(self, images: int) -> int:
+        """See `Kernels.rows`."""
+        return _choose_size(self._programs, images)
+
+    def capacity(self, rows: int) -> int:
+        """See `Kernels.capacity`."""
+        return rows
+
+    def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
+        """See `Kernels.enqueue`."""
+        program, device = self._programs[rows], dict(buffers.device)
+
+        def compute() -> None:
+            # made in inference mode like the tensors compiled for: others would be compiled for anew
+            with torch.inference_mode():
+                tensors = {name: self._view(address, rows, name) for name, address in device.items()}
+                outputs = program(tensors.pop(INPUT))
+                for tensor, output in zip(tensors.values(), outputs, strict=True):
+                    tensor.copy_(output)
+
+        try:
+            self._queue(compute, stream)
+        except RuntimeError as error:
+            raise translate_error(error, rows) from None
+
+    def close(self) -> None:
+        """See `Kernels.close`."""
+        self._programs.clear()
+
+    def _queue(self, work: Callable[[], None], stream: Stream) -> None:
+        ours = torch.cuda.ExternalStream(int(stream), device=self._index)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(ours):
+            work()
+
+    def _view(self, address: int, rows: int, name: str) -> Tensor:
+        """Return a tensor over the device memory of a batch."""
+        shape, dtype = self._specs[name]
+        interface = {"shape": (rows, *shape), "typestr": dtype.str, "data": (address, False), "version": 3}
+        holder = type("DeviceMemory", (), {"__cuda_array_interface__": interface})()
+        tensor: Tensor = torch.as_tensor(holder, device=f"cuda:{self._index}")
+        return tensor
+
+
+class CudaCompiledSession(PipelineSession, CompiledSession):
+    """A compiled checkpoint on a GPU, by default float16; `open_compiled_session` makes one."""
+
+    default_precision: Precision = "fp16"
+
+    def __init__(self, source: Path | Checkpoint, *, cuda_graphs: bool = False, **options: Any) -> None:
+        """Load a checkpoint; see `CompiledSession`.
+
+        Args:
+            source: a file, or a loaded checkpoint.
+            cuda_graphs: launch all kernels of a batch as one CUDA graph, recorded once per batch size.
+            options: those of `CompiledSession`.
+
+        Raises:
+            MissingExtra: cuda-bindings, which PyTorch brings for GPUs, is not installed.
+        """
+        super().__init__(source, **options)
+        self._cuda_graphs = cuda_graphs
+        index = self._device.index or 0
+        cuda = Cuda(index, "gpu")
+        kernels = ProgramKernels(self._programs, tensor_specs(self.metadata), index)
+        self._start_pipeline(cuda, kernels, cuda.create_stream())
+        if cuda_graphs:
+            self.description += ", CUDA graphs"
+
+    def _prepare(self, images: ImageBatch) -> None:
+        super()._prepare(images)
+        self._ensure_size(len(images))
+
+    def _compile(self, size: int) -> Program:
+        with self._translate_compile_errors(size), torch.cuda.device(self._device):
+            images = self._warm_up(size)
+            if not self._cuda_graphs:
+                return self._graph
+            with torch.inference_mode():
+                return RecordedProgram(self._graph, images)
+
+
+def _choose_size(sizes: dict[int, Any], images: int) -> int:
+    """Return the smallest size that has room for the images; there must be one."""
     return min(size for size in sizes if size >= images)
 
 
@@ -220,6 +340,4 @@ def open_compiled_session(
     """Return the session of a device: see `CompiledSession`, and `CudaCompiledSession` for `cuda_graphs`."""
     if torch_device(device).type == "cpu":
         return CompiledSession(source, device="cpu", threads=threads, precision=precision)
-    from opal_deploy.runtime.cuda_compiled_session import CudaCompiledSession
-
     return CudaCompiledSession(source, device=device, threads=threads, precision=precision, cuda_graphs=cuda_graphs)

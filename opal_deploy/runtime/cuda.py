@@ -1,17 +1,20 @@
-"""The CUDA calls of a session on a GPU, through NVIDIA's cuda-bindings: memory, copies, streams, events, graphs."""
+"""CUDA for sessions on a GPU: calls through NVIDIA's cuda-bindings, and the libraries that ONNX Runtime needs."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from dataclasses import replace
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, require
-from opal_deploy.runtime.diagnostics import is_importable
-from opal_deploy.runtime.nvml import Driver, Gpu, read_driver
+from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, require, suggest_names
+from opal_deploy.runtime.devices import Driver, Gpu, is_importable, read_driver
 
 Stream = Any
 Event = Any
@@ -19,6 +22,10 @@ Graph = Any
 
 # cudaErrorMemoryAllocation, cudaErrorHostMemoryAlreadyRegistered
 _OUT_OF_MEMORY, _ALREADY_REGISTERED = 2, 712
+# libraries of ONNX Runtime's CUDA provider, each after those it needs; it opens cuDNN at the first convolution
+_LIBRARIES = ("cudart", "nvJitLink", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
+_SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+_FLAGS = {"0": False, "1": True}
 
 
 class Cuda:
@@ -27,7 +34,7 @@ class Cuda:
     Attributes:
         index: the device's number as CUDA counts, CUDA_VISIBLE_DEVICES applied.
         gpu: name, memory and compute capability.
-        uuid: of the GPU, in hex; it distinguishes two GPUs of one kind.
+        uuid: the GPU's UUID in hex, which distinguishes two GPUs of one kind.
         device_count: the number of devices that CUDA shows this process.
     """
 
@@ -35,8 +42,8 @@ class Cuda:
         """Open a device and make it the calling thread's.
 
         Args:
-            index: of the device.
-            extra: of opal-deploy, that brings cuda-bindings for what the GPU is used for.
+            index: the device's number.
+            extra: the extra of opal-deploy that brings cuda-bindings for this use of the GPU.
 
         Raises:
             MissingExtra: cuda-bindings is not installed.
@@ -93,7 +100,7 @@ class Cuda:
         """
         (error,) = self._cuda.cudaHostRegister(address, size, self._cuda.cudaHostRegisterPortable)
         if int(error) != 0:
-            # CUDA keeps a failure for whoever asks next, and this one is handled here
+            # CUDA keeps a failure for the next call, and this one is handled here
             self._cuda.cudaGetLastError()
         if int(error) == _ALREADY_REGISTERED:
             return False
@@ -123,7 +130,7 @@ class Cuda:
         return float(self._call("cudaEventElapsedTime", first, second)) / 1e3
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Record an event behind what is queued on a stream."""
+        """Record an event after what is queued on a stream."""
         self._call("cudaEventRecord", event, stream)
 
     def wait_for_event(self, stream: Stream, event: Event) -> None:
@@ -212,3 +219,89 @@ def visible_driver() -> Driver:
     except (UsageError, StoppedEarly) as error:
         return replace(driver, gpus=(), problem=str(error))
     return replace(driver, gpus=gpus)
+
+
+def load_cuda_libraries() -> None:
+    """Load the libraries of ONNX Runtime's CUDA provider into this process; print nothing on stdout.
+
+    NVIDIA's `cuda.pathfinder` searches site-packages, Conda, CUDA_PATH and the system's folders; the rest of Python's
+    import path, such as a folder of `pip install --target`, is searched after it. Without pathfinder, ONNX Runtime's
+    `preload_dlls` looks beside itself. A missing library is not an error here: ONNX Runtime names it.
+    """
+    try:
+        from cuda import pathfinder
+    except ImportError:
+        import onnxruntime
+
+        # it prints what it does not find
+        with contextlib.redirect_stdout(sys.stderr):
+            onnxruntime.preload_dlls()
+        return
+    for name in _LIBRARIES:
+        try:
+            pathfinder.load_nvidia_dynamic_lib(name)
+        except (RuntimeError, OSError, ValueError):  # not found, does not load, or not known to this version
+            _load_from_packages(name)
+
+
+def _load_from_packages(name: str) -> None:
+    # not the import system's own search: some of NVIDIA's packages make `nvidia` a package of one folder
+    for folder in sys.path:
+        for path in sorted(Path(folder, "nvidia").glob(f"*/lib/lib{name}.so.*")):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(path))
+
+
+@dataclass(frozen=True)
+class CudaOptions:
+    """Options of the CUDA provider that trade memory, start-up or last bits for speed, under the provider's names.
+
+    All are off by default: none has been measured on hardware yet. `bench latency --ort-option NAME=VALUE` times one.
+
+    Attributes:
+        prefer_nhwc: lay convolutions out as NHWC, the layout of tensor cores; NCHW costs two transpositions a layer in
+            half precision.
+        fuse_conv_bias: add a convolution's bias in its own kernel; cuDNN compiles such a kernel at the first run.
+        cudnn_conv_algo_search: how cuDNN chooses kernels since ONNX Runtime 1.20: EXHAUSTIVE asks its slower, better
+            heuristic, HEURISTIC its fast one, DEFAULT takes its fallback kernels, which may be extremely slow.
+        enable_cuda_graph: launch all kernels of a batch as one CUDA graph, recorded once for each batch size and set of
+            buffers; pays for small batches, whose kernels are shorter than their launches.
+    """
+
+    prefer_nhwc: bool = False
+    fuse_conv_bias: bool = False
+    cudnn_conv_algo_search: str = "EXHAUSTIVE"
+    enable_cuda_graph: bool = False
+
+    def provider_options(self) -> dict[str, str]:
+        """Return the options as ONNX Runtime takes them."""
+        return {name: str(int(value)) if isinstance(value, bool) else value for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        """Return the options that are not the default, as `NAME=VALUE`; empty if all are."""
+        default = CudaOptions().provider_options()
+        return ", ".join(f"{name}={value}" for name, value in self.provider_options().items() if value != default[name])
+
+
+def parse_cuda_options(texts: Sequence[str]) -> CudaOptions:
+    """Parse all values of `--ort-option NAME=VALUE`; flags are 0 or 1.
+
+    Raises:
+        UsageError: another form, an unknown name or value, or a name given twice.
+    """
+    known = {field.name: field for field in fields(CudaOptions)}
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if name not in known or not equals:
+            raise UsageError(
+                f"--ort-option {text!r}: expected NAME=VALUE with a name of {', '.join(known)}"
+                f"{suggest_names(name, list(known))}"
+            )
+        choices: Sequence[str] = _SEARCHES if name == "cudnn_conv_algo_search" else tuple(_FLAGS)
+        if value not in choices:
+            raise UsageError(f"--ort-option {text!r}: {name} is one of {', '.join(choices)}")
+        if name in values:
+            raise UsageError(f"--ort-option {name} is given twice")
+        values[name] = _FLAGS.get(value, value)
+    return CudaOptions(**values)

@@ -1,12 +1,20 @@
-"""Names of devices and runtimes as users write them, and the CPUs that this process may use.
+"""The devices of this machine: CPUs that the process may use, device names, the NVIDIA driver and its GPUs.
 
 A device name is `auto`, `cpu`, `cuda` or `cuda:N`; a list of GPUs may be written as numbers, such as `0,1`.
+
+The driver is read by NVML (NVIDIA Management Library) through nvidia-ml-py (module `pynvml`), which is pure Python and
+loads the driver's library on the first call: neither CUDA nor torch is imported. NVML numbers GPUs by PCI bus and
+ignores CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from opal_deploy.errors import UsageError
 
@@ -15,7 +23,22 @@ if TYPE_CHECKING:
 
 # default batch sizes
 CPU_BATCH, GPU_BATCH = 8, 64
+T = TypeVar("T")
+LIBRARY = "libnvidia-ml.so.1"
+NO_GPU_ADVICE = "install the NVIDIA driver (in a container: docker run --gpus all)"
 
+# why a GPU's clocks are not the highest (nvmlClocksEventReasons), by bit
+_CLOCK_REASONS = {
+    0x001: "gpu_idle",
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
 _EXPECTED = "expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"
 
 
@@ -33,7 +56,7 @@ def available_cpu_ids() -> set[int]:
 
 
 def parse_device(device: str) -> tuple[str, int]:
-    """Split one device name into its kind (`auto`, `cpu` or `cuda`) and its number, 0 where none is given.
+    """Return a device name's kind (`auto`, `cpu` or `cuda`) and number, 0 by default.
 
     Raises:
         UsageError: not a device name.
@@ -45,7 +68,7 @@ def parse_device(device: str) -> tuple[str, int]:
 
 
 def split_devices(devices: str) -> list[str]:
-    """Return one device name for each session: numbers become `cuda:N`, a name stays as it is.
+    """Return one device name per session: numbers become `cuda:N`, a name stays.
 
     Raises:
         UsageError: neither a device name nor a list of different numbers.
@@ -73,3 +96,180 @@ def default_workers(cores: int | None = None) -> int:
     """
     cores = cores or available_cpus()
     return max(cores - 2, min(cores, 2))
+
+
+def is_importable(module: str) -> bool:
+    """Return whether a package is installed, without importing it; an empty folder left behind does not count."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return False
+    return found is not None and found.origin is not None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        index: number, counted from 0.
+        name: the driver's name for it, such as `NVIDIA H200`.
+        memory: bytes; None where the driver does not report it (shared memory, MIG).
+        compute_capability: (major, minor).
+    """
+
+    index: int
+    name: str
+    memory: int | None
+    compute_capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The NVIDIA driver of this machine.
+
+    Attributes:
+        version: version such as `580.95.05`; None without a driver.
+        cuda: the newest CUDA (major, minor) that the driver runs.
+        gpus: the GPUs that answer.
+        problem: what is wrong, in one line; empty if nothing is.
+    """
+
+    version: str | None = None
+    cuda: tuple[int, int] | None = None
+    gpus: tuple[Gpu, ...] = ()
+    problem: str = ""
+
+
+class NvmlError(Exception):
+    """NVML cannot read a GPU; the message is NVML's own."""
+
+
+def read_driver() -> Driver:
+    """Return the driver and its GPUs. Never raises: what went wrong is in `Driver.problem`."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return Driver(problem=f"no NVIDIA driver found ({LIBRARY})")
+    except pynvml.NVMLError_FunctionNotFound as error:  # a stub of the library, or a driver of before 2012
+        return Driver(problem=f"{LIBRARY} is not usable: {error}")
+    except pynvml.NVMLError as error:
+        code = int(error.value)
+        return Driver(problem=f"the NVIDIA driver does not answer: {_error_text(code)} ({code})")
+    try:
+        return _read_gpus()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def find_gpu_problem() -> str:
+    """Return why there is no NVIDIA GPU here and what to do, for the end of an error; empty where there is one."""
+    driver = read_driver()
+    return "" if driver.gpus else f"{driver.problem}; {NO_GPU_ADVICE}, or use --device cpu"
+
+
+def _read_gpus() -> Driver:
+    import pynvml
+
+    version = _read(pynvml.nvmlSystemGetDriverVersion)
+    number = _read(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+    cuda = None if number is None else (number // 1000, number % 1000 // 10)
+    count = _read(pynvml.nvmlDeviceGetCount)
+    if count is None:
+        return Driver(version, cuda, problem="the NVIDIA driver does not list its GPUs")
+    gpus, lost = [], []
+    for index in range(count):
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name, capability = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        except pynvml.NVMLError:
+            lost.append(str(index))
+            continue
+        memory = _read(functools.partial(_total_memory, handle))
+        gpus.append(Gpu(index, name, memory, (capability[0], capability[1])))
+    problem = f"GPU {', '.join(lost)} does not answer (lost, or no permission)" if lost else ""
+    return Driver(version, cuda, tuple(gpus), problem or ("" if gpus else "the NVIDIA driver lists no GPU"))
+
+
+def _total_memory(handle: Any) -> int:
+    import pynvml
+
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+
+
+def _read(function: Callable[[], T]) -> T | None:
+    """Return what an NVML function reports, or None where the driver does not support it."""
+    import pynvml
+
+    try:
+        return function()
+    except pynvml.NVMLError:
+        return None
+
+
+def _error_text(code: int) -> str:
+    """Return the driver's own text for an error code, which says more than the package's."""
+    import pynvml
+
+    try:
+        return str(pynvml.nvmlErrorString(code))
+    except pynvml.NVMLError:
+        return str(pynvml.NVMLError(code))
+
+
+class GpuSensors:
+    """Clocks, power, temperature, utilisation and memory use of one GPU.
+
+    Attributes:
+        name: the driver's name for the GPU.
+    """
+
+    def __init__(self, index: int) -> None:
+        """Open a GPU.
+
+        Args:
+            index: CUDA's number for it, CUDA_VISIBLE_DEVICES applied.
+
+        Raises:
+            NvmlError: no driver, or no such GPU.
+        """
+        import pynvml
+
+        visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+        name = visible[index] if index < len(visible) else str(index)
+        try:
+            pynvml.nvmlInit()
+            by_index = name.isdigit()
+            self._handle = (
+                pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
+            )
+            self.name: str = pynvml.nvmlDeviceGetName(self._handle)
+        except pynvml.NVMLError as error:
+            raise NvmlError(str(error)) from None
+
+    def read(self) -> dict[str, float]:
+        """Return the present readings by name, with their units; what the GPU does not report is left out."""
+        import pynvml
+
+        handle = self._handle
+        readings: dict[str, Callable[[], float]] = {
+            "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+            "power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            "temperature_celsius": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+            "utilisation_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "memory_used_mb": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6,
+        }
+        values = {name: _read(function) for name, function in readings.items()}
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+    def read_clock_reasons(self) -> list[str] | None:
+        """Return the reasons for which the clocks are not at their highest; None where the GPU does not report them."""
+        import pynvml
+
+        bits = _read(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))
+        if bits is None:  # drivers before 535 have it under its old name
+            bits = _read(lambda: int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
+        return None if bits is None else [name for bit, name in _CLOCK_REASONS.items() if bits & bit]

@@ -1,13 +1,12 @@
 """The runtimes installed on this machine: which of them can run inference, on what, and what to do about the others.
 
 Nothing here imports torch or a runtime into this process: onnxruntime and TensorRT are imported in a child process, so
-that a broken installation becomes one status among others. `nvml.read_driver` reports the driver and the GPUs.
+that a broken installation becomes one status among others.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
@@ -15,13 +14,13 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from opal_deploy.runtime import cuda_libraries
-from opal_deploy.runtime.nvml import NO_GPU_ADVICE, Driver
+from opal_deploy.runtime.devices import NO_GPU_ADVICE, Driver, is_importable
 
+# what inference may be required to run on
+RequiredDevice = Literal["cpu", "gpu", "any"]
 # the lowest compute capability that each CUDA major version has kernels for
 OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
 # what PyTorch calls on the CPU, unless CXX names another
@@ -37,13 +36,16 @@ NEVER_RUN = (
 _TENSORRT_PARTS = ("", "_bindings", "_libs")
 
 _ONNXRUNTIME_PROGRAM = """
-import ctypes, json, os, runpy, sys
+import ctypes, json, os, sys
 import onnxruntime as ort
 providers = ort.get_available_providers()
 problem = ""
 if "CUDAExecutionProvider" in providers:
     try:
-        runpy.run_path(sys.argv[1])["load_cuda_libraries"]()
+        # last on the path: nothing beside opal_deploy may be imported instead of what is installed
+        sys.path.append(sys.argv[1])
+        from opal_deploy.runtime.cuda import load_cuda_libraries
+        load_cuda_libraries()
         folder = os.path.join(os.path.dirname(ort.__file__), "capi")
         ctypes.CDLL(os.path.join(folder, "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(os.path.join(folder, "libonnxruntime_providers_cuda.so"))
@@ -60,14 +62,6 @@ module = importlib.import_module(sys.argv[1])
 print()
 print(json.dumps({"version": module.__version__}))
 """
-
-
-class Device(StrEnum):
-    """A device that inference may be required to run on."""
-
-    cpu = "cpu"
-    gpu = "gpu"
-    any = "any"
 
 
 @dataclass(frozen=True)
@@ -91,9 +85,9 @@ class RuntimeStatus:
     advice: str = ""
     providers: tuple[str, ...] = ()
 
-    def usable(self, device: Device) -> bool:
+    def usable(self, device: RequiredDevice) -> bool:
         """Return whether inference can run on a device with this runtime."""
-        return {Device.cpu: self.cpu, Device.gpu: self.gpu, Device.any: self.cpu or self.gpu}[device]
+        return {"cpu": self.cpu, "gpu": self.gpu, "any": self.cpu or self.gpu}[device]
 
 
 def installed_version(*distributions: str) -> str | None:
@@ -106,15 +100,6 @@ def installed_version(*distributions: str) -> str | None:
     return None
 
 
-def is_importable(module: str) -> bool:
-    """Return whether a package is installed, without importing it; an empty folder left behind does not count."""
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return False
-    return found is not None and found.origin is not None
-
-
 def query_onnxruntime(timeout: float = 60) -> dict[str, Any]:
     """Import onnxruntime in a child process and return what it reports.
 
@@ -122,7 +107,7 @@ def query_onnxruntime(timeout: float = 60) -> dict[str, Any]:
         `version`, `providers`, `cuda` and `problem` (why its CUDA libraries do not load, or empty); `problem` alone
         where the import fails or takes more than `timeout` seconds.
     """
-    return _run_program(_ONNXRUNTIME_PROGRAM, cuda_libraries.__file__, timeout=timeout)
+    return _run_program(_ONNXRUNTIME_PROGRAM, str(Path(__file__).parents[2]), timeout=timeout)
 
 
 def _run_program(program: str, *arguments: str, timeout: float = 60) -> dict[str, Any]:
@@ -278,9 +263,14 @@ def find_compile_problem(*, gpu: bool) -> tuple[str, str]:
     if not any(shutil.which(name) for name in ((chosen,) if chosen else names)):
         found = f"{variable}={chosen} is not there" if chosen else f"{' or '.join(names)} not found"
         return f"torch.compile needs a {language} compiler ({found})", f"install {names[0]}"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+    if not has_python_headers():
         return "torch.compile needs Python's C headers (Python.h), not installed", "install python3-dev"
     return "", ""
+
+
+def has_python_headers() -> bool:
+    """Return whether Python's C headers are installed."""
+    return Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 def _inspect_torch(driver: Driver) -> RuntimeStatus:

@@ -1,7 +1,15 @@
-"""A session on an ONNX file in ONNX Runtime, on the CPU; `cuda_session` has the one on an NVIDIA GPU.
+"""Sessions on an ONNX file in ONNX Runtime, on the CPU or an NVIDIA GPU.
 
-It uses as many threads as the process may (its affinity, not the machine's count). TensorRT's provider is not used:
-ONNX Runtime 1.31 links TensorRT 10.
+On the CPU a session uses as many threads as the process may (its affinity, not the machine's count). TensorRT's
+provider is not used: ONNX Runtime 1.31 links TensorRT 10.
+
+The session on a GPU was never run on hardware when this was written. Inputs and outputs are device memory of the
+pipeline (`runtime.pipeline`), bound once; ONNX Runtime queues its kernels on the pipeline's stream and waits for
+nothing, so that the thread that submits a batch is free while the GPU computes it. TF32 is off.
+
+Since ONNX Runtime 1.20 a convolution keeps the cuDNN plan of the last shape only, and making another takes longer than
+the computation (its issue 23006: 15 times as long). So batches are padded to a few sizes, and each size has its own
+session, whose shapes never change.
 """
 
 from __future__ import annotations
@@ -9,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +25,22 @@ import numpy as np
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import FloatArray, Outputs
-from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, first_line, require
+from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, TensorSpec, tensor_specs
+from opal_deploy.errors import (
+    ArtifactError,
+    OpalError,
+    OutOfMemory,
+    StoppedEarly,
+    UsageError,
+    first_line,
+    require,
+)
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime.cuda_options import CudaOptions
-from opal_deploy.runtime.devices import available_cpus, parse_device
-from opal_deploy.runtime.nvml import find_gpu_problem, read_driver
+from opal_deploy.runtime.cuda import Cuda, CudaOptions, Stream, load_cuda_libraries
+from opal_deploy.runtime.devices import available_cpus, find_gpu_problem, parse_device, read_driver
+from opal_deploy.runtime.pipeline import BufferSet, PipelineSession
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
+from opal_deploy.runtime.verification import verify_test_vectors
 
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
@@ -36,18 +53,21 @@ _OUT_OF_MEMORY = (
     "bad_alloc",
     "bad allocation",
 )
+BATCH_SIZES = (1, 8, 64, 256)
+# where bound memory lies, in ONNX Runtime's words
+_DEVICE_TYPE = "cuda"
 
 
 class OnnxSession:
     """An exported graph in ONNX Runtime; on a GPU, `OnnxSession(...)` is a `CudaOnnxSession`.
 
     Attributes:
-        metadata: from the file.
+        metadata: the file's metadata.
         description: engine, device, threads, precision.
         device: `cpu` or `cuda:N`.
-        threads: of the CPU provider.
-        batch_invariant: whether an image's scores and cells are the same to the last bit in a batch of any size. The
-            CPU's kernels take each image by itself; a GPU's are chosen by the batch size. Logits may differ by 1e-7.
+        threads: threads of the CPU provider.
+        batch_invariant: whether an image's scores and cells are bit-identical in batches of any size. The CPU's kernels
+            take each image by itself; a GPU's are chosen by batch size. Logits may differ by 1e-7.
     """
 
     device = "cpu"
@@ -56,8 +76,6 @@ class OnnxSession:
     def __new__(cls, path: Path, *, device: str = "auto", **options: Any) -> OnnxSession:
         """Choose the class by the device."""
         if cls is OnnxSession and _runs_on_cuda(device):
-            from opal_deploy.runtime.cuda_session import CudaOnnxSession
-
             return super().__new__(CudaOnnxSession)
         return super().__new__(cls)
 
@@ -73,14 +91,14 @@ class OnnxSession:
         """Load a file of `opal-deploy export`.
 
         Args:
-            path: of the ONNX file.
+            path: the ONNX file.
             device: `cpu`, `cuda`, `cuda:1`, or `auto`: the GPU if ONNX Runtime can use one.
-            threads: of the CPU provider; None: as many as this process may use.
+            threads: threads of the CPU provider; None: as many as this process may use.
             check_digest: compare the file with its own digest first.
-            cuda_options: of the CUDA provider; the CPU ignores them.
+            cuda_options: options of the CUDA provider; the CPU ignores them.
 
         Raises:
-            ArtifactError: not a file of ours, damaged, or refused by ONNX Runtime.
+            ArtifactError: not an exported file, damaged, or refused by ONNX Runtime.
             MissingExtra: onnxruntime is not installed, or on a GPU cuda-bindings.
             UsageError: the requested GPU cannot be used.
         """
@@ -90,12 +108,12 @@ class OnnxSession:
             onnx_file.check_digest(path, self.metadata)
         self._path = path
         self.threads = threads or available_cpus()
-        self._start(parse_device(device)[1])
+        self._load_on_device(parse_device(device)[1])
         import onnxruntime
 
         self.description = f"ONNX Runtime {onnxruntime.__version__} on {self._where()}, {self.metadata.precision}"
 
-    def _start(self, index: int) -> None:
+    def _load_on_device(self, index: int) -> None:
         """Load the graph on the device of this number."""
         self._session = self._load([CPU])
 
@@ -114,14 +132,14 @@ class OnnxSession:
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        # waiting threads must not burn the cores that decode the next images
+        # waiting threads must leave the cores to those that decode the next images
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if providers[0] == CPU and self.metadata.precision == "int8":
-            # the fused int8 kernels add up in 16 bits on processors without VNNI, and saturate; plain quantise and
-            # dequantise nodes around float32 operations give every processor the results of exact int8 arithmetic
+            # on processors without VNNI the fused int8 kernels add up in 16 bits and saturate; plain quantise and
+            # dequantise nodes around float32 operations give the results of exact int8 arithmetic everywhere
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         try:
-            # its own fallback to the CPU prints on stdout, where a machine reads records
+            # its own fallback to the CPU prints on stdout, where records go
             return onnxruntime.InferenceSession(str(self._path), options, providers=providers, enable_fallback=0)
         except Exception as error:  # ONNX Runtime exports no base class of its exceptions
             if self.metadata.precision == "bf16":
@@ -156,10 +174,7 @@ class OnnxSession:
 
     def _run(self, feed: np.ndarray[Any, Any]) -> Outputs:
         with translate_errors(len(feed)):
-            return self._outputs(self._run_cpu(feed, self.metadata.outputs))
-
-    def _outputs(self, values: list[Any]) -> Outputs:
-        return Outputs.from_arrays(dict(zip(self.metadata.outputs, values, strict=True)))
+            return Outputs.from_arrays(dict(zip(self.metadata.outputs, self._run_cpu(feed), strict=True)))
 
     def prepare_input(self, images: ImageBatch) -> np.ndarray[Any, Any]:
         """Return the graph's input for images: the images, or float32 [N, 3, H0, W0] normalised."""
@@ -168,13 +183,134 @@ class OnnxSession:
             return normalise(images, self.metadata.mean, self.metadata.std)
         return np.ascontiguousarray(images)
 
-    def _run_cpu(self, feed: np.ndarray[Any, Any], names: tuple[str, ...]) -> list[Any]:
-        return list(self._session.run(list(names), {"images": feed}))
+    def _run_cpu(self, feed: np.ndarray[Any, Any]) -> list[Any]:
+        return list(self._session.run(list(self.metadata.outputs), {INPUT: feed}))
+
+
+class OnnxKernels:
+    """The `Kernels` of an ONNX file: one ONNX Runtime session per batch size, made when it first occurs."""
+
+    def __init__(self, load: Callable[[], Any], specs: dict[str, TensorSpec], index: int) -> None:
+        """Load the first session, so that a graph that does not load fails now.
+
+        Args:
+            load: returns another session on the pipeline's stream.
+            specs: the graph's tensors.
+            index: the device's number.
+        """
+        self._load, self._specs, self._index = load, specs, index
+        self._sizes = list(BATCH_SIZES)
+        self._unused: list[Any] = [load()]
+        self._sessions: dict[int, Any] = {}
+        # binding and run options, by the number of the set of buffers
+        self._bindings: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def max_rows(self) -> int:
+        """See `Kernels.max_rows`."""
+        return self._sizes[-1]
+
+    def add_size(self, size: int) -> None:
+        """Execute batches of this size as they are."""
+        self._sizes = sorted({*self._sizes, size})
+
+    def rows(self, images: int) -> int:
+        """See `Kernels.rows`: the next larger size."""
+        return next(size for size in self._sizes if size >= images)
+
+    def capacity(self, rows: int) -> int:
+        """See `Kernels.capacity`; each size has buffers of its own, which stay bound."""
+        return rows
+
+    def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
+        """See `Kernels.enqueue`; the stream is the one that the sessions were loaded with."""
+        with translate_errors(rows):
+            if buffers.number not in self._bindings:
+                self._bindings[buffers.number] = self._bind(buffers, rows)
+            binding, options = self._bindings[buffers.number]
+            self._sessions[rows].run_with_iobinding(binding, options)
+
+    def close(self) -> None:
+        """See `Kernels.close`."""
+        self._bindings.clear()
+        self._sessions.clear()
+        self._unused.clear()
+
+    def _bind(self, buffers: BufferSet, rows: int) -> tuple[Any, Any]:
+        import onnxruntime
+
+        if rows not in self._sessions:
+            self._sessions[rows] = self._unused.pop() if self._unused else self._load()
+        binding = self._sessions[rows].io_binding()
+        for name, address in buffers.device.items():
+            shape, dtype = self._specs[name]
+            bind = binding.bind_input if name == INPUT else binding.bind_output
+            bind(name, _DEVICE_TYPE, self._index, dtype, (rows, *shape), address)
+        options = onnxruntime.RunOptions()
+        # the pipeline waits for an event after the copies of the outputs instead
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        # a CUDA graph, if there are any, belongs to the addresses that it was recorded with
+        options.add_run_config_entry("gpu_graph_id", str(buffers.number))
+        return binding, options
+
+
+class CudaOnnxSession(PipelineSession, OnnxSession):
+    """An exported graph in ONNX Runtime on a GPU; `OnnxSession(path, device="cuda")` makes one."""
+
+    batch_invariant = False
+
+    def __init__(self, path: Path, *, cuda_options: CudaOptions | None = None, **options: Any) -> None:
+        """Load a file of `opal-deploy export`; see `OnnxSession`.
+
+        Raises:
+            VerificationError: with these options the file does not reproduce its own test vectors.
+        """
+        self._cuda_options = cuda_options or CudaOptions()
+        super().__init__(path, **options)
+        if str(self._cuda_options):
+            self.description += f", {self._cuda_options}"
+            if self.metadata.test_vectors:
+                verify_test_vectors(self, str(path))
+
+    def _load_on_device(self, index: int) -> None:
+        load_cuda_libraries()
+        cuda = Cuda(index, "gpu")
+        self.device, self._index = f"cuda:{index}", index
+        stream = cuda.create_stream()
+        self._provider_options = {
+            "device_id": str(index),
+            "use_tf32": "0",
+            "user_compute_stream": str(int(stream)),
+            **self._cuda_options.provider_options(),
+        }
+        self._sizes = OnnxKernels(self._load_on_gpu, tensor_specs(self.metadata), index)
+        self._start_pipeline(cuda, self._sizes, stream)
+
+    def _where(self) -> str:
+        return f"CUDA device {self._index}"
+
+    def _load_on_gpu(self) -> Any:
+        session = self._load([(CUDA, self._provider_options), CPU])
+        providers = session.get_providers()
+        if CUDA not in providers:
+            raise UsageError(
+                f"ONNX Runtime could not start on CUDA device {self._index} and fell back to {providers[0]}; "
+                "see `opal-deploy doctor`, or use --device cpu"
+            )
+        return session
+
+    def add_batch_size(self, size: int) -> None:
+        """See `PaddingSession.add_batch_size`."""
+        self._sizes.add_size(size)
+
+    def run_normalised(self, images: FloatArray) -> Outputs:
+        """Run float32 [N, 3, H0, W0], already normalised; only for a graph whose input is float32."""
+        return self._run_batch(np.asarray(images))
 
 
 @contextlib.contextmanager
 def translate_errors(batch: int) -> Iterator[None]:
-    """Turn whatever ONNX Runtime raises for a batch of so many images into OutOfMemory or StoppedEarly."""
+    """Turn whatever ONNX Runtime raises for a batch of `batch` images into OutOfMemory or StoppedEarly."""
     try:
         yield
     except OpalError:
@@ -187,7 +323,7 @@ def translate_errors(batch: int) -> Iterator[None]:
 
 
 def _find_reason(error: Exception) -> str:
-    """Return the part of an error that is for people: CUDA's words, or the first line."""
+    """Return the readable part of an error: CUDA's words, or the first line."""
     words = re.search(r"CU[A-Z]+ failure \d+: [^;\n]+", str(error))
     return words[0].strip() if words else first_line(error)
 

@@ -1,8 +1,8 @@
-"""Batches on an NVIDIA GPU: buffers on host and device, streams, and several batches in flight.
+"""Batches in flight on an NVIDIA GPU: buffers on host and device, and two streams.
 
-Two streams: one copies images to the device, one runs the kernels and copies their outputs back, so that the next
-images arrive while a batch is computed. Whatever runs the kernels (an engine, ONNX Runtime) is a `Kernels`. Host
-buffers are page-locked; images that lie in memory which the caller registered are copied from there.
+One stream copies images to the device, the other runs the kernels and copies their outputs back, so that the next
+images arrive while a batch is computed. `Kernels` stands for what computes (an engine, ONNX Runtime, a compiled
+checkpoint). Host buffers are page-locked; images in memory that the caller registered are copied from there.
 """
 
 from __future__ import annotations
@@ -19,40 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda import Cuda, Event, Stream
-from opal_deploy.runtime.session import BatchTimes
+from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 
-INPUT = "images"
-# batches in flight: one that is computed, one that is copied or waits, and one for a host that is late
+# batches in flight: one computed, one copied or waiting, and one in case the host is late
 DEPTH = 3
-TensorSpec = tuple[tuple[int, ...], np.dtype[Any]]
-
-
-def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
-    """Return the shape of one image's part, and the dtype, of every input and output that the metadata promises."""
-    height, width = metadata.input_size
-    channels = metadata.num_prototypes
-    k, m = metadata.max_top, metadata.prototypes_per_class
-    shapes: dict[str, tuple[int, ...]] = {
-        "logits": (metadata.num_classes,),
-        "argmax": (channels,),
-        "scores": (channels,),
-        "attention": (channels, *metadata.grid),
-        "top_classes": (k,),
-        "top_logits": (k,),
-        "top_scores": (k, m),
-        "top_cells": (k, m),
-        "score_norm": (),
-    }
-    specs: dict[str, TensorSpec] = {INPUT: ((height, width, 3), np.dtype(np.uint8))}
-    if metadata.input_kind == "float32":
-        specs[INPUT] = (3, height, width), np.dtype(np.float32)
-    for name in metadata.outputs:
-        specs[name] = shapes[name], np.dtype(np.int32 if name in ("argmax", "top_classes", "top_cells") else np.float32)
-    return specs
 
 
 @dataclass(eq=False)
@@ -60,13 +34,13 @@ class BufferSet:
     """The memory of one batch in flight.
 
     Attributes:
-        number: differs between any two sets of a pipeline.
-        rows: the number of images that it has room for.
+        number: unique within a session.
+        rows: images that the buffers have room for.
         device: addresses on the device, by tensor.
         host: page-locked arrays, by tensor.
-        copied: the event after which the images are on the device.
-        done: the event after which the outputs are on the host.
-        images: how many images are in flight.
+        copied: event after which the images are on the device.
+        done: event after which the outputs are on the host.
+        images: images in flight.
         source: the images, where they are copied from the caller's memory.
     """
 
@@ -89,11 +63,11 @@ class Kernels(Protocol):
         ...
 
     def rows(self, images: int) -> int:
-        """Return the number of images that is executed for a part of so many; the outputs of the others are dropped."""
+        """Return the number of images to execute for a part of `images`; the outputs of the others are dropped."""
         ...
 
     def capacity(self, rows: int) -> int:
-        """Return the number of images that the buffers of such a part have room for."""
+        """Return the number of images that the buffers for a part of `rows` have room for."""
         ...
 
     def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
@@ -105,7 +79,7 @@ class Kernels(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what belongs to sets of buffers; these are freed next."""
+        """Free what belongs to sets of buffers, before these are freed."""
         ...
 
 
@@ -125,20 +99,29 @@ class _RunningPart:
     buffers: BufferSet
 
 
-class Pipeline:
-    """Runs batches of any size on one GPU, from one thread at a time."""
+class PipelineSession:
+    """The part of a session on a GPU that is the same whatever computes the batches; called from one thread at a time.
 
-    def __init__(self, cuda: Cuda, metadata: Metadata, kernels: Kernels, stream: Stream) -> None:
-        """Allocate nothing yet; see `reserve`.
+    A subclass calls `_start_pipeline` when the model is loaded.
+
+    Attributes:
+        metadata: the model's metadata.
+    """
+
+    metadata: Metadata
+    # until the pipeline is started, and again after `close`
+    _closed = True
+
+    def _start_pipeline(self, cuda: Cuda, kernels: Kernels, stream: Stream) -> None:
+        """Make the session ready for batches; buffers are allocated when they are needed, or by `_reserve`.
 
         Args:
             cuda: the GPU.
-            metadata: of the model; names, shapes and dtypes of the tensors are built from it.
-            kernels: compute the batches; the pipeline closes them.
-            stream: for the kernels; the pipeline destroys it.
+            kernels: compute the batches; `close` closes them.
+            stream: for the kernels; `close` destroys it.
         """
-        self._cuda, self._metadata, self._kernels = cuda, metadata, kernels
-        self._specs = tensor_specs(metadata)
+        self._cuda, self._kernels = cuda, kernels
+        self._specs = tensor_specs(self.metadata)
         self._copy_stream, self._compute_stream = cuda.create_stream(), stream
         self._buffers: dict[int, list[BufferSet]] = {}
         self._numbers = itertools.count()
@@ -148,81 +131,28 @@ class Pipeline:
         self._registered: dict[int, tuple[int, bool]] = {}
         self._closed = False
 
-    def reserve(self, rows: int) -> None:
-        """Allocate all buffers for parts of `rows` images, so that want of memory shows now.
+    def _prepare(self, images: ImageBatch) -> None:
+        """Check a batch, and make ready for its size, before it begins."""
+        check_batch(images, self.metadata)
 
-        Raises:
-            OutOfMemory: the buffers do not fit.
-        """
-        capacity = self._kernels.capacity(rows)
-        buffers = self._buffers.setdefault(capacity, [])
-        while len(buffers) < DEPTH:
-            buffers.append(self._allocate(capacity))
+    @property
+    def depth(self) -> int:
+        """See `PipelinedSession.depth`."""
+        return DEPTH
 
-    def submit(self, images: NDArray[Any]) -> PendingBatch:
-        """Begin a batch of N images in the model's input layout, or uint8 [N, H0, W0, 3] for any model.
+    def run(self, images: ImageBatch) -> Outputs:
+        """See `Session.run`."""
+        self._prepare(images)
+        return self._run_batch(images)
 
-        A batch that takes several executions waits for room while others are in flight.
+    def submit(self, images: ImageBatch) -> PendingBatch:
+        """See `PipelinedSession.submit`; a batch that takes several executions waits for its first parts."""
+        self._prepare(images)
+        return self._submit(images)
 
-        Raises:
-            StoppedEarly: the kernels or the device failed. OutOfMemory: memory is full.
-            ValueError: `DEPTH` batches are in flight.
-        """
-        if self._closed:
-            raise ValueError("the session is closed")
-        self._forget_dropped()
-        if len(self._pending) >= DEPTH:
-            raise ValueError(f"{DEPTH} batches are in flight; collect one first")
-        self._cuda.make_current()
-        batch = PendingBatch()
-        with self._drop_on_failure(batch):
-            size = self._kernels.max_rows
-            for start in range(0, len(images), size):
-                part = images[start : start + size]
-                if len(self._running) == DEPTH:
-                    self._finish_oldest()
-                buffers = self._find_free(self._kernels.capacity(self._kernels.rows(len(part))))
-                self._start(buffers, part)
-                self._running.append(_RunningPart(weakref.ref(batch), len(batch.parts), buffers))
-                batch.parts.append(None)
-        self._pending.append(weakref.ref(batch))
-        return batch
-
-    def collect(self, handle: object) -> Outputs:
-        """Wait for the oldest batch in flight and return its outputs.
-
-        Raises:
-            StoppedEarly: the device failed. ValueError: another batch is the oldest.
-        """
-        self._forget_dropped()
-        batch = self._pending[0]() if self._pending else None
-        if batch is None or batch is not handle:
-            raise ValueError("batches are collected once, in the order in which they were submitted")
-        self._pending.popleft()
-        self._cuda.make_current()
-        with self._drop_on_failure(batch):
-            while None in batch.parts:
-                self._finish_oldest()
-        parts = [part for part in batch.parts if part is not None]
-        return parts[0] if len(parts) == 1 else Outputs.concatenate(parts)
-
-    def run(self, images: NDArray[Any]) -> Outputs:
-        """Return the outputs for N images; see `submit`.
-
-        Raises:
-            StoppedEarly: the kernels or the device failed. OutOfMemory: memory is full.
-            ValueError: batches are in flight.
-        """
-        self._check_idle()
-        return self.collect(self.submit(images))
-
-    def run_staged(self, images: NDArray[Any]) -> tuple[Outputs, BatchTimes]:
-        """Return the outputs and the time of each stage, on one stream, in which nothing overlaps.
-
-        Raises:
-            StoppedEarly: the kernels or the device failed. OutOfMemory: memory is full.
-            ValueError: batches are in flight.
-        """
+    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
+        """See `StagedSession.run_staged`; everything runs on one stream, where nothing overlaps."""
+        self._prepare(images)
         self._check_idle()
         self._cuda.make_current()
         events = tuple(self._cuda.create_timed_event() for _ in range(4))
@@ -253,8 +183,69 @@ class Pipeline:
             self._cuda.destroy(events=events)
         return Outputs.concatenate(parts), BatchTimes(*seconds)
 
-    def register(self, address: int, size: int) -> bool:
-        """Page-lock host memory, from which batches are then copied directly; return whether it is locked."""
+    def _reserve(self, rows: int) -> None:
+        """Allocate all buffers for parts of `rows` images, so that a lack of memory shows now.
+
+        Raises:
+            OutOfMemory: the buffers do not fit.
+        """
+        capacity = self._kernels.capacity(rows)
+        buffers = self._buffers.setdefault(capacity, [])
+        while len(buffers) < DEPTH:
+            buffers.append(self._allocate(capacity))
+
+    def _submit(self, images: NDArray[Any]) -> PendingBatch:
+        """Begin a batch of N images in the model's input layout, or uint8 [N, H0, W0, 3] for any model.
+
+        A batch that takes several executions waits for room while others are in flight.
+
+        Raises:
+            StoppedEarly: the kernels or the device failed. OutOfMemory: memory is full.
+            ValueError: `DEPTH` batches are in flight.
+        """
+        self._check_open()
+        self._forget_dropped()
+        if len(self._pending) >= DEPTH:
+            raise ValueError(f"{DEPTH} batches are in flight; collect one first")
+        self._cuda.make_current()
+        batch = PendingBatch()
+        with self._drop_on_failure(batch):
+            size = self._kernels.max_rows
+            for start in range(0, len(images), size):
+                part = images[start : start + size]
+                if len(self._running) == DEPTH:
+                    self._finish_oldest()
+                buffers = self._find_free(self._kernels.capacity(self._kernels.rows(len(part))))
+                self._start_part(buffers, part)
+                self._running.append(_RunningPart(weakref.ref(batch), len(batch.parts), buffers))
+                batch.parts.append(None)
+        self._pending.append(weakref.ref(batch))
+        return batch
+
+    def collect(self, handle: object) -> Outputs:
+        """See `PipelinedSession.collect`."""
+        self._check_open()
+        self._forget_dropped()
+        batch = self._pending[0]() if self._pending else None
+        if batch is None or batch is not handle:
+            raise ValueError("batches are collected once, in the order in which they were submitted")
+        self._pending.popleft()
+        self._cuda.make_current()
+        with self._drop_on_failure(batch):
+            while None in batch.parts:
+                self._finish_oldest()
+        parts = [part for part in batch.parts if part is not None]
+        return parts[0] if len(parts) == 1 else Outputs.concatenate(parts)
+
+    def _run_batch(self, images: NDArray[Any]) -> Outputs:
+        """Return the outputs for N images; see `_submit`."""
+        self._check_idle()
+        # not the subclass's, which may do more
+        return PipelineSession.collect(self, self._submit(images))
+
+    def register_buffer(self, address: int, size: int) -> bool:
+        """See `PinningSession.register_buffer`."""
+        self._check_open()
         self._cuda.make_current()
         try:
             self._registered[address] = size, self._cuda.register(address, size)
@@ -262,8 +253,9 @@ class Pipeline:
             return False
         return True
 
-    def unregister(self, address: int) -> None:
-        """Unlock memory of `register`, when nothing copies from it any more; other addresses are ignored."""
+    def unregister_buffer(self, address: int) -> None:
+        """See `PinningSession.unregister_buffer`."""
+        self._check_open()
         _, locked_here = self._registered.pop(address, (0, False))
         if locked_here:
             self._cuda.make_current()
@@ -275,11 +267,11 @@ class Pipeline:
         """Free device and page-locked memory, streams and events."""
         if self._closed:
             return
-        self._closed = True
         self._cuda.make_current()
         self._synchronize()
         for address in tuple(self._registered):
-            self.unregister(address)
+            self.unregister_buffer(address)
+        self._closed = True
         self._kernels.close()
         for buffers in itertools.chain.from_iterable(self._buffers.values()):
             self._free(buffers)
@@ -288,7 +280,17 @@ class Pipeline:
         self._running.clear()
         self._pending.clear()
 
+    def __del__(self) -> None:
+        # at the interpreter's end the libraries may be gone already, and the memory with them
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the session is closed")
+
     def _check_idle(self) -> None:
+        self._check_open()
         self._forget_dropped()
         if self._pending:
             raise ValueError("batches are in flight; collect them first")
@@ -356,7 +358,7 @@ class Pipeline:
             self._cuda.free_pinned(array)
         self._cuda.destroy(events=(buffers.copied, buffers.done))
 
-    def _start(self, buffers: BufferSet, images: NDArray[Any]) -> None:
+    def _start_part(self, buffers: BufferSet, images: NDArray[Any]) -> None:
         """Queue copies and kernels of one part."""
         self._cuda.copy_to_device(buffers.device[INPUT], self._fill(buffers, images), self._copy_stream)
         self._cuda.record(buffers.copied, self._copy_stream)
@@ -372,8 +374,8 @@ class Pipeline:
         if self._is_registered(images, pinned.dtype):
             buffers.source = images
             return images
-        if images.dtype == np.uint8 and self._metadata.input_kind == "float32":
-            pinned[:] = normalise(images, self._metadata.mean, self._metadata.std)
+        if images.dtype == np.uint8 and self.metadata.input_kind == "float32":
+            pinned[:] = normalise(images, self.metadata.mean, self.metadata.std)
         else:
             pinned[:] = images
         return pinned
@@ -388,7 +390,7 @@ class Pipeline:
         )
 
     def _copy_outputs(self, buffers: BufferSet) -> None:
-        for name in self._metadata.outputs:
+        for name in self.metadata.outputs:
             host = buffers.host[name][: buffers.images]
             self._cuda.copy_to_host(host, buffers.device[name], self._compute_stream)
 
@@ -396,5 +398,5 @@ class Pipeline:
         self._cuda.synchronize_event(buffers.done)
         buffers.source = None
         # copies, since the buffers are used again
-        outputs = {name: buffers.host[name][: buffers.images].copy() for name in self._metadata.outputs}
+        outputs = {name: buffers.host[name][: buffers.images].copy() for name in self.metadata.outputs}
         return Outputs.from_arrays(outputs)

@@ -14,7 +14,7 @@ from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.options import RuntimeName
 from opal_deploy.runtime.devices import split_devices
 from opal_deploy.runtime.session import Session
-from opal_deploy.runtime.tensorrt.compatibility import find_doubt
+from opal_deploy.runtime.tensorrt import find_doubt
 
 _KINDS = {
     "onnxruntime": "onnx",
@@ -81,7 +81,7 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
 
         return TorchSession(path, device=device, threads=threads)
     if kind == "engine":
-        from opal_deploy.runtime.tensorrt.session import EngineSession
+        from opal_deploy.runtime.engine_session import EngineSession
 
         return EngineSession(path, device=device, cuda_graphs=cuda_graphs)
     if kind != "onnx":

@@ -17,7 +17,7 @@ from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, first_line
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.head import HeadOutputs
-from opal_deploy.runtime.nvml import find_gpu_problem
+from opal_deploy.runtime.devices import find_gpu_problem
 from opal_deploy.runtime.session import ImageBatch, check_batch
 
 

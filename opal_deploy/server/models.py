@@ -17,6 +17,7 @@ from PIL import Image
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import ENGINE_SUFFIX, ONNX_SUFFIX
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import tensor_specs
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.drawings import DrawingPool, DrawTask
 from opal_deploy.inference.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
@@ -24,7 +25,6 @@ from opal_deploy.inference.service import Service, ServiceObserver
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Request
-from opal_deploy.runtime.pipeline import tensor_specs
 from opal_deploy.runtime.session import Session
 from opal_deploy.server.admission import AdmissionLimit, HttpError
 from opal_deploy.server.options import ServeOptions

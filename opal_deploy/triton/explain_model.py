@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.outputs import INPUT, Outputs
 from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
 from opal_deploy.inference.decoding.pool import DecoderPool
@@ -26,7 +26,6 @@ from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Record
-from opal_deploy.runtime.pipeline import INPUT
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.verification import verify_test_vectors
 from opal_deploy.triton.model_config import MODEL_SHA256, TENSOR_MODEL

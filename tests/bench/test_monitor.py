@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from opal_deploy.bench.monitor import CpuSource, GpuSource, Monitor, SourceUnavailable, monitor_devices
-from opal_deploy.runtime.nvml import GpuSensors, NvmlError
+from opal_deploy.runtime.devices import GpuSensors, NvmlError
 
 
 class FakeSensors(GpuSensors):

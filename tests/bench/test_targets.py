@@ -22,8 +22,8 @@ from opal_deploy.bench.networks import (
 from opal_deploy.bench.targets import LoadedTarget, Setup, load_file, load_network
 from opal_deploy.errors import ArtifactError, OpalError, UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
-from opal_deploy.runtime.cuda_options import CudaOptions
-from opal_deploy.runtime.nvml import Driver
+from opal_deploy.runtime.cuda import CudaOptions
+from opal_deploy.runtime.devices import Driver
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import StagedSession, pinned
 from opal_deploy.synthetic import example_images

@@ -13,9 +13,8 @@ import pytest
 
 from opal_deploy.cli.doctor import doctor
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime import diagnostics, nvml
-from opal_deploy.runtime.diagnostics import Device
-from opal_deploy.runtime.nvml import Driver, Gpu
+from opal_deploy.runtime import devices, diagnostics
+from opal_deploy.runtime.devices import Driver, Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0)),))
@@ -39,7 +38,7 @@ def machine(monkeypatch):
         modules = {name.removesuffix("-gpu").removesuffix("-cu13").replace("-", "_") for name in versions}
         if "tensorrt-cu13-libs==11.4" in installed:
             modules |= {"tensorrt_libs", "tensorrt_bindings"}
-        monkeypatch.setattr(nvml, "read_driver", lambda: driver)
+        monkeypatch.setattr(devices, "read_driver", lambda: driver)
         monkeypatch.setattr(
             diagnostics, "installed_version", lambda *names: next((versions[n] for n in names if n in versions), None)
         )
@@ -67,7 +66,8 @@ def document(capsys):
 GPU_ONLY = ("onnxruntime-gpu==1.31.1",)
 ANY_CPU, ANY_GPU = "pip install 'opal-deploy[cpu]'", "pip install 'opal-deploy[gpu]'"
 NOTHING = {"cpu": ANY_CPU, "gpu": ANY_GPU, "any": ANY_CPU}
-CRASHED = dict.fromkeys(("cpu", "gpu", "any"), "crashed with signal 11")
+DEVICES = ("cpu", "gpu", "any")
+CRASHED = dict.fromkeys(DEVICES, "crashed with signal 11")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ CRASHED = dict.fromkeys(("cpu", "gpu", "any"), "crashed with signal 11")
 )  # fmt: skip
 def test_a_device_is_usable_or_refused_in_one_line(machine, document, installed, driver, answer, refusals):
     machine(*installed, driver=driver, answer=answer)
-    assert document()[0]["usable"] == {device.value: device not in refusals for device in Device}
-    for device in Device:
+    assert document()[0]["usable"] == {device: device not in refusals for device in DEVICES}
+    for device in DEVICES:
         if device not in refusals:
             doctor(require=device)
             continue
@@ -111,7 +111,7 @@ def test_hidden_gpus_are_not_usable(machine, document, monkeypatch, hidden):
 def test_both_onnxruntimes_are_a_warning_in_the_document_that_comes_before_a_refusal(machine, capsys):
     machine("onnxruntime==1.31.1", *GPU_ONLY, driver=NO_DRIVER, answer=CUDA)
     with pytest.raises(UsageError):
-        doctor(as_json=True, require=Device.gpu)
+        doctor(as_json=True, require="gpu")
     (warning,) = json.loads(capsys.readouterr().out)["warnings"]
     assert "overwrite each other's files" in warning
     assert "pip uninstall --yes onnxruntime onnxruntime-gpu" in warning
@@ -141,11 +141,15 @@ def test_people_read_stderr_and_find_what_never_ran(machine, capsys):
     ],
 )
 def test_checkpoints_can_be_compiled_or_not_and_a_gpu_without_tensorrt_is_told_what_it_lacks(
-    machine, document, monkeypatch, installed, driver, compiled, lost
+    machine, document, monkeypatch, tmp_path, installed, driver, compiled, lost
 ):
     machine(*installed, driver=driver)
-    monkeypatch.setattr(diagnostics.shutil, "which", lambda name: name)
-    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    for compiler in ("gcc", "g++"):
+        (tmp_path / compiler).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(diagnostics, "has_python_headers", lambda: True)
     assert f"`infer --runtime compiled` {compiled}" in document("torch")[1]["problem"]
     assert ("no other runtime fuses and times kernels" in document("tensorrt")[1]["problem"]) is lost
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.runtime.nvml import read_driver
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
+from opal_deploy.runtime.devices import read_driver
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version
 from tests.cli.calls import Opal
 
 pytestmark = [

@@ -14,7 +14,7 @@ import pytest
 import opal_deploy
 from opal_deploy import export_model
 from opal_deploy.model import checkpoint as checkpoints
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version
 from tests.cli.calls import Opal, one_line
 
 needs_rtx = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")

@@ -17,7 +17,7 @@ from opal_deploy.export.options import EngineOptions
 from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version, load
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 
 pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
 

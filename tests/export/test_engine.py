@@ -20,8 +20,8 @@ from opal_deploy.export.exporter import export
 from opal_deploy.export.files import EngineTargets, plan_targets
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions
-from opal_deploy.runtime.nvml import Driver
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
+from opal_deploy.runtime.devices import Driver
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version
 from tests.builders import build_checkpoint
 
 pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")

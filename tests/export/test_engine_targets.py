@@ -6,8 +6,8 @@ from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.errors import UsageError
 from opal_deploy.export.builder import choose_engine_targets
 from opal_deploy.export.options import EngineOptions
-from opal_deploy.runtime.nvml import Driver, Gpu
-from opal_deploy.runtime.tensorrt.compatibility import parse_target
+from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.tensorrt import parse_target
 
 NO_GPU = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
 L4 = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA L4", 24 << 30, (8, 9)),))

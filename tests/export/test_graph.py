@@ -18,7 +18,7 @@ from opal_deploy.export.checkpoint_source import ExportGraph, trace
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version, load
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import example_images
 from tests.builders import build_checkpoint

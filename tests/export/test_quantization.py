@@ -20,7 +20,7 @@ from opal_deploy.export.images import choose_images
 from opal_deploy.export.options import EngineOptions, ExportOptions
 from opal_deploy.export.precision import quantised_layers, refinements, to_int8
 from opal_deploy.model.checkpoint import build_metadata
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version, load
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 from opal_deploy.synthetic import example_images
 from tests.builders import build_checkpoint
 

@@ -20,7 +20,7 @@ from opal_deploy.export.options import EngineOptions, ExportOptions
 from opal_deploy.export.verification import verify_candidate
 from opal_deploy.model.config import LINEAR_BASELINE
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version, load
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 from opal_deploy.runtime.verification import verify_test_vectors
 from opal_deploy.synthetic import example_images
 from tests.builders import build_checkpoint

@@ -9,17 +9,21 @@ import pytest
 import torch
 
 from opal_deploy.errors import UsageError, VerificationError
-from opal_deploy.runtime import compiled_session, cuda_compiled_session, diagnostics, torch_session
-from opal_deploy.runtime.compiled_session import CompiledSession, open_compiled_session
-from opal_deploy.runtime.cuda_compiled_session import CudaCompiledSession, ProgramKernels
+from opal_deploy.runtime import compiled_session, diagnostics, torch_session
+from opal_deploy.runtime.compiled_session import (
+    CompiledSession,
+    CudaCompiledSession,
+    ProgramKernels,
+    open_compiled_session,
+)
 from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.session import PaddingSession, PinningSession, PipelinedSession, StagedSession
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.runtime.verification import compare_outputs
 from opal_deploy.synthetic import example_images
 from tests.builders import build_checkpoint
-from tests.runtime.tensorrt.conftest import L4
-from tests.runtime.tensorrt.fakes import FakeCuda
+from tests.runtime.conftest import L4
+from tests.runtime.fakes import FakeCuda
 
 IMAGES = example_images(5, 64, 96)
 
@@ -105,7 +109,7 @@ def test_batches_in_flight_on_a_gpu_have_the_outputs_of_the_cpu(uncompiled, monk
 
     for module in (compiled_session, torch_session):
         monkeypatch.setattr(module, "torch_device", lambda device: torch.device("cpu"))
-    monkeypatch.setattr(cuda_compiled_session, "Cuda", lambda index, extra: cuda)
+    monkeypatch.setattr(compiled_session, "Cuda", lambda index, extra: cuda)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ProgramKernels, "_queue", queue)
     monkeypatch.setattr(ProgramKernels, "_view", view)

@@ -8,9 +8,9 @@ import pytest
 
 from opal_deploy.artifact.engine_file import checks_path, read_checks, sidecar_path
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
-from opal_deploy.runtime.nvml import Driver, Gpu
-from opal_deploy.runtime.tensorrt import bindings
-from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility
+from opal_deploy.runtime import tensorrt
+from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.tensorrt import find_incompatibility
 
 A100 = Gpu(0, "NVIDIA A100-SXM4-80GB", 80 << 30, (8, 0))
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 80 << 30, (9, 0))
@@ -77,14 +77,18 @@ def test_missing_files_and_another_schema_are_named(stand):
 @pytest.mark.parametrize(
     ("machine", "sidecar", "says"),
     [
-        (NO_GPU, {}, "GPU only: no NVIDIA driver"),
+        (NO_GPU, {}, "only on NVIDIA GPUs: no NVIDIA driver"),
         ({"version": None}, {}, "needs TensorRT 11.4.0.106, which is not installed: pip install 'opal-deploy[trt]'"),
         ({"version": "11.5.0.1"}, {}, "built by TensorRT 11.4.0.106, and 11.5.0.1 is installed here"),
         ({}, {"builder": BUILDER | {"platform": "Windows AMD64"}}, "built on Windows AMD64, and this is "),
         ({"gpu": A100}, {}, "built for sm89 (L4, L40), and NVIDIA A100-SXM4-80GB is sm80"),
         (OLD_DRIVER, {}, "needs CUDA 13.0, and driver 550.54 runs CUDA 12.4 at most; update the driver"),
         (OLD_DRIVER, {"builder": BUILDER | {"name": "tensorrt-rtx", "cuda": 12}}, "needs CUDA 12.9, and driver 550.54"),
-        ({}, {"builder": {"name": "tensorrt-next", "version": "1"}}, "'tensorrt-next', which this version does not"),
+        (
+            {},
+            {"builder": {"name": "tensorrt-next", "version": "1"}},
+            "'tensorrt-next', which this version of",
+        ),
         ({"version": "12.0", "gpu": A100, **OLD_DRIVER}, {}, "12.0 is installed"),
         ({"gpu": A100, **OLD_DRIVER}, {}, "is sm80"),
     ],
@@ -211,7 +215,7 @@ def test_a_library_that_does_not_load_is_one_line(name, monkeypatch):
     def broken(_):
         raise OSError("libnvinfer.so.11: cannot open shared object file")
 
-    monkeypatch.setattr(bindings, "installed_version", lambda _: "11.4")
+    monkeypatch.setattr(tensorrt, "installed_version", lambda _: "11.4")
     monkeypatch.setattr("importlib.import_module", broken)
     with pytest.raises(UsageError, match=r"installed but does not load \(libnvinfer\.so\.11"):
-        bindings.load(name, "a test")
+        tensorrt.load(name, "a test")

@@ -12,11 +12,11 @@ from opal_deploy.export.exporter import export
 from opal_deploy.export.files import ExportTargets
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.cuda import Cuda
+from opal_deploy.runtime.engine_kernels import KernelCache
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import StagedSession
-from opal_deploy.runtime.tensorrt.kernel_cache import KernelCache
 from opal_deploy.synthetic import example_images
-from tests.runtime.tensorrt.fakes import FakeContext, FakeCuda, FakeEngine, FakeRuntimeConfig
+from tests.runtime.fakes import FakeContext, FakeCuda, FakeEngine, FakeRuntimeConfig
 
 
 @pytest.fixture(scope="module")

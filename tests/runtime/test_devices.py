@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from opal_deploy.runtime.nvml import Driver, Gpu, GpuSensors, NvmlError, read_driver
+from opal_deploy.runtime.devices import Driver, Gpu, GpuSensors, NvmlError, read_driver
 
 H200 = Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0))
 

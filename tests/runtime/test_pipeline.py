@@ -7,13 +7,13 @@ import pytest
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, VerificationError
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.types import InferenceOptions
-from opal_deploy.runtime import cuda_session, onnx_session
-from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
+from opal_deploy.runtime import onnx_session
+from opal_deploy.runtime.cuda import CudaOptions, parse_cuda_options
 from opal_deploy.runtime.onnx_session import CUDA, OnnxSession
 from opal_deploy.runtime.session import PaddingSession, PinningSession, PipelinedSession, StagedSession
 from opal_deploy.synthetic import example_images
-from tests.runtime.tensorrt.conftest import L4
-from tests.runtime.tensorrt.fakes import FakeCuda
+from tests.runtime.conftest import L4
+from tests.runtime.fakes import FakeCuda
 
 IMAGES = example_images(11, 64, 96)
 _InferenceSession = onnxruntime.InferenceSession
@@ -53,8 +53,8 @@ def gpu(monkeypatch, tiny):
     cuda = FakeCuda(L4)
     kind = type("OnnxOnThisCuda", (OnnxOnFakeCuda,), {"cuda": cuda, "loaded": []})
     monkeypatch.setattr(onnx_session, "_runs_on_cuda", lambda device: device != "cpu")
-    monkeypatch.setattr(cuda_session, "Cuda", lambda index, extra: cuda)
-    monkeypatch.setattr(cuda_session, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(onnx_session, "Cuda", lambda index, extra: cuda)
+    monkeypatch.setattr(onnx_session, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(onnxruntime, "InferenceSession", kind)
     cuda.open = lambda **options: OnnxSession(tiny.path, device="cuda", threads=1, **options)
     cuda.loaded, cuda.kind = kind.loaded, kind
@@ -62,10 +62,17 @@ def gpu(monkeypatch, tiny):
 
 
 @pytest.fixture(params=["onnxruntime", "tensorrt"])
-def session(request):
+def session_and_cuda(request):
     if request.param == "tensorrt":
-        return request.getfixturevalue("make_stand")(request.getfixturevalue("tiny").path).open()
-    return request.getfixturevalue("gpu").open()
+        stand = request.getfixturevalue("make_stand")(request.getfixturevalue("tiny").path)
+        return stand.open(), stand.cuda
+    cuda = request.getfixturevalue("gpu")
+    return cuda.open(), cuda
+
+
+@pytest.fixture
+def session(session_and_cuda):
+    return session_and_cuda[0]
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +119,8 @@ def test_nothing_is_waited_for_until_a_batch_is_collected(gpu, expected):
     assert len(waits) == 1
 
 
-def test_images_in_registered_memory_are_copied_from_there(session, expected):
-    cuda = session._cuda if hasattr(session, "_cuda") else session._pipeline._cuda
+def test_images_in_registered_memory_are_copied_from_there(session_and_cuda, expected):
+    session, cuda = session_and_cuda
     shared = np.empty((8, *IMAGES.shape[1:]), np.uint8)
     shared[:3] = IMAGES[:3]
     address = shared.ctypes.data
@@ -151,8 +158,9 @@ def test_batches_are_padded_to_a_few_sizes_and_each_has_a_session_that_sees_no_o
     session.run(IMAGES[:3])
     assert len(gpu.loaded) == 4
     session.add_batch_size(300)
-    assert session._kernels.rows(257) == 300
-    assert session._kernels.max_rows == 300
+    many = IMAGES[np.arange(257) % len(IMAGES)]
+    assert_same(session.run(many).rows(0, 11), expected(0, 11))
+    assert [len(each.executed) for each in gpu.loaded[4:]] == [1], "filled up to 300, not in parts"
 
 
 @pytest.mark.parametrize(
@@ -161,12 +169,14 @@ def test_batches_are_padded_to_a_few_sizes_and_each_has_a_session_that_sees_no_o
 )
 def test_after_a_failed_batch_the_ones_before_and_after_are_right(gpu, expected, text, kind):
     session = gpu.open()
+    assert_same(session.run(IMAGES[:5]), expected(0, 5))
+    of_eight = gpu.loaded[-1]
     first = session.submit(IMAGES[:2])
-    session._kernels._sessions[8].failure = text
+    of_eight.failure = text
     with pytest.raises(StoppedEarly, match=r"ONNX Runtime failed on a batch of 8 \(CUDA failure") as raised:
         session.submit(IMAGES[2:5])
     assert type(raised.value) is kind
-    session._kernels._sessions[8].failure = ""
+    of_eight.failure = ""
     assert_same(session.collect(first), expected(0, 2))
     assert_same(session.run(IMAGES[2:5]), expected(2, 5))
     # what ONNX Runtime says of a device is the end of a line of C++
@@ -193,7 +203,7 @@ def test_options_reach_the_provider_are_told_and_gated_by_the_files_own_vectors(
     def refuse(session, name):
         raise VerificationError(f"{name}: does not reproduce")
 
-    monkeypatch.setattr(cuda_session, "verify_test_vectors", refuse)
+    monkeypatch.setattr(onnx_session, "verify_test_vectors", refuse)
     gpu.open()
     with pytest.raises(VerificationError):
         gpu.open(cuda_options=CudaOptions(fuse_conv_bias=True))

@@ -1,20 +1,32 @@
-"""The kernels of a loaded engine, and CUDA graphs of them."""
+"""The kernels of a loaded TensorRT engine, CUDA graphs of them, and their cache on disk.
+
+TensorRT for RTX compiles an engine where it runs: at every start, unless its runtime cache was kept. The library itself
+refuses a cache of another version, GPU or driver. Never run on hardware when this was written.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from opal_deploy.artifact.engine_file import BatchRange
-from opal_deploy.errors import StoppedEarly
+from opal_deploy.artifact.files import atomic_write
+from opal_deploy.artifact.outputs import INPUT, TensorSpec
+from opal_deploy.errors import OpalError, StoppedEarly
 from opal_deploy.runtime.cuda import Cuda, Graph, Stream
-from opal_deploy.runtime.pipeline import INPUT, BufferSet, TensorSpec
+from opal_deploy.runtime.pipeline import BufferSet
+
+_SHA256_BYTES = 32
 
 
 @dataclass
 class RecordedGraph:
-    """A CUDA graph of one batch size on one set of buffers, and the context that must outlive it unchanged."""
+    """A CUDA graph of one batch size on one set of buffers, with the context that must outlive it unchanged."""
 
     rows: int
     context: Any
@@ -25,7 +37,7 @@ class EngineKernels:
     """The `Kernels` of a deserialised engine.
 
     Attributes:
-        record_graphs: whether the kernels of the next batch's size are recorded and launched as one from then on.
+        record_graphs: whether the kernels of the next batch's size are recorded, and launched as one from then on.
     """
 
     def __init__(
@@ -43,8 +55,8 @@ class EngineKernels:
             cuda: the GPU.
             engine: a deserialised `ICudaEngine`.
             context: an execution context of the engine.
-            specs: of the engine's tensors.
-            batch: the batch sizes that the engine takes.
+            specs: the engine's tensors.
+            batch: batch sizes that the engine takes.
             read_error: returns the library's reason for a failure.
         """
         self.record_graphs = False
@@ -117,3 +129,58 @@ class EngineKernels:
                 f"the engine failed on a batch of {rows} on {self._cuda.gpu.name}: {self._read_error()}; "
                 "see `opal-deploy doctor`"
             )
+
+
+class KernelCache:
+    """The compiled kernels of one engine on disk; a failure only costs time and is never an error."""
+
+    def __init__(self, engine: Path, engine_sha256: str, native: Any) -> None:
+        """Read the kernels that an earlier start kept.
+
+        Args:
+            engine: path of the engine; the file lies beside it, or in the user's cache folder where that is read-only.
+            engine_sha256: digest of the engine, to which the file belongs.
+            native: the library's `IRuntimeCache`, empty.
+        """
+        self._engine_sha256, self._native = engine_sha256.encode(), native
+        self._paths = (engine.with_name(engine.name + ".kernels"), _cache_folder() / f"{engine_sha256}.kernels")
+        self._kept = b""
+        for path in self._paths:
+            content = path.read_bytes() if _is_readable(path) else b""
+            kernels = content[_SHA256_BYTES:]
+            # native code sees only complete files for this very engine
+            if kernels and content[:_SHA256_BYTES] == self._digest(kernels) and native.deserialize(kernels):
+                self._kept = kernels
+                return
+
+    def save(self) -> None:
+        """Write the kernels if they differ from those read or written last."""
+        with contextlib.suppress(OpalError, OSError):
+            kernels = bytes(self._native.serialize() or b"")
+            if not kernels or kernels == self._kept:
+                return
+            self._kept = kernels
+            try:
+                self._write(self._paths[0], kernels)
+            except (OpalError, OSError):
+                self._paths[1].parent.mkdir(parents=True, exist_ok=True)
+                self._write(self._paths[1], kernels)
+
+    def _write(self, path: Path, kernels: bytes) -> None:
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(self._digest(kernels) + kernels)
+
+    def _digest(self, kernels: bytes) -> bytes:
+        return hashlib.sha256(self._engine_sha256 + kernels).digest()
+
+
+def _cache_folder() -> Path:
+    """Return the user's cache folder by the XDG base directory specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opal-deploy"
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        return path.is_file() and os.access(path, os.R_OK)
+    except OSError:
+        return False

@@ -1,7 +1,7 @@
 """A session on an engine of TensorRT or TensorRT for RTX, on an NVIDIA GPU, without torch.
 
-Files and machine are checked before native code sees the plan. The first time that a machine loads an engine, the
-engine's own test vectors run before anything else.
+Files and machine are checked before native code sees the engine. The first time that a machine loads an engine, its
+test vectors run before anything else.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ import numpy as np
 
 from opal_deploy.artifact.engine_file import Check, Sidecar, find_passed_check, load_engine, record_check
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import FloatArray, Outputs
+from opal_deploy.artifact.outputs import FloatArray, Outputs, TensorSpec, tensor_specs
 from opal_deploy.errors import ArtifactError, OutOfMemory, UsageError, VerificationError
+from opal_deploy.runtime import tensorrt
 from opal_deploy.runtime.cuda import Cuda
-from opal_deploy.runtime.devices import parse_device
-from opal_deploy.runtime.nvml import read_driver
-from opal_deploy.runtime.pipeline import Pipeline, TensorSpec, tensor_specs
-from opal_deploy.runtime.pipeline_session import PipelineSession
+from opal_deploy.runtime.devices import parse_device, read_driver
+from opal_deploy.runtime.engine_kernels import EngineKernels, KernelCache
+from opal_deploy.runtime.pipeline import PipelineSession
 from opal_deploy.runtime.session import ImageBatch
-from opal_deploy.runtime.tensorrt import bindings
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, first_error, make_logger
-from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility
-from opal_deploy.runtime.tensorrt.kernel_cache import KernelCache
-from opal_deploy.runtime.tensorrt.kernels import EngineKernels
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX, find_incompatibility, first_error, make_logger
 from opal_deploy.runtime.verification import verify_test_vectors
 
 
@@ -41,12 +37,12 @@ class EngineSession(PipelineSession):
     """
 
     def __init__(self, path: Path, *, device: str = "auto", cuda_graphs: bool = False) -> None:
-        """Check the files, then the machine; load the plan; run its test vectors if this machine never did.
+        """Check the files, then the machine; load the engine; run its test vectors if this machine never did.
 
         Args:
-            path: of the engine; its sidecar lies beside it.
+            path: the engine; its sidecar lies beside it.
             device: `auto`, `cuda` or `cuda:N`.
-            cuda_graphs: record the engine's kernels once a batch size and launch them as one.
+            cuda_graphs: record the engine's kernels once per batch size and launch them as one.
 
         Raises:
             ArtifactError: a file is missing, damaged or does not fit this machine.
@@ -57,7 +53,7 @@ class EngineSession(PipelineSession):
         self._kernel_cache: KernelCache | None = None
         self._kernels_saved = False
         self.sidecar: Sidecar
-        self.sidecar, plan = load_engine(path)
+        self.sidecar, content = load_engine(path)
         self.metadata: Metadata = self.sidecar.metadata
         self._path = path
         self._rebuild = self.sidecar.rebuild_command(path)
@@ -66,11 +62,11 @@ class EngineSession(PipelineSession):
         driver = read_driver()
         if not driver.gpus:
             self._check_compatible(find_incompatibility(self.sidecar, None, driver, None))
-        self._cuda = Cuda(index, bindings.EXTRAS.get(name, "trt"))
-        version = bindings.installed_version(name)
+        self._cuda = Cuda(index, tensorrt.EXTRAS.get(name, "trt"))
+        version = tensorrt.installed_version(name)
         self._check_compatible(find_incompatibility(self.sidecar, self._cuda.gpu, driver, version))
-        self._library = bindings.load(name, "running this engine")
-        # what the outcome of the test vectors depends on
+        self._library = tensorrt.load(name, "running this engine")
+        # everything that the outcome of the test vectors depends on
         self._machine = {
             "gpu": self._cuda.gpu.name,
             "compute_capability": list(self._cuda.gpu.compute_capability),
@@ -79,8 +75,8 @@ class EngineSession(PipelineSession):
             "gpu_uuid": self._cuda.uuid,
         }
         self._logger = make_logger(self._library.module)
-        self._runtime, self._engine = self._deserialize(plan)
-        kernels, records_itself = self._create_pipeline(cuda_graphs)
+        self._runtime, self._engine = self._deserialize(content)
+        kernels, records_itself = self._create_kernels(cuda_graphs)
         self.description = f"{self._library.title} on {self._cuda.gpu.name}"
         checked = self._verify_once()
         # the test vectors were one batch size, the first real batch may be another
@@ -113,11 +109,11 @@ class EngineSession(PipelineSession):
 
     def run_normalised(self, images: FloatArray) -> Outputs:
         """Run float32 [N, 3, H0, W0], already normalised; only for an engine whose input is float32."""
-        return self._loaded.run(images)
+        return self._run_batch(images)
 
     def close(self) -> None:
         """See `PipelineSession.close`; new kernels are saved first."""
-        if self._pipeline is not None and self._kernel_cache is not None:
+        if not self._closed and self._kernel_cache is not None:
             self._kernel_cache.save()
         super().close()
         self._kernel_cache = self._engine = self._runtime = None
@@ -126,8 +122,8 @@ class EngineSession(PipelineSession):
         kind, index = parse_device(device)
         if kind == "cpu":
             raise UsageError(
-                f"{self._path}: an engine runs on an NVIDIA GPU only; for the CPU use {self.sidecar.onnx['file']} or "
-                "the fp32 ONNX file"
+                f"{self._path}: engines run only on NVIDIA GPUs; on the CPU use {self.sidecar.onnx['file']} or the "
+                "fp32 ONNX file"
             )
         return index
 
@@ -136,17 +132,16 @@ class EngineSession(PipelineSession):
             bf16 = self.metadata.precision == "bf16"
             onnx = "the fp32 or fp16 ONNX file" if bf16 else self.sidecar.onnx["file"]
             raise ArtifactError(
-                f"{self._path}: {reason}; run {onnx} instead, or on the GPU that is to run it rebuild with: "
-                f"{self._rebuild}"
+                f"{self._path}: {reason}; run {onnx} instead, or rebuild on the target GPU with: {self._rebuild}"
             )
 
-    def _deserialize(self, plan: bytes) -> tuple[Any, Any]:
+    def _deserialize(self, content: bytes) -> tuple[Any, Any]:
         """Return the library's runtime and the engine, with its weights and the tensors that the metadata promises."""
         runtime = self._library.module.Runtime(self._logger)
         if self.sidecar.options.get("version_compatible"):
-            # such a plan brings its own runtime, which is host code; the user trusts the file (docs/howto/tensorrt.md)
+            # such an engine brings its own runtime, which is host code; the user trusts it (docs/howto/tensorrt.md)
             runtime.engine_host_code_allowed = True
-        engine = runtime.deserialize_cuda_engine(plan)
+        engine = runtime.deserialize_cuda_engine(content)
         if engine is None:
             raise ArtifactError(
                 f"{self._path}: {self._library.title} refuses the engine ({first_error(self._logger)}); rebuild it "
@@ -157,7 +152,7 @@ class EngineSession(PipelineSession):
         self._check_tensors(engine)
         return runtime, engine
 
-    def _create_pipeline(self, cuda_graphs: bool) -> tuple[EngineKernels, bool]:
+    def _create_kernels(self, cuda_graphs: bool) -> tuple[EngineKernels, bool]:
         """Create context and buffers; return the kernels, and whether the library records CUDA graphs by itself."""
         records_itself = self._library.name == TENSORRT_RTX
         if records_itself:
@@ -170,9 +165,9 @@ class EngineSession(PipelineSession):
         kernels = EngineKernels(
             self._cuda, self._engine, context, tensor_specs(self.metadata), self.sidecar.batch, read_error
         )
-        self._pipeline = Pipeline(self._cuda, self.metadata, kernels, self._cuda.create_stream())
+        self._start_pipeline(self._cuda, kernels, self._cuda.create_stream())
         try:
-            self._pipeline.reserve(self.max_batch)
+            self._reserve(self.max_batch)
         except OutOfMemory as error:
             raise self._too_large(str(error)) from None
         return kernels, records_itself
@@ -180,7 +175,7 @@ class EngineSession(PipelineSession):
     def _configure_rtx(self, cuda_graphs: bool) -> Any:
         """Return the configuration with which TensorRT for RTX compiles the engine's kernels."""
         module, configuration = self._library.module, self._engine.create_runtime_config()
-        # compiled before the first batch of a size and not behind its back, so that all batches have the same last bits
+        # compiled before the first batch of a size, not while it runs, so that all batches have the same last bits
         strategies = module.DynamicShapesKernelSpecializationStrategy
         configuration.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
         if cuda_graphs:
@@ -192,7 +187,7 @@ class EngineSession(PipelineSession):
         return configuration
 
     def _save_kernels(self) -> None:
-        """Keep compiled kernels after the first batch, whose size the next ones have."""
+        """Save compiled kernels after the first batch, whose size the next ones share."""
         if self._kernel_cache is not None and not self._kernels_saved:
             self._kernels_saved = True
             self._kernel_cache.save()
@@ -208,7 +203,7 @@ class EngineSession(PipelineSession):
         )
 
     def _refit(self, engine: Any) -> None:
-        """Put the weights back into a plan that was built without them, from the ONNX file that it was built from."""
+        """Restore the weights of an engine that was built without them from its ONNX file."""
         from opal_deploy.artifact import onnx_file
 
         source = self._path.with_name(str(self.sidecar.onnx["file"]))
@@ -234,7 +229,7 @@ class EngineSession(PipelineSession):
             )
 
     def _check_tensors(self, engine: Any) -> None:
-        """Compare the engine's tensors with those of the metadata, by which the buffers are allocated."""
+        """Compare the engine's tensors with the metadata's, by which buffers are allocated."""
         expected = tensor_specs(self.metadata)
         actual: dict[str, TensorSpec] = {}
         for index in range(engine.num_io_tensors):
@@ -248,7 +243,7 @@ class EngineSession(PipelineSession):
             )
 
     def _verify_once(self) -> str:
-        """Run the test vectors unless this plan passed them on this machine before, and keep the outcome beside it."""
+        """Run the test vectors unless this machine passed them before, and keep the outcome beside the engine."""
         sha256 = str(self.sidecar.engine["sha256"])
         earlier = find_passed_check(self._path, sha256, self._machine)
         if earlier is not None:

@@ -1,22 +1,34 @@
-"""Compatibility of an engine with a machine, read from its sidecar alone; GPUs by compute capability.
+"""TensorRT and TensorRT for RTX: their Python bindings, and which engines run on which GPUs.
 
-TensorRT crashes or misbehaves on plans of other versions and GPUs, so this is checked before native code sees the plan.
+Both libraries have one API under two import names. Compatibility is read from an engine's sidecar: TensorRT crashes or
+misbehaves on engines of other versions and GPUs, so it is checked before native code sees the engine.
 """
 
 from __future__ import annotations
 
+import importlib
 import platform
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from opal_deploy.artifact.engine_file import Sidecar
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import MissingExtra, UsageError, first_line
+from opal_deploy.runtime import diagnostics
 from opal_deploy.runtime.cuda import visible_driver
+from opal_deploy.runtime.devices import Driver, Gpu
 from opal_deploy.runtime.diagnostics import needed_cuda
-from opal_deploy.runtime.nvml import Driver, Gpu
-from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TENSORRT_RTX, TITLES, installed_version
 
-# the values of `--hardware-compatible`; see TensorRT's HardwareCompatibilityLevel
-AMPERE_PLUS, SAME_CAPABILITY = "ampere+", "same"
+TENSORRT = "tensorrt"
+TENSORRT_RTX = "tensorrt-rtx"
+# the name of each as an import, in file names, as an extra of opal-deploy, and for people
+MODULES = {TENSORRT: "tensorrt", TENSORRT_RTX: "tensorrt_rtx"}
+SHORT_NAMES = {TENSORRT: "trt", TENSORRT_RTX: "rtx"}
+EXTRAS = {TENSORRT: "trt", TENSORRT_RTX: "trt-rtx"}
+TITLES = {TENSORRT: "TensorRT", TENSORRT_RTX: "TensorRT for RTX"}
+# a value of `--hardware-compatible`; see TensorRT's HardwareCompatibilityLevel
+AMPERE_PLUS = "ampere+"
 
 # NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus), by the names in use
 _GPUS = {
@@ -39,22 +51,103 @@ UNLISTED = "sm80"
 DEFAULT_TARGET = "sm80"
 
 
+@dataclass(frozen=True)
+class Bindings:
+    """A loaded library.
+
+    Attributes:
+        name: `tensorrt` or `tensorrt-rtx`.
+        module: the imported bindings.
+        version: full version, such as 11.4.0.106; engines are bound to it.
+        cuda: CUDA major version that the library is made for.
+    """
+
+    name: str
+    module: Any
+    version: str
+    cuda: int
+
+    @property
+    def title(self) -> str:
+        """The library's name and version, for messages."""
+        return f"{TITLES[self.name]} {self.version}"
+
+
+def installed_version(name: str) -> str | None:
+    """Return the full version of an installed library, without importing it; None if any part of it is missing."""
+    return diagnostics.tensorrt_version(name, MODULES[name]) if name in MODULES else None
+
+
+def load(name: str, purpose: str) -> Bindings:
+    """Import a library.
+
+    Args:
+        name: `tensorrt` or `tensorrt-rtx`.
+        purpose: what needs the library, completing "PURPOSE needs ...".
+
+    Raises:
+        MissingExtra: the library is not installed.
+        UsageError: it is installed, but does not load.
+    """
+    if installed_version(name) is None:
+        raise MissingExtra(f"{name}-cu13", EXTRAS[name], purpose)
+    try:
+        module = importlib.import_module(MODULES[name])
+    except Exception as error:  # a missing library is FileNotFoundError, OSError or ImportError
+        raise UsageError(
+            f"{TITLES[name]} is installed but does not load ({first_line(error)}); see `opal-deploy doctor`"
+        ) from None
+    return Bindings(name, module, str(module.__version__), diagnostics.tensorrt_cuda_major(name))
+
+
+def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -> Any:
+    """Create a logger for a bindings module; its `errors` collect the messages of severity error or worse.
+
+    Args:
+        module: `tensorrt` or `tensorrt_rtx`.
+        listen: called with (severity, message) for every message that is not verbose.
+    """
+
+    class Log(module.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            module.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            # called from native code: an exception here would end the process
+            try:
+                level = str(getattr(severity, "name", severity))
+                if level in ("ERROR", "INTERNAL_ERROR"):
+                    self.errors.append(" ".join(message.split()))
+                if listen is not None and level != "VERBOSE":
+                    listen(level, message)
+            except Exception:
+                pass
+
+    return Log()
+
+
+def first_error(logger: Any) -> str:
+    """Return the first error of a logger, which names the cause; later errors follow from it."""
+    return logger.errors[0][:300] if logger.errors else "it gave no reason"
+
+
 def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: str | None) -> str:
     """Return why an engine cannot run on a machine, in one line; empty if it can.
 
     Checked in this order: builder and version, compute capability, driver.
 
     Args:
-        sidecar: of the engine.
+        sidecar: the engine's sidecar.
         gpu: the GPU to run it on; None if there is none.
-        driver: the machine's.
-        version: the installed version of the engine's builder; None if it is not installed.
+        driver: the machine's driver.
+        version: installed version of the engine's builder; None if it is not installed.
     """
     name = str(sidecar.builder["name"])
     if gpu is None:
-        return f"an engine runs on an NVIDIA GPU only: {driver.problem or 'none is here'}"
+        return f"engines run only on NVIDIA GPUs: {driver.problem or 'none is here'}"
     if name not in TITLES:
-        return f"it was built by {name!r}, which this version does not know"
+        return f"it was built by {name!r}, which this version of opal-deploy does not know"
     title = TITLES[name]
     if version is None:
         needed = f"{title} {sidecar.builder['version']}"
@@ -75,14 +168,14 @@ def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, vers
 
 
 def find_doubt(sidecar: Sidecar) -> str:
-    """Return why it is not sure that an engine runs on the GPU that it was built for; empty where nothing is known."""
+    """Return why an engine may not run on the GPU that it was built for; empty where nothing is known."""
     if sidecar.builder["name"] == TENSORRT_RTX and sidecar.target["sm"] == UNLISTED:
         return f"NVIDIA does not list {UNLISTED} for {TITLES[TENSORRT_RTX]}"
     return ""
 
 
 def platform_name() -> str:
-    """Return this machine's system and processor, to which plans of TensorRT are bound, such as `Linux x86_64`."""
+    """Return this machine's system and processor, such as `Linux x86_64`, to which TensorRT engines are bound."""
     return f"{platform.system()} {platform.machine()}"
 
 
@@ -96,15 +189,15 @@ def find_incompatibility_here(sidecar: Sidecar, index: int = 0) -> str:
 def _same_version(sidecar: Sidecar, version: str) -> bool:
     built = str(sidecar.builder["version"])
     if sidecar.options.get("version_compatible"):
-        # such a plan carries its own runtime and is read by newer libraries of the same major version
-        before, platform_name = _numbers(built), _numbers(version)
-        return before[:1] == platform_name[:1] and platform_name >= before
+        # such an engine carries its own runtime; newer libraries of the same major version read it
+        before, installed = _numbers(built), _numbers(version)
+        return before[:1] == installed[:1] and installed >= before
     return built == version
 
 
 def _capability_mismatch(sidecar: Sidecar, gpu: Gpu) -> str:
-    target, platform_name = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
-    if target == platform_name:
+    target, here = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
+    if target == here:
         return ""
     if (
         sidecar.builder["name"] == TENSORRT
@@ -113,7 +206,7 @@ def _capability_mismatch(sidecar: Sidecar, gpu: Gpu) -> str:
     ):
         return ""
     like = f" ({example_gpus(target)})" if example_gpus(target) else ""
-    return f"it was built for {target}{like}, and {gpu.name} is {platform_name}"
+    return f"it was built for {target}{like}, and {gpu.name} is {here}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -137,7 +230,7 @@ def parse_target(text: str) -> str:
         return _BY_NAME[name]
     known = "a100, a10, l4, l40s, t4, rtx4090, h100"
     raise UsageError(
-        f"--target {text!r}: not a GPU that is known here; give sm80 and the like, or a name such as {known}"
+        f"--target {text!r}: unknown GPU; give a compute capability such as sm80, or a name such as {known}"
     )
 
 
