@@ -2,5 +2,5 @@
 
 Start at `metadata.Metadata`, the JSON document that every ONNX file (`onnx_file`) and every engine's sidecar
 (`engine_file`) carries. `checkpoint_index` reads checkpoints without torch, `outputs` and `test_vectors` hold what a
-model returns, and `files` writes files whole or not at all.
+model returns, `measurements` what was measured of it, and `files` writes files whole or not at all.
 """

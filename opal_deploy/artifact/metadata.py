@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
-from opal_deploy.artifact.calibration import Calibration
-from opal_deploy.artifact.evaluation import REQUIRED
-from opal_deploy.artifact.receptive_field import EffectiveField, ReceptiveField
+from opal_deploy.artifact.measurements import EVALUATION_KEYS, Calibration, EffectiveField, ReceptiveField
 from opal_deploy.errors import ArtifactError, UsageError
 
 SCHEMA = 1
@@ -26,7 +24,7 @@ Evidence = Literal["exact", "map", "none"]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 InputKind = Literal["uint8", "float32"]
 
-# the outputs of a graph that lists its best classes alone; see `artifact.outputs.TopOutputs`
+# outputs of a graph that lists only its best classes; see `artifact.outputs.TopOutputs`
 TOP_OUTPUTS = ("top_classes", "top_logits", "top_scores", "top_cells", "score_norm")
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -46,7 +44,7 @@ _TUPLES = {"class_names", "grid", "input_size", "mean", "std", "outputs"}
 
 @dataclass(frozen=True, repr=False)
 class Metadata:
-    """The metadata of a model: what it is, where it comes from and how it was verified.
+    """The metadata of a model: what it is, where it comes from, and how it was verified.
 
     Attributes:
         class_names: C names, in the order of the logits.
@@ -54,27 +52,26 @@ class Metadata:
         head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon.
         evidence: `exact` (a slot's score comes from one cell), `map` (attention maps, no single cell) or `none`.
         backbone: torchvision's name of the backbone.
-        keep_layers: whether the backbone has its stride with all of its layers, some of them with stride 1, instead of
-            being cut; absent in files of earlier versions.
+        keep_layers: whether the backbone reaches its stride with all of its layers, some of them with stride 1, instead
+            of being cut.
         grid: (H, W) of the feature map.
         input_size: (H0, W0) in pixels.
         input_kind: `uint8`: `images` is uint8 [N, H0, W0, 3], RGB, and normalisation is in the graph;
             `float32`: [N, 3, H0, W0], already normalised.
-        mean, std: per channel R, G, B, of pixels scaled to [0, 1].
-        resize: rule by which an image becomes H0 x W0; `squash-bilinear`: aspect ratio not kept, antialiased bilinear.
+        mean, std: of pixels scaled to [0, 1], per channel R, G, B.
+        resize: how an image becomes H0 x W0; `squash-bilinear`: antialiased bilinear, aspect ratio not kept.
         crop: `boxes` where training images were cropped to annotated boxes first, else None.
-        precision: precision of the graph's body; softmax, max and everything after them are float32 always. `bf16`
-            keeps the projection in float32 too, `int8` everything but the backbone's convolutions and matrix products.
+        precision: precision of the graph's body; softmax, max and everything after them are always float32. `bf16`
+            keeps the projection in float32 too, `int8` all but the backbone's convolutions and matrix products.
         source: checkpoint file name, sha256, format and the settings that its format does not record (`assumed`).
         training: summary of the run that made the checkpoint.
         exporter: versions of the exporting packages, and the opset.
-        verification: the report of the comparison that the file passed, or `{"skipped": WHY}`.
+        verification: the comparison that the file passed, or `{"skipped": WHY}`.
         risk: summary of the risk-coverage curve of the validation images (`opal_deploy.statistics`), from which a
             `min_margin` for an error rate can be chosen; empty where unknown.
-        calibration: the temperature that makes probabilities of the logits (`artifact.calibration`), or the reason why
-            there is none; empty where none was sought, as in files of earlier versions.
-        evaluation: what `evaluate --record` measured of the evidence (`artifact.evaluation`); empty if it never did.
-        receptive_field: what a cell sees of the input (`artifact.receptive_field`); empty in files of earlier versions.
+        calibration: the `Calibration` that turns logits into probabilities; empty where none was fitted.
+        evaluation: what `evaluate --record` measured of the evidence (`artifact.measurements`); empty if it never did.
+        receptive_field: the `ReceptiveField` of a cell; empty where unknown.
         test_vectors: images with the float32 outputs of the reference; see `artifact.test_vectors`.
         outputs: names of the graph's outputs, in order.
         top_k: number of classes that the graph lists in `TOP_OUTPUTS`; None where it outputs all.
@@ -121,7 +118,7 @@ class Metadata:
 
     @property
     def max_top(self) -> int:
-        """The largest number of classes that a record can list: C, or fewer where the graph lists the best alone."""
+        """The largest number of classes that a record can list: C, or fewer where the graph lists only the best."""
         return self.num_classes if self.top_k is None else self.top_k
 
     @property
@@ -166,13 +163,8 @@ class Metadata:
         return f"Metadata({', '.join(f'{f.name}={_SHORT.repr(getattr(self, f.name))}' for f in fields(self))})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document; without `top_k` or `calibration` it is the one of versions that did not know it."""
-        document = asdict(self)
-        if self.top_k is None:
-            del document["top_k"]
-        if not self.calibration:
-            del document["calibration"]
-        return document
+        """Return the document."""
+        return asdict(self)
 
     def to_json(self) -> str:
         """Return the document as one line of ASCII JSON, which `from_json` reads back."""
@@ -187,7 +179,7 @@ class Metadata:
             origin: the file's name, for errors.
 
         Raises:
-            ArtifactError: the text is no JSON, has another schema, or a field is missing or of the wrong type.
+            ArtifactError: the text is not JSON, has another schema, or a field is missing or of the wrong type.
         """
         try:
             raw = json.loads(text)
@@ -201,14 +193,9 @@ class Metadata:
                 "use the opal-deploy version that wrote it, or export again"
             )
         known = {f.name for f in fields(Metadata)}
-        optional = {f.name for f in fields(Metadata)} - {
-            "class_names", "prototypes_per_class", "head", "evidence", "backbone", "grid", "input_size",
-        }  # fmt: skip
-        missing = sorted(known - optional - raw.keys())
-        if missing:
+        if missing := sorted(known - raw.keys()):
             raise ArtifactError(f"{origin}: metadata lacks {', '.join(missing)}; export it again")
-        # unknown keys come from a newer writer of the same schema and are not ours to judge
-        values = {name: _as_tuple(raw[name]) if name in _TUPLES else raw[name] for name in known & raw.keys()}
+        values = {name: _as_tuple(raw[name]) if name in _TUPLES else raw[name] for name in known}
         metadata = Metadata(**cast(Mapping[str, Any], values))
         metadata._check(origin)
         return metadata
@@ -251,7 +238,9 @@ class Metadata:
             raise error("its head lacks distance or epsilon")
         if self.risk and not {"images", "error", "aurc", "coverage_at_error", "levels"} <= self.risk.keys():
             raise error("its risk is not the summary of a risk-coverage curve")
-        if self.evaluation and not all(isinstance(self.evaluation.get(name), kind) for name, kind in REQUIRED.items()):
+        if self.evaluation and not all(
+            isinstance(self.evaluation.get(name), kind) for name, kind in EVALUATION_KEYS.items()
+        ):
             raise error("its evaluation is not one that evaluate --record wrote")
         try:
             ReceptiveField.from_dict(self.receptive_field)
@@ -267,12 +256,12 @@ def _as_tuple(value: object) -> object:
 
 
 def check_all_outputs(metadata: Metadata, model: str, use: str) -> None:
-    """Check that a model outputs all classes and channels, not the best classes alone.
+    """Check that a model outputs all classes and channels, not only the best classes.
 
     Args:
-        metadata: the model's.
-        model: how messages call the model.
-        use: what needs them, such as a command.
+        metadata: the model's metadata.
+        model: the model's name in messages.
+        use: what needs all outputs, such as a command.
 
     Raises:
         UsageError: it was exported with `--outputs topk`.
@@ -281,6 +270,6 @@ def check_all_outputs(metadata: Metadata, model: str, use: str) -> None:
         source = metadata.checkpoint_name
         precision = "" if metadata.precision == "fp32" else f" --precision {metadata.precision}"
         raise UsageError(
-            f"{model}: it outputs the best {metadata.top_k} classes alone, and {use} needs all; give a file with all "
+            f"{model}: outputs only the best {metadata.top_k} classes, and {use} needs all; export one with all "
             f"outputs: opal-deploy export {source}{precision}"
         )

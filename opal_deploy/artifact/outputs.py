@@ -23,9 +23,7 @@ TensorSpec = tuple[tuple[int, ...], np.dtype[Any]]
 # inside both logarithms of the kl distance, as the authors do
 KL_EPSILON = 1e-8
 _NORM_ROWS = 8
-
-
-# above so many classes sorting all logits is faster than finding one maximum after another
+# above this many classes sorting all logits is faster than finding one maximum after another
 _MAX_SCANS = 32
 
 

@@ -105,8 +105,7 @@ def _count_test_vectors(metadata: Metadata) -> dict[str, Any]:
 
 
 def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.calibration import describe_calibration
-    from opal_deploy.artifact.evaluation import describe_evaluation
+    from opal_deploy.artifact.measurements import describe_calibration, describe_evaluation
 
     rows, cols = metadata.grid
     height, width = metadata.input_size
@@ -223,8 +222,7 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
 
 
 def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.calibration import describe_calibration
-    from opal_deploy.artifact.evaluation import describe_evaluation
+    from opal_deploy.artifact.measurements import describe_calibration, describe_evaluation
 
     config, metrics = index["config"], index.get("metrics") or {}
     head = config["head"]
@@ -256,7 +254,7 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
 
 
 def _describe_receptive_field(raw: dict[str, Any], input_size: tuple[int, int]) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.receptive_field import ReceptiveField
+    from opal_deploy.artifact.measurements import ReceptiveField
 
     field = ReceptiveField.from_dict(raw)
     if field is None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.calibration import NUM_BINS, NUM_FOLDS, Calibration, describe_calibration
+from opal_deploy.artifact.measurements import NUM_BINS, NUM_FOLDS, Calibration, describe_calibration
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import DoubleArray, FloatArray, compute_probabilities
 

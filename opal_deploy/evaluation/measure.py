@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from opal_deploy.artifact.files import model_kind
-from opal_deploy.artifact.receptive_field import ReceptiveField
+from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.evaluation import pointing, risk
 from opal_deploy.evaluation import report as files
 from opal_deploy.evaluation.calibration import CalibrationReport, format_calibration, report_calibration

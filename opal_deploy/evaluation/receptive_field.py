@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from opal_deploy.artifact.receptive_field import ENERGY_SHARE, ReceptiveField
+from opal_deploy.artifact.measurements import ENERGY_SHARE, ReceptiveField
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.faithfulness.measure import choose_samples
 from opal_deploy.evaluation.predictions import prepared_batches

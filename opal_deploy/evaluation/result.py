@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.receptive_field import ReceptiveField
 from opal_deploy.datasets.samples import pluralize
 from opal_deploy.evaluation.calibration import CalibrationReport
 from opal_deploy.evaluation.faithfulness.measure import Faithfulness

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from opal_deploy.artifact.receptive_field import EffectiveField
+from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.errors import ArtifactError, ImageError, StoppedEarly
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess, WorkerTimeout

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.calibration import Calibration
 from opal_deploy.artifact.files import atomic_write, compute_sha256
+from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.receptive_field import ReceptiveField
 from opal_deploy.errors import ArtifactError, CheckpointError, UsageError
 from opal_deploy.model import authors_checkpoint, backbones
 from opal_deploy.model.authors_checkpoint import Assumptions

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from opal_deploy.artifact.receptive_field import ReceptiveField
+from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.model.backbones import Backbone
 
 aten = torch.ops.aten

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from opal_deploy.artifact.calibration import Calibration
-from opal_deploy.artifact.receptive_field import ReceptiveField
+from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model.checkpoint import Checkpoint, save

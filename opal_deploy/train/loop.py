@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from opal_deploy.artifact.calibration import Calibration
 from opal_deploy.artifact.files import lock_directory
+from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.evaluation.calibration import calibrate

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw
 
-from opal_deploy.artifact.receptive_field import EffectiveField
+from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.preprocess.resize import display_size, to_display
 from opal_deploy.records.record import Record
 from opal_deploy.visualization.boxes import SlotBox, compute_shares, draw_boxes

@@ -1,7 +1,7 @@
 """The metadata document: it is read back equal, and what is no such document is refused in one line."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -30,8 +30,6 @@ def test_it_is_one_line_of_ascii_that_is_read_back_equal():
     text = METADATA.to_json()
     assert text.isascii()
     assert "\n" not in text
-    # a file of all outputs is the file that it was before there was a choice
-    assert set(json.loads(text)) == set(asdict(METADATA)) - {"top_k", "calibration"}
     assert Metadata.from_json(text) == METADATA
     best = replace(METADATA, outputs=TOP_OUTPUTS, top_k=3)
     assert Metadata.from_json(best.to_json()) == best
@@ -53,11 +51,8 @@ def test_its_repr_is_short_whatever_it_holds():
     assert len(text) < 2000
 
 
-REQUIRED = ("class_names", "prototypes_per_class", "head", "evidence", "backbone", "grid", "input_size")
-
-
-@pytest.mark.parametrize("keys", [*([key] for key in REQUIRED), REQUIRED], ids=str)
-def test_required_keys_that_are_missing_are_named_at_once(keys):
+@pytest.mark.parametrize("keys", [["top_k"], ["head", "class_names"], list(_document().keys() - {"schema"})], ids=len)
+def test_keys_that_are_missing_are_named_at_once(keys):
     document = {key: value for key, value in _document().items() if key not in keys}
     with pytest.raises(ArtifactError, match=f"lacks {', '.join(sorted(keys))}"):
         Metadata.from_json(json.dumps(document), "m.onnx")

@@ -145,7 +145,7 @@ def test_the_function_measures_what_the_command_prints_and_prints_nothing(
 def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_others(
     folder: Path, model: Path, metrics: Metrics, tmp_path: Path
 ) -> None:
-    from opal_deploy.artifact.calibration import Calibration
+    from opal_deploy.artifact.measurements import Calibration
     from opal_deploy.model import checkpoint as checkpoints
 
     path = tmp_path / "model.pt"

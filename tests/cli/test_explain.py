@@ -130,7 +130,7 @@ def test_receptive_fields_are_drawn_only_where_they_were_measured(
 ) -> None:
     from dataclasses import replace
 
-    from opal_deploy.artifact.receptive_field import ReceptiveField
+    from opal_deploy.artifact.measurements import ReceptiveField
     from opal_deploy.model import checkpoint
 
     assert "was not measured" in one_line(run("explain in/000.png --receptive-field", 2))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from opal_deploy.artifact.calibration import Calibration
+from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.errors import ArtifactError
 from opal_deploy.evaluation.calibration import (
     calibrate,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from opal_deploy.artifact import engine_file, onnx_file
-from opal_deploy.artifact.evaluation import describe_evaluation
 from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.measurements import describe_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import ArtifactError, UsageError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from opal_deploy.artifact.receptive_field import ReceptiveField
+from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.model import backbones
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.receptive_field import compute_receptive_field

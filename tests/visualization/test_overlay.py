@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opal_deploy.artifact.receptive_field import EffectiveField
+from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.preprocess.resize import to_display
 from opal_deploy.records.record import error_record
 from opal_deploy.visualization.boxes import pixel_box

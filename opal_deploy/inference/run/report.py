@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from opal_deploy.artifact.evaluation import describe_evaluation
+from opal_deploy.artifact.measurements import EffectiveField, describe_evaluation
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run_files import REPORT, RESULTS

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from opal_deploy.artifact.receptive_field import EffectiveField
+from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.record import Record, Slot
 from opal_deploy.visualization.legend import COSINE, DISTANCE, SCORE, build_bars, get_prediction
 from opal_deploy.visualization.overlay import overlay_width, photograph_size

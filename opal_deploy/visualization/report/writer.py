@@ -20,7 +20,7 @@ from typing import BinaryIO, TextIO, cast
 
 from PIL import Image
 
-from opal_deploy.artifact.receptive_field import EffectiveField
+from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.record import Record
 from opal_deploy.visualization.legend import get_prediction
 from opal_deploy.visualization.report.cards import SLOT_COLORS, Card, build_card

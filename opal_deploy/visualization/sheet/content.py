@@ -13,9 +13,9 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Slot, build_record, class_evidence
 from opal_deploy.visualization.legend import bar_ends

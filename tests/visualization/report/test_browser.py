@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect
 
-from opal_deploy.artifact.receptive_field import EffectiveField
+from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.record import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import ReportWriter, make_thumbnail

@@ -1,0 +1,305 @@
+"""What was measured of a model, as checkpoints and metadata keep it: calibration, evaluation and receptive field.
+
+Calibration is temperature scaling after Guo, Pleiss, Sun and Weinberger, "On calibration of modern neural networks"
+(ICML 2017): softmax(logits / T) with one temperature T for all classes, fitted on validation images. The prediction
+stays as it is.
+
+The document `Metadata.evaluation`, without what was not measured:
+
+    when, opal_deploy            date (ISO 8601) and version of the measurement
+    model, runtime               the file that was measured and what ran it: an export carries its checkpoint's figures
+    data, split, images, boxes   the data set's folder, its split, how many images, whether they were cropped to boxes
+    accuracy                     0 ... 1
+    pointing_game                shares `object`, `part`, `deciding_part`, each {mean, low, high, count, random} or null
+    faithfulness                 {images, removal: [{fill, changed, changed_random}], same_cell: {change: share}}
+    prototype_consistency, prototype_stability, part_purity
+
+`changed` is the share of images whose predicted class changes without the evidence's cells, `changed_random` without as
+many random foreground cells.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from opal_deploy.errors import ArtifactError
+
+METHOD = "temperature"
+# bins of the expected calibration error, each with as many images
+NUM_BINS = 15
+# parts of the images, each measured with the temperature fitted on the others
+NUM_FOLDS = 5
+NOT_FITTED = "no temperature was fitted; `opal-deploy evaluate DATA --model MODEL --split val --record` fits one"
+# share of the gradient's energy in the effective field
+ENERGY_SHARE = 0.9
+# keys of every evaluation; an empty document stands for a model that was never measured
+EVALUATION_KEYS: dict[str, type] = {
+    "when": str, "opal_deploy": str, "model": str, "data": str, "split": str, "images": int, "accuracy": float,
+}  # fmt: skip
+_SHARES = (("object", "in the object"), ("part", "on a part"), ("deciding_part", "on a deciding part"))
+# of the changes that faithfulness makes to images, those that the line names
+_CHANGES = {"JPEG quality 75": "JPEG (quality 75)", "horizontal flip": "mirroring"}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The temperature of a model and how well calibrated it made the predictions, or the reason why there is none.
+
+    Figures without `_uncalibrated` are cross-fitted: each fifth of the images is measured with the temperature fitted
+    on the other four; `temperature` is fitted on all. Training also chose the best epoch on these images, so that new
+    ones may do a little worse.
+
+    Attributes:
+        images: validation images of the fit.
+        temperature: T, over 0; None where it was not fitted.
+        reason: why it was not fitted; empty if it was.
+        accuracy: share of correct predictions, 0 ... 1, the same for every temperature.
+        nll: mean of -log(probability of the label), in nats.
+        nll_uncalibrated: `nll` at temperature 1.
+        ece: expected calibration error of the predicted class's probability, 0 ... 1 (`evaluation.calibration`).
+        ece_uncalibrated: `ece` at temperature 1.
+        ece_perfect: mean error that the same probabilities would show if they were exactly right.
+        bins: bins of the expected calibration error.
+        folds: folds of the cross-fitting.
+        split: split of the data set.
+        method: `temperature`.
+    """
+
+    images: int
+    temperature: float | None = None
+    reason: str = ""
+    accuracy: float | None = None
+    nll: float | None = None
+    nll_uncalibrated: float | None = None
+    ece: float | None = None
+    ece_uncalibrated: float | None = None
+    ece_perfect: float | None = None
+    bins: int = NUM_BINS
+    folds: int = NUM_FOLDS
+    split: str = "val"
+    method: str = METHOD
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that have a value, for JSON; `from_dict` reads them."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+
+    @staticmethod
+    def from_dict(raw: Mapping[str, Any]) -> Calibration | None:
+        """Return the calibration that `to_dict` wrote; None for an empty dictionary.
+
+        Raises:
+            ArtifactError: the dictionary is not one of `to_dict`, or its method is unknown.
+        """
+        if not raw:
+            return None
+        known = {name: raw[name] for name in Calibration.__dataclass_fields__ if name in raw}
+        temperature = known.get("temperature")
+        figures = [value for name, value in known.items() if name not in ("reason", "split", "method")]
+        if (
+            known.get("method") != METHOD
+            or not isinstance(known.get("images"), int)
+            or not all(type(value) in (int, float) and math.isfinite(value) for value in figures)
+            or (temperature is None and not known.get("reason"))
+            or (temperature is not None and not (temperature > 0 and "ece" in known))
+        ):
+            raise ArtifactError(
+                f"calibration {dict(raw)!r}: expected a temperature over 0 with its errors, or a reason"
+            )
+        return Calibration(**known)
+
+    def describe(self) -> str:
+        """Return one line for a person."""
+        if self.temperature is None:
+            return f"not calibrated: {self.reason}"
+        assert self.ece is not None  # `from_dict` checks it
+        other = "" if self.ece_uncalibrated is None else f"; {self.ece_uncalibrated:.1%} at temperature 1"
+        perfect = "" if self.ece_perfect is None else f", where exact probabilities would show {self.ece_perfect:.1%}"
+        right = "" if self.accuracy is None else f", accuracy {self.accuracy:.1%}"
+        return (
+            f"temperature {self.temperature:.4g}, fitted on {self.images:,} {self.split} images{right}: expected "
+            f"calibration error {self.ece:.1%} on images left out of the fit{perfect}{other}"
+        )
+
+
+def describe_calibration(raw: Mapping[str, Any]) -> str:
+    """Return one line for a person on the `calibration` of metadata or of a checkpoint, {} where there is none."""
+    calibration = Calibration.from_dict(raw)
+    return f"not calibrated: {NOT_FITTED}" if calibration is None else calibration.describe()
+
+
+@dataclass(frozen=True)
+class ReceptiveField:
+    """The receptive fields of a model's cells, in pixels of its input.
+
+    Attributes:
+        stride: pixels from one cell to the next: the side of a cell's box.
+        size: side of the square of pixels that a cell can depend on, parts outside the image included; None where
+            attention between cells leaves no bound.
+        offset: coordinate of the centre of cell 0's theoretical field, the same along both axes, where pixel i reaches
+            from i to i + 1; None where `size` is. Centre of cell 0's box: stride / 2.
+        global_context: whether cells also depend on the whole image through a global pooling inside the network
+            (squeeze-and-excitation), which `size` leaves out.
+        effective_offset: coordinate of the centre of cell 0's effective field, the centroid of the energy of scores'
+            gradients (`evaluation.receptive_field`); None where that was not measured.
+        effective: side of the square around that centre that holds 90 % of the energy; None where it was not measured.
+        images: images that the effective field was measured on.
+    """
+
+    stride: int
+    size: int | None = None
+    offset: float | None = None
+    global_context: bool = False
+    effective: int | None = None
+    effective_offset: float | None = None
+    images: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values; `from_dict` reads them."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(raw: Mapping[str, Any]) -> ReceptiveField | None:
+        """Return the receptive fields that `to_dict` wrote; None for an empty dictionary.
+
+        Raises:
+            ArtifactError: the dictionary is not one of `to_dict`.
+        """
+        if not raw:
+            return None
+        known = {name: raw[name] for name in ReceptiveField.__dataclass_fields__ if name in raw}
+        numbers = all(isinstance(value, int | float | None) for value in known.values())
+        if not numbers or not isinstance(known.get("stride"), int) or known["stride"] < 1:
+            raise ArtifactError(f"receptive_field {dict(raw)!r}: expected numbers of pixels, and a stride")
+        return ReceptiveField(**known)
+
+    def describe(self, input_size: tuple[int, int]) -> list[str]:
+        """Return lines on what a cell sees of an input of (H0, W0); the last may be a warning."""
+        of = f"of {max(input_size)} pixels"
+        theoretical = f"the whole image {of}"
+        if self.size is not None:
+            pooled = ", and the whole image through a pooling inside the network" if self.global_context else ""
+            theoretical = f"{self.size} {of}{pooled}"
+        effective = "not measured"
+        if self.effective is not None:
+            effective = (
+                f"{self.effective} {of} hold {ENERGY_SHARE:.0%} of the gradient's energy ({self.images} images), "
+                f"centred at {self.effective_offset or 0:.1f} of the box's {self.stride}"
+            )
+        lines = [f"a cell's box has {self.stride} {of}; it can see {theoretical}", f"effective: {effective}"]
+        if self.sees_whole(input_size):
+            lines.append(
+                "warning: a cell sees the whole image: its box is where a score was read, not all that it depends on; "
+                "cells of a finer `train --stride` see less"
+            )
+        return lines
+
+    def in_cells(self, grid: tuple[int, int]) -> EffectiveField | None:
+        """Return the effective field in units of the cells of a grid (H, W); None where it was not measured."""
+        if self.effective is None or self.effective_offset is None:
+            return None
+        return EffectiveField(self.effective / self.stride, self.effective_offset / self.stride, grid)
+
+    def sees_whole(self, input_size: tuple[int, int]) -> bool:
+        """Return whether the field of a middle cell, the effective one if known, covers an input of (H0, W0)."""
+        side = self.size if self.effective is None else self.effective
+        return side is None or side >= min(input_size)
+
+
+@dataclass(frozen=True)
+class EffectiveField:
+    """The effective receptive field in units of cells, to be drawn around their boxes.
+
+    Attributes:
+        side: length of its side.
+        center: coordinate of its centre, from the upper left corner of the cell's box; the box's own centre is 0.5.
+        grid: (H, W) of the feature map.
+    """
+
+    side: float
+    center: float
+    grid: tuple[int, int]
+
+    def surround(self, cell: Sequence[int], box: Sequence[float]) -> tuple[float, float, float, float]:
+        """Return the field (x0, y0, x1, y1) of a cell (row, col), with its box, within the model's view."""
+        x0, x1 = self._extend(cell[1], self.grid[1], box[0], box[2])
+        y0, y1 = self._extend(cell[0], self.grid[0], box[1], box[3])
+        return x0, y0, x1, y1
+
+    def _extend(self, index: int, count: int, start: float, stop: float) -> tuple[float, float]:
+        first = max(min(self.center - self.side / 2, 0.0), -index)
+        last = min(max(self.center + self.side / 2, 1.0), count - index)
+        return start + first * (stop - start), start + last * (stop - start)
+
+
+def describe_evaluation(
+    evaluation: Mapping[str, Any],
+    model: Path,
+    receptive_field: Mapping[str, Any] | None = None,
+    *,
+    export_of: str | None = None,
+) -> str:
+    """Return one line on what was measured of a model's evidence, what was not, and the command that measures it.
+
+    Args:
+        evaluation: the document; empty for a model that was never measured.
+        model: the model's file.
+        receptive_field: `Metadata.receptive_field`, to say what a cell sees; None leaves that out.
+        export_of: the checkpoint to measure instead of a file that lists only its best classes.
+    """
+    measured = export_of or str(model)
+    command = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", measured, "--faithfulness", "--record"])
+    if export_of is not None:
+        command += f", and export {export_of} again"
+    if not evaluation:
+        return f"not yet measured whether the boxes show what drives the prediction; measure it with: {command}"
+    findings = [*_pointing(evaluation.get("pointing_game")), *_faithfulness(evaluation.get("faithfulness"))]
+    if not evaluation.get("pointing_game"):
+        findings.append("where the evidence lies was not measured (no boxes, masks or parts)")
+    if not evaluation.get("faithfulness"):
+        findings.append("what removing the evidence changes was not measured")
+    field = ReceptiveField.from_dict(receptive_field or {})
+    if field is not None and field.effective is not None:
+        findings.append(f"a score depends on {field.effective} pixels around its cell of {field.stride}")
+    findings.append(f"accuracy {100 * evaluation['accuracy']:.1f} %")
+    other = "" if evaluation["model"] == model.name else f" with {evaluation['model']}"
+    cropped = " cropped to boxes" if evaluation.get("boxes") else ""
+    source = (
+        f"measured{other} on {evaluation['images']:,} {evaluation['split']} images of {evaluation['data']}{cropped}, "
+        f"{evaluation['when'][:10]}, opal-deploy {evaluation['opal_deploy']}"
+    )
+    advice = "" if evaluation.get("faithfulness") else f"; measure the rest with: {command}"
+    return f"{'; '.join(findings)} ({source}){advice}"
+
+
+def _pointing(game: Mapping[str, Any] | None) -> Iterator[str]:
+    shares = [
+        f"{100 * share['mean']:.0f} % {title} (random cells {100 * share['random']:.0f} %)"
+        for key, title in _SHARES
+        if (share := (game or {}).get(key))
+    ]
+    if shares:
+        yield ", ".join(shares)
+
+
+def _faithfulness(document: Mapping[str, Any] | None) -> Iterator[str]:
+    if not document:
+        return
+    for removal in document["removal"][:1]:
+        random = removal["changed_random"]
+        beside = "" if random is None else f", without as many random cells {100 * random:.0f} %"
+        yield (
+            f"without its cells {100 * removal['changed']:.0f} % of {document['images']} answers change{beside} "
+            f"({removal['fill']})"
+        )
+    kept = [
+        f"{100 * share:.0f} % under {title}"
+        for change, title in _CHANGES.items()
+        if (share := document["same_cell"].get(change)) is not None
+    ]
+    if kept:
+        yield f"cells stay: {', '.join(kept)}"
