@@ -238,9 +238,8 @@ class Metadata:
             raise error("its head lacks distance or epsilon")
         if self.risk and not {"images", "error", "aurc", "coverage_at_error", "levels"} <= self.risk.keys():
             raise error("its risk is not the summary of a risk-coverage curve")
-        if self.evaluation and not all(
-            isinstance(self.evaluation.get(name), kind) for name, kind in EVALUATION_KEYS.items()
-        ):
+        recorded = self.evaluation
+        if recorded and not all(isinstance(recorded.get(name), kind) for name, kind in EVALUATION_KEYS.items()):
             raise error("its evaluation is not one that evaluate --record wrote")
         try:
             ReceptiveField.from_dict(self.receptive_field)

@@ -399,7 +399,7 @@ def test_the_generated_set_has_parts_and_foreground(
 
     # infer says what was measured, once it is recorded in the model
     explain = ("infer", data.root / "test" / "bimlu", "--model", path, "--explain", "--out", tmp_path / "explained")
-    assert "Evidence: never measured whether boxes show what decides" in opal(*explain).stderr
+    assert "Evidence: not yet measured whether the boxes show what drives the prediction" in opal(*explain).stderr
     assert "pointing_game" not in metrics(data.root, path, parts=False, record=True)
     line = "where it lies was not measured (no boxes, masks or parts)"
     assert f"Evidence: {line}" in opal(*explain, "--overwrite").stderr

@@ -66,7 +66,7 @@ def test_what_needs_all_outputs_is_refused_in_a_line(
         "infer", "in"
     )
     assert "exported without attention maps" in refuse("explain", "in", "--heatmap")
-    assert "best.onnx: it outputs the best 3 classes alone, and `evaluate` needs all" in refuse("evaluate", "in")
+    assert "best.onnx: outputs only the best 3 classes, and `evaluate` needs all" in refuse("evaluate", "in")
     command = "opal-deploy evaluate DATA --model exact.pt --faithfulness --record"
     advice = f"measure it with: {command}, and export exact.pt again"
     described = opal("inspect", models[0]).stderr
