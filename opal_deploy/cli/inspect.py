@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.cli.console import one_line, print_json, print_message
 from opal_deploy.errors import ArtifactError, UsageError
 
@@ -23,25 +22,19 @@ _CHECKPOINT_KEYS = ("schema", "version", "config", "class_names", "crop", "metri
 
 
 def inspect(
-    model: Annotated[
-        Path, typer.Argument(help="An ONNX file or engine of ours, or a checkpoint (ours or the authors').")
-    ],
+    model: Annotated[Path, typer.Argument(help="Exported ONNX file or engine, or checkpoint (ours or the authors').")],
     as_json: Annotated[bool, typer.Option("--json", help="Write everything to stdout as JSON.")] = False,
 ) -> None:
     """Show what a model is, where it comes from, and what was checked. Nothing in the file is run."""
     from opal_deploy.artifact.files import model_kind
 
     if not model.is_file():
-        raise ArtifactError(f"{model}: no such file; expected an ONNX file or a checkpoint")
+        raise ArtifactError(f"{model}: no such file; expected an ONNX file, an engine or a checkpoint")
     kind = model_kind(model)
-    if kind == "onnx":
-        document, lines = _inspect_onnx(model)
-    elif kind == "engine":
-        document, lines = _inspect_engine(model)
-    elif kind == "checkpoint":
-        document, lines = _inspect_checkpoint(model)
-    else:
+    if kind is None:
         raise UsageError(f"{model}: expected .onnx, .engine, .pt or .pth")
+    inspectors = {"onnx": _inspect_onnx, "engine": _inspect_engine, "checkpoint": _inspect_checkpoint}
+    document, lines = inspectors[kind](model)
     if as_json:
         print_json(document)
         return
@@ -158,9 +151,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
 
 
 def _format_normalisation(values: dict[str, Any]) -> str:
-    # checkpoints of earlier versions name neither; both were ImageNet's
-    mean, std = values.get("mean", IMAGENET_MEAN), values.get("std", IMAGENET_STD)
-    return f"mean {', '.join(f'{v:g}' for v in mean)}, std {', '.join(f'{v:g}' for v in std)}"
+    return "; ".join(f"{name} {', '.join(f'{v:g}' for v in values[name])}" for name in ("mean", "std"))
 
 
 def _describe_weights(training: dict[str, Any]) -> list[tuple[str, str]]:

@@ -70,14 +70,15 @@ def test_the_document_keeps_the_figures_without_the_classes():
         ),
         (
             ("pointing_game", "faithfulness", "boxes"), "best.fp16.onnx",
-            "where the evidence lies was not measured (no boxes, masks or parts); what removing the evidence changes was "
-            "not measured; accuracy 80.0 % (measured with best.pt on 243 test images of cub_mini, 2026-11-22, opal-deploy 9); "
+            "where the evidence lies was not measured (no boxes, masks or parts); what removing the evidence changes "
+            "was not measured; accuracy 80.0 % (measured with best.pt on 243 test images of cub_mini, 2026-11-22, "
+            "opal-deploy 9); "
             "measure the rest with: opal-deploy evaluate DATA --model best.fp16.onnx --faithfulness --record",
         ),
         (
             tuple(EVALUATION), "my model.onnx",
-            "not yet measured whether the boxes show what drives the prediction; measure it with: opal-deploy evaluate DATA "
-            "--model 'my model.onnx' --faithfulness --record",
+            "not yet measured whether the boxes show what drives the prediction; measure it with: opal-deploy evaluate "
+            "DATA --model 'my model.onnx' --faithfulness --record",
         ),
     ],
     ids=["all", "accuracy alone", "nothing"],
