@@ -15,13 +15,13 @@ from typing import Any
 
 from opal_deploy.errors import ArtifactError
 
-# a description has kilobytes; a larger one is no checkpoint
+# a description has kilobytes; anything larger is not a checkpoint
 _MAX_DESCRIPTION = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that was not loaded: its shape, and torch's name of its storage class."""
+    """A tensor that was not loaded: its shape, and torch's name for its storage class."""
 
     shape: tuple[int, ...]
     storage: str
@@ -49,7 +49,7 @@ def read_index(path: Path) -> dict[str, Any]:
     except ArtifactError:
         raise
     except Exception as error:  # damaged bytes make zipfile and pickle fail in any way
-        raise ArtifactError(f"{path}: refused or damaged ({error}); save its state_dict alone") from None
+        raise ArtifactError(f"{path}: refused or damaged ({error}); save only its state_dict") from None
     if not isinstance(document, dict):
         raise ArtifactError(f"{path}: expected a dictionary, found {type(document).__name__}")
     return document

@@ -1,9 +1,9 @@
-"""TensorRT engines with their sidecars: `<name>.engine.json` beside the plan `<name>.engine`.
+"""TensorRT engines with their sidecars: `<name>.engine.json` beside `<name>.engine`.
 
-A plan stays exactly what the builder wrote, since a prefix would break NVIDIA's own tools. Everything else is in the
-sidecar: the plan's sha256, its builder and target, the ONNX file that it was built from, the model's metadata and its
-test vectors. After the build only `evaluate --record` changes the sidecar, so that its own sha256 can be passed on by a
-trusted way; how the test vectors went on the machines that loaded the engine is kept in `<name>.engine.checks.json`.
+An engine stays exactly what the builder wrote, since a prefix would break NVIDIA's own tools. Everything else is in the
+sidecar: the engine's sha256, its builder and target, its ONNX file, the model's metadata and test vectors. After the
+build only `evaluate --record` changes the sidecar, so that its own sha256 can be passed on by a trusted way. Outcomes
+of the test vectors on machines that loaded the engine are in `<name>.engine.checks.json`.
 
 An engine is executable code. The digests find damage, not tampering.
 """
@@ -55,16 +55,15 @@ class Sidecar:
     """The description of an engine.
 
     Attributes:
-        engine: file name, sha256 and size in bytes of the plan.
+        engine: file name, sha256 and size in bytes.
         builder: `name` (`tensorrt` or `tensorrt-rtx`), `version`, and `cuda`, its CUDA major version.
-        target: `sm`, such as `sm80`, and `gpu`, the name of the GPU that the engine was built on, if any.
+        target: `sm`, such as `sm80`, and `gpu`, the name of the GPU that it was built on, if any.
         options: options of the build: batch, workspace, flags.
-        onnx: file name and digest of the ONNX file that the engine was built from, and `graph`, the sha256 of its
-            graph alone.
+        onnx: file name and digest of its ONNX file, and `graph`, the sha256 of only the graph.
         key: equal for two builds from the same graph, metadata, builder, target and options.
         built: time, seconds, version of opal-deploy and driver of the build.
         state: `unverified` (never run where it was built) or `verified`, with machine and time.
-        metadata: metadata of the model, with its test vectors.
+        metadata: the model's metadata, with its test vectors.
     """
 
     engine: dict[str, Any]
@@ -84,7 +83,7 @@ class Sidecar:
         return BatchRange(*self.options["batch"])
 
     def rebuild_command(self, engine: Path) -> str:
-        """Return the command that builds this engine again, with the same options, on the machine that runs it."""
+        """Return the command that builds this engine again with the same options, to be run on the target machine."""
         source = engine.with_name(str(self.onnx["file"]))
         words = ["opal-deploy", "export", str(source), "--trt", "--rebuild", "--batch", str(self.batch)]
         for name in ("workspace", "optimization_level", "hardware_compatible"):
@@ -105,7 +104,7 @@ def sidecar_path(engine: Path) -> Path:
 
 
 def read_sidecar(engine: Path) -> Sidecar:
-    """Return the sidecar of an engine; the plan itself is not read.
+    """Return the sidecar of an engine; the engine itself is not read.
 
     Raises:
         ArtifactError: the engine or its sidecar is missing, or the sidecar is damaged or of another schema.
@@ -114,9 +113,9 @@ def read_sidecar(engine: Path) -> Sidecar:
 
 
 def load_engine(engine: Path) -> tuple[Sidecar, bytes]:
-    """Return the sidecar of an engine and its plan, once the plan was compared with its digest.
+    """Return the sidecar and content of an engine after comparing the content with its digest.
 
-    Native code, which cannot be protected from damaged plans, reads the plan only after this check.
+    Native code cannot be protected from damaged engines, so it reads the content only after this check.
 
     Raises:
         ArtifactError: the engine or its sidecar is missing or damaged, or the sidecar has another schema.
@@ -125,20 +124,20 @@ def load_engine(engine: Path) -> tuple[Sidecar, bytes]:
     expected = document.get("engine")
     expected = str(expected.get("sha256")) if isinstance(expected, dict) else "none"
     try:
-        plan = engine.read_bytes()
+        content = engine.read_bytes()
     except OSError as error:
         raise ArtifactError(f"{engine}: cannot be read ({error.strerror or error})") from None
-    digest = hashlib.sha256(plan).hexdigest()
+    digest = hashlib.sha256(content).hexdigest()
     if digest != expected:
         raise ArtifactError(
             f"{engine}: sha256 {digest[:12]}..., but its sidecar says {expected[:12]}...; the engine is damaged or not "
             f"the one that was built: copy both files again, or rebuild it with: {_rebuild_command(document, engine)}"
         )
-    return _parse(engine, document), plan
+    return _parse(engine, document), content
 
 
 def check_engine(engine: Path) -> Sidecar:
-    """Return the sidecar of an engine once its plan was compared with its digest; see `load_engine`."""
+    """Return the sidecar of an engine after comparing the engine with its digest."""
     return load_engine(engine)[0]
 
 
@@ -160,7 +159,7 @@ def _read_document(engine: Path) -> dict[str, Any]:
         document = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ArtifactError(
-            f"{engine}: its sidecar {path.name} is missing, and without it nothing is known of the engine; copy both "
+            f"{engine}: its sidecar {path.name} is missing, which describes the engine; copy both "
             "files, or build it again with: opal-deploy export MODEL.onnx --trt"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -214,7 +213,9 @@ def _rebuild_command(document: dict[str, Any], engine: Path) -> str:
 
 
 def _damaged(path: Path, why: str) -> ArtifactError:
-    return ArtifactError(f"{path}: damaged or not a sidecar of ours ({why}); copy it again, or build the engine again")
+    return ArtifactError(
+        f"{path}: damaged, or not written by opal-deploy ({why}); copy it again, or rebuild the engine"
+    )
 
 
 def _compute_digest(document: dict[str, Any]) -> str:
@@ -224,10 +225,10 @@ def _compute_digest(document: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of the test vectors on one machine that loaded an engine.
+    """The outcome of the test vectors on a machine that loaded an engine.
 
     Attributes:
-        engine_sha256: sha256 of the plan that was checked.
+        engine_sha256: sha256 of the engine that was checked.
         machine: GPU, compute capability, driver, runtime and its version, on which the outcome depends.
         when: time, UTC, ISO 8601.
         passed: whether the engine reproduced its test vectors.
@@ -247,7 +248,7 @@ def checks_path(engine: Path) -> Path:
 
 
 def read_checks(engine: Path) -> list[Check]:
-    """Return earlier outcomes, oldest first; none where their file is missing or cannot be read."""
+    """Return recorded outcomes, oldest first; none where their file is missing or damaged."""
     try:
         document = json.loads(checks_path(engine).read_text("utf-8"))
         return [Check(**entry) for entry in document["checks"]]
@@ -256,7 +257,7 @@ def read_checks(engine: Path) -> list[Check]:
 
 
 def record_check(engine: Path, check: Check) -> bool:
-    """Write an outcome beside the engine in place of the same machine's earlier one; return whether that succeeded."""
+    """Write an outcome beside the engine, replacing the same machine's earlier one; return whether that succeeded."""
     others = [c for c in read_checks(engine) if (c.engine_sha256, c.machine) != (check.engine_sha256, check.machine)]
     document = {"schema": 1, "checks": [asdict(c) for c in (*others, check)]}
     try:
@@ -268,7 +269,7 @@ def record_check(engine: Path, check: Check) -> bool:
 
 
 def find_passed_check(engine: Path, sha256: str, machine: dict[str, Any]) -> Check | None:
-    """Return the outcome of an earlier load on the same machine that passed, which spares the test vectors."""
+    """Return the outcome of an earlier load on the same machine, if it passed."""
     for check in read_checks(engine):
         if check.engine_sha256 == sha256 and check.machine == machine and check.passed:
             return check

@@ -1,7 +1,7 @@
 """Model files by suffix, digests, locked folders, and writing that never leaves half a file under its final name.
 
-Own code for atomic writing: packages such as atomicwrites are unmaintained, keep no suffix (which ONNX Runtime and
-Pillow read), and leave behind folders that were made for a file that failed.
+Packages for atomic writing would not do: they are unmaintained, do not keep the suffix (which ONNX Runtime and Pillow
+read), and leave folders that were made for a file that failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def model_kind(path: Path) -> ModelKind | None:
-    """Return which kind of model file a path names, by its suffix alone; None for another suffix."""
+    """Return the kind of a model file by its suffix; None for another suffix."""
     if path.suffix in CHECKPOINT_SUFFIXES:
         return "checkpoint"
     if path.suffix == ONNX_SUFFIX:
@@ -48,7 +48,7 @@ def compute_sha256(path: Path) -> str:
 
 
 def check_sha256(path: Path, expected: str) -> str:
-    """Return a file's sha256 once it was compared with one that came by a trusted way.
+    """Return a file's sha256 after comparing it with an expected one.
 
     Raises:
         ArtifactError: the file has another sha256, or cannot be read.
@@ -58,18 +58,16 @@ def check_sha256(path: Path, expected: str) -> str:
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror or error}); give the model's file") from None
     if digest != expected.strip().lower():
-        raise ArtifactError(
-            f"{path}: sha256 {digest}, expected {expected.strip().lower()}; this is not the file you were told of"
-        )
+        raise ArtifactError(f"{path}: sha256 {digest}, expected {expected.strip().lower()}; this is another file")
     return digest
 
 
 @contextmanager
 def lock_directory(folder: Path) -> Iterator[None]:
-    """Keep other processes from working in `folder`, which is made if missing, while the block runs.
+    """Keep other processes from working in `folder`, which is created if missing, while the block runs.
 
-    The operating system locks a hidden file, and the lock ends with the process, however that ends. On file systems
-    without locks nothing is locked.
+    The operating system locks a hidden file and frees it when the process ends. File systems without locks are not
+    locked.
 
     Raises:
         UsageError: another process works there, or the folder cannot be written.
@@ -90,14 +88,14 @@ def lock_directory(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 os.close(handle)
                 raise UsageError(
-                    f"{folder}: another process is at work there; wait for it, or give another --out"
+                    f"{folder}: another process is working there; wait for it, or give another --out"
                 ) from None
             except OSError as error:
                 if error.errno in _NO_LOCKS:
                     break
                 os.close(handle)
                 raise
-            # whoever had it before may have taken the file away in between
+            # its previous owner may have removed the file in between
             with suppress(FileNotFoundError):
                 if os.fstat(handle).st_ino == path.stat().st_ino:
                     break
@@ -123,7 +121,7 @@ def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`, renamed to it when the block ends and removed when the block raises.
 
     Args:
-        path: the final path; missing folders are made, and removed again if the block raises.
+        path: the final path; missing folders are created, and removed again if the block raises.
         keep: False removes the temporary file in either case.
 
     Raises:
@@ -131,7 +129,7 @@ def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
     """
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     if path.is_dir():
-        raise UsageError(f"{path}: cannot be written (a folder of that name is there); choose another place")
+        raise UsageError(f"{path}: cannot be written (a folder has that name); choose another place")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=f".part{path.suffix}")
@@ -168,7 +166,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders that were made for a file that was not written, innermost first."""
+    """Remove folders that were created for a file that was not written, innermost first."""
     for folder in folders:
         try:
             folder.rmdir()

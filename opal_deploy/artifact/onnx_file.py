@@ -4,7 +4,7 @@ The digest is sha256 over the whole file with the 64 characters of `file_sha256`
 Runtime loads bit-flipped files without complaint, so every session checks the digest first. The digest finds
 corruption, not tampering.
 
-Own code, since the onnx package is no dependency of a deployment machine and would read all weights for a few fields.
+The onnx package is not used: deployment machines do not have it, and it would read all weights for a few fields.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_header(path: Path) -> OnnxHeader:
     """Return an ONNX file's outermost fields; the graph is skipped.
 
     Raises:
-        ArtifactError: the file is missing, cannot be read, or is no ONNX model.
+        ArtifactError: the file is missing, cannot be read, or is not an ONNX model.
     """
     with _map_file(path) as data:
         ir_version, opset, producer, properties, graphs = 0, 0, "", {}, 0
@@ -86,7 +86,7 @@ def read_metadata(path: Path) -> Metadata:
     """Return the opal metadata of an ONNX file.
 
     Raises:
-        ArtifactError: the file is missing, no ONNX file, not one of ours, or damaged.
+        ArtifactError: the file is missing, not an exported ONNX file, or damaged.
     """
     properties = read_header(path).properties
     if METADATA_KEY not in properties:

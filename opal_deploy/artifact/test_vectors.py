@@ -1,7 +1,7 @@
 """Test vectors: input images with the reference's float32 outputs, stored in the metadata of a model file.
 
 `opal-deploy verify` needs nothing else to check a file on any machine, years later. Images are stored as PNG bytes, not
-as a seed: numpy does not promise its random streams across versions.
+as a seed, since numpy may change its random streams between versions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_BYTES = 256 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Reference:
-    """Images together with the outputs that a model has to reproduce.
+    """Images with the outputs that a model has to reproduce.
 
     Attributes:
         images: uint8 [N, H0, W0, 3], RGB.
@@ -81,7 +81,7 @@ def unpack(document: dict[str, Any], origin: str) -> Reference:
         ArtifactError: the document holds no test vectors, or damaged ones.
     """
     if not document.get("images"):
-        raise ArtifactError(f"{origin}: it carries no test vectors; export it again")
+        raise ArtifactError(f"{origin}: it has no test vectors; export it again")
     try:
         images = np.stack([_decode_png(text) for text in document["images"]])
         names = ("logits", "argmax", "scores", "top2_margin")

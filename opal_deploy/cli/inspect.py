@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 _NAMES_SHOWN = 8
 # model.checkpoint.FORMAT, whose module imports torch
 _OUR_FORMAT = "opal-deploy checkpoint"
-_CHECKPOINT_KEYS = ("schema", "version", "config", "class_names", "crop", "metrics", "training", "evaluation")
+_CHECKPOINT_KEYS = (
+    "schema", "version", "config", "class_names", "crop", "metrics", "training", "evaluation", "receptive_field",
+    "calibration",
+)  # fmt: skip
 
 
 def inspect(
@@ -190,13 +193,7 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
     }
     lines = [("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), sha256 {digest[:16]}...")]
     if ours:
-        document |= {
-            key: index.get(key)
-            for key in (
-                "schema", "version", "config", "class_names", "crop", "metrics", "training", "evaluation",
-                "receptive_field", "calibration",
-            )
-        }  # fmt: skip
+        document |= {key: index.get(key) for key in _CHECKPOINT_KEYS}
         try:
             lines += _describe_checkpoint(index, path)
         except (AttributeError, KeyError, TypeError, ValueError):

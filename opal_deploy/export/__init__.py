@@ -1,8 +1,7 @@
-"""From a checkpoint, or from one of our ONNX files, to verified ONNX files and TensorRT engines.
+"""From a checkpoint or an exported ONNX file to verified ONNX files and TensorRT engines.
 
-`api.export_model` is what the command calls, and `exporter.export` the work: it takes a source
-(`checkpoint_source.CheckpointSource`, the only path that needs torch, or `onnx_source.OnnxSource`), the files to write
-(`options.ExportTargets`) and `options.ExportOptions`. A source builds an `ExportCandidate`,
-`candidate.convert_precision` lowers its precision, `verification` compares it with the reference,
-and `tensorrt.engine` builds engines. No file gets its final name before all files of the call have passed.
+`api.export_model` is what the command calls; `exporter.export` does the work for a source (`checkpoint_source`, the
+only part that needs torch, or `onnx_source`). A source builds an `ExportCandidate`, `candidate.convert_precision`
+lowers its precision, `verification` compares it with the reference, and `engine` builds engines with `builder`. No file
+gets its final name before all files of the call have passed.
 """

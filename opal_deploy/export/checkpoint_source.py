@@ -50,7 +50,7 @@ class CheckpointSource:
 
     @property
     def onnx_precision(self) -> None:
-        """None: the source is no ONNX file."""
+        """None: the source is not an ONNX file."""
         return None
 
     @cached_property
@@ -106,7 +106,7 @@ class CheckpointSource:
 
 
 def _halve_margin(reference: Reference) -> Reference:
-    # the margin only tells which cells are tied: float16 is enough for it in the file
+    # float16 is enough in the file, since the margin only tells which cells are tied
     if reference.top2_margin is None:
         return reference
     return replace(reference, top2_margin=reference.top2_margin.astype(np.float16))
@@ -121,11 +121,11 @@ class ExportGraph(InferenceGraph):
 
     @property
     def marker_names(self) -> tuple[str, ...]:
-        """The two ends of the body; an input that is normalised already is the graph's own `images`."""
+        """The two ends of the body; an already normalised input is the graph's own `images`."""
         return (BODY_INPUT, BODY_OUTPUT) if self.input_kind == "uint8" else (BODY_OUTPUT,)
 
     def example(self) -> Tensor:
-        """Return a batch of two to trace with; a batch of one would be taken for a constant."""
+        """Return a batch of two to trace with; the tracer would take a batch of one for a constant."""
         height, width = self.network.config.input_size
         if self.input_kind == "uint8":
             return torch.zeros(2, height, width, 3, dtype=torch.uint8)

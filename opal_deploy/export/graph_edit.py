@@ -34,7 +34,7 @@ _PREFIX = "select_"
 
 
 def body_input(graph: onnx.GraphProto) -> str:
-    """Return the name of the normalised images: BODY_INPUT, or the graph's input where that is normalised already."""
+    """Return the name of the normalised images: BODY_INPUT, or the graph's input where that is normalised."""
     return BODY_INPUT if any(BODY_INPUT in node.output for node in graph.node) else "images"
 
 
@@ -91,7 +91,7 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
 
 
 def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
-    """Return a candidate that outputs its `k` best classes beside all of its outputs; all C if there are fewer.
+    """Return a candidate that also outputs its `k` best classes, or all C if there are fewer.
 
     Raises:
         UsageError: the model has no evidence, so its only output is the logits.
@@ -99,7 +99,7 @@ def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
     metadata = candidate.metadata
     if metadata.evidence == "none":
         raise UsageError(
-            "--outputs topk: the model has no evidence to select, only logits (evidence none); leave it out"
+            "--outputs topk: the model has only logits and no evidence to select (evidence none); leave it out"
         )
     k = min(k, metadata.num_classes)
     model = add_top_outputs(candidate.model, metadata.num_classes, metadata.prototypes_per_class, k)
@@ -108,7 +108,7 @@ def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
 
 
 def drop_other_outputs(candidate: ExportCandidate) -> ExportCandidate:
-    """Return a candidate of `with_top_classes` whose outputs are the best classes alone."""
+    """Return a candidate of `with_top_classes` that outputs only the best classes."""
     model = onnx.ModelProto()
     model.CopyFrom(candidate.model)
     kept = [value for value in model.graph.output if value.name in TOP_OUTPUTS]
@@ -191,7 +191,7 @@ def _add_selection(graph: _GraphBuilder, num_classes: int, m: int, k: int) -> No
 
 
 class _GraphBuilder:
-    """Appends nodes and constants to a graph; values that are no outputs get a prefix of their own."""
+    """Appends nodes and constants to a graph; values other than outputs get a prefix."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._graph = graph

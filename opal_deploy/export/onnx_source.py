@@ -1,4 +1,4 @@
-"""Our own ONNX files as sources of an export: the path of the exporter that runs without torch."""
+"""Exported ONNX files as sources of another export, which needs no torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from opal_deploy.runtime.verification import verify_test_vectors
 
 @dataclass(frozen=True)
 class OnnxSource:
-    """One of our ONNX files; the reference is the file itself in ONNX Runtime on the CPU.
+    """An exported ONNX file; the reference is the file itself in ONNX Runtime on the CPU.
 
-    Every member but `path` raises ArtifactError for a file that is not ours or damaged.
+    Every member but `path` raises ArtifactError for another or a damaged file.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class OnnxSource:
         return self.metadata
 
     def build_candidate(self, precisions: Collection[Precision], options: ExportOptions) -> ExportCandidate:
-        """Return the file's graph with the file's own outputs as reference; see `ExportSource`.
+        """Return the file's graph, with the file's outputs as reference; see `ExportSource`.
 
         Raises:
             UsageError: the file is not float32, one of the precisions is, or the options change inputs or outputs.
@@ -59,12 +59,12 @@ class OnnxSource:
         """
         if "fp32" in precisions:
             if self.onnx_precision == "fp32":
-                raise UsageError(f"{self.path}: it is fp32 already; choose --precision fp16, bf16 or int8, or --trt")
+                raise UsageError(f"{self.path}: already fp32; choose --precision fp16, bf16 or int8, or --trt")
             raise UsageError(
-                f"{self.path}: it is {self.onnx_precision}, and what was rounded away is lost; export the checkpoint"
+                f"{self.path}: is {self.onnx_precision}, and what was rounded away is lost; export the checkpoint"
             )
         if self.onnx_precision != "fp32":
-            raise UsageError(f"{self.path}: it is {self.onnx_precision} already; give the fp32 file or the checkpoint")
+            raise UsageError(f"{self.path}: already {self.onnx_precision}; give the fp32 file or the checkpoint")
         self._check_interface(options)
         # the reference is all of the file's outputs
         check_all_outputs(self.metadata, str(self.path), "another precision of it")
@@ -103,13 +103,13 @@ class OnnxSource:
         self._check_interface(options)
         if options.listed_classes not in (None, self.metadata.top_k):
             raise UsageError(
-                f"{self.path}: it is {self.onnx_precision} already and built as it is; for --outputs topk give the "
-                "fp32 file or the checkpoint"
+                f"{self.path}: already {self.onnx_precision}, so it is built as it is; for --outputs topk give "
+                "the fp32 file or the checkpoint"
             )
         if options.images is not None or options.calibrate is not None:
             raise UsageError(
-                f"{self.path}: it is {self.onnx_precision} already and built as it is: nothing to verify or calibrate "
-                "on images; leave out --images and --calibrate"
+                f"{self.path}: already {self.onnx_precision}, so it is built as it is: nothing to verify or "
+                "calibrate on images; leave out --images and --calibrate"
             )
         if self.metadata.unverified:
             options.log(f"NOT VERIFIED: {self.path.name} was {self.metadata.unverified}")
@@ -129,15 +129,14 @@ class OnnxSource:
 
 
 def _margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pixels], FloatArray] | None:
-    """Return what finds by how much each channel's best cell exceeds its second, which a file's outputs do not tell.
+    """Return a function that computes by how much each channel's best cell exceeds its second.
 
     Args:
-        model: graph of the file.
-        session: the file, loaded.
+        model: the file's graph.
+        session: the loaded file.
 
     Returns:
-        A function from uint8 [n, H0, W0, 3] to float32 [n, K], relative to the best cell (see `Reference.top2_margin`);
-        None for a model without cells.
+        A function from uint8 [n, H0, W0, 3] to `Reference.top2_margin`, float32 [n, K]; None for a model without cells.
     """
     if "argmax" not in session.metadata.outputs:
         return None

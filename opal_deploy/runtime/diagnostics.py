@@ -1,4 +1,4 @@
-"""The runtimes installed on this machine: which of them can run inference, on what, and what to do about the others.
+"""The runtimes installed on this machine: which can run inference, on what, and what to do about the others.
 
 Nothing here imports torch or a runtime into this process: onnxruntime and TensorRT are imported in a child process, so
 that a broken installation becomes one status among others.
@@ -25,7 +25,7 @@ RequiredDevice = Literal["cpu", "gpu", "any"]
 OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
 # what PyTorch calls on the CPU, unless CXX names another
 _CXX_COMPILERS = {"darwin": ("clang++",), "win32": ("cl",)}.get(sys.platform, ("g++",))
-# what nobody has seen working yet: `doctor` prints it, and nothing may claim more
+# what was never seen working; `doctor` prints it, and nothing may claim more
 NEVER_RUN = (
     "CUDA session: never run on hardware",
     "compiled PyTorch session: run on CPUs, never on a GPU",
@@ -69,10 +69,10 @@ class RuntimeStatus:
     """One runtime that can be installed.
 
     Attributes:
-        name: the distribution, as `pip` calls it.
-        version: None if it is not installed.
+        name: name of the distribution for pip.
+        version: installed version; None if it is not installed.
         cpu, gpu: whether `infer` can use it on that device.
-        problem: why it cannot, in one line; empty if nothing is wrong.
+        problem: one line on why it cannot; empty if nothing is wrong.
         advice: what to do about the problem.
         providers: onnxruntime's execution providers.
     """
@@ -91,7 +91,7 @@ class RuntimeStatus:
 
 
 def installed_version(*distributions: str) -> str | None:
-    """Return the version of the first of these distributions that is installed, or None."""
+    """Return the version of the first installed distribution of these, or None."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -250,10 +250,10 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
 
 
 def find_compile_problem(*, gpu: bool) -> tuple[str, str]:
-    """Return why torch.compile cannot write kernels here and what to do; two empty strings where nothing is missing.
+    """Return why torch.compile cannot work here and what to do; two empty strings where nothing is missing.
 
     Args:
-        gpu: for a GPU, where Triton writes them and compiles a launcher in C; else in C++, for the CPU.
+        gpu: for a GPU, where Triton needs a C compiler; else for the CPU, where PyTorch needs a C++ compiler.
     """
     if gpu and not is_importable("triton"):
         return "torch.compile needs Triton for a GPU, not installed", "pip install triton"
@@ -261,7 +261,7 @@ def find_compile_problem(*, gpu: bool) -> tuple[str, str]:
     variable, names, language = ("CC", ("gcc", "clang"), "C") if gpu else ("CXX", _CXX_COMPILERS, "C++")
     chosen = os.environ.get(variable, "")
     if not any(shutil.which(name) for name in ((chosen,) if chosen else names)):
-        found = f"{variable}={chosen} is not there" if chosen else f"{' or '.join(names)} not found"
+        found = f"{variable}={chosen} does not exist" if chosen else f"{' or '.join(names)} not found"
         return f"torch.compile needs a {language} compiler ({found})", f"install {names[0]}"
     if not has_python_headers():
         return "torch.compile needs Python's C headers (Python.h), not installed", "install python3-dev"
@@ -287,7 +287,7 @@ def _inspect_torch(driver: Driver) -> RuntimeStatus:
 
 
 def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
-    """Return the status of every runtime, installed or not, in the order in which they are worth installing."""
+    """Return the status of every runtime, installed or not, the most useful first."""
     statuses = _inspect_onnxruntime(driver)
     statuses.append(_inspect_tensorrt("tensorrt", "tensorrt", "trt", driver))
     statuses.append(_inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver))

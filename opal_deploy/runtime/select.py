@@ -30,8 +30,8 @@ class ModelChoice:
     """The model that was chosen from a folder.
 
     Attributes:
-        path: of the model.
-        reason: why this one, and why not the others, in one line.
+        path: the model's file.
+        reason: one line on why this one was chosen and the others were not.
     """
 
     path: Path
@@ -49,26 +49,26 @@ def open_sessions(
     """Open one session for each device.
 
     Args:
-        path: of an ONNX file, an engine or a checkpoint.
+        path: an ONNX file, an engine or a checkpoint.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, or numbers such as `0` or `0,1`.
-        threads: of the CPU; None: as many as this process may use.
-        cuda_graphs: let engines and compiled checkpoints record their kernels once a batch size; others ignore it.
-        runtime: `auto`: as the suffix decides, for a checkpoint `torch`. `compiled` is chosen by name only: it compiles
-            for a minute, and its file is no verified export.
+        threads: CPU threads; None: as many as this process may use.
+        cuda_graphs: let engines and compiled checkpoints record their kernels once per batch size; others ignore it.
+        runtime: `auto` decides by the suffix, and takes `torch` for a checkpoint. `compiled` is chosen only by name: it
+            compiles for a minute, and its file is not a verified export.
 
     Raises:
-        ArtifactError: no such model, not one of ours, or damaged.
-        MissingExtra: the engine is not installed.
-        UsageError: a device is not there, or the runtime does not run such a model.
+        ArtifactError: the model is missing, not exported by us, or damaged.
+        MissingExtra: the runtime is not installed.
+        UsageError: a device is missing, or the runtime does not run such a model.
     """
     return [_open(path, name, threads, cuda_graphs, runtime) for name in split_devices(device)]
 
 
 def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runtime: RuntimeName) -> Session:
     if not path.exists():
-        raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
+        raise ArtifactError(f"{path}: no such model; expected an exported file or a checkpoint")
     if path.is_dir():
-        raise ArtifactError(f"{path}: a folder; give the model's file")
+        raise ArtifactError(f"{path}: is a folder; give the model's file")
     kind = model_kind(path)
     check_runtime(path, runtime)
     if kind == "checkpoint":
@@ -86,7 +86,7 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
         return EngineSession(path, device=device, cuda_graphs=cuda_graphs)
     if kind != "onnx":
         raise ArtifactError(
-            f"{path}: not a model that this version runs; expected .onnx or .engine (from `opal-deploy export`), or .pt"
+            f"{path}: unknown kind of model; expected .onnx or .engine (from `opal-deploy export`), or .pt"
         )
     from opal_deploy.runtime.onnx_session import OnnxSession
 
@@ -97,7 +97,7 @@ def read_model_metadata(path: Path) -> Metadata:
     """Return a model's metadata without opening a runtime.
 
     Raises:
-        UsageError: not one of ours, or damaged.
+        UsageError: not an exported model, or damaged.
     """
     kind = model_kind(path)
     if kind == "checkpoint":
@@ -108,15 +108,11 @@ def read_model_metadata(path: Path) -> Metadata:
         return read_sidecar(path).metadata
     if kind == "onnx":
         return onnx_file.read_metadata(path)
-    raise UsageError(f"{path}: not a model that this version runs; expected .onnx, .engine, .pt or .pth")
+    raise UsageError(f"{path}: unknown kind of model; expected .onnx, .engine, .pt or .pth")
 
 
 def check_runtime(path: Path, runtime: RuntimeName) -> None:
-    """Check that a runtime runs models of this suffix.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Raise UsageError unless a runtime runs models of this suffix."""
     kind = model_kind(path)
     if kind in _KIND_NAMES and runtime != "auto" and kind != _KINDS[runtime]:
         raise UsageError(
@@ -126,13 +122,9 @@ def check_runtime(path: Path, runtime: RuntimeName) -> None:
 
 
 def find_newest_run(folder: Path) -> Path | None:
-    """Return the run with the newest `runs/*/best.*` of a folder, if the folder itself has nothing like a model.
+    """Return the folder of the run with the newest `runs/*/best.*` in a working directory of `train`.
 
-    Args:
-        folder: the working directory of `train`, whose default is to write below its `runs`.
-
-    Returns:
-        The run's folder; None if there is none, or a checkpoint, an ONNX file or an engine lies in `folder` itself.
+    None if there is no run, or if a checkpoint, an ONNX file or an engine lies in `folder` itself.
     """
     if any(model_kind(path) in _KIND_NAMES for path in folder.iterdir()):
         return None
@@ -148,20 +140,20 @@ def find_model(
     runtime: RuntimeName = "auto",
     prefix: str = "",
 ) -> ModelChoice:
-    """Choose the best of a folder's exported models that this machine can run, if all stem from one checkpoint.
+    """Choose the best exported model in a folder that this machine can run, if all come from one checkpoint.
 
-    An engine that runs here comes first, then half precision where ONNX Runtime has a GPU, then float32, then the rest;
-    there an engine of TensorRT for RTX for a GPU that NVIDIA does not list comes last.
+    An engine that runs here comes first, then half precision where ONNX Runtime has a GPU, then float32, then the rest.
+    Where ONNX Runtime has a GPU, an engine of TensorRT for RTX for a GPU that NVIDIA does not list comes last.
 
     Args:
-        folder: searched without its subfolders.
+        folder: the folder; subfolders are not searched.
         gpu: whether this machine can run ONNX Runtime on a GPU; half precision pays only there.
         check_engine: returns why an engine cannot run here, from its sidecar; empty if it can.
-        runtime: consider its models only; for `torch` and `compiled` the folder's one checkpoint.
-        prefix: consider only files whose names begin so.
+        runtime: consider only its models; for `torch` and `compiled` the folder's only checkpoint.
+        prefix: consider only files whose names begin with this.
 
     Raises:
-        UsageError: there is none, or there are several of different checkpoints.
+        UsageError: there is no model, or there are models from several checkpoints.
     """
     if _KINDS.get(runtime) == "checkpoint":
         return _find_checkpoint(folder, runtime, prefix)
@@ -174,8 +166,10 @@ def find_model(
         raise UsageError(_explain_no_model(folder, others, prefix))
     origins = {model.metadata.source.get("sha256") or model.path.name for model in models}
     if len(origins) > 1:
-        listed = ", ".join(f"{model.path.name} (of {model.metadata.source.get('file', 'unknown')})" for model in models)
-        raise UsageError(f"several models here, of different checkpoints: {listed}; choose one with --model")
+        listed = ", ".join(
+            f"{model.path.name} (from {model.metadata.source.get('file', 'unknown')})" for model in models
+        )
+        raise UsageError(f"several models here, from different checkpoints: {listed}; choose one with --model")
     usable = sorted((model for model in models if not model.incompatibility), key=lambda model: model.rank(gpu=gpu))
     if not usable:
         reasons = "; ".join(f"{model.path.name}: {model.incompatibility}" for model in models)
@@ -202,7 +196,7 @@ def _list_checkpoints(folder: Path, prefix: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Model:
-    """One model of a folder; `incompatibility` is why it cannot run here, `doubt` why it perhaps cannot, else empty."""
+    """A model in a folder; `incompatibility` says why it cannot run here, `doubt` why it may not; else empty."""
 
     path: Path
     metadata: Metadata
@@ -211,32 +205,32 @@ class _Model:
     doubt: str = ""
 
     def rank(self, *, gpu: bool) -> tuple[int, int, str]:
-        """Return the sort key that puts the best model first, of equals the first by name."""
+        """Return the sort key that puts the best model first, equals by name."""
         order = ("fp16", "fp32", "bf16", "int8") if gpu or self.engine else ("fp32", "fp16", "int8", "bf16")
         kind = 1 if not self.engine else 2 if self.doubt and gpu else 0
         return kind, order.index(self.metadata.precision), self.path.name
 
 
 def _list_models(folder: Path, check_engine: Callable[[Sidecar], str], prefix: str) -> tuple[list[_Model], list[str]]:
-    """Return our ONNX files and engines of a folder, and one line for every other file that looks like a model."""
+    """Return the exported models in a folder, and one line for every other file that looks like a model."""
     models, others = [], []
-    # files that are being written begin with a dot
+    # names of files that are being written begin with a dot
     visible = sorted(path for path in folder.glob(f"{prefix}*") if not path.name.startswith(".") and path.is_file())
     for path in (path for path in visible if path.suffix == ONNX_SUFFIX):
         try:
             metadata = onnx_file.read_metadata(path)
         except ArtifactError:
-            others.append(f"{path.name} is not one of ours, or damaged")
+            others.append(f"{path.name} was not exported by opal-deploy, or is damaged")
             continue
         incompatibility = (
-            "bf16 is for engines: ONNX Runtime has no such convolutions" if metadata.precision == "bf16" else ""
+            "ONNX Runtime has no bfloat16 convolutions; bf16 is for engines" if metadata.precision == "bf16" else ""
         )
         models.append(_Model(path, metadata, incompatibility=incompatibility))
     for path in (path for path in visible if path.suffix == ENGINE_SUFFIX):
         try:
             sidecar = read_sidecar(path)
         except ArtifactError:
-            others.append(f"{path.name} has no sidecar of ours, or a damaged one")
+            others.append(f"{path.name} has no sidecar, or a damaged one")
             continue
         models.append(
             _Model(

@@ -24,7 +24,7 @@ class Session(Protocol):
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata of the model."""
+        """The model's metadata."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Session(Protocol):
 
 @runtime_checkable
 class PipelinedSession(Session, Protocol):
-    """A session that takes the next batches while one is being computed, so that its device need not wait for them."""
+    """A session that accepts further batches while one is being computed, so that its device never waits for them."""
 
     @property
     def depth(self) -> int:
@@ -58,7 +58,7 @@ class PipelinedSession(Session, Protocol):
         """Begin a batch and return its handle without waiting for the outputs.
 
         Args:
-            images: as for `run`; they must not change until the batch is collected.
+            images: see `run`; they must not change until the batch is collected.
 
         Raises:
             ValueError: another shape or dtype, or `depth` batches are in flight. The errors of `run`.
@@ -66,7 +66,7 @@ class PipelinedSession(Session, Protocol):
         ...
 
     def collect(self, handle: object) -> Outputs:
-        """Wait for a batch and return its outputs; batches are collected in the order in which they were submitted.
+        """Wait for a batch and return its outputs; batches are collected in the order of submission.
 
         Raises:
             StoppedEarly: the device was lost; OutOfMemory: its memory is full.
@@ -76,29 +76,29 @@ class PipelinedSession(Session, Protocol):
 
 @runtime_checkable
 class PinningSession(Session, Protocol):
-    """A session that copies images to its device directly from memory which the caller had it page-lock.
+    """A session that copies images to its device directly from page-locked memory of the caller.
 
-    Batches from other memory go through a buffer of the session: the same outputs, one copy more.
+    Batches from other memory go through a buffer of the session: the same outputs, one more copy.
     """
 
     def register_buffer(self, address: int, size: int) -> bool:
-        """Page-lock `size` bytes of host memory; return False where the system does not allow it, which is only slower.
+        """Page-lock `size` bytes of host memory; return False where the system refuses, which is only slower.
 
         The memory must stay until `unregister_buffer`, or until the session is closed.
         """
         ...
 
     def unregister_buffer(self, address: int) -> None:
-        """Unlock memory of `register_buffer`, once nothing is copied from it; an unknown address is ignored."""
+        """Unlock memory of `register_buffer` once nothing copies from it; an unknown address is ignored."""
         ...
 
 
 @runtime_checkable
 class PaddingSession(Session, Protocol):
-    """A session that fills batches up to one of a few sizes, because its runtime is slow where sizes change."""
+    """A session that pads batches to one of a few sizes, because its runtime is slow when sizes change."""
 
     def add_batch_size(self, size: int) -> None:
-        """Execute batches of `size` images as they are: for a caller whose batches are all of one size."""
+        """Execute batches of `size` images without padding, for a caller whose batches all have one size."""
         ...
 
 
@@ -115,18 +115,17 @@ class BatchTimes:
 class StagedSession(Session, Protocol):
     """A session that measures the stages of a batch.
 
-    The stages run one after the other and are waited for one by one, so together they may take longer than `run`, which
-    overlaps what it can.
+    The stages run one after the other, so together they may take longer than `run`, which overlaps them.
     """
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """Return the outputs of `run` and the time of each stage; on the CPU everything is `compute`."""
+        """Return the outputs of `run` and the time of each stage; on the CPU all of it is `compute`."""
         ...
 
 
 @runtime_checkable
 class AttentionSession(Session, Protocol):
-    """A session that gives attention maps on request, although they are not among its model's outputs: PyTorch's."""
+    """A session that returns attention maps on request, although its model does not output them: PyTorch's."""
 
     def run_with_attention(self, images: ImageBatch) -> Outputs:
         """Return what `run` returns, with the attention maps, float32 [N, K, H, W]."""
@@ -139,9 +138,9 @@ class AttentionSession(Session, Protocol):
 
 @contextmanager
 def pinned(session: Session, images: ImageBatch) -> Iterator[None]:
-    """Let a session's device copy from this memory directly until the block is left; for other sessions, do nothing.
+    """Page-lock images for a session's device during the block; do nothing for sessions that cannot use that.
 
-    Of several blocks for the same memory, the last one that is left unlocks it.
+    Of several blocks for the same memory, the last to end unlocks it.
     """
     if not isinstance(session, PinningSession):
         yield
@@ -162,7 +161,7 @@ def pinned(session: Session, images: ImageBatch) -> Iterator[None]:
                     session.unregister_buffer(address)
 
 
-# by session, the number of blocks that need each address locked
+# number of blocks that need each address locked, by session
 _PINNED: WeakKeyDictionary[PinningSession, Counter[int]] = WeakKeyDictionary()
 _PINNED_LOCK = threading.Lock()
 

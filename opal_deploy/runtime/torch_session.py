@@ -25,7 +25,7 @@ class TorchSession:
     """A checkpoint in PyTorch, float32, TF32 off.
 
     Attributes:
-        metadata: of the checkpoint.
+        metadata: the checkpoint's metadata.
         description: engine, device, threads, precision.
     """
 
@@ -35,11 +35,11 @@ class TorchSession:
         Args:
             source: a file, or a loaded checkpoint.
             device: `cpu`, `cuda`, `cuda:1`, or `auto`.
-            threads: of PyTorch in this process; None leaves their number.
+            threads: PyTorch's threads in this process; None leaves their number.
 
         Raises:
             CheckpointError: not a checkpoint.
-            UsageError: the requested GPU is not there.
+            UsageError: the requested GPU is missing.
         """
         checkpoint = source if isinstance(source, Checkpoint) else checkpoints.load(source)
         self.metadata: Metadata = checkpoints.build_metadata(checkpoint)
@@ -79,7 +79,7 @@ class TorchSession:
             self._network.float()
 
     def run_reference(self, images: ImageBatch) -> Reference:
-        """Return the outputs together with the relative lead of each channel's best cell over its second."""
+        """Return the outputs with the relative lead of each channel's best cell over its second."""
         check_batch(images, self.metadata)
         tensors = self._explain(self._normalise, images)
         top2_margin = None if tensors.attention is None else _top2_margin(tensors.attention)
@@ -94,7 +94,7 @@ class TorchSession:
         return to_outputs(self._explain(self._normalise, images), attention=True)
 
     def _explain(self, prepare: Callable[[NDArray[Any]], torch.Tensor], images: NDArray[Any]) -> HeadOutputs:
-        """Run the network on what `prepare` makes of the images on the device: float32 [N, 3, H0, W0], normalised."""
+        """Run the network on `prepare(images)`: float32 [N, 3, H0, W0] on the device, normalised."""
         try:
             with torch.inference_mode():
                 return self._network.explain(prepare(images))
@@ -117,7 +117,7 @@ def to_tensor(array: NDArray[Any]) -> torch.Tensor:
 
 
 def translate_error(error: RuntimeError, batch: int) -> Exception:
-    """Return OutOfMemory or StoppedEarly for a full memory or a lost device; every other error is a bug of ours."""
+    """Return OutOfMemory or StoppedEarly for full memory or a lost device; any other error is returned as it is."""
     line = first_line(error)
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in line:
         return OutOfMemory(f"PyTorch failed on a batch of {batch} ({line}); use a smaller --batch")
@@ -153,7 +153,7 @@ def torch_device(name: str) -> torch.device:
     """Return PyTorch's device for `auto`, `cpu`, `cuda` or `cuda:N`.
 
     Raises:
-        UsageError: anything else, or a GPU that is not there.
+        UsageError: anything else, or a missing GPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -62,7 +62,7 @@ def test_a_folder_is_locked_while_a_process_works_there_and_free_once_it_is_kill
     with subprocess.Popen([sys.executable, "-c", hold, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(UsageError, match="another process is at work there"), lock_directory(folder):
+        with pytest.raises(UsageError, match="another process is working there"), lock_directory(folder):
             pass
         holder.kill()
     with lock_directory(folder):

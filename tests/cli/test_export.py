@@ -225,7 +225,10 @@ from opal_deploy.cli import main; main()
         (["--trt", "--timing-cache", "."], "--timing-cache"),
         (["--trt", "--precision", "fp32", "--outputs", "attention"], "inputs and outputs are fixed in an ONNX"),
         (["--precision", "fp16", "--top-k", "3"], "--top-k: only for --outputs topk; add that"),
-        (["--trt", "--precision", "fp32", "--outputs", "topk"], "fp32 already and built as it is; for --outputs topk"),
+        (
+            ["--trt", "--precision", "fp32", "--outputs", "topk"],
+            "already fp32, so it is built as it is; for --outputs topk",
+        ),
         (["--trt", "--precision", "fp32", "--images", "nowhere"], "nothing to verify or calibrate on images"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

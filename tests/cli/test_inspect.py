@@ -45,7 +45,7 @@ def test_a_damaged_model_is_shown_as_damaged(opal: Opal, exact_model: Path, tmp_
 @pytest.mark.parametrize(
     ("file", "write", "message"),
     [
-        ("m.onnx", lambda path: None, "no such file; expected an ONNX file or a checkpoint"),
+        ("m.onnx", lambda path: None, "no such file; expected an ONNX file, an engine or a checkpoint"),
         ("m.onnx", lambda path: path.mkdir(), "no such file"),
         ("m.txt", lambda path: path.write_text("x"), "expected .onnx, .engine, .pt or .pth"),
         ("m.onnx", lambda path: path.write_bytes(b""), "the file is empty; export or copy it again"),

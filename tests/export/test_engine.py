@@ -244,7 +244,7 @@ class TestFailures:
 
     def test_a_folder_in_the_engines_place(self, source):
         (source.parent / ENGINE).mkdir()
-        with pytest.raises(UsageError, match="a folder of that name is there"):
+        with pytest.raises(UsageError, match="a folder has that name"):
             build(source)
         assert names(source.parent) == [ENGINE, "ckpt.onnx"]
 

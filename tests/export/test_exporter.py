@@ -57,12 +57,12 @@ class TestFromOnnx:
     @pytest.mark.parametrize(
         ("source", "precision", "options", "message"),
         [
-            ("fp32", "fp32", {}, "it is fp32 already; choose --precision"),
+            ("fp32", "fp32", {}, "already fp32; choose --precision"),
             ("fp32", "fp16", {"outputs": "attention"}, "inputs and outputs are fixed"),
             ("fp32", "fp16", {"input": "float32"}, "inputs and outputs are fixed"),
             ("fp32", "int8", {}, "needs --calibrate DIR"),
-            ("fp16", "fp16", {}, "it is fp16 already; give the fp32 file"),
-            ("fp16", "fp32", {}, "it is fp16, and what was rounded away is lost"),
+            ("fp16", "fp16", {}, "already fp16; give the fp32 file"),
+            ("fp16", "fp32", {}, "is fp16, and what was rounded away is lost"),
         ],
     )
     def test_what_a_file_cannot_become_is_refused(

@@ -115,7 +115,7 @@ def test_a_file_of_all_outputs_becomes_one_of_the_best_in_another_precision_and_
     best = write_onnx(fp32, tmp_path / "best.onnx", "fp16", outputs="topk", top_k=32)
     assert best.metadata.top_k == 4
     OnnxSource(best.path).verify(ExportOptions(threads=2))
-    with pytest.raises(UsageError, match="it is fp16 already and built as it is; for --outputs topk give the fp32"):
+    with pytest.raises(UsageError, match="already fp16, so it is built as it is; for --outputs topk give the fp32"):
         OnnxSource(best.path).verify(ExportOptions(outputs="topk", top_k=2, threads=2))
     best = write_onnx(build_checkpoint(seed=8), tmp_path / "c.onnx", outputs="topk", top_k=2, verify=False)
     with pytest.raises(UsageError, match="outputs only the best 2 classes, and another precision of it needs all"):

@@ -56,7 +56,7 @@ def test_every_flipped_byte_of_the_sidecar_and_any_other_content_is_found(stand)
             assert "damaged" in refusal(stand), position
     for other in (b"", b"{", b"[]", b"null", b'{"digest": 1}', b"\xff\xfe", b"[" * 100_000):
         sidecar.write_bytes(other)
-        assert "not a sidecar of ours" in refusal(stand)
+        assert "not written by opal-deploy" in refusal(stand)
 
 
 def test_missing_files_and_another_schema_are_named(stand):

@@ -224,7 +224,7 @@ class TestFailures:
             stand.open()
 
     def test_the_cpu_is_no_device_for_an_engine(self, stand):
-        with pytest.raises(UsageError, match=r"NVIDIA GPU only.*c\.fp16\.onnx"):
+        with pytest.raises(UsageError, match=r"only on NVIDIA GPUs.*c\.fp16\.onnx"):
             stand.open(device="cpu")
 
 

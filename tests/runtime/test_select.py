@@ -145,7 +145,7 @@ class TestNoChoice:
         with pytest.raises(UsageError) as refusal:
             find(folder)
         assert refusal.value.exit_code == 2
-        for part in ("ckpt.onnx (of c0.pt)", "ckpt.fp16.onnx (of c0.pt)", "other.onnx (of c1.pt)", "--model"):
+        for part in ("ckpt.onnx (from c0.pt)", "ckpt.fp16.onnx (from c0.pt)", "other.onnx (from c1.pt)", "--model"):
             assert part in str(refusal.value)
 
     @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ class TestNoChoice:
         [
             (lambda folder: None, r"no exported model.*--model"),
             (lambda folder: (folder / "ckpt.pt").touch(), r"opal-deploy export .*ckpt\.pt"),
-            (lambda folder: foreign_file(folder / "theirs.onnx"), r"theirs\.onnx is not one of ours"),
+            (lambda folder: foreign_file(folder / "theirs.onnx"), r"theirs\.onnx was not exported by opal-deploy"),
         ],
         ids=["an empty folder", "a checkpoint alone", "a foreign file alone"],
     )
