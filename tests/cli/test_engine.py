@@ -50,7 +50,7 @@ def test_running_it_is_refused_in_one_line(
     done = opal(*call, cwd=tmp_path)
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]
-    assert "an engine runs on an NVIDIA GPU only: no NVIDIA driver found" in line
+    assert "engines run only on NVIDIA GPUs: no NVIDIA driver found" in line
     assert "ckpt.fp16.onnx --trt --rebuild --batch 1:2:4" in line
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
@@ -85,7 +85,7 @@ def test_infer_refuses_a_model_that_is_not_the_pinned_one(
     model = built / "ckpt.onnx"
     accepted = opal("infer", "in", "--model", model, "--expect-sha256", compute_sha256(model).upper(), cwd=tmp_path)
     assert accepted.returncode == 0, accepted.stderr
-    refusals = {model: "this is not the file you were told of", "nope.engine": "cannot be read", ".": "cannot be read"}
+    refusals = {model: "this is another file", "nope.engine": "cannot be read", ".": "cannot be read"}
     for path, message in refusals.items():
         refused = opal("infer", "in", "--model", path, "--expect-sha256", "0" * 64, cwd=tmp_path)
         assert refused.returncode == 2

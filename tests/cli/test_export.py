@@ -227,7 +227,7 @@ from opal_deploy.cli import main; main()
         (["--precision", "fp16", "--top-k", "3"], "--top-k: only for --outputs topk; add that"),
         (
             ["--trt", "--precision", "fp32", "--outputs", "topk"],
-            "already fp32, so it is built as it is; for --outputs topk",
+            "so it is built as it is; for --outputs topk",
         ),
         (["--trt", "--precision", "fp32", "--images", "nowhere"], "nothing to verify or calibrate on images"),
     ],

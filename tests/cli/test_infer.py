@@ -156,12 +156,12 @@ def _corrupt(path: Path, model: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "write", "message"),
     [
-        ("m.onnx", lambda path, model: None, "no such model; expected a file of `opal-deploy export`"),
+        ("m.onnx", lambda path, model: None, "no such model; expected an exported file or a checkpoint"),
         ("m.onnx", _corrupt, "its bytes do not match the digest written at export"),
         ("m.onnx", lambda path, model: path.write_bytes(model.read_bytes()[:-500]), "damaged"),
         ("m.onnx", lambda path, model: path.write_bytes(b""), "the file is empty; export or copy it again"),
         ("m.onnx", lambda path, model: path.write_text("hello"), "not an ONNX file"),
-        ("m.bin", lambda path, model: path.write_text("hello"), "not a model that this version runs"),
+        ("m.bin", lambda path, model: path.write_text("hello"), "unknown kind of model"),
         ("m.pt", lambda path, model: path.write_text("hello"), "m.pt: "),
     ],
     ids=["missing", "bit flipped", "cut short", "empty", "text", "another suffix", "bad checkpoint"],
@@ -182,7 +182,7 @@ def test_without_a_model_it_says_how_to_get_one(
     for model in (exact_model, map_model):
         (tmp_path / model.name).write_bytes(model.read_bytes())
     line = one_line(infer(pictures, model=None))
-    assert "exact.onnx (of exact.pt), map.onnx (of map.pt); choose one with --model" in line
+    assert "exact.onnx (from exact.pt), map.onnx (from map.pt); choose one with --model" in line
 
 
 def test_what_models_without_single_cells_can_and_cannot_do(

@@ -256,7 +256,7 @@ def test_a_second_process_in_the_same_folder_is_refused(squares, tmp_path):
 
     def meanwhile(line):
         for options in ({"resume": True}, {"overwrite": True}):
-            with pytest.raises(UsageError, match="another process is at work there"):
+            with pytest.raises(UsageError, match="another process is working there"):
                 fit(squares, OPTIONS, tmp_path, **options)
             refused.append(options)
 

@@ -162,7 +162,7 @@ def test_a_second_process_is_refused_disturbs_nothing_and_goes_on_later(tmp_path
     try:
         assert held.wait(60)
         for overwrite in (False, True):
-            with pytest.raises(UsageError, match="another process is at work there; wait for it, or give another"):
+            with pytest.raises(UsageError, match="another process is working there; wait for it, or give another"):
                 look(tmp_path, overwrite=overwrite)
         assert (tmp_path / "run.json").is_file()
     finally:
