@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.resources import files as package_files
 from typing import Any
 
 import typer
@@ -13,6 +12,7 @@ from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 from opal_deploy.cli import app
+from opal_deploy.records.schema import json_schema
 from opal_deploy.runtime.gates import GATES, WIDEST
 
 
@@ -61,8 +61,7 @@ def _fill(files: Files, path: str, name: str, text: str) -> str:
 
 def _fields() -> str:
     """The fields of a record as tables, from the JSON schema."""
-    schema = json.loads((package_files("opal_deploy.records") / "schema" / "record.json").read_text(encoding="utf-8"))
-    return "\n\n".join(_tables(schema))
+    return "\n\n".join(_tables(json_schema()))
 
 
 def _gates() -> str:

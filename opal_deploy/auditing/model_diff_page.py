@@ -14,7 +14,7 @@ from opal_deploy.inference.explanation import format_line
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
-from opal_deploy.visualization.text import escape_unprintable
+from opal_deploy.visualization.style import escape_unprintable
 
 # of an overlay on the page, pixels
 _MAX_SIDE = 560

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
 from typing import Any, TypeGuard
 
-from opal_deploy.visualization.text import escape_unprintable
+from opal_deploy.visualization.style import escape_unprintable
 
 Rows = Sequence[Sequence[str]]
 

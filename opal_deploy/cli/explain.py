@@ -229,8 +229,7 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path) -> dict[str,
         ImageError: the image cannot be used.
     """
     from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.visualization.legend import format_number
-    from opal_deploy.visualization.sheet.captions import describe_answer
+    from opal_deploy.visualization.style import format_number
 
     if "error" in result.record:
         raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
@@ -243,6 +242,6 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path) -> dict[str,
     probability = result.record["prediction"].get("calibrated_probability")
     calibrated = "" if probability is None else f", calibrated probability {format_number(probability)}"
     mark = " (abstained)" if content.abstained else ""
-    answer = f"{describe_answer(content)}, cosine {format_number(content.predicted.cosine)}"
+    answer = f"{content.describe_answer()}, cosine {format_number(content.predicted.cosine)}"
     print_message(one_line(f"{request.name}: {answer}{margin}{calibrated}{mark}: {path}"))
     return content.to_dict()

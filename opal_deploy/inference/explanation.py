@@ -16,8 +16,7 @@ from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answer, Record, Slot
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
-from opal_deploy.visualization.palette import slot_color, to_hex
-from opal_deploy.visualization.text import escape_unprintable
+from opal_deploy.visualization.style import escape_unprintable, slot_color, to_hex
 
 if TYPE_CHECKING:
     from opal_deploy.records.tables import Rows

@@ -23,7 +23,6 @@ from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Requ
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Digests, FramePlace, ImageInfo, Record, build_records, error_record
 from opal_deploy.runtime.session import PaddingSession, PipelinedSession, Session
-from opal_deploy.visualization.slot_names import SlotNames
 
 
 class BatchPredictor:
@@ -55,7 +54,6 @@ class BatchPredictor:
         self._pipelined = session if isinstance(session, PipelinedSession) else None
         self.depth = 1 if self._pipelined is None else self._pipelined.depth
         self._max_batch = options.batch
-        self._slot_names = options.slot_names or SlotNames()
         # a session whose outputs do not depend on the batch's size needs no filling up; ONNX Runtime's CPU kernels do
         self._fixed_batch = options.fixed_batch and not getattr(session, "batch_invariant", False)
         self._announce_batch_size()
@@ -184,11 +182,10 @@ class BatchPredictor:
         infos = [self._build_info(part[row]) for row in answered]
         records: Iterator[Record] = iter(())
         if outputs is not None and answered:
-            names = self._slot_names
             records = iter(
                 build_records(
                     infos, outputs.take(answered), self._session.metadata,
-                    top=options.top, min_margin=options.min_margin, slot_name=names.name if names else None,
+                    top=options.top, min_margin=options.min_margin, slot_names=options.slot_names,
                 )
             )  # fmt: skip
         results = []
@@ -224,7 +221,7 @@ class BatchPredictor:
     def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
         request, digests = prepared.request, Digests(prepared.image_sha256, self._options.model_sha256)
         return error_record(
-            request.name, error.code, str(error), digests=digests, truth=request.truth, index=request.index,
+            request.name, error.code, str(error), digests=digests, label=request.truth, index=request.index,
             frame=_frame_place(request),
         )  # fmt: skip
 

@@ -15,15 +15,15 @@ from opal_deploy.inference.decoding.prepare import content_sha256
 from opal_deploy.inference.options import InferOptions
 from opal_deploy.inference.setup import LoadedModel, fingerprint_file
 from opal_deploy.inference.types import Prepared, Result
+from opal_deploy.records.names import SlotNames, read_slot_names
+from opal_deploy.records.record import ImageInfo
 from opal_deploy.runtime.session import AttentionSession, ImageBatch, Session
-from opal_deploy.visualization.atlas.entries import Atlas
-from opal_deploy.visualization.atlas.exemplars import Exemplars, find_exemplars
+from opal_deploy.visualization.atlas.entries import Atlas, Exemplars, find_exemplars
 from opal_deploy.visualization.atlas.storage import ATLAS_FILE
 from opal_deploy.visualization.atlas.storage import load_atlas as load_atlas_folder
 from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
+from opal_deploy.visualization.sheet.drawing import Drawing, encode_png, encode_svg
 from opal_deploy.visualization.sheet.layout import layout_sheet
-from opal_deploy.visualization.sheet.rendering import Drawing, encode_png, encode_svg
-from opal_deploy.visualization.slot_names import SlotNames, read_slot_names
 
 _NAMES = "names.toml"
 
@@ -95,16 +95,8 @@ class SheetBuilder:
         image = get_image(prepared)
         if not options.heatmap:
             outputs = replace(outputs, attention=None)
-        content = build_sheet_content(
-            prepared.request.name,
-            prepared.geometry,
-            outputs,
-            0,
-            self._metadata,
-            min_margin=options.min_margin,
-            names=options.names,
-            truth=prepared.request.truth,
-        )
+        info = ImageInfo(prepared.request.name, prepared.geometry, label=prepared.request.truth)
+        content = build_sheet_content(info, outputs, self._metadata, min_margin=options.min_margin, names=options.names)
         exemplars = None if options.atlas is None else self._find_exemplars(options.atlas, content, result)
         return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields))
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from opal_deploy.artifact.outputs import Outputs
     from opal_deploy.inference.sources.annotations import Boxes, Labels
     from opal_deploy.inference.sources.items import FrameInfo, Item
+    from opal_deploy.records.names import SlotNames
     from opal_deploy.records.record import Record
-    from opal_deploy.visualization.slot_names import SlotNames
 
 Pixels: TypeAlias = NDArray[np.uint8]
 

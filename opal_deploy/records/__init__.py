@@ -1,9 +1,7 @@
-"""Records: the answer or the error of one image, as a line of results.jsonl and as `Model.explain` returns it.
+"""Records: the answer or the error of one image, a line of results.jsonl.
 
-`record` defines a record's fields and builds it from a model's outputs; `names` makes text of any file name; `schema`
-holds the published JSON schema. `opal_deploy.inference.run.results` writes records and reads them back,
-`opal_deploy.auditing` compares them. `tables` (CSV, Parquet, pandas) and `converters` (COCO, Label Studio) convert
-them.
+`record` defines and builds them, `names` encodes names of files, `schema` holds the published JSON schema; `tables` and
+`converters` convert them to CSV, Parquet, pandas, COCO and Label Studio.
 """
 
 from __future__ import annotations

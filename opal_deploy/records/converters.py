@@ -1,4 +1,4 @@
-"""Records as COCO-style annotations, and as Label Studio tasks with predictions for its JSON import."""
+"""Records as COCO annotations, and as tasks for Label Studio's JSON import."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Categories = Literal["class", "slot"]
 
 
 def to_coco(records: Iterable[Record], categories: Categories = "class") -> dict[str, Any]:
-    """Return a COCO document (`images`, `annotations`, `categories`), one annotation a slot of each answered image.
+    """Return a COCO document (`images`, `annotations`, `categories`) with one annotation per slot.
 
     `bbox` is [x, y, width, height] in pixels of the whole oriented image, `score` the slot's score; `attributes` hold
-    slot, channel, cell, contribution and the predicted label. Identifiers begin with 1, as in COCO's own files. Images
-    with an error have no size and are left out; `info` has their number.
+    slot, channel, cell, contribution and the predicted label. IDs start at 1, as in COCO's own files. Images with an
+    error have no size and are left out; `info` has their number.
 
     Args:
-        records: from `Model.explain`, or the lines of a results.jsonl.
-        categories: `class`: a category is the predicted class, its identifier class_id + 1. `slot`: a category is the
-            slot, its identifier channel + 1 and its supercategory the class. Only those that occur are listed.
+        records: records from `Model.explain`, or the lines of a results.jsonl.
+        categories: `class`: categories are predicted classes, with class_id + 1 as ID. `slot`: categories are slots,
+            with channel + 1 as ID and the class as supercategory. Only those that occur are listed.
     """
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     used: dict[int, dict[str, Any]] = {}
-    unanswered = 0
+    failed = 0
     for record in records:
         if "prediction" not in record:
-            unanswered += 1
+            failed += 1
             continue
         image_id = len(images) + 1
         images.append(
@@ -51,8 +51,8 @@ def to_coco(records: Iterable[Record], categories: Categories = "class") -> dict
             annotations.append(_build_annotation(len(annotations) + 1, image_id, category["id"], record, slot))
     return {
         "info": {
-            "description": "The evidence for each predicted class, by opal-deploy",
-            "images_without_an_answer": unanswered,
+            "description": "Evidence for the predicted classes, by opal-deploy",
+            "failed_images": failed,
         },
         "images": images,
         "annotations": annotations,
@@ -61,7 +61,7 @@ def to_coco(records: Iterable[Record], categories: Categories = "class") -> dict
 
 
 def _index(record: Record) -> dict[str, int]:
-    """Return the field that tells images of one name apart."""
+    """Return the field that distinguishes images of the same name."""
     return {"image_index": record["image_index"]} if "image_index" in record else {}
 
 
@@ -94,21 +94,21 @@ def _build_annotation(number: int, image_id: int, category_id: int, record: Reco
 
 
 def to_label_studio(records: Iterable[Record], prefix: str = "") -> list[dict[str, Any]]:
-    """Return one task an image, for a project with the labelling interface of `label_config`.
+    """Return one task per image, for a project with the labelling interface of `label_config`.
 
-    The predicted class is a choice, each slot a rectangle in percent of the whole oriented image, labelled
-    `slot 0`, `slot 1`, ... The prediction's `score` is the margin, so that a project may be sorted by it, the least
-    certain first. An image with an error is a task without a prediction: a person can still label it.
+    The predicted class is a choice, each slot a rectangle in percent of the whole oriented image, labelled `slot 0`,
+    `slot 1`, ... The prediction's `score` is the margin, so that tasks can be sorted by certainty. An image with an
+    error is a task without a prediction.
 
     Args:
-        records: from `Model.explain`, or the lines of a results.jsonl.
-        prefix: text before each image's path, such as `/data/local-files/?d=` for its local storage.
+        records: records from `Model.explain`, or the lines of a results.jsonl.
+        prefix: text before each image's path, such as `/data/local-files/?d=` for Label Studio's local storage.
     """
     return [_build_task(record, prefix) for record in records]
 
 
 def label_config(records: Iterable[Record]) -> str:
-    """Return the labelling interface for the tasks of `to_label_studio`: XML with the classes and slots that occur."""
+    """Return the labelling interface (XML) for `to_label_studio`, with the classes and slots that occur."""
     labels: dict[str, None] = {}
     slots = 0
     for record in records:

@@ -1,7 +1,7 @@
-"""What a batch of outputs says, as arrays: the best classes of each image, and the slots of one class of each.
+"""Best classes and slot evidence of a batch of outputs, as arrays.
 
-Records are built from these by the batch: with one pass of numpy over N images an image costs microseconds, where the
-same arithmetic image by image costs more than many a model's forward pass on a GPU.
+Whole batches are computed at once: microseconds per image, where the same arithmetic image by image can cost more than
+a forward pass on a GPU.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from opal_deploy.preprocess.geometry import Geometry, cell_boxes
 
 @dataclass(frozen=True)
 class TopClasses:
-    """The k best classes of N images, the best first; of equal logits the lowest class.
+    """The k best classes of N images, best first; of equal logits the lowest class first.
 
     Attributes:
         class_ids: int64 [N, k].
         logits: float64 [N, k], the float32 values exactly.
         cosines: float64 [N, k], in [-1, 1]; None without anchors.
-        norms: float64 [N], the norms of the scores, see `embedding_norms`; None without anchors.
-        probabilities: float64 [N, k], calibrated; None for a model without a temperature, and for one that lists its
-            best classes alone: the others' logits are part of every probability.
+        norms: float64 [N], norms of the scores, see `embedding_norms`; None without anchors.
+        probabilities: float64 [N, k], calibrated; None if the model has no temperature, or outputs only its best
+            classes.
     """
 
     class_ids: NDArray[np.int64]
@@ -51,11 +51,11 @@ class SlotEvidence:
     """The slots of one class of each of N images.
 
     Attributes:
-        class_ids: int64 [N], the class.
+        class_ids: int64 [N].
         cells: int64 [N, m, 2], (row, col) of each slot's maximum.
         scores: float64 [N, m], the float32 values exactly.
-        contributions: float64 [N, m], see `contributions`; None where the distance is no sum over slots.
-        boxes: float64 [N, m, 4], the cells' rectangles (x0, y0, x1, y1) in pixels of the whole oriented images.
+        contributions: float64 [N, m], see `contributions`; None if the distance is not a sum over slots.
+        boxes: float64 [N, m, 4], (x0, y0, x1, y1) of the cells in pixels of the whole oriented images.
     """
 
     class_ids: NDArray[np.int64]
@@ -66,7 +66,7 @@ class SlotEvidence:
 
 
 def find_top_classes(outputs: Outputs, metadata: Metadata, k: int) -> TopClasses:
-    """Return the `k` best classes of each image by logit, or all that the model lists if there are fewer."""
+    """Return the `k` best classes of each image by logit, or all that the model lists."""
     probabilities = None
     if outputs.top is not None:
         class_ids = outputs.top.classes[:, :k].astype(np.int64)
@@ -95,17 +95,17 @@ def find_evidence(
     """Return the evidence of each image for one class, predicted or not.
 
     Args:
-        outputs: of N images.
-        class_ids: int64 [N]; of the classes that are listed where the graph lists the best alone.
-        geometries: N, of the images.
-        metadata: of the model.
-        norms: float64 [N], of the scores, where `TopClasses` holds them already.
+        outputs: outputs of N images.
+        class_ids: int64 [N]; classes that the model lists, if it lists only the best.
+        geometries: sizes and crops of the N images.
+        metadata: the model's metadata.
+        norms: float64 [N], from `TopClasses`; None: computed.
 
     Raises:
-        ValueError: the model's evidence is not `exact`, or it lists the best classes alone and not this one.
+        ValueError: the model's evidence is not `exact`, or it does not list a class.
     """
     if metadata.evidence != "exact":
-        raise ValueError(f"evidence {metadata.evidence!r}: no single cell decided")
+        raise ValueError(f"evidence {metadata.evidence!r}: answers do not come from single cells")
     if norms is None:
         norms = _compute_norms(outputs, metadata)
     scores, argmax = _take_slots(outputs, class_ids, metadata.prototypes_per_class)
@@ -123,12 +123,12 @@ def contributions(blocks: DoubleArray, distance: str) -> DoubleArray | None:
     """Return the contribution of each slot of a class to its logit.
 
     Args:
-        blocks: float64 [..., m], the embedding's entries of the class's block.
+        blocks: float64 [..., m], the embedding's entries in the class's block.
         distance: the head's distance.
 
     Returns:
-        float64 [..., m]. For l2 they add up to the cosine <z, a_c>, for l1 and kl to the block's part of the distance,
-        for l3 to the block's part of its third power (smaller is closer for these three). None for linf and tropical,
+        float64 [..., m]. They add up to the cosine <z, a_c> for l2, to the block's share of the distance for l1 and kl,
+        and to its share of the cubed distance for l3 (smaller is closer for these three). None for linf and tropical,
         where one extreme entry decides.
     """
     anchor = 1.0 / math.sqrt(blocks.shape[-1])
@@ -157,11 +157,11 @@ def _compute_norms(outputs: Outputs, metadata: Metadata) -> DoubleArray:
 def _take_slots(
     outputs: Outputs, class_ids: NDArray[np.int64], prototypes_per_class: int
 ) -> tuple[DoubleArray, NDArray[np.int64]]:
-    """Return the scores, float64 [N, m], and flat cells, int64 [N, m], of the slots of one class of each image."""
+    """Return scores, float64 [N, m], and flat cells, int64 [N, m], of the slots of one class per image."""
     if outputs.top is not None:
         listed = outputs.top.classes == class_ids[:, None]
         if not listed.any(axis=1).all():
-            raise ValueError("the model lists the best classes alone, and this class is not among them")
+            raise ValueError("the model lists only its best classes, and this class is not among them")
         place = np.arange(len(class_ids)), listed.argmax(axis=1)
         return outputs.top.scores[place].astype(np.float64), outputs.top.cells[place].astype(np.int64)
     if outputs.scores is None or outputs.argmax is None:

@@ -1,7 +1,7 @@
 """Lines of JSON and CSV that every reader splits alike.
 
-Unicode's rules, and with them `str.splitlines`, end a line at more characters than a newline, and a file's name may
-hold any of them. Inside a JSON string they are escaped; CSV has no escapes, so its fields that hold one are quoted.
+Unicode, and with it `str.splitlines`, has more line breaks than newline, and file names may contain any of them. JSON
+strings escape them; CSV has no escapes, so fields with one are quoted.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import TextIO
 
 import orjson
 
-# the characters that end a line for `str.splitlines`; UAX #14 has no others
+# line breaks of `str.splitlines` and of UAX #14
 _LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-# line breaks that JSON allows inside a string, and the other control characters above ASCII's, which steer terminals
+# line breaks that JSON allows inside strings, and C1 control characters, which control terminals
 _ESCAPED_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
 def to_json_line(document: object) -> bytes:
-    """Return a document of finite numbers as one line of JSON in UTF-8, with its line end."""
+    """Return a document as one line of JSON in UTF-8, with a newline; numbers must be finite."""
     try:
         line = orjson.dumps(document)
     except orjson.JSONEncodeError:
-        # a lone surrogate, which becomes \udcff, and JSON reads that as such
+        # a lone surrogate, written as \udcff
         text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         line = text.encode("utf-8", "backslashreplace")
     if not line.isascii() or b"\x7f" in line:
@@ -37,18 +37,18 @@ def write_csv(stream: TextIO, header: Sequence[str], rows: Iterable[Sequence[obj
     """Write rows of CSV that end in a newline.
 
     Args:
-        stream: opened with `newline=""`.
-        header: the names of the columns.
-        rows: in the order of the columns; None is an empty field.
+        stream: a stream opened with `newline=""`.
+        header: names of the columns.
+        rows: values in the order of the columns; None is an empty field.
     """
-    # the csv module quotes a field for the characters of its line end, and before Python 3.13 for no others
+    # before Python 3.13 the csv module quotes fields only for the characters of its line terminator
     writer = csv.writer(_LineEnds(stream), lineterminator=_LINE_BREAKS)
     writer.writerow(header)
     writer.writerows(rows)
 
 
 class _LineEnds:
-    """A stream for rows that end in `_LINE_BREAKS`, where they end in a newline."""
+    """A stream that replaces `_LINE_BREAKS` at the end of a row by a newline."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,19 +1,32 @@
-"""File names as text that any JSON reader accepts, and back.
+"""Names of images as text that any JSON reader accepts, and names of slots.
 
-POSIX names are bytes. In records a backslash is written twice, every byte that is not UTF-8 as \\xNN, and a NUL, which
-a member of an archive may have in its name, as \\x00, so that `unescape_name(escape_name(name)) == name` for every name
-that the operating system or an archive can hand out.
+POSIX file names are bytes. Records double backslashes and write bytes that are not UTF-8 as \\xNN and NUL (possible in
+archives) as \\x00, so that `unescape_name(escape_name(name)) == name` for every name of a file or archive member.
+
+A file of slot names is TOML with a table per class and a line per slot:
+
+    ["Black footed Albatross"]
+    0 = "beak"
+    3 = "wing tip"
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
+from opal_deploy.errors import UsageError
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url, redact
+
+# (class_id, slot): name
+SlotNames: TypeAlias = Mapping[tuple[int, int], str]
+_MAX_SLOT_NAME = 100
 
 _SURROGATE_BASE = 0xDC00
 _ESCAPED = re.compile(r"\\(\\|x([0-9a-f]{2}))")
@@ -35,7 +48,7 @@ def escape_name(name: str) -> str:
 
 
 def unescape_name(text: str) -> str:
-    """Return the name whose escaped text is given: the inverse of `escape_name`."""
+    """Return the name of an escaped text, the inverse of `escape_name`."""
 
     def unescape(match: re.Match[str]) -> str:
         if match[1] == "\\":
@@ -47,10 +60,10 @@ def unescape_name(text: str) -> str:
 
 
 def find_common_folder(names: Iterable[str]) -> str:
-    """Return the folder that the absolute paths among escaped names have in common, with the separator at its end.
+    """Return the common folder of the absolute paths among escaped names, with a separator at the end.
 
-    Empty where no name is an absolute path, or they share the root alone. Pages that are handed on show paths without
-    it: where a machine keeps its files, and whose they are, is nobody else's business.
+    Empty if no name is absolute, or if they share only the root. Pages meant for others show paths without it: they
+    should not reveal a machine's folders and user names.
     """
     separator = escape_name(os.sep)
     folder: str | None = None
@@ -68,14 +81,14 @@ def find_common_folder(names: Iterable[str]) -> str:
 
 
 def hide_folders(name: str | None) -> str:
-    """Return an escaped name as drawings show it: of an absolute path the file's name alone; "" for None."""
+    """Return an escaped name for drawings: only the file name of an absolute path; "" for None."""
     if name is None or not os.path.isabs(name):
         return name or ""
     return name.rpartition(escape_name(os.sep))[2]
 
 
 def source_name(source: object) -> str | None:
-    """Return the name in the record of an argument for `decode`: a path or URL as text, None for else."""
+    """Return the name in the record of a source for `decode`: a path or URL as text, else None."""
     if isinstance(source, str | os.PathLike):
         text = os.fspath(source)
         return escape_name(redact(text) if is_url(text) else str(Path(text)))
@@ -83,7 +96,7 @@ def source_name(source: object) -> str | None:
 
 
 def readable_name(image: str | None) -> str:
-    """Return the unescaped path of a record's image; the escaped one if the path is not UTF-8, "" for None."""
+    """Return the unescaped path of a record's image, or the escaped one if it is not UTF-8; "" for None."""
     if image is None:
         return ""
     plain = unescape_name(image)
@@ -92,3 +105,46 @@ def readable_name(image: str | None) -> str:
     except UnicodeEncodeError:
         return image
     return plain
+
+
+def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class: int) -> SlotNames:
+    """Read a file of slot names.
+
+    Args:
+        path: the TOML file.
+        class_names: the model's classes.
+        prototypes_per_class: m; slots are 0 ... m-1.
+
+    Raises:
+        UsageError: the file cannot be read or is not TOML, a class or slot is not the model's, or a name is not text.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); expected a TOML file of names") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f'{path}: not TOML ({error}); expected lines such as 0 = "beak" under ["class"]') from None
+    ids = {name: class_id for class_id, name in reversed(list(enumerate(class_names)))}
+    names: dict[tuple[int, int], str] = {}
+    for label, table in document.items():
+        if label not in ids:
+            near = difflib.get_close_matches(label, class_names, 1)
+            raise UsageError(
+                f"{path}: the model has no class {label!r}{f'; did you mean {near[0]!r}?' if near else ''}; "
+                'expected a table per class, such as ["class"]'
+            )
+        names.update(_parse_class(path, label, ids[label], table, prototypes_per_class))
+    return names
+
+
+def _parse_class(path: Path, label: str, class_id: int, table: Any, count: int) -> dict[tuple[int, int], str]:
+    if not isinstance(table, dict):
+        raise UsageError(f'{path}: {label!r} is a value; expected a table with lines such as 0 = "beak"')
+    names = {}
+    for key, name in table.items():
+        if not (key.isascii() and key.isdigit() and int(key) < count):
+            raise UsageError(f"{path}: {label!r} has no slot {key!r}; expected 0 to {count - 1}")
+        if not isinstance(name, str) or not name.strip() or len(name) > _MAX_SLOT_NAME:
+            raise UsageError(f"{path}: slot {key} of {label!r}: expected a name of 1 to {_MAX_SLOT_NAME} characters")
+        names[class_id, int(key)] = name.strip()
+    return names

@@ -1,13 +1,13 @@
-"""The record of one image, built from a model's outputs: a line of results.jsonl, and what `Model.explain` returns.
+"""The record of one image, built from a model's outputs: a line of results.jsonl, returned by `Model.explain`.
 
-Only numpy is needed, so that a machine without torch explains as well as any. Everything is arithmetic on the outputs
-of the forward pass; nothing is looked up, smoothed or recomputed from pixels.
+Needs numpy only. Everything is arithmetic on the outputs of the forward pass; nothing is smoothed or recomputed from
+pixels.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
@@ -16,23 +16,22 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
+from opal_deploy.records.names import SlotNames
 
 RECORD_SCHEMA = 1
 
 Status: TypeAlias = Literal["ok", "abstained", "error"]
-# (class_id, slot) to the slot's name, where it has one
-SlotName: TypeAlias = Callable[[int, int], str | None]
 
 
 class Digests(NamedTuple):
-    """Hex sha256 of an image's file and of the model's file; None where there is no file, or it was not hashed."""
+    """Hex sha256 of an image's file and of the model's file; None without a file, or if it was not hashed."""
 
     image_sha256: str | None
     model_sha256: str | None
 
 
 class FramePlace(NamedTuple):
-    """The place of a frame in its video: the number of frames before it, and seconds after the first, where known."""
+    """A frame's place in its video: number of frames before it, and seconds after the first, if known."""
 
     frame: int
     time: float | None
@@ -41,9 +40,9 @@ class FramePlace(NamedTuple):
 class Answer(TypedDict):
     """A class and how well the image matches it.
 
-    `logit` is minus the distance to the class's anchor; `cosine` that of the angle to it, None without anchors.
-    `calibrated_probability` is softmax(logits / temperature) of the class, the probability that it is right for images
-    such as those that the temperature was fitted on; there only where the model was calibrated and outputs all logits.
+    `logit` is minus the distance to the class's anchor, `cosine` the cosine of the angle to it (None without anchors).
+    `calibrated_probability` is softmax(logits / temperature) of the class; only if the model was calibrated and outputs
+    all logits.
     """
 
     class_id: int
@@ -56,9 +55,8 @@ class Answer(TypedDict):
 class Slot(TypedDict):
     """One prototype slot's evidence for the predicted class.
 
-    `cell` is [row, col] of the feature map, `box` [x0, y0, x1, y1] in pixels of the whole image as a viewer shows it,
-    `score` in [0, 1] with channel-wise softmax. `contribution` is an entry of `evidence.contributions`, None where the
-    distance is no sum over slots. `name` is there where somebody named the slot.
+    `cell` is [row, col] of the feature map, `box` [x0, y0, x1, y1] in pixels of the whole oriented image, `score` in
+    [0, 1] with channel-wise softmax. `contribution` is None if the distance is not a sum over slots.
     """
 
     slot: int
@@ -71,33 +69,30 @@ class Slot(TypedDict):
 
 
 class Problem(TypedDict):
-    """The reason why an image has no answer or no drawing: a stable code, and a line for a person."""
+    """Why an image has no answer or no drawing: a stable code and a message."""
 
     code: str
     message: str
 
 
 class Record(TypedDict):
-    """One image's record; `status` says which of the optional keys are there.
-
-    `ok` and `abstained` (a margin under --min-margin) have the prediction, `error` has `error` instead.
+    """One image's record.
 
     Attributes:
-        image: the image's name, which other images of a run may have too: members of an archive need not differ in it.
-        image_index: the image's position among all that the inputs of its run name, from 0, the same in every shard: no
-            other record has it. Only in records of `infer`.
-        frame: of a frame of a video, the number of frames before it.
-        time: of a frame of a video, its seconds after the first frame; None where the video has no time stamps.
-        image_sha256: digest of the bytes of the image's file, or of the video that it is a frame of; None without
-            a file, or where it cannot be read or is too large.
+        image: the image's name; members of an archive may share theirs.
+        image_index: position among all inputs of the run, from 0, the same in every shard; unique. Only from `infer`.
+        status: `ok`, `abstained` (margin below --min-margin), or `error`, which has `error` instead of a prediction.
+        frame: number of frames before a frame of a video.
+        time: seconds after the video's first frame; None for a video without time stamps.
+        image_sha256: digest of the image's or video's file; None without a file, or if it is unreadable or too large.
         model_sha256: digest of the model's file; None for a session without a file.
-        width, height: pixels of the whole image as a viewer shows it.
+        width, height: pixels of the whole oriented image.
         margin: cosine of the prediction minus that of the runner-up; None without anchors.
         top: the best classes, the prediction first.
-        evidence: slots of the predicted class; only where the model's evidence is `exact`.
-        overlay, sheet: paths of the drawn images, relative to the run's folder.
-        drawing_error: the reason why a drawing that was asked for is missing.
-        truth: the image's label, where labels were given.
+        evidence: slots of the predicted class; only if the model's evidence is `exact`.
+        overlay, sheet: paths of the drawings, relative to the run's folder.
+        drawing_error: why a requested drawing is missing.
+        label: the image's label, if labels were given.
     """
 
     schema: int
@@ -117,26 +112,26 @@ class Record(TypedDict):
     overlay: NotRequired[str]
     sheet: NotRequired[str]
     drawing_error: NotRequired[Problem]
-    truth: NotRequired[str]
+    label: NotRequired[str]
     error: NotRequired[Problem]
 
 
 class ImageInfo(NamedTuple):
-    """What a record says of an image beside the model's answer.
+    """The part of a record that does not come from the model.
 
     Attributes:
         name: the image's name; None for an image without one.
         geometry: the image's size and crop.
-        digests: of the image's file and the model's; None: the record has neither key.
-        truth: the image's label; None: the record has no such key.
-        image_index: the image's position among the inputs of a run; None: the record has none.
-        frame: the image's place in its video; None: it is no frame of one.
+        digests: digests of the image's file and the model's; None: not in the record.
+        label: the image's label; None: not in the record.
+        image_index: position among the inputs of a run; None: not in the record.
+        frame: place in a video; None: not in the record.
     """
 
     name: str | None
     geometry: Geometry
     digests: Digests | None = None
-    truth: str | None = None
+    label: str | None = None
     image_index: int | None = None
     frame: FramePlace | None = None
 
@@ -148,21 +143,17 @@ def build_records(
     *,
     top: int = 5,
     min_margin: float | None = None,
-    slot_name: SlotName | None = None,
+    slot_names: SlotNames | None = None,
 ) -> list[Record]:
-    """Return the record of each of N images.
-
-    `margin` is the cosine of the predicted class minus that of the runner-up by logit. Evidence is that of the
-    predicted class, in slot order; the key is absent unless the model's evidence is `exact`: elsewhere no single cell
-    decided.
+    """Return the records of N images.
 
     Args:
-        images: N, in the order of the outputs.
-        outputs: of the N images; every logit is finite.
+        images: N images, in the order of the outputs.
+        outputs: outputs of the N images; every logit is finite.
         metadata: the model's metadata.
-        top: number of classes to list; all that the model lists if there are fewer.
+        top: number of classes to list, or all that the model lists.
         min_margin: margin below which the status is `abstained`; None: never.
-        slot_name: names the slots of the evidence; None: they have no names.
+        slot_names: names of slots.
     """
     best = find_top_classes(outputs, metadata, max(top, 2))
     all_answers = _build_answers(best, metadata)
@@ -184,39 +175,22 @@ def build_records(
         record["top"] = answers[:top]
         if slots is not None:
             record["evidence"] = slots
-            if slot_name is not None:
-                for slot in slots:
-                    if (name := slot_name(answers[0]["class_id"], slot["slot"])) is not None:
-                        slot["name"] = name
-        if image.truth is not None:
-            record["truth"] = image.truth
+            for slot in slots:
+                if slot_names and (name := slot_names.get((answers[0]["class_id"], slot["slot"]))) is not None:
+                    slot["name"] = name
+        if image.label is not None:
+            record["label"] = image.label
         records.append(record)
     return records
 
 
-def build_record(
-    image: str | None,
-    geometry: Geometry,
-    outputs: Outputs,
-    row: int,
-    metadata: Metadata,
-    *,
-    top: int = 5,
-    min_margin: float | None = None,
-) -> Record:
-    """Return the record of image `row` of a batch's outputs; see `build_records`."""
-    infos = [ImageInfo(image, geometry)]
-    return build_records(infos, outputs.rows(row, row + 1), metadata, top=top, min_margin=min_margin)[0]
-
-
-def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, row: int, metadata: Metadata) -> list[Slot]:
-    """Return the evidence of image `row` for any class, predicted or not: its slots in their order.
+def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, metadata: Metadata) -> list[Slot]:
+    """Return the slots of any class, predicted or not, for one image, N = 1.
 
     Raises:
-        ValueError: the model's evidence is not `exact`.
+        ValueError: the model's evidence is not `exact`, or it does not list this class.
     """
-    evidence = find_evidence(outputs.rows(row, row + 1), np.array([class_id]), [geometry], metadata)
-    return next(_build_slots(evidence))
+    return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata)))
 
 
 def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[list[Answer]]:
@@ -244,14 +218,7 @@ def _build_slots(evidence: SlotEvidence) -> Iterator[list[Slot]]:
     for class_id, cells, scores, boxes, parts in zip(*(array.tolist() for array in arrays), all_parts, strict=False):
         first = class_id * num_slots
         yield [
-            {
-                "slot": slot,
-                "channel": first + slot,
-                "cell": cell,
-                "score": score,
-                "contribution": part,
-                "box": box,
-            }
+            {"slot": slot, "channel": first + slot, "cell": cell, "score": score, "contribution": part, "box": box}
             for slot, (cell, score, part, box) in enumerate(zip(cells, scores, parts, boxes, strict=False))
         ]
 
@@ -262,15 +229,15 @@ def error_record(
     message: str,
     *,
     digests: Digests | None = None,
-    truth: str | None = None,
+    label: str | None = None,
     index: int | None = None,
     frame: FramePlace | None = None,
 ) -> Record:
-    """Return the record of an image that could not be classified; the optional arguments are those of `ImageInfo`."""
+    """Return the record of an image that could not be classified; optional arguments as in `ImageInfo`."""
     record = _start_record(image, index, "error", digests, frame)
     record["error"] = {"code": code, "message": message}
-    if truth is not None:
-        record["truth"] = truth
+    if label is not None:
+        record["label"] = label
     return record
 
 

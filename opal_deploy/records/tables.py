@@ -1,13 +1,13 @@
-"""Records as tables: `results.parquet` and `results.csv`, made from a complete results.jsonl, and pandas.
+"""Records as tables: `results.parquet`, `results.csv` and pandas.
 
-A table has the columns of `COLUMNS`, one row an image, in the order of the input; a field that the record lacks is null
-in Parquet and empty in CSV. The two lists of `LISTS` follow: in Parquet as lists of structs, in CSV as JSON.
+A table has one row per image, in input order, with the columns of `COLUMNS`; missing fields are null in Parquet and
+empty in CSV. The lists of `LISTS` follow, as lists of structs in Parquet and as JSON in CSV.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -29,13 +29,13 @@ COLUMNS = {
     "image": "string",
     "status": "string",
     "class_id": "int32",
-    "label": "string",
+    "prediction": "string",
     "logit": "float64",
     "cosine": "float64",
     "margin": "float64",
     "width": "int32",
     "height": "int32",
-    "truth": "string",
+    "label": "string",
     "correct": "bool",
     "error_code": "string",
     "error_message": "string",
@@ -70,16 +70,16 @@ LISTS: dict[str, dict[str, str]] = {
         "y1": "float64",
     },
 }
-# rows of a Parquet row group: a few megabytes in memory
+# rows per Parquet row group: a few megabytes in memory
 _GROUP_ROWS = 5_000
 
 
 def check_formats(names: Iterable[str]) -> tuple[Format, ...]:
-    """Return the formats of `--format`, each once.
+    """Return the formats of `--format` without duplicates.
 
     Raises:
         UsageError: a format is unknown.
-        MissingExtra: the library that writes it is not installed.
+        MissingExtra: a format's library is not installed.
     """
     formats = []
     for name in dict.fromkeys(names):
@@ -92,37 +92,38 @@ def check_formats(names: Iterable[str]) -> tuple[Format, ...]:
 
 
 def write_table(records: Iterable[Record], out: Path, kind: Format) -> None:
-    """Write `records` to the folder `out` as a table, whole or not at all.
+    """Write a table of records to the folder `out`, whole or not at all.
 
     Raises:
-        StoppedEarly: the table cannot be written, as on a full disk; the records are safe.
+        StoppedEarly: the table cannot be written; the records are safe.
     """
     path = out / TABLES[kind]
     try:
         with atomic_write(path) as temporary:
-            _WRITERS[kind](temporary, map(record_to_row, records))
+            write = _write_parquet if kind == "parquet" else _write_csv
+            write(temporary, map(record_to_row, records))
     except UsageError as error:
         raise StoppedEarly(f"{error}; all records are in results.jsonl") from None
 
 
 def record_to_row(record: Record) -> dict[str, Any]:
-    """Return a record as one row of the table."""
+    """Return a record as a row of the table."""
     answer: Any = record.get("prediction", {})
     problem: Any = record.get("error", {})
-    truth = record.get("truth")
+    label = record.get("label")
     evidence = record.get("evidence")
     return {
         "image": record["image"],
         "status": record["status"],
         "class_id": answer.get("class_id"),
-        "label": answer.get("label"),
+        "prediction": answer.get("label"),
         "logit": answer.get("logit"),
         "cosine": answer.get("cosine"),
         "margin": record.get("margin"),
         "width": record.get("width"),
         "height": record.get("height"),
-        "truth": truth,
-        "correct": None if truth is None or not answer else answer["label"] == truth,
+        "label": label,
+        "correct": None if label is None or not answer else answer["label"] == label,
         "error_code": problem.get("code"),
         "error_message": problem.get("message"),
         "overlay": record.get("overlay"),
@@ -186,7 +187,7 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _escape_surrogates(value: Any) -> Any:
-    """Escape lone surrogates, which a label from a file may hold, as \\udcff: Arrow's texts are UTF-8."""
+    """Return a value with lone surrogates in texts escaped as \\udcff: Arrow's texts are UTF-8."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -202,16 +203,10 @@ def _split_into_groups(rows: Iterable[dict[str, Any]], size: int) -> Iterator[li
         yield group
 
 
-_WRITERS: dict[Format, Callable[[Path, Iterable[dict[str, Any]]], None]] = {
-    "parquet": _write_parquet,
-    "csv": _write_csv,
-}
-
-
 def to_table(records: Iterable[Record], rows: Rows = "images") -> tuple[list[str], list[dict[str, object]]]:
-    """Return the columns and the rows of `to_pandas`, without pandas."""
+    """Return the columns and rows of `to_pandas`, without pandas."""
     if rows == "evidence":
-        columns = ["image", "image_index", "class_id", "label", *LISTS["evidence"]]
+        columns = ["image", "image_index", "class_id", "prediction", *LISTS["evidence"]]
         return columns, [row for record in records for row in _slot_rows(record)]
     return [*COLUMNS, *LISTS], [record_to_row(record) for record in records]
 
@@ -220,9 +215,9 @@ def to_pandas(records: Iterable[Record], rows: Rows = "images") -> Any:
     """Return records as a `pandas.DataFrame`.
 
     Args:
-        records: from `Model.explain`, or the lines of a results.jsonl.
-        rows: `images`: one row an image, with the columns of `infer --format csv`; `top` and `evidence` are lists.
-            `evidence`: one row a slot of each answered image.
+        records: records from `Model.explain`, or the lines of a results.jsonl.
+        rows: `images`: one row per image, with the columns of `infer --format csv`. `evidence`: one row per slot of
+            each answered image.
 
     Raises:
         MissingExtra: pandas is not installed.
@@ -236,5 +231,5 @@ def to_pandas(records: Iterable[Record], rows: Rows = "images") -> Any:
 
 def _slot_rows(record: Record) -> list[dict[str, object]]:
     row = record_to_row(record)
-    image = {name: row[name] for name in ("image", "image_index", "class_id", "label")}
+    image = {name: row[name] for name in ("image", "image_index", "class_id", "prediction")}
     return [{**image, **slot} for slot in row["evidence"] or []]

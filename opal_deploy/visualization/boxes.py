@@ -1,31 +1,50 @@
-"""The boxes of slots on a photograph: borders as wide as what their slots contribute, and the slots' numbers."""
+"""Boxes of slots on a photograph: borders as wide as the slots' contributions, and tags with the slots' numbers.
+
+A tag is never larger than its box. Where it would be too small to read, it stands apart, tied to the box by a line.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import ImageDraw
 
-from opal_deploy.visualization.legend import INK
-from opal_deploy.visualization.palette import RGB, WHITE, slot_color
-from opal_deploy.visualization.tags import Rectangle, TaggedBox, place_tags
+from opal_deploy.visualization.style import INK, RGB, WHITE, draw_text, slot_color, text_color, text_length
 
-# the share that slots are drawn with where theirs is not known
+Rectangle = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels, all inclusive, as ImageDraw takes them
+Point = tuple[int, int]
+Line = tuple[Point, Point]
+
+# share of a slot whose contribution is not known
 _UNKNOWN_SHARE: Final = 0.5
+# font sizes of the strongest and the weakest slot's tags, as shares of the photograph's smaller side, and in pixels
+_LARGE: Final = 1 / 24
+_SMALL: Final = 1 / 40
+_MIN_LARGE, _MIN_SMALL = 11, 9
+# places tried for tags that stand apart: distances in tag heights, and number of directions
+_DISTANCES: Final = (0.8, 1.5, 2.3, 3.2)
+_DIRECTIONS: Final = 16
+# a tag stands apart if it would otherwise hide more than this share of itself
+_APART_COST: Final = 0.3
+# cost per pixel of a tag, and of its line, over a box, another tag and another line
+_TAG_OVER: Final = np.array([1, 50, 20])
+_LINE_OVER: Final = np.array([4, 4, 15])
 
 
 @dataclass(frozen=True)
 class SlotBox:
-    """A slot's cell, to be drawn.
+    """A slot's box to draw.
 
     Attributes:
         slot: the slot.
-        box: (x0, y0, x1, y1) of the cell, in pixels of the image.
-        field: the same of its effective field, to draw it too.
-        share: the slot's contribution as a share of the largest, in [0, 1]; None where that means nothing.
+        box: (x0, y0, x1, y1) of the slot's cell, in pixels of the image.
+        field: (x0, y0, x1, y1) of the cell's effective receptive field; None: not drawn.
+        share: the slot's contribution as a share of the largest, in [0, 1]; None if not known.
     """
 
     slot: int
@@ -35,17 +54,14 @@ class SlotBox:
 
 
 def pixel_box(box: Sequence[float], scale: tuple[float, float], size: tuple[int, int]) -> Rectangle:
-    """Return the pixels that a box covers on a photograph of `size`, enlarged by `scale` along x and y.
-
-    At least one, none outside.
-    """
+    """Return the pixels (at least one) that a box covers on a photograph of `size`, enlarged by `scale` (x, y)."""
     x0, y0, x1, y1 = (round(value * scale[axis % 2]) for axis, value in enumerate(box))
     left, top = min(max(x0, 0), size[0] - 1), min(max(y0, 0), size[1] - 1)
     return left, top, min(max(x1 - 1, left), size[0] - 1), min(max(y1 - 1, top), size[1] - 1)
 
 
 def compute_shares(values: Sequence[float | None]) -> list[float | None]:
-    """Return contributions as shares of the largest, in [0, 1]; None for all unless all are numbers, one above 0."""
+    """Return contributions as shares of the largest, in [0, 1]; all None unless all are finite and one is positive."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     largest = max(known, default=0.0)
     if len(known) < len(values) or largest <= 0:
@@ -56,17 +72,16 @@ def compute_shares(values: Sequence[float | None]) -> list[float | None]:
 def draw_boxes(
     draw: ImageDraw.ImageDraw, slots: Sequence[SlotBox], scale: tuple[float, float], size: tuple[int, int]
 ) -> None:
-    """Draw boxes, and fields where slots have them, on a photograph in the upper left corner of a canvas.
+    """Draw boxes, and receptive fields if given, on a photograph in the upper left corner of a canvas.
 
-    A box's line is as wide as its slot's share of the largest contribution says, five times as wide for the largest as
-    for none; where shares are not known all are equal. Stronger ones lie over weaker ones. Slots that share a cell
-    share one border, dashed in their colours in turn, with their tags side by side. Lines lie wholly inside their
-    boxes, so boxes of neighbouring cells never cover each other.
+    A border's width grows with its slot's share, fivefold from 0 to 1; with unknown shares all are equal. Stronger
+    boxes lie over weaker ones. Slots that share a cell share one border, dashed in their colours, with their tags side
+    by side. Borders lie inside their boxes, so that boxes of neighbouring cells never overlap.
 
     Args:
         draw: the canvas.
-        slots: in pixels of the image.
-        scale: pixels of the photograph per pixel of the image, along x and y.
+        slots: the boxes, in pixels of the image.
+        scale: pixels of the photograph per pixel of the image (x, y).
         size: width and height of the photograph.
     """
     cells: dict[Rectangle, list[SlotBox]] = {}
@@ -91,7 +106,7 @@ def draw_boxes(
         tag.draw_line(draw)
     for each in boxes:
         _draw_border(draw, each.box, _colors(each), max(1, round(line * (1 + 4 * each.share) / 3)))
-    # after all borders: a number may cover a line, never the other way round
+    # last: a number may cover a border, never the other way round
     for tag in reversed(tags):
         tag.draw(draw)
 
@@ -101,7 +116,7 @@ def _colors(tagged: TaggedBox) -> list[RGB]:
 
 
 def _draw_field(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
-    """Draw a dashed rectangle in the colours in turn, on a dark line that shows where the ground has their colour."""
+    """Draw a rectangle dashed in the colours, on a dark line that keeps it visible on a ground of the same colour."""
     draw.rectangle(box, outline=INK, width=line)
     x0, y0, x1, y1 = box
     dash = 5 * line + 3
@@ -119,11 +134,10 @@ def _draw_field(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], li
 
 
 def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
-    """Draw dark, coloured and white frames inside each other: one of them shows on any background."""
+    """Draw nested dark, coloured and white frames: one of them contrasts with any background."""
     side = min(box[2] - box[0], box[3] - box[1]) + 1
-    border = max(
-        side // 4, min(side // 3, 6)
-    )  # the middle half stays the photograph's, of a small box the middle third
+    # leaves the middle half of the box free, the middle third of a small one
+    border = max(side // 4, min(side // 3, 6))
     line = max(1, min(line, border - 2))
     casing = min(max(1, line // 2), max(0, (border - line) // 2))
     if casing:
@@ -140,7 +154,7 @@ def _draw_frame(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], li
         return
     x0, y0, x1, y1 = box
     width, height = x1 - x0 + 1, y1 - y0 + 1
-    # every side shows every colour, in dashes about six lines long; opposite sides start with different colours
+    # every side shows every colour; opposite sides start with different ones
     for side, length in enumerate((width, height, width, height)):
         count = max(1, length // (6 * line * len(colors))) * len(colors)
         for i in range(count):
@@ -160,3 +174,179 @@ def _draw_frame(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], li
 
 def _shrink(box: Rectangle, by: int) -> Rectangle:
     return box[0] + by, box[1] + by, box[2] - by, box[3] - by
+
+
+@dataclass(frozen=True)
+class TaggedBox:
+    """A box, in pixels of the photograph, with the slots that share it and the largest of their shares."""
+
+    box: Rectangle
+    slots: tuple[int, ...]
+    share: float
+
+
+@dataclass(frozen=True)
+class Tag:
+    """The slot numbers of one box.
+
+    Attributes:
+        slots: the numbers, side by side, `per_row` in a row.
+        place: the rectangle that the tag covers.
+        letters: font size in pixels.
+        casing: width of the dark edge in pixels.
+        per_row: numbers per row.
+        line: ends of the line to the box; None if the tag touches the box.
+    """
+
+    slots: tuple[int, ...]
+    place: Rectangle
+    letters: int
+    casing: int
+    per_row: int
+    line: Line | None = None
+
+    def draw_line(self, draw: ImageDraw.ImageDraw) -> None:
+        """Draw the line to the box."""
+        if self.line is not None:
+            draw.line(self.line, fill=INK, width=3 * self.casing)
+            draw.line(self.line, fill=slot_color(self.slots[0]), width=self.casing)
+
+    def draw(self, draw: ImageDraw.ImageDraw) -> None:
+        """Draw the numbers on their slots' colours."""
+        width, height = _chip_size(self.slots, self.letters)
+        for index, slot in enumerate(self.slots):
+            row, column = divmod(index, self.per_row)
+            x, y = self.place[0] + column * (width + self.casing), self.place[1] + row * (height + self.casing)
+            edge = (x, y, x + width + 2 * self.casing - 1, y + height + 2 * self.casing - 1)
+            color = slot_color(slot)
+            draw.rectangle(edge, fill=color, outline=INK, width=self.casing)
+            center = ((edge[0] + edge[2] + 1) / 2, (edge[1] + edge[3] + 1) / 2)
+            draw_text(draw, center, str(slot), text_color(color), self.letters, "mm")
+
+
+def place_tags(boxes: Sequence[TaggedBox], size: tuple[int, int], casing: int) -> list[Tag]:
+    """Return the tags of boxes, strongest first; these choose their places first.
+
+    Tags lie inside the photograph and hide as little as possible of boxes and of each other. A tag without room is left
+    out; the legend names the colours too.
+
+    Args:
+        boxes: the boxes to tag.
+        size: width and height of the photograph.
+        casing: width of the tags' dark edge, in pixels.
+    """
+    tags: list[Tag] = []
+    for tagged in sorted(boxes, key=lambda each: -each.share):
+        tag = _place_tag(tagged, size, casing, [each.box for each in boxes], tags)
+        if tag is not None:
+            tags.append(tag)
+    return tags
+
+
+def _place_tag(
+    tagged: TaggedBox, size: tuple[int, int], casing: int, boxes: Sequence[Rectangle], tags: Sequence[Tag]
+) -> Tag | None:
+    letters, apart = _fit_letters(tagged, size, casing)
+    chip_width, chip_height = _chip_size(tagged.slots, letters)
+    count = len(tagged.slots)
+    per_row = max(1, min(count, (size[0] - casing) // (chip_width + casing)))
+    width = per_row * (chip_width + casing) + casing
+    height = -(-count // per_row) * (chip_height + casing) + casing
+    if width > size[0] or height > size[1]:
+        return None
+    drawn = [tag.place for tag in tags], [_bound(tag.line) for tag in tags if tag.line]
+    covered = np.array([*boxes, *drawn[0], *drawn[1]])
+    kinds = np.repeat([0, 1, 2], [len(boxes), len(drawn[0]), len(drawn[1])])
+    weights = _TAG_OVER[kinds]
+    touching = _touch(tagged.box, (width, height), size)
+    costs = _count_hidden(touching, covered, weights)
+    near = Tag(tagged.slots, touching[int(costs.argmin())], letters, casing, per_row)
+    if not apart and not costs.min():
+        return near
+    around = _surround(tagged.box, (width, height), size)
+    if not around:
+        return near
+    lines = [_connect(tagged.box, place) for place in around]
+    far_costs = _count_hidden(around, covered, weights) + [math.dist(*line) for line in lines]
+    far_costs += _count_hidden([_bound(line) for line in lines], covered, _LINE_OVER[kinds])
+    far_costs += _APART_COST * width * height
+    if not apart and costs.min() <= far_costs.min():
+        return near
+    best = int(far_costs.argmin())
+    return replace(near, place=around[best], line=lines[best])
+
+
+def _fit_letters(tagged: TaggedBox, size: tuple[int, int], casing: int) -> tuple[int, bool]:
+    """Return a tag's font size, larger for a stronger slot, and whether the box is too small for it."""
+    large = max(_MIN_LARGE, round(min(size) * _LARGE))
+    small = max(_MIN_SMALL, round(min(size) * _SMALL))
+    x0, y0, x1, y1 = tagged.box
+    side, length = sorted((x1 - x0 + 1, y1 - y0 + 1))
+    for letters in range(round(small + (large - small) * tagged.share), small - 1, -1):
+        width, height = _chip_size(tagged.slots, letters)
+        if height + 2 * casing <= side and width + 2 * casing <= length:
+            return letters, False
+    return small, True
+
+
+def _chip_size(slots: Sequence[int], letters: int) -> tuple[int, int]:
+    """Return width and height of one number without its edge."""
+    return round(text_length(str(max(slots)), letters)) + round(letters * 0.6), round(letters * 1.05)
+
+
+def _touch(box: Rectangle, tag: tuple[int, int], size: tuple[int, int]) -> list[Rectangle]:
+    """Return the places next to a box for a tag of this width and height, inside the photograph, best first."""
+    (x0, y0, x1, y1), (width, height) = box, tag
+    right, below = x1 + 1 - width, y1 + 1
+    corners = (
+        (x0, y0 - height), (right, y0 - height), (x0, below), (right, below), (x1 + 1, y0), (x0 - width, y0), (x0, y0),
+    )  # fmt: skip
+    inside = ((min(max(x, 0), size[0] - width), min(max(y, 0), size[1] - height)) for x, y in corners)
+    return [(x, y, x + width - 1, y + height - 1) for x, y in inside]
+
+
+def _surround(box: Rectangle, tag: tuple[int, int], size: tuple[int, int]) -> list[Rectangle]:
+    """Return the places around a box for a tag of this width and height, inside the photograph."""
+    (x0, y0, x1, y1), (width, height) = box, tag
+    places = []
+    for distance in _DISTANCES:
+        for direction in range(_DIRECTIONS):
+            # upwards first
+            right_by, up_by = (f(2 * math.pi * direction / _DIRECTIONS) for f in (math.sin, math.cos))
+            reach = max(abs(right_by), abs(up_by))
+            across, down = (x1 - x0 + 1 + width) / 2 + distance * height, (y1 - y0 + 1 + height) / 2 + distance * height
+            x = round((x0 + x1 + 1 - width) / 2 + across * right_by / reach)
+            y = round((y0 + y1 + 1 - height) / 2 - down * up_by / reach)
+            if 0 <= x <= size[0] - width and 0 <= y <= size[1] - height:
+                places.append((x, y, x + width - 1, y + height - 1))
+    return places
+
+
+def _connect(box: Rectangle, place: Rectangle) -> Line:
+    """Return the ends of a short line from a box to a tag."""
+    middle = (place[0] + place[2]) // 2, (place[1] + place[3]) // 2
+    start = min(max(middle[0], box[0]), box[2]), min(max(middle[1], box[1]), box[3])
+    return start, (min(max(start[0], place[0]), place[2]), min(max(start[1], place[1]), place[3]))
+
+
+def _bound(line: Line) -> Rectangle:
+    """Return the smallest rectangle around a line."""
+    (x0, y0), (x1, y1) = line
+    return min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)
+
+
+def _count_hidden(
+    places: Sequence[Rectangle], covered: NDArray[np.int64], weights: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return the weighted number of covered pixels under each place, float64 [N].
+
+    Args:
+        places: N rectangles.
+        covered: int [R, 4].
+        weights: int [R].
+    """
+    ours = np.array(places)[:, None]
+    across = np.minimum(ours[..., 2], covered[:, 2]) - np.maximum(ours[..., 0], covered[:, 0]) + 1
+    down = np.minimum(ours[..., 3], covered[:, 3]) - np.maximum(ours[..., 1], covered[:, 1]) + 1
+    hidden: NDArray[np.float64] = (across.clip(0) * down.clip(0) @ weights).astype(np.float64)
+    return hidden

@@ -1,9 +1,7 @@
-"""Overlays: a photograph with the slots' boxes on it and a legend, for a person to check an answer with.
+"""Overlays: a photograph with the slots' boxes and a legend, for a person to check an answer with.
 
-The photograph keeps its own resolution and every pixel outside boxes and tags, with two exceptions: one of over 2
-megapixels, or 4096 pixels a side, is reduced (`display_size`), so that no shape of an image makes a drawing large; one
-whose smaller side is under 160 pixels is enlarged, each pixel to k x k, so that boxes and numbers can be read
-(`display_scale`).
+The photograph keeps its resolution, with two exceptions: one over 2 megapixels or 4096 pixels a side is reduced
+(`display_size`), and one whose smaller side is under 160 pixels is enlarged, each pixel to k x k (`display_scale`).
 """
 
 from __future__ import annotations
@@ -11,36 +9,118 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.preprocess.resize import display_size, to_display
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Answer, Record
 from opal_deploy.visualization.boxes import SlotBox, compute_shares, draw_boxes
-from opal_deploy.visualization.legend import (
-    BOX_NOTE,
-    COSINE,
-    FIELD_NOTE,
-    MIN_WIDTH_EM,
+from opal_deploy.visualization.style import (
+    ALERT,
+    FAINT,
+    INK,
     PAPER,
-    Legend,
-    build_bars,
-    get_prediction,
+    RGB,
+    TRACK,
+    draw_text,
+    format_number,
+    slot_color,
+    text_color,
+    to_drawable,
+    wrap_text,
 )
+
+# meanings of a bar's length
+COSINE = "contribution to the cosine"
+DISTANCE = "share of the distance (smaller is closer)"
+SCORE = "score"
+
+NO_EVIDENCE = "No evidence boxes: this model's answers do not come from single cells."
+BOX_NOTE = "Thicker boxes contribute more."
+FIELD_NOTE = "Solid: the cell where a score was read. Dashed: its effective receptive field."
+
+_HEADINGS = {COSINE: "contribution", DISTANCE: "distance share", SCORE: ""}
+# cosine and contributions are float64 sums of the same values in different orders
+_SUM_TOLERANCE = 1e-9
 
 # a smaller side under _MIN_SIDE is enlarged to about _ENLARGED_SIDE, the longer side to at most _MAX_SIDE
 _MIN_SIDE, _ENLARGED_SIDE, _MAX_SIDE = 160, 256, 1600
-# from this height over width on the legend stands beside the photograph
+# height over width from which on the legend is beside the photograph
 _BESIDE_RATIO = 1.6
-# no side of a JPEG is longer
+# longest side of a JPEG
 _MAX_JPEG_SIDE = 65_500
+# the legend's layout, widths in font sizes
+_MIN_WIDTH_EM = 22
+_ROWS_PER_COLUMN = 6
+_MIN_COLUMN_EM, _MAX_COLUMN_EM = 17, 40
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One slot's bar.
+
+    Attributes:
+        slot: the slot, 0 ... m-1.
+        value: the contribution, or the score if there is no contribution.
+        score: the slot's score, in [0, 1].
+        start, stop: ends of the bar as shares of the full bar; 0 <= start <= stop <= 1.
+    """
+
+    slot: int
+    value: float
+    score: float
+    start: float
+    stop: float
+
+
+def build_bars(record: Record) -> tuple[str, list[Bar]]:
+    """Return the meaning of the bars of a record's evidence (COSINE, DISTANCE or SCORE), and a bar per slot.
+
+    All bars of a record share one scale. For contributions to the cosine a full bar is at least 1/m: if all bars are
+    full, the cosine is 1. For scores it is 1. Bars of negative values point left from a common zero.
+    """
+    slots = record.get("evidence", [])
+    known = [slot["contribution"] for slot in slots if slot["contribution"] is not None]
+    if len(known) < len(slots) or not slots:
+        meaning, values, full = SCORE, [slot["score"] for slot in slots], 1.0
+    else:
+        cosine = record["prediction"]["cosine"] if "prediction" in record else None
+        adds_up = cosine is not None and abs(math.fsum(known) - cosine) <= _SUM_TOLERANCE
+        meaning, values, full = (COSINE, known, 1.0 / len(known)) if adds_up else (DISTANCE, known, 0.0)
+    ends = bar_ends(values, full)
+    return meaning, [
+        Bar(slot["slot"], value, slot["score"], *end) for slot, value, end in zip(slots, values, ends, strict=True)
+    ]
+
+
+def bar_ends(values: Sequence[float], full: float) -> list[tuple[float, float]]:
+    """Return the ends of bars on one scale, as shares of the full bar, which stands for at least `full`.
+
+    Bars of negative values point left from a common zero; values that are not finite have no bar.
+    """
+    finite = [value if math.isfinite(value) else 0.0 for value in values]
+    high, low = max([full, 0.0, *finite]), min([0.0, *finite])
+    span = (high - low) or 1.0
+    return [((min(0.0, value) - low) / span, (max(0.0, value) - low) / span) for value in finite]
+
+
+def get_prediction(record: Record) -> Answer:
+    """Return a record's prediction.
+
+    Raises:
+        ValueError: the record is an error record.
+    """
+    if "prediction" not in record:
+        raise ValueError(f"the record of {record['image']!r} has status {record['status']!r} and nothing to draw")
+    return record["prediction"]
 
 
 def display_scale(width: int, height: int) -> int:
     """Return how many times an image is enlarged: 1 unless its smaller side is under 160 pixels.
 
-    The smaller side of a tiny image grows to about 256 pixels, unless the longer one would pass 1600.
+    The smaller side of a tiny image grows to about 256 pixels, as long as the longer side stays within 1600.
     """
     small, long = min(width, height), max(width, height)
     if small >= _MIN_SIDE:
@@ -49,7 +129,7 @@ def display_scale(width: int, height: int) -> int:
 
 
 def photograph_size(width: int, height: int) -> tuple[int, int]:
-    """Return width and height of an image's photograph on its overlay; both have the same upper left corner."""
+    """Return width and height of an image's photograph, in the upper left corner of its overlay."""
     scale = display_scale(width, height)
     width, height = display_size(width, height)
     return width * scale, height * scale
@@ -58,7 +138,7 @@ def photograph_size(width: int, height: int) -> tuple[int, int]:
 def overlay_width(width: int, height: int) -> int:
     """Return the width of the overlay of an image of `width` x `height` pixels."""
     width, height = photograph_size(width, height)
-    legend_width = MIN_WIDTH_EM * _font_size(width, height)
+    legend_width = _MIN_WIDTH_EM * _font_size(width, height)
     return width + legend_width if height > _BESIDE_RATIO * width else max(width, legend_width)
 
 
@@ -67,20 +147,18 @@ def _font_size(width: int, height: int) -> int:
 
 
 def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | None = None) -> Image.Image:
-    """Return a photograph with a box for each slot, and the legend below, or beside a tall and narrow photograph.
-
-    See `boxes.draw_boxes` for what a box looks like.
+    """Return a photograph with a box per slot, and the legend below, or beside a tall and narrow photograph.
 
     Args:
-        image: the whole image, EXIF orientation applied, or what `to_display` returns for it; not changed.
+        image: the whole image, EXIF orientation applied, or its `to_display`; not changed.
         record: the image's record; without `evidence` no boxes are drawn, and the legend says so.
-        field: draw the cells' effective receptive fields too, dashed, and have the legend tell the two apart.
+        field: draw the cells' effective receptive fields too, dashed.
 
     Returns:
-        RGB; the photograph in the upper left corner, `photograph_size` large.
+        RGB; the photograph in the upper left corner, of `photograph_size`.
 
     Raises:
-        ValueError: the record is of another image size, or has no prediction.
+        ValueError: the record has another image size, or no prediction.
     """
     get_prediction(record)
     whole = (record.get("width", 0), record.get("height", 0))
@@ -92,14 +170,14 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
 
     size = _font_size(width, height)
     beside = height > _BESIDE_RATIO * width
-    legend_width = MIN_WIDTH_EM * size if beside else max(width, MIN_WIDTH_EM * size)
+    legend_width = _MIN_WIDTH_EM * size if beside else max(width, _MIN_WIDTH_EM * size)
     boxes = place_boxes(record, field)
     notes = [BOX_NOTE] if len(boxes) > 1 and boxes[0].share is not None else []
-    legend = Legend(record, legend_width, size, " ".join([*notes, *([FIELD_NOTE] if field is not None else [])]))
+    legend = _Legend(record, legend_width, size, " ".join([*notes, *([FIELD_NOTE] if field is not None else [])]))
     if beside:
-        canvas = Image.new("RGB", (width + MIN_WIDTH_EM * size, max(height, legend.height)), PAPER)
+        canvas = Image.new("RGB", (width + legend_width, max(height, legend.height)), PAPER)
     else:
-        canvas = Image.new("RGB", (max(width, MIN_WIDTH_EM * size), height + legend.height), PAPER)
+        canvas = Image.new("RGB", (legend_width, height + legend.height), PAPER)
     canvas.paste(photograph, (0, 0))
     draw = ImageDraw.Draw(canvas)
     legend.draw(draw, width if beside else 0, 0 if beside else height)
@@ -108,19 +186,19 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
 
 
 def check_display(image: Image.Image, size: tuple[int, int]) -> None:
-    """Check that an image has the (width, height) of its record, or is reduced from it as `to_display` does.
+    """Check that an image has the (width, height) of its record, or that of its `to_display`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it has neither.
     """
     if image.size != size and (0 in size or image.size != display_size(*size)):
         raise ValueError(f"the image is {image.size} pixels but its record says {size}")
 
 
 def place_boxes(record: Record, field: EffectiveField | None) -> list[SlotBox]:
-    """Return the boxes of a record's slots; their contributions count where they add up to the cosine."""
-    slots, bars = record.get("evidence", []), build_bars(record)
-    shares = compute_shares([bar.value for bar in bars.bars] if bars.meaning == COSINE else [None] * len(slots))
+    """Return the boxes of a record's slots, with shares if the contributions add up to the cosine."""
+    slots, (meaning, bars) = record.get("evidence", []), build_bars(record)
+    shares = compute_shares([bar.value if meaning == COSINE else None for bar in bars])
     return [
         SlotBox(slot["slot"], slot["box"], None if field is None else field.surround(slot["cell"], slot["box"]), share)
         for slot, share in zip(slots, shares, strict=True)
@@ -128,9 +206,9 @@ def place_boxes(record: Record, field: EffectiveField | None) -> list[SlotBox]:
 
 
 def encode_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
-    """Return an image as JPEG with colour at full resolution, which thin coloured lines need.
+    """Return an image as JPEG with full colour resolution, which thin coloured lines need.
 
-    `overlay` is reduced in place where a side exceeds what JPEG allows.
+    `overlay` is reduced in place if a side exceeds JPEG's limit.
     """
     overlay.thumbnail((_MAX_JPEG_SIDE, _MAX_JPEG_SIDE))
     buffer = io.BytesIO()
@@ -139,14 +217,97 @@ def encode_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
 
 
 def crop_box(image: Image.Image, box: Sequence[float], size: tuple[int, int]) -> Image.Image:
-    """Return the pixels of a box: at least one, none outside the image.
+    """Return the pixels (at least one) of a box.
 
     Args:
-        image: the whole image, or what `to_display` returns for it.
-        box: (x0, y0, x1, y1), x1 and y1 exclusive, in pixels of the whole image.
+        image: the whole image, or its `to_display`.
+        box: (x0, y0, x1, y1) in pixels of the whole image, x1 and y1 exclusive.
         size: (width, height) of the whole image.
     """
     x0, y0, x1, y1 = (round(value * image.size[axis % 2] / size[axis % 2]) for axis, value in enumerate(box))
     left, top = min(max(x0, 0), image.width - 1), min(max(y0, 0), image.height - 1)
     right, bottom = min(max(x1, left + 1), image.width), min(max(y1, top + 1), image.height)
     return image.crop((left, top, right, bottom))
+
+
+def format_facts(record: Record) -> str:
+    """Return class, cosine and margin in one line, or the logit if the model has no cosine."""
+    prediction = get_prediction(record)
+    name = f"class {prediction['class_id']}"
+    if prediction["cosine"] is None:
+        return f"{name}, logit {format_number(prediction['logit'])}"
+    margin = format_number(record.get("margin")).replace("–", "-")
+    return f"{name}, cosine {format_number(prediction['cosine'])}, margin {margin}"
+
+
+class _Legend:
+    """The legend of a record with a prediction: label, figures, a note and a bar per slot.
+
+    Attributes:
+        height: in pixels.
+    """
+
+    def __init__(self, record: Record, width: int, size: int, note: str) -> None:
+        self._size, self._width, self._line = size, width, round(size * 1.5)
+        self._small, title = max(12, round(size * 0.8)), round(size * 1.35)
+        inner = width - 2 * size
+        prediction = get_prediction(record)
+        label = to_drawable(prediction["label"]) or f"class {prediction['class_id']}"
+        abstained = "Abstained: margin below the threshold" if record["status"] == "abstained" else ""
+        self._meaning, self._bars = build_bars(record)
+        count = len(self._bars)
+        # (text, font size, colour, line height), from the top
+        self._lines = [(line, title, INK, round(size * 1.35 * 1.35)) for line in wrap_text(label, title, inner, 2)]
+        self._lines += [(line, size, INK, self._line) for line in wrap_text(format_facts(record), size, inner, 3)]
+        self._lines += [(line, size, ALERT, self._line) for line in wrap_text(abstained, size, inner, 2)]
+        self._head = len(self._lines)
+        note = note if count else NO_EVIDENCE
+        self._lines += [(line, self._small, FAINT, self._line) for line in wrap_text(note, self._small, inner, 4)]
+        self._columns = max(1, min(-(-count // _ROWS_PER_COLUMN), (inner + 2 * size) // (_MIN_COLUMN_EM * size)))
+        self._rows = -(-count // self._columns)
+        rows = (self._rows + 1) * self._line * bool(count)
+        self.height = 2 * size + sum(height for *_, height in self._lines) + round(size * 0.5) + rows
+
+    def draw(self, draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
+        """Draw the legend with its upper left corner at (x, y)."""
+        size, left = self._size, x + self._size
+        y += size
+        for index, (line, font_size, color, height) in enumerate(self._lines):
+            gap = round(size * 0.5) if index >= self._head else 0
+            draw_text(draw, (left, y + gap), line, color, font_size)
+            y += height
+        y += round(size * 0.5)
+        gap = 2 * size
+        column = (self._width - 2 * size - gap * (self._columns - 1)) // self._columns
+        column = min(column, _MAX_COLUMN_EM * size)
+        for index in range(self._columns):
+            shown = self._bars[index * self._rows : (index + 1) * self._rows]
+            if shown:
+                self._draw_column(draw, shown, left + index * (column + gap), y, column)
+
+    def _draw_column(self, draw: ImageDraw.ImageDraw, bars: Sequence[Bar], x: int, y: int, width: int) -> None:
+        size, small, line = self._size, self._small, self._line
+        both = self._meaning != SCORE
+        score_right = x + width
+        value_right = score_right - round(3.6 * size) if both else score_right
+        bar_left, bar_right = x + round(2.1 * size), value_right - round(3.4 * size)
+        middle = y + line // 2
+        draw_text(draw, (x, middle), "slot", FAINT, small, "lm")
+        draw_text(draw, (score_right, middle), "score", FAINT, small, "rm")
+        if both:
+            draw_text(draw, (value_right, middle), _HEADINGS[self._meaning], FAINT, small, "rm")
+        half, thick, full = round(size * 0.58), max(2, round(size * 0.32)), bar_right - bar_left
+        for bar in bars:
+            y += line
+            middle = y + line // 2
+            color: RGB = slot_color(bar.slot)
+            swatch = (x, middle - half, x + round(size * 1.5), middle + half)
+            draw.rectangle(swatch, fill=color, outline=INK, width=max(1, size // 14))
+            draw_text(draw, ((swatch[0] + swatch[2]) / 2, middle), str(bar.slot), text_color(color), small, "mm")
+            draw.rectangle((bar_left, middle - thick, bar_right, middle + thick), fill=TRACK)
+            start, stop = bar_left + round(bar.start * full), bar_left + round(bar.stop * full)
+            if stop > start:
+                draw.rectangle((start, middle - thick, stop, middle + thick), fill=color)
+            draw_text(draw, (value_right, middle), format_number(bar.value), INK, size, "rm")
+            if both:
+                draw_text(draw, (score_right, middle), format_number(bar.score), FAINT, size, "rm")

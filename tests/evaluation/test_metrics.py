@@ -21,7 +21,7 @@ from opal_deploy.evaluation.metrics import (
     top_k_accuracy,
 )
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import build_record
+from opal_deploy.records.record import ImageInfo, build_records
 
 METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32))
 
@@ -99,7 +99,7 @@ def test_margins_are_those_of_the_records():
     logits[0] = 0.0  # equal ones: the lowest classes
     metadata = replace(METADATA, class_names=("a", "b", "c", "d"), grid=(2, 2), input_size=(8, 8))
     outputs = Outputs(logits, np.zeros((20, 8), np.int32), scores)
-    records = [build_record("x", Geometry.whole(8, 8), outputs, row, metadata) for row in range(20)]
+    records = build_records([ImageInfo("x", Geometry.whole(8, 8))] * 20, outputs, metadata)
 
     assert margins(logits, scores, 2, 1e-8).tolist() == [record["margin"] for record in records]
 

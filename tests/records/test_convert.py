@@ -41,10 +41,10 @@ OK = {
         {"slot": 1, "channel": 3, "cell": [3, 3], "score": 0.25, "contribution": None, "box": [150.0, 37.5, 200, 50],
          "name": "beak"},
     ],
-    "truth": "ash",
+    "label": "ash",
 }  # fmt: skip
 FAILED = error_record("c\\xff.jpg", "truncated_image", "it ends early")
-WITHOUT_EVIDENCE = {**OK, "image": None, "margin": None, "truth": LABEL}
+WITHOUT_EVIDENCE = {**OK, "image": None, "margin": None, "label": LABEL}
 del WITHOUT_EVIDENCE["evidence"]
 RECORDS = [OK, FAILED, WITHOUT_EVIDENCE]
 
@@ -65,7 +65,7 @@ def test_parquet_has_the_documented_columns_and_values(tmp_path, monkeypatch):
     assert [str(field.type) for field in table.schema][: len(COLUMNS)] == [types[t] for t in COLUMNS.values()]
     first, second, third = table.to_pylist()
     assert first["image"] == OK["image"]
-    assert (first["class_id"], first["label"], first["logit"]) == (1, LABEL, ANSWER["logit"])
+    assert (first["class_id"], first["prediction"], first["logit"]) == (1, LABEL, ANSWER["logit"])
     assert first["top"] == OK["top"]
     assert [row["calibrated_probability"] for row in (first, second)] == [0.75, None]
     assert first["evidence"][0] == {
@@ -75,7 +75,7 @@ def test_parquet_has_the_documented_columns_and_values(tmp_path, monkeypatch):
     assert first["evidence"][1]["contribution"] is None
     assert [row["correct"] for row in (first, second, third)] == [False, None, True]
     assert (second["error_code"], second["error_message"]) == ("truncated_image", "it ends early")
-    assert {second[name] for name in ("class_id", "label", "margin", "width", "overlay", "truth")} == {None}
+    assert {second[name] for name in ("class_id", "prediction", "margin", "width", "overlay", "label")} == {None}
     assert (second["top"], second["evidence"]) == (None, None)
 
 
@@ -85,7 +85,7 @@ def test_csv_has_the_same_columns_with_lists_as_json(tmp_path):
         reader = csv.DictReader(stream)
         first, second, third = reader
         assert reader.fieldnames == [*COLUMNS, *LISTS]
-    assert (first["label"], float(first["logit"])) == (LABEL, ANSWER["logit"])
+    assert (first["prediction"], float(first["logit"])) == (LABEL, ANSWER["logit"])
     assert json.loads(first["top"]) == OK["top"]
     assert json.loads(first["evidence"])[0]["x1"] == 100.0
     assert [row["correct"] for row in (first, second, third)] == ["false", "", "true"]
@@ -105,7 +105,7 @@ def test_a_table_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(tables._WRITERS, "csv", fail)
+    monkeypatch.setattr(tables, "_write_csv", fail)
     with pytest.raises(StoppedEarly, match=r"No space left on device.*all records are in results.jsonl"):
         write_table(RECORDS, tmp_path, "csv")
     assert list(tmp_path.iterdir()) == []
@@ -113,13 +113,13 @@ def test_a_table_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
 
 def test_a_table_of_no_records_and_one_of_lone_surrogates(tmp_path):
     pytest.importorskip("pyarrow")
-    for records in ([], [{**OK, "truth": "\udcff"}]):
+    for records in ([], [{**OK, "label": "\udcff"}]):
         for kind in tables.FORMATS:
             write_table(records, tmp_path, kind)
         text = (tmp_path / "results.csv").read_text("utf-8")
         assert read_parquet(tmp_path).column_names == [*COLUMNS, *LISTS]
         assert text.startswith(",".join([*COLUMNS, *LISTS]) + "\n")
-        assert [row["truth"] for row in read_parquet(tmp_path).to_pylist()] == ["\\udcff"] * len(records)
+        assert [row["label"] for row in read_parquet(tmp_path).to_pylist()] == ["\\udcff"] * len(records)
         assert text.count("\\udcff") == len(records)
 
 
@@ -139,7 +139,7 @@ def test_formats_are_checked_before_the_run(monkeypatch):
 def test_pandas_has_a_row_an_image_or_a_row_a_slot():
     columns, rows = to_table([OK, FAILED])
     assert columns == [*COLUMNS, *LISTS]
-    assert [row["label"] for row in rows] == [LABEL, None]
+    assert [row["prediction"] for row in rows] == [LABEL, None]
     assert [row["image_sha256"] for row in rows] == ["0" * 64, None]
     columns, rows = to_table(RECORDS, "evidence")
     assert [[row[name] for name in ("slot", "row", "col", "x0", "name")] for row in rows] == [
@@ -165,7 +165,7 @@ def test_coco():
         "score": 0.5, "attributes": {"label": LABEL, "slot": 0, "channel": 2, "cell": [0, 1], "contribution": 0.5},
     }  # fmt: skip
     assert [annotation["id"] for annotation in document["annotations"]] == [1, 2]
-    assert document["info"]["images_without_an_answer"] == 1
+    assert document["info"]["failed_images"] == 1
     by_slot = to_coco([OK], "slot")
     assert by_slot["categories"] == [
         {"id": 3, "name": f"{LABEL} slot 0", "supercategory": LABEL},

@@ -1,4 +1,4 @@
-"""File names as text that any JSON reader accepts, and back."""
+"""Names of images as text that any JSON reader accepts, and names of slots."""
 
 import json
 import os
@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from opal_deploy.records.names import escape_name, find_common_folder, unescape_name
+from opal_deploy.errors import UsageError
+from opal_deploy.records.names import escape_name, find_common_folder, read_slot_names, unescape_name
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,35 @@ def test_escaping_is_reversible_for_every_name_a_file_can_have():
 )
 def test_the_common_folder_is_that_of_all_absolute_paths(names, folder):
     assert find_common_folder(names) == folder
+
+
+CLASSES = ("ash", "birch", "oak")
+
+
+def names_file(tmp_path, text):
+    path = tmp_path / "names.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_names_are_read_by_class_and_slot(tmp_path):
+    names = read_slot_names(names_file(tmp_path, '[oak]\n0 = "leaf"\n2 = " bark "\n["ash"]\n1 = "bud"\n'), CLASSES, 3)
+    assert names == {(2, 0): "leaf", (2, 2): "bark", (0, 1): "bud"}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[oka]\n0 = 'x'", "did you mean 'oak'"),
+        ("[oak]\n3 = 'x'", "no slot '3'; expected 0 to 2"),
+        ("[oak]\nleaf = 'x'", "no slot 'leaf'"),
+        ("[oak]\n0 = 7", "expected a name of 1 to 100"),
+        ("[oak]\n0 = ''", "expected a name of 1 to 100"),
+        ("oak = 'x'", "expected a table"),
+        ("[oak", "not TOML"),
+    ],
+)
+def test_a_wrong_name_is_refused_in_one_line(tmp_path, text, complaint):
+    with pytest.raises(UsageError, match=complaint) as error:
+        read_slot_names(names_file(tmp_path, text), CLASSES, 3)
+    assert "\n" not in str(error.value)

@@ -91,10 +91,10 @@ def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance: st
     # the runner-up's evidence too, for evidence sheets, and nothing beyond the list
     listed = select_top(everything, M, 6).classes[0].tolist()
     geometry = images[0].geometry
-    slots = [class_evidence(listed[1], geometry, outputs, 0, metadata) for outputs in (best, everything)]
+    slots = [class_evidence(listed[1], geometry, outputs.rows(0, 1), metadata) for outputs in (best, everything)]
     assert slots[0] == approx_slots(slots[1])
     with pytest.raises(ValueError, match="not among them"):
-        class_evidence(listed[5], geometry, best, 0, metadata)
+        class_evidence(listed[5], geometry, best.rows(0, 1), metadata)
     assert [len(record["top"]) for record in build_records(images, best, metadata, top=9)] == [5] * N
 
 

@@ -9,7 +9,7 @@ from playwright.sync_api import sync_playwright
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import build_record
+from opal_deploy.records.record import ImageInfo, build_records
 from opal_deploy.visualization.report import ReportWriter
 
 GRID = (5, 5)
@@ -34,7 +34,8 @@ def make_record():
             np.concatenate([own, np.full(m, 0.1)])[None].astype(np.float32),
         )
         image = names.get("image", "a/b.jpg")
-        return build_record(image, Geometry.whole(*size), outputs, 0, metadata, min_margin=min_margin)
+        (record,) = build_records([ImageInfo(image, Geometry.whole(*size))], outputs, metadata, min_margin=min_margin)
+        return record
 
     return make
 

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opal_deploy.visualization.boxes import compute_shares, pixel_box
-from opal_deploy.visualization.legend import BOX_NOTE
-from opal_deploy.visualization.overlay import draw_overlay
-from opal_deploy.visualization.palette import slot_color
-from opal_deploy.visualization.tags import TaggedBox, place_tags
+from opal_deploy.visualization.boxes import TaggedBox, compute_shares, pixel_box, place_tags
+from opal_deploy.visualization.overlay import BOX_NOTE, draw_overlay
+from opal_deploy.visualization.style import slot_color
 
 SIZE = (500, 400)
 CELLS = ((0, 0), (2, 3), (4, 4))
@@ -38,7 +36,7 @@ def test_where_contributions_do_not_add_up_to_the_cosine_all_lines_are_equal(mak
 
 def test_the_legend_says_what_the_line_means_only_where_it_means_something(make_record, monkeypatch):
     notes = []
-    monkeypatch.setattr("opal_deploy.visualization.legend.wrap_text", lambda text, *_, **__: notes.append(text) or [])
+    monkeypatch.setattr("opal_deploy.visualization.overlay.wrap_text", lambda text, *_, **__: notes.append(text) or [])
     for record in (make_record(SIZE), make_record(SIZE, distance="kl"), make_record(SIZE, [(2, 2)])):
         draw_overlay(Image.new("RGB", SIZE), record)
     assert notes.count(BOX_NOTE) == 1

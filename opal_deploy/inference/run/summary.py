@@ -48,7 +48,7 @@ class Accuracy:
 
     def count(self, record: Record) -> None:
         """Add one record."""
-        truth = record.get("truth")
+        truth = record.get("label")
         if truth is None:
             self.unlabelled += 1
         elif truth not in self.class_names:

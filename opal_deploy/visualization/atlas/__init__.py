@@ -1,6 +1,5 @@
-"""The atlas of a model: for each class and slot, the training patches with the strongest evidence, and statistics.
+"""The atlas of a model: the training patches with the strongest evidence per class and slot, and statistics.
 
-`collector` gathers patches and statistics from records, `entries` holds them and lists the slots that do not do their
-part (the findings), `storage` writes and reads the folder, `page` its `atlas.html`; `exemplars` selects patches to show
-beside another image. The package runs no model: `opal-deploy atlas` does, and hands the records over.
+`collector` gathers both from records, `entries` holds them with the findings and chooses exemplars, `storage` writes
+and reads the folder, `page` its `atlas.html`. The package runs no model; `opal_deploy.inference.atlas` does.
 """

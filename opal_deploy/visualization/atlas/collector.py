@@ -1,8 +1,8 @@
-"""The collector of an atlas: records in, the best patches and the statistics of every slot out, in one pass.
+"""The collector of an atlas: best patches and statistics of every slot, gathered from records in one pass.
 
-Memory does not grow with the number of records, and what is kept does not depend on their order: patches are ranked by
-contribution to the cosine (by score where the distance has no such sum), then by the image's name, and statistics are
-sums of integers.
+Memory does not grow with the number of records. The result does not depend on their order: patches are ranked by
+contribution to the cosine (by score if the distance has no such sum), then by image name; statistics are sums of
+integers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from opal_deploy.records.record import Record, Slot
 from opal_deploy.visualization.atlas.entries import Box, SlotStatistics
 from opal_deploy.visualization.overlay import crop_box, encode_jpeg
 
-# patches are shown small: larger ones are reduced to this many pixels on their longer side
+# longest side of a patch in pixels, and JPEG quality
 _PATCH_SIDE, _PATCH_QUALITY = 160, 88
-# scores and contributions are summed as fixed-point numbers with this many steps per 1
+# steps per 1 of the fixed-point numbers in which scores and contributions are summed
 _FIXED_POINT = 1 << 32
 _LISTED_FAILURES = 3
 
@@ -37,11 +37,11 @@ class PatchCandidate:
     Attributes:
         key: minus the value that patches are ranked by.
         image: the image's name.
-        sha256: the digest of the image's file.
+        sha256: digest of the image's file.
         slot: the slot's evidence in the image's record.
-        around: (x0, y0, x1, y1) of what the patch shows around the slot's cell; None for the cell alone.
-        jpeg: the encoded patch; None where the image was not at hand.
-        truth: the class that the image shows; None where it is not known.
+        around: (x0, y0, x1, y1) of the patch around the slot's cell; None: the patch is the cell.
+        jpeg: the encoded patch; None if the image was not available.
+        label: the image's class; None if it is not known.
     """
 
     key: float
@@ -50,10 +50,10 @@ class PatchCandidate:
     slot: Slot = field(compare=False)
     around: Box | None = field(compare=False, default=None)
     jpeg: bytes | None = field(compare=False, default=None)
-    truth: str | None = field(compare=False, default=None)
+    label: str | None = field(compare=False, default=None)
 
     def cut(self, image: Image.Image, size: tuple[int, int]) -> None:
-        """Cut and keep the patch out of an image, RGB, whole or reduced, of `size` = (width, height) as a whole."""
+        """Cut the patch out of an image, RGB, whole or reduced; `size` is the whole image's (width, height)."""
         patch = crop_box(image, self.around or self.slot["box"], size)
         patch.thumbnail((_PATCH_SIDE, _PATCH_SIDE), Image.Resampling.LANCZOS)
         self.jpeg = encode_jpeg(patch, _PATCH_QUALITY)
@@ -61,14 +61,14 @@ class PatchCandidate:
 
 @dataclass
 class ImageCounts:
-    """The number of images used for an atlas, and of those left out by reason.
+    """The number of images used for an atlas, and of those left out.
 
     Attributes:
         images: all images.
         failed: images that could not be used.
-        wrong: images left out because their prediction differs from their label.
+        wrong: images left out because their prediction is not their label.
         unlabelled: images left out because they have no label.
-        first_failures: names and reasons of the first few failed images.
+        first_failures: names and reasons of the first failed images.
     """
 
     images: int = 0
@@ -79,7 +79,7 @@ class ImageCounts:
 
     @property
     def used(self) -> int:
-        """The number of images that the atlas rests on."""
+        """The number of images used."""
         return self.images - self.failed - self.wrong - self.unlabelled
 
     def count_failure(self, reason: str) -> None:
@@ -94,7 +94,7 @@ class AtlasCollector:
 
     Attributes:
         metadata: the model's metadata.
-        top: the largest number of patches of a slot, of images that are not known to show another class.
+        top: largest number of patches per slot, not counting images that are known to show another class.
         counts: the images seen so far.
     """
 
@@ -102,8 +102,8 @@ class AtlasCollector:
         """Start with no images.
 
         Args:
-            metadata: the model's, with `exact` evidence.
-            top: the largest number of patches of a slot, of images that are not known to show another class.
+            metadata: the model's metadata, with `exact` evidence.
+            top: largest number of patches per slot, not counting images that are known to show another class.
             only_correct: leave out images whose prediction is not their label.
         """
         self.metadata, self.top, self.counts = metadata, top, ImageCounts()
@@ -111,9 +111,9 @@ class AtlasCollector:
         self._class_names = frozenset(metadata.class_names)
         classes, m = metadata.num_classes, metadata.prototypes_per_class
         rows, cols = metadata.grid
-        # by class, slot, and whether the images are known to show another class: these take no room from the others
+        # by class, slot, and whether the images are known to show another class
         self._best: dict[tuple[int, int, bool], list[PatchCandidate]] = {}
-        self._truths: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self._labels: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._cells = np.zeros((classes, m, rows * cols), np.int32)
         self._own_cell = np.zeros((classes, m), np.int32)
         self._strongest = np.zeros((classes, m), np.int32)
@@ -128,16 +128,14 @@ class AtlasCollector:
         sha256: str = "",
         image: Image.Image | None = None,
     ) -> None:
-        """Count a record, and keep its patches where they are among a slot's best.
-
-        The image counts for the class that it is predicted as.
+        """Count a record for its predicted class, and keep its patches if they are among a slot's best.
 
         Args:
-            record: of any status; with `evidence` where it has a prediction.
-            label: the class that the image shows, where it is known; the name of none of the model's classes counts as
-                not known, as names may differ between data set and model.
-            sha256: the digest of the image's file.
-            image: the whole oriented image, RGB, or what `to_display` returns for it; without it there are no patches.
+            record: a record of any status; with `evidence` if it has a prediction.
+            label: the image's label; one that the model does not know counts as none, as names may differ between
+                data set and model.
+            sha256: digest of the image's file.
+            image: the whole oriented image, RGB, or its `to_display`; without it there are no patches.
         """
         self.counts.images += 1
         if "error" in record:
@@ -148,19 +146,19 @@ class AtlasCollector:
             self.counts.wrong += 1
         else:
             class_id = record["prediction"]["class_id"]
-            truth = label if label in self._class_names else None
-            if truth is not None:
-                self._truths[class_id][truth] += 1
-            self._keep_patches(record, truth, sha256, image)
+            label = label if label in self._class_names else None
+            if label is not None:
+                self._labels[class_id][label] += 1
+            self._keep_patches(record, label, sha256, image)
             self._count_evidence(class_id, record["evidence"])
 
-    def _keep_patches(self, record: Record, truth: str | None, sha256: str, image: Image.Image | None) -> None:
+    def _keep_patches(self, record: Record, label: str | None, sha256: str, image: Image.Image | None) -> None:
         class_id, effective = record["prediction"]["class_id"], self.metadata.effective_field
         for slot in record["evidence"]:
             around = None if effective is None else effective.surround(slot["cell"], slot["box"])
             name = record["image"] or ""
-            candidate = PatchCandidate(-self._rank(slot), name, sha256, slot, around, truth=truth)
-            is_other = truth not in (None, self.metadata.class_names[class_id])
+            candidate = PatchCandidate(-self._rank(slot), name, sha256, slot, around, label=label)
+            is_other = label not in (None, self.metadata.class_names[class_id])
             best = self._best.setdefault((class_id, slot["slot"], is_other), [])
             if len(best) < self.top or candidate < best[-1]:
                 self._insert(best, candidate, image, (record["width"], record["height"]))
@@ -168,7 +166,7 @@ class AtlasCollector:
     def _insert(
         self, best: list[PatchCandidate], candidate: PatchCandidate, image: Image.Image | None, size: tuple[int, int]
     ) -> None:
-        # one image under two names is one exemplar
+        # one image under two names counts once
         same = next((index for index, other in enumerate(best) if other.sha256 == candidate.sha256), None)
         if same is not None:
             if best[same] <= candidate:
@@ -194,10 +192,10 @@ class AtlasCollector:
         return slot["score"] if contribution is None or self.metadata.distance != "l2" else contribution
 
     def best(self, class_id: int, slot: int) -> list[PatchCandidate]:
-        """Return a slot's patches, best first, without those that could not be cut.
+        """Return a slot's patches, best first.
 
-        They are at most `top` of images that are not known to show another class, and of those that are, at most `top`
-        that are stronger than the last of them.
+        These are at most `top` from images that are not known to show another class, and at most `top` stronger ones
+        from images that are.
         """
         own, others = (self._best.get((class_id, slot, is_other), []) for is_other in (False, True))
         if len(own) == self.top:
@@ -205,12 +203,12 @@ class AtlasCollector:
         return [candidate for candidate in sorted([*own, *others]) if candidate.jpeg is not None]
 
     def count_images(self, class_id: int) -> int:
-        """Return the number of images that the class was predicted for."""
+        """Return the number of images predicted as a class."""
         return int(self._cells[class_id, 0].sum())
 
-    def count_truths(self) -> dict[int, dict[str, int]]:
-        """Return by predicted class the number of images by the class that they show, where that is known."""
-        return {class_id: dict(sorted(counts.items())) for class_id, counts in sorted(self._truths.items())}
+    def count_labels(self) -> dict[int, dict[str, int]]:
+        """Return for each predicted class the number of images by their labels, if these are known."""
+        return {class_id: dict(sorted(counts.items())) for class_id, counts in sorted(self._labels.items())}
 
     def statistics(self, class_id: int, slot: int) -> SlotStatistics:
         """Return the statistics of a slot."""
@@ -234,11 +232,11 @@ class AtlasCollector:
         )
 
     def count_cells(self) -> tuple[int, ...]:
-        """Return how often each of the H * W cells was chosen by any slot, row by row."""
+        """Return how often each of the H * W cells was chosen, row by row."""
         return tuple(int(count) for count in self._cells.sum(axis=(0, 1), dtype=np.int64))
 
     def describe_model(self) -> Mapping[str, Any]:
-        """Return what an atlas remembers of the model beside its file: checkpoint, backbone, precision, grid, ..."""
+        """Return the properties of the model that an atlas holds: checkpoint, backbone, precision, grid, ..."""
         metadata = self.metadata
         return {
             "checkpoint_sha256": metadata.source.get("sha256"),

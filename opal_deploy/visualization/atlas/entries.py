@@ -1,40 +1,46 @@
-"""The contents of an atlas: patches, statistics and findings of each slot of each class."""
+"""The contents of an atlas: patches, statistics and findings of each slot, and the exemplars chosen from them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import hashlib
+import io
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from opal_deploy.errors import UsageError
+from PIL import Image
+
+from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.visualization.style import count_of, format_number
 
 Box = tuple[float, float, float, float]
+PATCHES = "patches"
 
-# findings about a class need this many images at least: fewer say nothing about a habit
+# fewest images for findings about a class: fewer show no habit
 MIN_IMAGES = 5
-# a slot alone in its cell in a smaller share of images shows nothing that another slot does not
+# share of images below which a slot rarely has a cell of its own
 MIN_OWN_CELL_SHARE = 0.1
-# a slot whose mean contribution is a smaller share of an equal part adds little
+# share of the class's mean contribution below which a slot contributes little
 MIN_EQUAL_PART = 0.2
-# a slot that chooses one cell in a larger share of images follows a place, not a part of the object
+# share of images above which a slot follows one cell rather than a part of the object
 MAX_ONE_CELL_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class AtlasPatch:
-    """A place in an image where a slot was strong.
+    """A patch of an image where a slot was strong.
 
     Attributes:
         image: the image's name in the data set that the atlas was built from.
-        sha256: the digest of the image's file, in hex.
+        sha256: hex digest of the image's file.
         cell: (row, col) of the feature map.
-        box: (x0, y0, x1, y1) in pixels of the whole oriented image.
+        box: (x0, y0, x1, y1) of the cell, in pixels of the whole oriented image.
         score: the slot's score, in [0, 1].
-        contribution: the slot's contribution; None where the distance has none.
+        contribution: the slot's contribution; None if the distance has none.
         file: the patch's JPEG, relative to the atlas's folder.
-        field: (x0, y0, x1, y1) of what the patch shows, the cell's effective receptive field; None: the cell alone.
-        truth: the class that the image shows; None where it is not known, as in atlases of earlier versions.
+        field: (x0, y0, x1, y1) of the patch, the cell's effective receptive field; None: the patch is the cell.
+        label: the image's class; None if it is not known.
     """
 
     image: str
@@ -45,7 +51,12 @@ class AtlasPatch:
     contribution: float | None
     file: str
     field: Box | None = None
-    truth: str | None = None
+    label: str | None = None
+
+    @property
+    def value(self) -> float:
+        """The contribution, or the score if there is none."""
+        return self.score if self.contribution is None else self.contribution
 
 
 @dataclass(frozen=True)
@@ -53,16 +64,15 @@ class SlotStatistics:
     """The statistics of a slot over the images predicted as its class; all but `images` are None without images.
 
     Attributes:
-        images: the number of these images.
+        images: number of these images.
         own_cell: share of images in which no other slot of the class chose the same cell.
-        strongest: share of images in which the slot is its class's strongest (by contribution to the cosine, else by
-            score).
+        strongest: share of images in which the slot is the class's strongest.
         mean_score: mean score.
-        mean_contribution: mean contribution; None also where the distance has no contributions.
+        mean_contribution: mean contribution; None also if the distance has no contributions.
         top_cell: (row, col) of the cell chosen most often.
         top_cell_share: share of images in which `top_cell` was chosen.
-        entropy: entropy of the chosen cells in bits, from 0 (always one cell) to log2(H * W).
-        spread: standard deviation of the chosen place, as a share of the view's diagonal; 0 for one place always.
+        entropy: entropy of the chosen cells in bits, from 0 (always the same cell) to log2(H * W).
+        spread: standard deviation of the chosen place, as a share of the crop's diagonal.
     """
 
     images: int
@@ -86,21 +96,18 @@ class SlotEntry:
     patches: tuple[AtlasPatch, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as written in atlas.json."""
-        return {
-            "slot": self.slot,
-            **asdict(self.statistics),
-            "patches": [asdict(patch) for patch in self.patches],
-        }
+        """Return the entry as written to atlas.json."""
+        patches = [asdict(patch) for patch in self.patches]
+        return {"slot": self.slot, **asdict(self.statistics), "patches": patches}
 
 
 @dataclass(frozen=True)
 class FindingKind:
-    """The meaning of one kind of findings.
+    """A kind of findings.
 
     Attributes:
-        title: the things found, in the plural.
-        advice: what to do about them, or, where nothing is to be done, what they mean.
+        title: what was found, in the plural.
+        advice: what to do about it, or what it means.
         actionable: whether there is something to do.
     """
 
@@ -109,34 +116,33 @@ class FindingKind:
     actionable: bool = True
 
 
+# findings to act on come first
 FINDING_KINDS: Final[Mapping[str, FindingKind]] = {
     "never_predicted": FindingKind(
-        "classes predicted for no image",
-        "Check that their labels are right and that training had images of them, and train again with more of them.",
+        "classes that were never predicted",
+        "Check their labels and that the training set has images of them, then train again with more.",
     ),
     "one_place": FindingKind(
-        "slots that look at one place whatever the image",
-        "Look at their patches: where these show a border, a caption or background, crop it off or mask it in the "
-        "training images and train again. Whether answers depend on it: opal-deploy evaluate DATA --model MODEL "
-        "--faithfulness",
+        "slots that mostly choose the same cell",
+        "Look at their patches: if they show a border, a caption or background, crop or mask it in the training images "
+        "and train again. To test whether answers depend on it: opal-deploy evaluate DATA --model MODEL --faithfulness",
     ),
     "shares_its_cell": FindingKind(
-        "slots that rarely have a cell to themselves",
-        "Train with finer cells (opal-deploy train DATA --stride 16, or 8), or fewer slots a class (--prototypes N).",
+        "slots that rarely have a cell of their own",
+        "Train with finer cells (opal-deploy train DATA --stride 16 or 8) or fewer slots per class (--prototypes N).",
     ),
     "adds_little": FindingKind(
-        "slots that add little",
-        "The other slots of these classes decide: read their boxes. Where most classes have such a slot, a model with "
-        "fewer slots (opal-deploy train DATA --prototypes N) says as much with fewer boxes.",
+        "slots that contribute little",
+        "The other slots of these classes decide; read their boxes. If most classes have such a slot, a model with "
+        "fewer slots (opal-deploy train DATA --prototypes N) explains as much with fewer boxes.",
         actionable=False,
     ),
     "not_shown": FindingKind(
-        "classes that no image shows and none was predicted as",
-        "These images say nothing about them; an atlas of images of them would.",
+        "classes without images",
+        "This data set says nothing about them; build the atlas from images that show them.",
         actionable=False,
     ),
 }
-"""The kinds of findings, those to act on first."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +174,11 @@ class Atlas:
             prototypes_per_class, grid, distance.
         class_names: the model's classes.
         data: the data set that the atlas was built from: description, images, answered, failed, ...
-        top: the largest number of patches of a slot, of images that are not known to show another class.
+        top: largest number of patches per slot, not counting images that show another class.
         entries: entries by (class, slot), for every slot of the model.
         findings: what the model's owner should know, class by class.
         cells: how often each cell of the grid was chosen, row by row; length H * W.
-        truths: by predicted class, the number of images by the class that they show, where that is known; empty in
-            atlases of earlier versions.
+        labels: for each predicted class, the number of images by their labels, if these are known.
     """
 
     root: Path
@@ -183,18 +188,18 @@ class Atlas:
     top: int
     entries: Mapping[tuple[int, int], SlotEntry]
     findings: tuple[Finding, ...]
-    cells: tuple[int, ...] = field(default=())
-    truths: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    cells: tuple[int, ...]
+    labels: Mapping[int, Mapping[str, int]]
 
     def check_model(self, model: Mapping[str, Any], name: str) -> None:
-        """Accept the model that the atlas was built with and other exports of the same checkpoint.
+        """Accept the model that the atlas was built with, and other exports of the same checkpoint.
 
         Args:
-            model: the model's `sha256`, and `checkpoint_sha256` where it is known.
-            name: how messages call the model.
+            model: the model's `sha256`, and `checkpoint_sha256` if it is known.
+            name: the model's name in messages.
 
         Raises:
-            UsageError: it is another model.
+            UsageError: the model is another one.
         """
         if model["sha256"] == self.model["sha256"]:
             return
@@ -202,12 +207,12 @@ class Atlas:
         if checkpoint is not None and checkpoint == self.model.get("checkpoint_sha256"):
             return
         raise UsageError(
-            f"{self.root}: this atlas was built with {self.model['file']} (sha256 {self.model['sha256'][:12]}…), and "
-            f"{name} is another model (sha256 {model['sha256'][:12]}…); build its own with `opal-deploy atlas`"
+            f"{self.root}: this atlas belongs to {self.model['file']} (sha256 {self.model['sha256'][:12]}…), not to "
+            f"{name} (sha256 {model['sha256'][:12]}…); build one for it with `opal-deploy atlas`"
         )
 
     def patches(self, class_id: int, slot: int, *, exclude: Collection[str] = ()) -> list[AtlasPatch]:
-        """Return the patches of a slot, best first, without those of excluded images.
+        """Return the patches of a slot, best first.
 
         Args:
             class_id: the class.
@@ -220,23 +225,38 @@ class Atlas:
         patches = self.entries[class_id, slot].patches
         return [patch for patch in patches if patch.image not in exclude and patch.sha256 not in exclude]
 
-    def truths_of(self, class_id: int) -> Mapping[str, int]:
-        """Return the number of images predicted as a class by the class that they show, where that is known."""
-        return self.truths.get(class_id, {})
+    def load_patch(self, patch: AtlasPatch) -> Image.Image:
+        """Return the pixels of a patch, RGB.
+
+        Raises:
+            ArtifactError: the patch's file is missing or damaged.
+        """
+        path = self.root / patch.file
+        try:
+            encoded = path.read_bytes()
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read ({error.strerror or error}); build the atlas again") from None
+        if name_patch(encoded) != patch.file:
+            raise ArtifactError(f"{path}: damaged, its digest does not match its name; build the atlas again")
+        return Image.open(io.BytesIO(encoded)).convert("RGB")
+
+    def labels_of(self, class_id: int) -> Mapping[str, int]:
+        """Return the number of images predicted as a class, by label."""
+        return self.labels.get(class_id, {})
 
     def predictions_of(self, class_id: int) -> Mapping[str, int]:
-        """Return the number of images that show a class by the class that they were predicted as."""
+        """Return the number of images of a class, by predicted class."""
         label = self.class_names[class_id]
-        counts = ((name, self.truths_of(other).get(label, 0)) for other, name in enumerate(self.class_names))
+        counts = ((name, self.labels_of(other).get(label, 0)) for other, name in enumerate(self.class_names))
         return {name: count for name, count in counts if count}
 
     def count_wrong(self) -> int:
-        """Return the number of images that are known to show another class than they were predicted as."""
+        """Return the number of images whose prediction is not their label."""
         return sum(
             count
-            for class_id, counts in self.truths.items()
-            for truth, count in counts.items()
-            if truth != self.class_names[class_id]
+            for class_id, counts in self.labels.items()
+            for label, count in counts.items()
+            if label != self.class_names[class_id]
         )
 
     def count_patches(self) -> int:
@@ -244,8 +264,14 @@ class Atlas:
         return sum(len(entry.patches) for entry in self.entries.values())
 
 
+def name_patch(encoded: bytes) -> str:
+    """Return the file name of an encoded patch, relative to the atlas's folder."""
+    digest = hashlib.sha256(encoded).hexdigest()[:32]
+    return f"{PATCHES}/{digest[:2]}/{digest}.jpg"
+
+
 def format_counts(counts: Mapping[str, int], limit: int = 3) -> str:
-    """Return classes with their numbers of images, most frequent first: the first few, and how many more there are."""
+    """Return the most frequent classes with their counts, and the number of other classes."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     listed = ranked if len(ranked) == limit + 1 else ranked[:limit]
     more = [f"{len(ranked) - limit:,} more classes"] if len(ranked) > len(listed) else []
@@ -255,19 +281,19 @@ def format_counts(counts: Mapping[str, int], limit: int = 3) -> str:
 def list_findings(
     class_id: int, label: str, slots: Sequence[SlotStatistics], images_of: int | None = None
 ) -> list[Finding]:
-    """Return the findings about the slots of one class, in the order of the slots.
+    """Return the findings about one class, slot by slot.
 
     Args:
         class_id: the class.
-        label: its name.
-        slots: the statistics of its slots.
-        images_of: the number of images that show it; None where no image's class is known.
+        label: the class's name.
+        slots: the statistics of the class's slots.
+        images_of: the number of images with this label; None if no labels are known.
     """
     if not slots[0].images:
         if images_of == 0:
-            return [Finding("not_shown", class_id, None, 0.0, f"{label}: no image shows it, and none was predicted so")]
-        shown = "" if images_of is None else f", though {images_of} {'shows' if images_of == 1 else 'show'} it"
-        return [Finding("never_predicted", class_id, None, 0.0, f"{label}: predicted for no image{shown}")]
+            return [Finding("not_shown", class_id, None, 0.0, f"{label}: no images, and never predicted")]
+        shown = "" if images_of is None else f", although {count_of(images_of, 'image has', 'images have')} this label"
+        return [Finding("never_predicted", class_id, None, 0.0, f"{label}: never predicted{shown}")]
     if slots[0].images < MIN_IMAGES:
         return []
     findings = []
@@ -277,16 +303,98 @@ def list_findings(
     for slot, statistics in enumerate(slots):
         who, own_cell, part = f"{label}, slot {slot}", statistics.own_cell, parts[slot]
         if len(slots) > 1 and own_cell is not None and own_cell < MIN_OWN_CELL_SHARE:
-            message = f"{who}: has a cell to itself in only {own_cell:.0%} of {statistics.images} images"
+            message = f"{who}: has its own cell in only {own_cell:.0%} of {statistics.images} images"
             findings.append(Finding("shares_its_cell", class_id, slot, own_cell, message))
         if equal_part is not None and part is not None and equal_part > 0 and part < MIN_EQUAL_PART * equal_part:
-            message = f"{who}: adds {part:.3f} on average, where an equal part would be {equal_part:.3f}"
+            message = f"{who}: contributes {part:.3f} on average (equal share: {equal_part:.3f})"
             findings.append(Finding("adds_little", class_id, slot, part, message))
         share = statistics.top_cell_share
         if share is not None and statistics.top_cell is not None and share > MAX_ONE_CELL_SHARE:
             row, col = statistics.top_cell
-            message = (
-                f"{who}: looks at cell {row}, {col} in {share:.0%} of {statistics.images} images, whatever they show"
-            )
+            message = f"{who}: chooses cell {row}, {col} in {share:.0%} of {statistics.images} images"
             findings.append(Finding("one_place", class_id, slot, share, message))
     return findings
+
+
+@dataclass(frozen=True)
+class Exemplar:
+    """A patch of another image, shown beside an image of the same predicted class.
+
+    Attributes:
+        image: the patch's pixels, RGB.
+        box: (x0, y0, x1, y1) of the cell, in pixels of the whole image.
+        field: (x0, y0, x1, y1) of the patch; None: the patch is the cell.
+        caption: a few words below the patch.
+        alt: the patch in words.
+        warning: a few words if the image shows another class; else empty.
+    """
+
+    image: Image.Image
+    box: Box
+    field: Box | None
+    caption: str
+    alt: str
+    warning: str = ""
+
+
+@dataclass(frozen=True)
+class Exemplars:
+    """The exemplars of one class.
+
+    Attributes:
+        by_slot: exemplars of each slot, best first.
+        origin: a sentence or two on where they come from.
+        of_class: whether all their images are known to have this label.
+    """
+
+    by_slot: Mapping[int, Sequence[Exemplar]]
+    origin: str
+    of_class: bool = False
+
+
+def find_exemplars(
+    atlas: Atlas, class_id: int, slots: Iterable[int], *, exclude: Collection[str] = (), rows: int = 4
+) -> Exemplars:
+    """Return the best patches of a class's slots, from images that are not known to show another class.
+
+    A slot without such patches gets those of other classes, each with a warning.
+
+    Args:
+        atlas: the model's atlas.
+        class_id: the predicted class.
+        slots: the slots to find patches for.
+        exclude: names or file digests (sha256) of images to leave out, such as the image itself.
+        rows: largest number of patches per slot.
+
+    Raises:
+        ArtifactError: a patch's file is missing or damaged.
+    """
+    label = atlas.class_names[class_id]
+    shown: dict[int, list[AtlasPatch]] = {}
+    for slot in slots:
+        patches = atlas.patches(class_id, slot, exclude=exclude)
+        shown[slot] = ([patch for patch in patches if patch.label in (None, label)] or patches)[:rows]
+    by_slot = {slot: [_make_exemplar(atlas, slot, patch, label) for patch in shown[slot]] for slot in shown}
+    labels = {patch.label for patches in shown.values() for patch in patches}
+    return Exemplars(by_slot, _describe_origin(atlas, class_id, labels), of_class=labels == {label})
+
+
+def _make_exemplar(atlas: Atlas, slot: int, patch: AtlasPatch, label: str) -> Exemplar:
+    warning = "" if patch.label in (None, label) else f"shows {patch.label}"
+    caption = f"{format_number(patch.value)} {patch.image.rpartition('/')[2]}"
+    alt = f"slot {slot} in {patch.image}, cell {patch.cell[0]}, {patch.cell[1]}" + (warning and f", which {warning}")
+    return Exemplar(atlas.load_patch(patch), patch.box, patch.field, caption, alt, warning)
+
+
+def _describe_origin(atlas: Atlas, class_id: int, shown: Collection[str | None]) -> str:
+    """Return where the exemplars come from, and how many images with their prediction have another label."""
+    images, name = atlas.entries[class_id, 0].statistics.images, atlas.class_names[class_id]
+    origin = f"Below: each slot's strongest patches among the atlas's {count_of(images, 'image')} with this prediction"
+    if None in shown:
+        return f"{origin}; their labels are not known."
+    others = {label: count for label, count in atlas.labels_of(class_id).items() if label != name}
+    if not others:
+        return f"{origin}."
+    wrong = sum(others.values())
+    fate = "marked" if any(label in shown for label in others) else "left out"
+    return f"{origin}; {count_of(wrong, 'image')} of another class ({format_counts(others)}) {fate}."

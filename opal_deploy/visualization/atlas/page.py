@@ -1,4 +1,4 @@
-"""`atlas.html`: the atlas as a page that opens from disk and loads nothing but its own patches."""
+"""`atlas.html`: the atlas as a page that opens from disk and loads only its own patches."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from opal_deploy.visualization.atlas.entries import (
     SlotEntry,
     format_counts,
 )
-from opal_deploy.visualization.legend import format_number
-from opal_deploy.visualization.palette import slot_color, text_color, to_hex
-from opal_deploy.visualization.text import escape_unprintable
+from opal_deploy.visualization.style import (
+    count_of,
+    escape_unprintable,
+    format_number,
+    slot_color,
+    text_color,
+    to_hex,
+)
 
 PAGE_FILE = "atlas.html"
 _POLICY = "default-src 'none'; img-src 'self' file:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-# a longer list of findings is closed at first
+# longer lists of findings are collapsed
 _OPEN_FINDINGS = 12
-_FIELD_NOTE = ", as much as it mostly depends on, with the cell where its score was read outlined"
+_FIELD_NOTE = ", showing each cell's effective receptive field with the cell outlined"
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fafaf8; --faint: #565656; --rule: #d0d0cb;
   --alert: #96281b; }
@@ -53,7 +58,7 @@ figcaption { font-size: .75rem; line-height: 1.3; color: var(--faint); }
 
 
 def write_page(atlas: Atlas) -> None:
-    """Write the page into the atlas's folder.
+    """Write the page to the atlas's folder.
 
     Raises:
         UsageError: the page cannot be written.
@@ -75,8 +80,8 @@ def _render(atlas: Atlas) -> Iterator[str]:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>Atlas of {_escape(str(model['file']))}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f"<h1>Atlas of {_escape(str(model['file']))}</h1>\n"
-        f"<p>{data.get('answered', 0):,} images of {_escape(str(data.get('description', '')))}; "
-        f"the best {atlas.top} patches of each slot{note}. {_describe_truths(atlas)}</p>\n"
+        f"<p>{count_of(data.get('answered', 0), 'image')} of {_escape(str(data.get('description', '')))}; "
+        f"the {atlas.top} best patches of each slot{note}. {_describe_labels(atlas)}</p>\n"
         f"<p>Model sha256 {_escape(str(model['sha256']))}</p>\n"
     )
     for heading, actionable in (("To do", True), ("Also noted", False)):
@@ -107,73 +112,75 @@ def _render_findings(kind: str, findings: Sequence[Finding]) -> str:
     is_open = " open" if len(findings) <= _OPEN_FINDINGS else ""
     return (
         f"<h3>{len(findings):,} {about.title}</h3>\n<p>{_escape(about.advice)}</p>\n"
-        f"<details{is_open}><summary>Which</summary><ul>\n{listed}</ul></details>\n"
+        f"<details{is_open}><summary>List</summary><ul>\n{listed}</ul></details>\n"
     )
 
 
-def _describe_truths(atlas: Atlas) -> str:
+def _describe_labels(atlas: Atlas) -> str:
     wrong = atlas.count_wrong()
-    if not atlas.truths:
-        return "Images count for the class that they were predicted as; what they show is not known to this atlas."
+    if not atlas.labels:
+        return "Images count for their predicted class; their labels are not known."
     if not wrong:
-        return "Every image whose class is known was predicted as it."
-    show = "shows" if wrong == 1 else "show"
+        return "Every prediction is correct."
     return (
-        f"Images count for the class that they were predicted as: {wrong:,} {show} another class; patches of these are "
-        "marked, and come on top."
+        f"Images count for their predicted class: {count_of(wrong, 'prediction is', 'predictions are')} wrong; the "
+        "patches of these images are marked and extra."
     )
 
 
 def _describe_class(atlas: Atlas, class_id: int) -> str:
-    """Return how many images were predicted as the class, what they show, and as what its own images were predicted."""
-    label, images = atlas.class_names[class_id], atlas.entries[class_id, 0].statistics.images
-    truths, predictions = dict(atlas.truths_of(class_id)), dict(atlas.predictions_of(class_id))
-    known, shown = sum(truths.values()), sum(predictions.values())
-    right = truths.pop(label, 0)
-    predictions.pop(label, None)
-    parts = [f"Predicted for {images:,} {'image' if images == 1 else 'images'}"]
-    if atlas.truths and images:
-        parts.append(f"{right:,} of this class")
-    if truths:
-        parts.append(f"{known - right:,} of another ({format_counts(truths)})")
-    if atlas.truths and known < images:
-        parts.append(f"{images - known:,} of a class that is not known")
-    text = f"{parts[0]}: {', '.join(parts[1:])}." if parts[1:] else f"{parts[0]}."
+    """Return the number of images predicted as the class, their labels, and the predictions for its own images."""
+    name, images = atlas.class_names[class_id], atlas.entries[class_id, 0].statistics.images
+    labels, predictions = dict(atlas.labels_of(class_id)), dict(atlas.predictions_of(class_id))
+    known, shown = sum(labels.values()), sum(predictions.values())
+    correct = labels.pop(name, 0)
+    predictions.pop(name, None)
+    parts = []
+    if atlas.labels and images:
+        parts.append(f"{correct:,} correct")
+    if labels:
+        parts.append(f"{known - correct:,} of other classes ({format_counts(labels)})")
+    if atlas.labels and known < images:
+        parts.append(f"{images - known:,} without a known label")
+    text = f"Predicted for {count_of(images, 'image')}" + (f": {', '.join(parts)}." if parts else ".")
     if predictions:
-        was = "was" if shown - right == 1 else "were"
-        of_them = f"Of the {shown:,} images of this class" if shown > 1 else "Of the one image of this class"
-        text += f" {of_them} {shown - right:,} {was} predicted as another ({format_counts(predictions)})."
+        text += (
+            f" {shown - correct:,} of the class's {count_of(shown, 'image')} predicted as other classes "
+            f"({format_counts(predictions)})."
+        )
     return text
 
 
 def _render_slot(entry: SlotEntry, label: str) -> str:
     statistics, color = entry.statistics, slot_color(entry.slot)
-    mean = statistics.mean_score if statistics.mean_contribution is None else statistics.mean_contribution
+    mean = f"mean contribution {format_number(statistics.mean_contribution)}"
+    if statistics.mean_contribution is None:
+        mean = f"mean score {format_number(statistics.mean_score)}"
     patches = "".join(_render_patch(entry.slot, patch, label, to_hex(color)) for patch in entry.patches)
     return (
         f'<div class="slot"><div class="about"><b style="background:{to_hex(color)};color:{to_hex(text_color(color))}">'
-        f"{entry.slot}</b> adds {format_number(mean)} on average; "
-        f"a cell to itself in {_format_share(statistics.own_cell)}, "
-        f"the strongest in {_format_share(statistics.strongest)}, "
-        f'its favourite cell in {_format_share(statistics.top_cell_share)}</div><div class="patches">{patches}</div>'
+        f"{entry.slot}</b> {mean}; "
+        f"strongest slot in {_format_share(statistics.strongest)} of the images, "
+        f"own cell in {_format_share(statistics.own_cell)}, "
+        f'most frequent cell in {_format_share(statistics.top_cell_share)}</div><div class="patches">{patches}</div>'
         "</div>\n"
     )
 
 
 def _render_patch(slot: int, patch: AtlasPatch, label: str, color: str) -> str:
-    is_other = patch.truth not in (None, label)
-    warning = f"<strong>shows <bdi>{_break(patch.truth or '')}</bdi></strong>" if is_other else ""
+    is_other = patch.label not in (None, label)
+    warning = f"<strong>shows <bdi>{_break(patch.label or '')}</bdi></strong>" if is_other else ""
     return (
         f'<figure{" class=other" if is_other else ""}><div><img loading="lazy" src="{patch.file}" '
         f'alt="slot {slot} in {_escape(patch.image)}">{_outline_cell(patch, color)}</div>'
         f'<figcaption title="{_escape(patch.image)}">'
-        f"{format_number(patch.score if patch.contribution is None else patch.contribution)} "
+        f"{format_number(patch.value)} "
         f"<bdi>{_break(patch.image.rpartition('/')[2])}</bdi>{warning}</figcaption></figure>"
     )
 
 
 def _outline_cell(patch: AtlasPatch, color: str) -> str:
-    """Return the cell's outline on a patch that shows more than the cell."""
+    """Return the outline of the cell on a patch that shows its field."""
     if patch.field is None:
         return ""
     x0, y0, x1, y1 = patch.field
@@ -191,7 +198,7 @@ def _format_share(value: float | None) -> str:
 
 
 def _break(text: str) -> str:
-    """Return a text, escaped, that may be broken after its folders and words."""
+    """Return escaped text that may break after folders and words."""
     return "<wbr>".join(_escape(part) for part in re.split(r"(?<=[/_])", text))
 
 

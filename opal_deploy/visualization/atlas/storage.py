@@ -1,40 +1,38 @@
-"""An atlas on disk: `atlas.json`, `atlas.html`, and `patches/` with one JPEG each, named by the digest of its bytes.
+"""An atlas on disk: `atlas.json`, `atlas.html`, and one JPEG per patch in `patches/`, named by the digest of its bytes.
 
-Names that come from content let a new atlas be written beside an old one: until `atlas.json` is replaced, in one step,
-the old atlas is whole, and afterwards the new one is.
+Names by digest let a new atlas be written beside an old one: the old atlas stays whole until `atlas.json` is replaced,
+in one step.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from opal_deploy.artifact.files import write_json
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.visualization.atlas.collector import AtlasCollector, PatchCandidate
 from opal_deploy.visualization.atlas.entries import (
+    PATCHES,
     Atlas,
     AtlasPatch,
     Finding,
     SlotEntry,
     SlotStatistics,
     list_findings,
+    name_patch,
 )
 from opal_deploy.visualization.atlas.page import PAGE_FILE, write_page
 
 ATLAS_SCHEMA = 1
 ATLAS_KIND = "opal-atlas"
-ATLAS_FILE, PATCHES = "atlas.json", "patches"
+ATLAS_FILE = "atlas.json"
 _PATCH_NAME = re.compile(r"patches/[0-9a-f]{2}/[0-9a-f]{32}\.jpg")
-# files that may lie in a folder that an atlas is written to, beside an earlier atlas
+# files allowed in the folder of a new atlas
 _KNOWN_FILES = (PATCHES, PAGE_FILE, ".lock", "names.toml")
 
 
@@ -52,57 +50,41 @@ def load_atlas(path: str | Path) -> Atlas:
     except OSError as error:
         raise ArtifactError(f"{file}: cannot be read ({error.strerror or error}); {hint}") from None
     except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{file}: damaged, it is not JSON ({error}); {hint} again") from None
+        raise ArtifactError(f"{file}: damaged, not valid JSON ({error}); {hint}") from None
     if not isinstance(document, dict) or document.get("kind") != ATLAS_KIND:
         raise ArtifactError(f"{file}: not an atlas; {hint}")
     if document.get("schema") != ATLAS_SCHEMA:
-        raise ArtifactError(f"{file}: schema {document.get('schema')!r} found, {ATLAS_SCHEMA} expected; {hint} again")
+        raise ArtifactError(f"{file}: schema {document.get('schema')!r}, expected {ATLAS_SCHEMA}; {hint}")
     try:
         return _parse_atlas(root, document)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        raise ArtifactError(f"{file}: damaged ({reason}); {hint} again") from None
-
-
-def load_patch(atlas: Atlas, patch: AtlasPatch) -> Image.Image:
-    """Read the pixels of a patch, RGB.
-
-    Raises:
-        ArtifactError: the patch's file is missing or damaged.
-    """
-    path = atlas.root / patch.file
-    try:
-        encoded = path.read_bytes()
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error}); build the atlas again") from None
-    if _name_patch(encoded) != patch.file:
-        raise ArtifactError(f"{path}: damaged, its bytes are not those that were written; build the atlas again")
-    return Image.open(io.BytesIO(encoded)).convert("RGB")
+        raise ArtifactError(f"{file}: damaged ({reason}); {hint}") from None
 
 
 def check_out_dir(root: Path, *, overwrite: bool) -> None:
     """Check that an atlas may be written to a folder.
 
     Raises:
-        UsageError: the folder holds an atlas already and `overwrite` is false, it holds other files, or it is a file.
+        UsageError: the folder holds an atlas and `overwrite` is false, it holds other files, or it is a file.
     """
     if root.exists() and not root.is_dir():
-        raise UsageError(f"{root}: a file is there; give a folder for the atlas with --out")
+        raise UsageError(f"{root}: is a file; choose a folder for the atlas with --out")
     if (root / ATLAS_FILE).exists():
         if not overwrite:
-            raise UsageError(f"{root}: an atlas is there already; give another --out, or --overwrite to replace it")
+            raise UsageError(f"{root}: already holds an atlas; choose another --out, or replace it with --overwrite")
     elif root.is_dir() and any(entry.name not in _KNOWN_FILES for entry in root.iterdir()):
-        raise UsageError(f"{root}: other files are there; give an empty folder, or one that does not exist, with --out")
+        raise UsageError(f"{root}: holds other files; choose an empty or a new folder with --out")
 
 
 def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any], data: Mapping[str, Any]) -> Atlas:
-    """Write the collected patches into `root` and return their atlas, which `save_atlas` then makes the folder's.
+    """Write the collected patches to `root` and return their atlas; `save_atlas` completes it.
 
     Args:
-        collector: all images' patches and statistics.
+        collector: patches and statistics of all images.
         root: the atlas's folder.
         model: the model's `file` and `sha256`.
-        data: the data set: description, number of images, ...
+        data: description of the data set, number of images, ...
 
     Raises:
         UsageError: a patch cannot be written.
@@ -110,9 +92,9 @@ def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any],
     metadata = collector.metadata
     entries: dict[tuple[int, int], SlotEntry] = {}
     findings: list[Finding] = []
-    truths = collector.count_truths()
+    labels = collector.count_labels()
     shown: Counter[str] = Counter()
-    for counts in truths.values():
+    for counts in labels.values():
         shown.update(counts)
     for class_id, label in enumerate(metadata.class_names):
         slots = range(metadata.prototypes_per_class)
@@ -122,20 +104,13 @@ def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any],
         statistics = [entries[class_id, slot].statistics for slot in slots]
         findings += list_findings(class_id, label, statistics, shown[label] if shown else None)
     return Atlas(
-        root,
-        {**model, **collector.describe_model()},
-        metadata.class_names,
-        dict(data),
-        collector.top,
-        entries,
-        tuple(findings),
-        collector.count_cells(),
-        truths,
-    )
+        root, {**model, **collector.describe_model()}, metadata.class_names, dict(data), collector.top, entries,
+        tuple(findings), collector.count_cells(), labels,
+    )  # fmt: skip
 
 
 def save_atlas(atlas: Atlas) -> None:
-    """Write `atlas.json` and `atlas.html` of an atlas whose patches are written, and remove an earlier atlas's patches.
+    """Write `atlas.json` and `atlas.html` of an atlas whose patches are written, and remove other patches.
 
     Raises:
         UsageError: a file cannot be written.
@@ -146,14 +121,14 @@ def save_atlas(atlas: Atlas) -> None:
 
 
 def write_patch(root: Path, encoded: bytes) -> str:
-    """Write an encoded patch, unless it is there already, and return its file's name relative to `root`.
+    """Write an encoded patch unless it exists, and return its file name relative to `root`.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    name = _name_patch(encoded)
+    name = name_patch(encoded)
     path = root / name
-    # thousands of files are not synced to disk one by one: a patch that a crash damages no longer fits its name
+    # not synced to disk, which takes long for thousands of files: a damaged patch no longer matches its name
     temporary = path.with_name(f".{path.name}.part")
     try:
         if path.exists() and path.read_bytes() == encoded:
@@ -166,25 +141,13 @@ def write_patch(root: Path, encoded: bytes) -> str:
     return name
 
 
-def _name_patch(encoded: bytes) -> str:
-    digest = hashlib.sha256(encoded).hexdigest()[:32]
-    return f"{PATCHES}/{digest[:2]}/{digest}.jpg"
-
-
 def _write_candidate(candidate: PatchCandidate, root: Path) -> AtlasPatch:
     slot = candidate.slot
     x0, y0, x1, y1 = slot["box"]
     return AtlasPatch(
-        candidate.image,
-        candidate.sha256,
-        (slot["cell"][0], slot["cell"][1]),
-        (x0, y0, x1, y1),
-        slot["score"],
-        slot["contribution"],
-        write_patch(root, candidate.jpeg or b""),
-        candidate.around,
-        candidate.truth,
-    )
+        candidate.image, candidate.sha256, (slot["cell"][0], slot["cell"][1]), (x0, y0, x1, y1), slot["score"],
+        slot["contribution"], write_patch(root, candidate.jpeg or b""), candidate.around, candidate.label,
+    )  # fmt: skip
 
 
 def _remove_unnamed(root: Path, named: Collection[str]) -> None:
@@ -211,74 +174,58 @@ def _to_document(atlas: Atlas) -> dict[str, Any]:
         "classes": [
             {
                 "class_id": class_id,
-                "label": label,
-                "truths": dict(atlas.truths_of(class_id)),
+                "name": name,
+                "labels": dict(atlas.labels_of(class_id)),
                 "slots": [atlas.entries[class_id, slot].to_dict() for slot in range(m)],
             }
-            for class_id, label in enumerate(atlas.class_names)
+            for class_id, name in enumerate(atlas.class_names)
         ],
     }
 
 
 def _parse_atlas(root: Path, document: Mapping[str, Any]) -> Atlas:
-    model = document["model"]
+    model, classes = document["model"], document["classes"]
     if not all(isinstance(model[key], str) for key in ("file", "sha256")):
-        raise TypeError("the model's file and sha256 are no texts")
-    m = model["prototypes_per_class"]
+        raise TypeError("file and sha256 of the model must be texts")
     entries = {}
-    for class_id, entry in enumerate(document["classes"]):
-        if entry["class_id"] != class_id or not isinstance(entry["label"], str) or len(entry["slots"]) != m:
-            raise ValueError(f"class {class_id} is not as it was written")
-        for slot, slot_entry in enumerate(entry["slots"]):
-            entries[class_id, slot] = _parse_entry(class_id, slot, slot_entry)
+    for class_id, each in enumerate(classes):
+        slots = each["slots"]
+        if each["class_id"] != class_id or not isinstance(each["name"], str):
+            raise ValueError(f"class {class_id} is missing or has no name")
+        if [entry["slot"] for entry in slots] != list(range(model["prototypes_per_class"])):
+            raise ValueError(f"slots of class {class_id} are missing")
+        entries.update({(class_id, entry["slot"]): _parse_entry(class_id, entry) for entry in slots})
     return Atlas(
-        root,
-        model,
-        tuple(entry["label"] for entry in document["classes"]),
-        dict(document["data"]),
-        int(document["top"]),
-        entries,
+        root, model, tuple(each["name"] for each in classes), dict(document["data"]), int(document["top"]), entries,
         tuple(Finding(**finding) for finding in document["findings"]),
         tuple(int(count) for count in document["cells"]),
-        # atlases of earlier versions have none
-        {
-            class_id: {str(truth): int(count) for truth, count in entry["truths"].items()}
-            for class_id, entry in enumerate(document["classes"])
-            if entry.get("truths")
-        },
-    )
+        {class_id: dict(each["labels"]) for class_id, each in enumerate(classes) if each["labels"]},
+    )  # fmt: skip
 
 
-def _parse_entry(class_id: int, slot: int, entry: Mapping[str, Any]) -> SlotEntry:
-    if entry["slot"] != slot:
-        raise ValueError(f"slot {slot} of class {class_id} is not as it was written")
+def _parse_entry(class_id: int, entry: Mapping[str, Any]) -> SlotEntry:
     statistics = {name: entry[name] for name in SlotStatistics.__dataclass_fields__}
-    if statistics["top_cell"] is not None:
-        statistics["top_cell"] = _parse_numbers(statistics["top_cell"], 2, int)
-    return SlotEntry(class_id, slot, SlotStatistics(**statistics), tuple(_parse_patches(entry["patches"])))
+    statistics["top_cell"] = _parse_numbers(statistics["top_cell"], 2, int)
+    patches = tuple(_parse_patch(patch) for patch in entry["patches"])
+    return SlotEntry(class_id, entry["slot"], SlotStatistics(**statistics), patches)
 
 
-def _parse_patches(listed: Iterable[Mapping[str, Any]]) -> Iterable[AtlasPatch]:
-    for each in listed:
-        if not _PATCH_NAME.fullmatch(each["file"]):
-            raise ValueError(f"{each['file']!r} is no patch's name")
-        contribution = each["contribution"]
-        yield AtlasPatch(
-            str(each["image"]),
-            str(each["sha256"]),
-            _parse_numbers(each["cell"], 2, int),
-            _parse_numbers(each["box"], 4, float),
-            float(each["score"]),
-            None if contribution is None else float(contribution),
-            each["file"],
-            # atlases of earlier versions show bare cells
-            _parse_numbers(each["field"], 4, float) if each.get("field") else None,
-            # and do not know what the images show
-            None if each.get("truth") is None else str(each["truth"]),
-        )
+def _parse_patch(patch: Mapping[str, Any]) -> AtlasPatch:
+    # a file name from outside must not lead out of the folder
+    if not _PATCH_NAME.fullmatch(patch["file"]):
+        raise ValueError(f"{patch['file']!r} is not the name of a patch")
+    numbers = {
+        "cell": _parse_numbers(patch["cell"], 2, int),
+        "box": _parse_numbers(patch["box"], 4, float),
+        "field": _parse_numbers(patch["field"], 4, float),
+        "score": float(patch["score"]),
+    }
+    return AtlasPatch(**{**patch, **numbers})
 
 
 def _parse_numbers(values: Any, count: int, kind: type[int] | type[float]) -> Any:
+    if values is None:
+        return None
     if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"{values!r} is not {count} numbers")
+        raise ValueError(f"{values!r}: expected {count} numbers")
     return tuple(kind(value) for value in values)

@@ -1,7 +1,7 @@
-"""`report.html`: one page to look through a run in a browser, with nothing to install and nothing fetched.
+"""`report.html`: one self-contained page to look through a run in a browser.
 
-Start with `ReportWriter` in `writer`. `cards` computes what the page says of one record and `tables` of all records,
-`page` renders the templates, `script.js` filters and sorts in the browser.
+`cards` holds what the page says of one record and of all, `page` renders the templates, `writer` streams records into
+the page; `script.js` filters and sorts in the browser.
 """
 
 from opal_deploy.visualization.report.page import ImageMode, Thumbnail, make_thumbnail

@@ -1,53 +1,49 @@
-"""The card of one record as plain values, which the page's template and its script draw alike."""
+"""What a report says as plain values: the card of one record, and the tables over all records."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.record import Record, Slot
-from opal_deploy.visualization.legend import COSINE, DISTANCE, SCORE, build_bars, get_prediction
-from opal_deploy.visualization.overlay import overlay_width, photograph_size
-from opal_deploy.visualization.palette import COLORS, slot_color, text_color, to_hex
-from opal_deploy.visualization.text import escape_unprintable
+from opal_deploy.visualization.overlay import (
+    COSINE,
+    DISTANCE,
+    SCORE,
+    build_bars,
+    get_prediction,
+    overlay_width,
+    photograph_size,
+)
+from opal_deploy.visualization.style import COLORS, escape_unprintable, slot_color, text_color, to_hex
 
 MEANINGS = (COSINE, DISTANCE, SCORE)
 STATUSES = ("ok", "abstained", "error")
-NO_NAME = "(no name)"
-# (tag colour, text colour) of each slot as CSS; slots beyond them repeat the colours
+# (tag colour, text colour) of the slots in CSS; they repeat
 SLOT_COLORS = tuple((to_hex(color), to_hex(text_color(color))) for color in COLORS)
-# digits after the point; results.jsonl has every value in full precision
+# rows of the tables of classes and of confusions
+CLASSES_LISTED = 30
+PAIRS_LISTED = 60
+# largest number of labels and classes in a confusion matrix
+MATRIX_LIMIT = 25
+_NO_NAME = "(no name)"
+# digits after the point; results.jsonl has full precision
 _DIGITS = 6
 _MESSAGE_LIMIT = 500
-# names that a run gives its drawings; anything else in a record, such as an address, is not linked to
+# names that a run gives its drawings; other texts in a record, such as an address, become no link
 _OVERLAY_NAME = re.compile(r"overlays/(\d+/)?[A-Za-z0-9._-]+\.jpg")
 _SHEET_NAME = re.compile(r"sheets/(\d+/)?[A-Za-z0-9._-]+\.png")
 
 
-@dataclass(frozen=True)
-class SlotRow:
-    """One row of a card's table of slots.
-
-    Attributes:
-        slot: the slot, 0 ... m-1.
-        color: the tag's colour as CSS.
-        text_color: the colour of the number on the tag.
-        row: the cell's row.
-        column: the cell's column.
-        value: the value that the bar shows; None where it is not finite.
-        score: the slot's score; None where it is not finite.
-        start: the bar's left end in percent.
-        stop: the bar's right end in percent.
-        name: the slot's name; None if it has none.
-    """
+class SlotRow(NamedTuple):
+    """One row of a card's table of slots; value and score are None if not finite, the bar's ends are in percent."""
 
     slot: int
-    color: str
-    text_color: str
     row: int
     column: int
     value: float | None
@@ -59,39 +55,36 @@ class SlotRow:
 
 @dataclass(frozen=True)
 class Card:
-    """One record as the report shows it; texts are plain, not escaped for HTML.
+    """One record as the report shows it; texts are not escaped for HTML.
 
     Attributes:
         number: the record's place in the input, 0, 1, ...
         name: the image's name.
         status: `ok`, `abstained` or `error`.
-        label: index of the predicted class in the report's list of labels; None for a failed image.
-        truth: index of the image's label in the report's list of labels; None where it is not known.
-        margin: the margin; None where the record has none.
-        value: the cosine of the predicted class, or its logit where `is_cosine` is false.
+        predicted: index of the predicted class among the report's labels; None for a failed image.
+        label: index of the image's label among the report's labels; None if it is not known.
+        margin: the margin; None if the record has none.
+        value: the cosine of the predicted class, or its logit if `is_cosine` is false.
         is_cosine: whether values are cosines.
-        probability: the calibrated probability of the predicted class; None where the record has none.
+        probability: the calibrated probability of the predicted class; None if the record has none.
         top: (index of the label, cosine or logit) of the closest classes.
         meaning: what the bars show, an index of MEANINGS.
         slots: the evidence, in slot order.
-        distinct: the number of different cells that the slots chose.
+        distinct: number of different cells that the slots chose.
         fields: (x, y, width, height, colour) of the effective receptive field of each different cell, in pixels of the
-            photograph; empty where it is not known.
-        width: of the photograph in pixels.
-        height: of the photograph in pixels.
-        overlay: the overlay's file in the run's folder; None without one.
-        sheet: the evidence sheet's file in the run's folder; None without one.
+            photograph; empty if it is not known.
+        width, height: of the photograph, in pixels.
+        overlay, sheet: the drawings' files in the run's folder; None without one.
         overlay_width: the overlay's width as a multiple of the photograph's.
-        undrawn: the reason why a drawing is missing; empty where there is none.
-        code: the error code of a failed image.
-        message: the error message of a failed image.
+        undrawn: why a drawing is missing; else empty.
+        code, message: error of a failed image.
     """
 
     number: int
     name: str
     status: str
+    predicted: int | None = None
     label: int | None = None
-    truth: int | None = None
     margin: float | None = None
     value: float | None = None
     is_cosine: bool = True
@@ -112,93 +105,74 @@ class Card:
 
     @property
     def stack(self) -> list[tuple[float, float, str]]:
-        """Contributions that add up to the cosine, side by side: (start, width, colour), 100 being cosine 1."""
+        """Contributions that add up to the cosine, side by side: (start, width, colour), where 100 is cosine 1."""
         values = [slot.value for slot in self.slots]
         if MEANINGS[self.meaning] != COSINE or any(value is None or value < 0 for value in values):
             return []
         parts, start = [], 0.0
         for slot in self.slots:
             width = 100 * (slot.value or 0.0)
-            parts.append((round(start, 2), round(width, 2), slot.color))
+            parts.append((round(start, 2), round(width, 2), to_hex(slot_color(slot.slot))))
             start += width
         return parts
 
     @property
-    def is_right(self) -> bool | None:
-        """Whether the predicted class is the image's label; None where one of them is missing."""
-        return None if self.truth is None or self.label is None else self.truth == self.label
+    def is_correct(self) -> bool | None:
+        """Whether the predicted class is the image's label; None if one of them is missing."""
+        return None if self.label is None or self.predicted is None else self.label == self.predicted
 
     def index_row(self) -> list[Any]:
         """Return what the page's script filters and sorts by, loaded for all images at once."""
-        return [
-            self.number,
-            self.name,
-            STATUSES.index(self.status),
-            self.label,
-            self.truth,
-            self.margin,
-            self.value,
-            self.code,
-        ]
+        status = STATUSES.index(self.status)
+        return [self.number, self.name, status, self.predicted, self.label, self.margin, self.value, self.code]
 
     def details(self) -> dict[str, Any]:
-        """Return what the page's script needs only for cards on view."""
+        """Return what the page's script needs only for visible cards."""
         if self.status == "error":
             return {"message": self.message}
-        return {
-            "cosine": self.is_cosine,
-            "probability": self.probability,
-            "top": self.top,
-            "meaning": self.meaning,
-            "slots": [
-                [s.slot, s.row, s.column, s.value, s.score, s.start, s.stop, *([s.name] if s.name else [])]
-                for s in self.slots
-            ],
-            "distinct": self.distinct,
-            "fields": self.fields,
-            "size": [self.width, self.height],
-            "overlay": self.overlay,
-            "sheet": self.sheet,
-            "overlay_width": self.overlay_width,
-            "undrawn": self.undrawn,
-        }
+        names = (
+            "probability", "top", "meaning", "slots", "distinct", "fields", "overlay", "sheet", "overlay_width",
+            "undrawn",
+        )  # fmt: skip
+        own = {name: getattr(self, name) for name in names}
+        return {"cosine": self.is_cosine, "size": [self.width, self.height], **own}
 
 
 def build_card(
-    record: Record, number: int, label_index: Callable[[str], int], field: EffectiveField | None = None
+    record: Record, number: int, label_index: Callable[[str], int], receptive_field: EffectiveField | None = None
 ) -> Card:
     """Return the card of a record of any status.
 
     Args:
         record: the record.
         number: the record's place in the input.
-        label_index: returns a label's index in the report's list of labels, adding it where it is new.
-        field: the model's effective receptive field; None where it is not known.
+        label_index: returns a label's index among the report's labels, adding it if it is new.
+        receptive_field: the model's effective receptive field; None if it is not known.
     """
-    name = escape_unprintable(record["image"]) if record["image"] else NO_NAME
-    truth = label_index(record["truth"]) if "truth" in record else None
+    name = _name(record)
+    label = label_index(record["label"]) if "label" in record else None
     if record["status"] == "error":
-        error = record.get("error", {"code": "unknown", "message": ""})
-        return Card(
-            number,
-            name,
-            "error",
-            truth=truth,
-            code=escape_unprintable(error["code"]),
-            message=escape_unprintable(shorten(error["message"])),
-        )
+        return Card(number, name, "error", label=label, code=_code(record), message=_message(record))
     prediction = get_prediction(record)
     is_cosine = prediction["cosine"] is not None
-    bars = build_bars(record)
+    meaning, bars = build_bars(record)
     evidence = record.get("evidence", [])
     width, height = record.get("width", 1), record.get("height", 1)
     overlay, sheet, undrawn = record.get("overlay"), record.get("sheet"), record.get("drawing_error")
+    slots = [
+        SlotRow(
+            bar.slot, slot["cell"][0], slot["cell"][1], _round(bar.value), _round(bar.score),
+            round(100 * bar.start, 2), round(100 * bar.stop, 2),
+            escape_unprintable(slot["name"]) if "name" in slot else None,
+        )
+        for bar, slot in zip(bars, evidence, strict=True)
+    ]  # fmt: skip
     return Card(
         number,
         name,
         record["status"],
-        label=label_index(prediction["label"]),
-        truth=truth,
+        predicted=label_index(prediction["label"]),
+        label=label,
         margin=_round(record.get("margin")),
         value=_round(prediction["cosine"] if is_cosine else prediction["logit"]),
         is_cosine=is_cosine,
@@ -206,46 +180,174 @@ def build_card(
         top=tuple(
             (label_index(a["label"]), _round(a["cosine"] if is_cosine else a["logit"])) for a in record.get("top", [])
         ),
-        meaning=MEANINGS.index(bars.meaning),
-        slots=tuple(
-            SlotRow(
-                bar.slot,
-                to_hex(bar.color),
-                to_hex(text_color(bar.color)),
-                slot["cell"][0],
-                slot["cell"][1],
-                _round(bar.value),
-                _round(bar.score),
-                round(100 * bar.start, 2),
-                round(100 * bar.stop, 2),
-                escape_unprintable(slot["name"]) if "name" in slot else None,
-            )
-            for bar, slot in zip(bars.bars, evidence, strict=True)
-        ),
+        meaning=MEANINGS.index(meaning),
+        slots=tuple(slots),
         distinct=len({tuple(slot["cell"]) for slot in evidence}),
-        fields=() if field is None else _place_fields(evidence, field),
+        fields=() if receptive_field is None else _place_fields(evidence, receptive_field),
         width=width,
         height=height,
         overlay=overlay if overlay is not None and _OVERLAY_NAME.fullmatch(overlay) else None,
         sheet=sheet if sheet is not None and _SHEET_NAME.fullmatch(sheet) else None,
-        undrawn=f"not drawn: {escape_unprintable(shorten(undrawn['message']))}" if undrawn else "",
+        undrawn=f"not drawn: {escape_unprintable(_shorten(undrawn['message']))}" if undrawn else "",
         overlay_width=round(overlay_width(width, height) / photograph_size(width, height)[0], 4),
     )
 
 
-def _place_fields(evidence: list[Slot], field: EffectiveField) -> tuple[tuple[int, int, int, int, str], ...]:
+def _place_fields(evidence: list[Slot], receptive_field: EffectiveField) -> tuple[tuple[int, int, int, int, str], ...]:
     by_cell = {tuple(slot["cell"]): slot for slot in reversed(evidence)}
     rectangles = []
     for slot in sorted(by_cell.values(), key=lambda slot: slot["slot"]):
-        x0, y0, x1, y1 = map(round, field.surround(slot["cell"], slot["box"]))
+        x0, y0, x1, y1 = map(round, receptive_field.surround(slot["cell"], slot["box"]))
         rectangles.append((x0, y0, x1 - x0, y1 - y0, to_hex(slot_color(slot["slot"]))))
     return tuple(rectangles)
 
 
-def shorten(message: str) -> str:
-    """Return the first 500 characters of a message."""
+def _name(record: Record) -> str:
+    return escape_unprintable(record["image"]) if record["image"] else _NO_NAME
+
+
+def _code(record: Record) -> str:
+    return escape_unprintable(record["error"]["code"])
+
+
+def _message(record: Record) -> str:
+    return escape_unprintable(_shorten(record["error"]["message"]))
+
+
+def _shorten(message: str) -> str:
     return message if len(message) <= _MESSAGE_LIMIT else message[:_MESSAGE_LIMIT] + " …"
 
 
 def _round(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, _DIGITS)
+
+
+class ClassRow(NamedTuple):
+    """A class and the number of images predicted as it; `share` is in percent of the most frequent class."""
+
+    name: str
+    images: int
+    share: float
+
+
+class Failure(NamedTuple):
+    """A failed image."""
+
+    name: str
+    code: str
+    message: str
+
+
+class ConfusionCell(NamedTuple):
+    """Number of images with a label that were predicted as a class; `share` is in percent of the label's images."""
+
+    label: str
+    predicted: str
+    images: int
+    share: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the predicted class is the label."""
+        return self.label == self.predicted
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Labels against predicted classes.
+
+    Attributes:
+        labelled: number of answered images with a label.
+        correct: number of these whose predicted class is the label.
+        columns: the predicted classes; empty if the matrix would be too large.
+        rows: (label, a cell per column); empty if the matrix would be too large.
+        pairs: the most frequent confusions.
+        more: number of other confused pairs.
+    """
+
+    labelled: int
+    correct: int
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[ConfusionCell, ...]], ...]
+    pairs: tuple[ConfusionCell, ...]
+    more: int
+
+
+@dataclass
+class Tables:
+    """Counts over all records, shown or not; memory grows with classes and with `limit`, not with images.
+
+    Attributes:
+        limit: largest number of failures listed.
+        statuses: records by status.
+        classes: predictions by (class id, label).
+        codes: failures by error code.
+        failures: the first failures.
+        pairs: answered images by (label, predicted class).
+        labelled: whether any image has a label.
+    """
+
+    limit: int
+    statuses: Counter[str] = field(default_factory=Counter)
+    classes: Counter[tuple[int, str]] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    labelled: bool = False
+
+    def count(self, record: Record) -> None:
+        """Add one record.
+
+        Raises:
+            ValueError: the record has neither a prediction nor an error.
+        """
+        self.statuses[record["status"]] += 1
+        self.labelled = self.labelled or "label" in record
+        if record["status"] == "error":
+            self.codes[record["error"]["code"]] += 1
+            if len(self.failures) < self.limit:
+                self.failures.append(Failure(_name(record), _code(record), _message(record)))
+            return
+        prediction = get_prediction(record)
+        self.classes[prediction["class_id"], prediction["label"]] += 1
+        if "label" in record:
+            self.pairs[record["label"], prediction["label"]] += 1
+
+    @property
+    def answered(self) -> int:
+        """The number of records with a prediction."""
+        return self.statuses["ok"] + self.statuses["abstained"]
+
+    def class_rows(self) -> list[ClassRow]:
+        """Return the most frequent classes; equal counts in the order of the classes."""
+        ranked = sorted(self.classes.items(), key=lambda item: (-item[1], item[0]))[:CLASSES_LISTED]
+        return [ClassRow(escape_unprintable(name), n, round(100 * n / ranked[0][1], 1)) for (_, name), n in ranked]
+
+    def confusion(self) -> Confusion | None:
+        """Return labels against classes; None if no answered image has a label."""
+        if not self.pairs:
+            return None
+        per_label: Counter[str] = Counter()
+        for (label, _), count in self.pairs.items():
+            per_label[label] += count
+
+        def cell(label: str, predicted: str) -> ConfusionCell:
+            count = self.pairs[label, predicted]
+            share = round(100 * count / per_label[label], 1)
+            return ConfusionCell(escape_unprintable(label), escape_unprintable(predicted), count, share)
+
+        columns = sorted({predicted for _, predicted in self.pairs})
+        if len({*columns, *per_label}) > MATRIX_LIMIT:
+            columns = []
+        wrong = sorted(((n, pair) for pair, n in self.pairs.items() if pair[0] != pair[1]), key=lambda i: (-i[0], i[1]))
+        return Confusion(
+            self.pairs.total(),
+            sum(n for (label, predicted), n in self.pairs.items() if label == predicted),
+            tuple(map(escape_unprintable, columns)),
+            tuple(
+                (escape_unprintable(label), tuple(cell(label, predicted) for predicted in columns))
+                for label in sorted(per_label if columns else ())
+            ),
+            tuple(cell(*pair) for _, pair in wrong[:PAIRS_LISTED]),
+            max(0, len(wrong) - PAIRS_LISTED),
+        )

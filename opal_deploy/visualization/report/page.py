@@ -1,7 +1,7 @@
-"""The report's templates, rendered with every text escaped and under a content security policy.
+"""The report's templates, rendered with all texts escaped and under a content security policy, and its thumbnails.
 
-The policy names the page's one script and its style sheets by their digests; no other script, no style attribute, no
-frame, no form and no fetch is possible, whatever a file's name tries to be. `make_thumbnail` makes the embedded images.
+The policy names the page's script and style sheets by their digests. Other scripts, style attributes, frames, forms and
+fetches are impossible, whatever a file's name contains.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from PIL import Image
 
 from opal_deploy.records.record import Record
-from opal_deploy.visualization.legend import NO_EVIDENCE, format_number
-from opal_deploy.visualization.overlay import photograph_size
-from opal_deploy.visualization.report.cards import MEANINGS, Card
-from opal_deploy.visualization.text import escape_unprintable
+from opal_deploy.visualization.overlay import NO_EVIDENCE, photograph_size
+from opal_deploy.visualization.report.cards import MEANINGS, SLOT_COLORS, Card
+from opal_deploy.visualization.style import count_of, escape_unprintable, format_number
 
 if TYPE_CHECKING:
     import jinja2
@@ -30,22 +29,22 @@ if TYPE_CHECKING:
 
 ImageMode = Literal["embed", "files"]
 
-# cards on one page of the grid; the first page's are in the file for browsers without scripts
+# cards per page of the grid; those of the first page are in the HTML, for browsers without scripts
 PAGE_SIZE = 48
 
-# as the script calls them, and the page; the first is the one that the report opens in
+# (name in the script, name on the page); the report opens in the first order
 ORDERS = (
     ("typical", "typical first"),
     ("margin", "least certain first"),
     ("certain", "most certain first"),
-    ("input", "as in the input"),
+    ("input", "input order"),
     ("class", "by class"),
 )
 
-# hides what does nothing without scripts
+# hides what needs scripts
 _NO_SCRIPT_STYLE = ".script{display:none!important}"
 THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 480, 640, 80
-# an image that would shrink to more than this share is embedded at its own size
+# images that would shrink by less are embedded in full size
 _SMALL_ENOUGH = 0.75
 _IMAGE_SOURCES = {"embed": "data:", "files": "'self' file:"}
 
@@ -55,8 +54,8 @@ def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) ->
 
     Args:
         image_mode: whether images are embedded or files beside the page.
-        first: the cards of the first page, whose sizes go into the style sheet.
-        content: the template's variables.
+        first: cards of the first page, whose sizes go into the style sheet.
+        content: variables of the template.
     """
     style = read_asset("style.css") + "".join(_size_rule(card, image_mode) for card in first)
     policy = (
@@ -80,11 +79,13 @@ def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) ->
 def render_card(card: Card, labels: Sequence[str], source: str | None) -> str:
     """Return one card; `source` is the address of its image, None without one."""
     template = _environment().get_template("card.html.jinja")
-    return template.render(card=card, labels=labels, source=source, meanings=MEANINGS, no_evidence=NO_EVIDENCE)
+    return template.render(
+        card=card, labels=labels, source=source, meanings=MEANINGS, colors=SLOT_COLORS, no_evidence=NO_EVIDENCE
+    )
 
 
 def render_tables(**content: Any) -> str:
-    """Return what follows the cards: tables and dialogs, up to the data."""
+    """Return the part after the cards: tables and dialogs."""
     return _environment().get_template("tables.html.jinja").render(**content)
 
 
@@ -94,12 +95,12 @@ def render_tail() -> str:
 
 
 def json_script(name: str, value: object) -> str:
-    """Return a value for the page's script as a block of data that no browser runs."""
+    """Return a value for the page's script as a data block, which browsers do not run."""
     return f'<script type="application/json" id="{name}">{to_json(value)}</script>\n'
 
 
 def to_json(value: object) -> str:
-    """Return JSON that can neither end the block of data around it nor begin a comment."""
+    """Return JSON that can neither end the data block around it nor start a comment."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -111,7 +112,7 @@ def read_asset(name: str) -> str:
 
 
 def _size_rule(card: Card, image_mode: ImageMode) -> str:
-    """Return a CSS rule that reserves the image's space, and shows of an overlay the photograph without its legend."""
+    """Return a CSS rule that reserves the image's space and hides the legend of an overlay file."""
     if not card.width:
         return ""
     share = 100 * card.overlay_width if image_mode == "files" else 100
@@ -131,7 +132,7 @@ def _mark_safe(text: str) -> object:
 
 
 def _breakable(text: str) -> object:
-    """Return a name that may be broken after its folders and words."""
+    """Return a name that may break after folders and words."""
     import markupsafe
 
     return markupsafe.Markup("<wbr>").join(re.split(r"(?<=[/_])", text))
@@ -152,8 +153,8 @@ def _environment() -> jinja2.Environment:
     environment.filters["number"] = format_number
     environment.filters["breakable"] = _breakable
     environment.filters["visible"] = escape_unprintable
-    environment.filters["thousands"] = lambda count: f"{count:,}"
-    environment.filters["several"] = lambda count, one, many: f"{count:,} {one if count == 1 else many}"
+    environment.filters["thousands"] = "{:,}".format
+    environment.filters["count"] = count_of
     return environment
 
 
@@ -162,10 +163,10 @@ class Thumbnail(bytes):
 
 
 def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
-    """Return the photograph of an overlay as JPEG of at most 480 x 640 pixels, or a little more to spare a resize.
+    """Return an overlay without its legend as JPEG of about 480 x 640 pixels at most.
 
     Args:
-        overlay: what `draw_overlay` returned, as an image or as JPEG.
+        overlay: the overlay as an image or JPEG.
         record: the overlay's record.
     """
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
@@ -175,9 +176,9 @@ def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
     if share > _SMALL_ENOUGH:
         share = 1.0
     if isinstance(overlay, bytes):
-        # the decoder itself halves large images: a 24-megapixel overlay costs little
+        # the decoder halves large images by itself, which is fast
         image.draft("RGB", (round(whole[0] * share), round(whole[1] * share)))
-    # cut first: a resize of a part would blend the legend into its last rows
+    # crop first: resizing a part would blend the legend into its last rows
     part = (max(1, width * image.size[0] // whole[0]), max(1, height * image.size[1] // whole[1]))
     size = (max(1, round(width * share)), max(1, round(height * share)))
     cut = image.convert("RGB").crop((0, 0, *part))

@@ -4,11 +4,11 @@
   const $ = (id) => document.getElementById(id);
   const read = (id) => JSON.parse($(id).textContent);
   const config = read("config"), rows = read("index"), labels = config.labels;
-  // columns of the index, as cards.py writes them
-  const NUMBER = 0, NAME = 1, STATUS = 2, CLASS = 3, TRUTH = 4, MARGIN = 5, VALUE = 6, CODE = 7;
+  // columns of the index, in the order of Card.index_row
+  const NUMBER = 0, NAME = 1, STATUS = 2, CLASS = 3, LABEL = 4, MARGIN = 5, VALUE = 6, CODE = 7;
   const OK = 0, ABSTAINED = 1, FAILED = 2;
   const NUMERIC = { class: "n" };
-  const SCORE = 2, MEANINGS = ["contribution to the cosine", "part of the distance (smaller: closer)", "score"];
+  const SCORE = 2, MEANINGS = config.meanings;
   const cards = $("cards"), sheet = $("sheet"), sheetBody = $("sheet-body"), help = $("help"), tools = $("tools");
   const lower = rows.map((row) => row[NAME].toLowerCase());
   const blocks = [], orders = { typical: config.typical }, first = new Map();
@@ -37,7 +37,7 @@
     return node;
   }
 
-  // a long name breaks after its folders and words
+  // long names break after folders and words
   const bdi = (text) => el("bdi", null, ...text.split(/(?<=[/_])/).flatMap((part, i) => i ? [el("wbr"), part] : [part]));
   const number = (value) => value === null ? "–" : value.toFixed(3).replace(/^-0\.000$/, "0.000");
   const pluralize = (n, one, many) => n.toLocaleString("en") + " " + (n === 1 ? one : many);
@@ -84,8 +84,8 @@
   function photo(position) {
     const row = rows[position], d = details(position), address = source(position);
     if (row[STATUS] === FAILED) return null;
-    if (!address) return el("p", { class: "no-image" }, d.undrawn || "no image kept");
-    const boxes = d.slots.length ? "with the evidence boxes" : "without boxes";
+    if (!address) return el("p", { class: "no-image" }, d.undrawn || "image not kept");
+    const boxes = d.slots.length ? "with evidence boxes" : "without boxes";
     const image = el("img", { alt: row[NAME] + ", " + boxes + "; predicted " + labels[row[CLASS]], decoding: "async", loading: "lazy" });
     const figure = el("figure", { class: "photo" }, image, fields(d)), ratio = d.size[0] / d.size[1];
     figure.style.aspectRatio = d.size[0] + " / " + d.size[1];
@@ -98,16 +98,16 @@
   function answer(position) {
     const row = rows[position], d = details(position), parts = [];
     if (row[STATUS] === FAILED) {
-      parts.push(el("p", { class: "flag alert" }, "failed: ", el("code", null, row[CODE])), el("p", { class: "note" }, d.message));
+      parts.push(el("p", { class: "flag alert" }, "Failed: ", el("code", null, row[CODE])), el("p", { class: "note" }, d.message));
     } else {
       parts.push(el("p", { class: "answer" }, bdi(labels[row[CLASS]])));
     }
-    if (row[TRUTH] !== null) {
-      if (row[CLASS] === null) parts.push(el("p", { class: "truth" }, "label: ", bdi(labels[row[TRUTH]])));
-      else if (row[CLASS] === row[TRUTH]) parts.push(el("p", { class: "truth" }, "✓ is its label"));
-      else parts.push(el("p", { class: "truth differs" }, "✗ its label: ", bdi(labels[row[TRUTH]])));
+    if (row[LABEL] !== null) {
+      if (row[CLASS] === null) parts.push(el("p", { class: "verdict" }, "label: ", bdi(labels[row[LABEL]])));
+      else if (row[CLASS] === row[LABEL]) parts.push(el("p", { class: "verdict" }, "✓ correct"));
+      else parts.push(el("p", { class: "verdict wrong" }, "✗ label: ", bdi(labels[row[LABEL]])));
     }
-    if (row[STATUS] === ABSTAINED) parts.push(el("p", { class: "flag" }, "abstained: margin below the threshold"));
+    if (row[STATUS] === ABSTAINED) parts.push(el("p", { class: "flag" }, "Abstained: margin below the threshold"));
     if (row[STATUS] === FAILED) return parts;
     if (d.meaning === 0 && d.slots.length && d.slots.every((slot) => slot[3] !== null && slot[3] >= 0)) {
       let start = 0;
@@ -120,14 +120,12 @@
     parts.push(el("dl", { class: "measures" }, measure(d.cosine ? "cosine" : "logit", number(row[VALUE])),
       d.cosine ? measure("margin", number(row[MARGIN])) : null,
       d.probability !== null ? measure("calibrated probability", number(d.probability)) : null,
-      d.slots.length ? measure("distinct cells", d.distinct + " of " + d.slots.length) : null));
+      d.slots.length ? measure("different cells", d.distinct + " of " + d.slots.length) : null));
     if (d.top.length > 1) parts.push(el("p", { class: "runner" }, "runner-up: ", bdi(labels[d.top[1][0]]), " " + number(d.top[1][1])));
     return parts;
   }
 
-  const NO_EVIDENCE = "This model has no exact evidence: no cell of the image decided alone.";
-
-  // most details stay closed, so their contents are made when they are opened
+  // most details stay closed: their contents are created on opening
   function lazyDetails(summary, content) {
     const node = el("details", null, el("summary", null, summary));
     node.addEventListener("toggle", () => node.append(content()), { once: true });
@@ -138,7 +136,7 @@
     const row = rows[position], d = details(position), parts = answer(position);
     if (row[STATUS] !== FAILED) {
       parts.push(d.slots.length ? lazyDetails(pluralize(d.slots.length, "slot", "slots"), () => slotTable(d))
-        : el("p", { class: "note" }, NO_EVIDENCE));
+        : el("p", { class: "note" }, config.no_evidence));
       if (d.top.length) parts.push(lazyDetails(pluralize(d.top.length, "closest class", "closest classes"), () => topTable(d)));
     }
     const link = el("a", { href: "#i=" + row[NUMBER] }, bdi(row[NAME]));
@@ -152,14 +150,14 @@
       if (shown.style.aspectRatio) shown.style.maxWidth = "calc(76vh * " + d.size[0] / d.size[1] + ")";
       figure.append(shown);
     }
-    const files = [[d.overlay, "the drawing in full size"], [d.sheet, "the evidence sheet, with the runner-up beside it"]];
+    const files = [[d.overlay, "Overlay in full size"], [d.sheet, "Evidence sheet with the runner-up"]];
     for (const [file, description] of files.filter(([name]) => name)) {
       const link = el("a", { target: "_blank", rel: "noopener" }, description);
       link.href = file;
-      figure.append(el("p", { class: "note" }, link, ", in the run's folder beside this page"));
+      figure.append(el("p", { class: "note" }, link, " (file beside this page)"));
     }
     if (row[STATUS] !== FAILED) {
-      text.append(...(d.slots.length ? [el("h3", null, "What each slot says"), slotTable(d)] : [el("p", { class: "note" }, NO_EVIDENCE)]));
+      text.append(...(d.slots.length ? [el("h3", null, "Slots"), slotTable(d)] : [el("p", { class: "note" }, config.no_evidence)]));
       if (d.top.length) text.append(el("h3", null, "Closest classes"), topTable(d));
     }
     const title = el("h2", { id: "sheet-title", tabindex: "-1" }, bdi(row[NAME]));
@@ -194,20 +192,20 @@
   function filter() {
     const text = $("search").value.trim().toLowerCase(), [state, code] = $("status").value.split(/:(.*)/s);
     const chosen = (id) => $(id).value === "" ? null : Number($(id).value);
-    const predicted = chosen("class"), truth = chosen("truth"), low = chosen("low"), high = chosen("high"), verdict = $("verdict").value;
+    const predicted = chosen("class"), label = chosen("label"), low = chosen("low"), high = chosen("high"), verdict = $("verdict").value;
     const status = { ok: OK, abstained: ABSTAINED, error: FAILED }[state];
     const matches = (position) => {
       const row = rows[position];
       return (!text || lower[position].includes(text))
-        && (predicted === null || row[CLASS] === predicted) && (truth === null || row[TRUTH] === truth)
+        && (predicted === null || row[CLASS] === predicted) && (label === null || row[LABEL] === label)
         && (status === undefined || row[STATUS] === status) && (!code || row[CODE] === code)
         && (low === null || (row[MARGIN] !== null && row[MARGIN] >= low)) && (high === null || (row[MARGIN] !== null && row[MARGIN] <= high))
-        && (!verdict || (verdict === "unlabelled" ? row[TRUTH] === null
-          : row[TRUTH] !== null && row[CLASS] !== null && (row[TRUTH] === row[CLASS]) === (verdict === "agree")));
+        && (!verdict || (verdict === "unlabelled" ? row[LABEL] === null
+          : row[LABEL] !== null && row[CLASS] !== null && (row[LABEL] === row[CLASS]) === (verdict === "correct")));
     };
     view = order(chosenOrder()).filter(matches);
     if ($("typical")) $("typical").hidden = chosenOrder() !== "typical";
-    const active = ["class", "truth", "verdict", "status", "low", "high"].filter((id) => $(id).value !== "").length;
+    const active = ["class", "label", "verdict", "status", "low", "high"].filter((id) => $(id).value !== "").length;
     $("active").textContent = active ? "(" + active + " active)" : "";
   }
 
@@ -215,7 +213,7 @@
     const pages = Math.max(1, Math.ceil(view.length / config.page));
     const start = page * config.page, end = Math.min(view.length, start + config.page);
     $("found").textContent = pluralize(view.length, "image", "images") + (view.length === rows.length ? "" : " of " + rows.length.toLocaleString("en"))
-      + (pages > 1 ? ", " + (start + 1).toLocaleString("en") + " to " + end.toLocaleString("en") + " here" : "");
+      + (pages > 1 ? ", " + (start + 1).toLocaleString("en") + " to " + end.toLocaleString("en") + " shown" : "");
     $("page").textContent = "page " + (page + 1).toLocaleString("en") + " of " + pages.toLocaleString("en");
     $("pager").hidden = pages === 1;
     $("previous").disabled = page === 0;
@@ -245,14 +243,14 @@
   // ---- the dialog of one image
 
   function address(hash) {
-    try { history.replaceState(null, "", location.href.split("#")[0] + hash); } catch { /* a page that may not change its address keeps it */ }
+    try { history.replaceState(null, "", location.href.split("#")[0] + hash); } catch { /* not allowed for this page: keep the address */ }
   }
 
   function open(position) {
     opened = position;
     const place = view.indexOf(position);
     sheetBody.replaceChildren(...buildSheet(position));
-    $("sheet-place").textContent = place < 0 ? "not among the images filtered" : (place + 1).toLocaleString("en") + " of " + view.length.toLocaleString("en");
+    $("sheet-place").textContent = place < 0 ? "hidden by the filters" : (place + 1).toLocaleString("en") + " of " + view.length.toLocaleString("en");
     $("sheet-previous").disabled = place <= 0;
     $("sheet-next").disabled = place < 0 || place === view.length - 1;
     document.body.classList.add("sheet-open");
@@ -280,10 +278,10 @@
     const [, key, text] = /^#(i|name)=(.*)$/s.exec(location.hash) || [];
     if (!key) { if (sheet.open) sheet.close(); return; }
     let target = text;
-    try { target = decodeURIComponent(text); } catch { /* not percent-encoded: compare as it is */ }
+    try { target = decodeURIComponent(text); } catch { /* not percent-encoded: compare unchanged */ }
     const position = rows.findIndex((row) => key === "i" ? String(row[NUMBER]) === target : row[NAME] === target);
     if (position >= 0) open(position);
-    else $("found").textContent = "The image that this address names is not shown here.";
+    else $("found").textContent = "The linked image is not on this page.";
   }
 
   // ---- keys
@@ -343,7 +341,7 @@
   function fillForm() {
     for (const image of cards.querySelectorAll("article img")) first.set(Number(image.closest("article").id.slice(2)), image.src);
     fill("class", options(CLASS));
-    fill("truth", options(TRUTH));
+    fill("label", options(LABEL));
     const states = count(STATUS), codes = count(CODE);
     for (const [state, value, text] of [[OK, "ok", "answered"], [ABSTAINED, "abstained", "abstained"], [FAILED, "error", "failed"]]) {
       if (states.get(state)) fill("status", [[value, text + " (" + states.get(state) + ")"]]);
@@ -351,13 +349,13 @@
     codes.delete("");
     fill("status", [...codes].map(([code, n]) => ["error:" + code, "failed: " + code + " (" + n + ")"]));
     for (const cell of document.querySelectorAll("td[data-class]")) {
-      const predicted = labels.indexOf(cell.dataset.class), truth = labels.indexOf(cell.dataset.truth);
-      const description = (cell.dataset.truth === undefined ? "" : "label " + cell.dataset.truth + ", ") + "predicted " + cell.dataset.class;
+      const predicted = labels.indexOf(cell.dataset.class), label = labels.indexOf(cell.dataset.label);
+      const description = (cell.dataset.label === undefined ? "" : "label " + cell.dataset.label + ", ") + "predicted " + cell.dataset.class;
       const button = el("button", { type: "button", "aria-label": cell.textContent + ": " + description, title: description }, cell.textContent);
       button.addEventListener("click", () => {
         tools.reset();
         $("class").value = String(predicted);
-        $("truth").value = truth < 0 ? "" : String(truth);
+        $("label").value = label < 0 ? "" : String(label);
         $("filters").open = true;
         apply();
         $("images").scrollIntoView();

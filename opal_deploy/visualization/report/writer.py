@@ -1,7 +1,7 @@
 """The report's writer: records in, one page out.
 
-Images, details and records are streamed to temporary files as they come, and the page is put together when the report
-is closed, so memory hardly grows with the number of images: by 17 bytes each, for the order in which they are shown.
+Images, details and records are streamed to temporary files, and the page is assembled when the report is closed, so
+that memory hardly grows with the number of images: by 17 bytes each, for the order in which they are shown.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import math
 import os
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import BinaryIO, TextIO, cast
 
@@ -22,9 +24,8 @@ from PIL import Image
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.record import Record
-from opal_deploy.visualization.legend import get_prediction
-from opal_deploy.visualization.report.cards import SLOT_COLORS, Card, build_card
-from opal_deploy.visualization.report.order import TypicalOrder
+from opal_deploy.visualization.overlay import NO_EVIDENCE, get_prediction
+from opal_deploy.visualization.report.cards import CLASSES_LISTED, MEANINGS, SLOT_COLORS, Card, Tables, build_card
 from opal_deploy.visualization.report.page import (
     PAGE_SIZE,
     ImageMode,
@@ -37,44 +38,44 @@ from opal_deploy.visualization.report.page import (
     render_tail,
     to_json,
 )
-from opal_deploy.visualization.report.tables import CLASSES_LISTED, Tables
-from opal_deploy.visualization.text import escape_unprintable
+from opal_deploy.visualization.style import escape_unprintable, format_number
 
-# a report of at most this many images embeds them and may be moved alone; a larger one shows the overlays beside it
+# largest number of images embedded in the page; larger reports show the overlay files beside it
 EMBED_LIMIT = 200
-# a browser filters and sorts this many images while one types
+# largest number of images that a browser filters and sorts while one types
 REPORT_LIMIT = 10_000
-# details of this many images are one block of data: a page of cards needs few blocks, and a block parses fast
+# images per block of details: a page of cards needs few blocks, and a block parses fast
 _BLOCK = 16
 
 Fact = tuple[str, str]
 _Span = tuple[int, int]  # start and end of an image's block in the temporary file
+_CORRECT, _WRONG, _UNLABELLED = range(3)
+_KIND_NAMES = {_CORRECT: "correct", _WRONG: "wrong", _UNLABELLED: "without a label"}
 
 
 def choose_image_mode(count: int) -> ImageMode:
-    """Return where a report of `count` images has them: embedded up to 200 images, else as files beside the page."""
+    """Return where a report of `count` images keeps them: embedded up to 200 images, else as files beside the page."""
     return "embed" if count <= EMBED_LIMIT else "files"
 
 
 class ReportWriter:
     """Collects records in order and writes `path` when closed; until then, and after an error, `path` is untouched.
 
-    As a context manager it closes the report at the end of the block, and discards it and its temporary files after an
-    exception (a report of an earlier run stays as it was). It must not be used from several threads at once.
+    As a context manager it closes the report at the end of the block, and discards it after an exception. It must not
+    be used from several threads at once.
 
     Args:
         path: the report's file; its folder must exist. A hidden file beside it, `.<name>.*.part`, is used to write it.
         title: the report's heading.
         facts: (name, value) pairs about the run: model, runtime, versions, ...
-        limit: the largest number of images, and of failures, that are shown; all are counted.
-        field: the effective receptive field, which the page shows around cells on demand; None for none.
-        image_mode: `embed` puts thumbnails into the page; `files` shows the overlays that records name, from the folder
-            of the report.
-        evidence: what was measured of the model's evidence, shown at the head; empty shows nothing.
-        folder: left out at the beginning of images' names, see `find_common_folder`.
+        limit: largest number of images, and of failures, that are shown; all are counted.
+        field: the effective receptive field, which the page shows around cells on demand; None: not shown.
+        image_mode: `embed` puts thumbnails into the page; `files` shows the overlays that records name.
+        evidence: a measured statement about the model's evidence, shown at the top; empty: none.
+        folder: prefix to leave out of images' names, see `find_common_folder`.
 
     Raises:
-        OSError: the folder is missing or cannot be written; from `add` and `close` also where the disk is full.
+        OSError: the folder is missing or cannot be written; from `add` and `close` also if the disk is full.
     """
 
     def __init__(
@@ -93,19 +94,19 @@ class ReportWriter:
         self._title, self._facts, self._limit, self._image_mode = title, list(facts), limit, image_mode
         self._evidence, self._folder = evidence, folder
         if folder:
-            self._facts.append(("Names", "of images are paths from their common folder; results.jsonl has them whole"))
+            self._facts.append(("Image names", "relative to their common folder; results.jsonl has full paths"))
         self._field = field
         self._tables = Tables(limit)
         self._labels: dict[str, int] = {}
         self._records = self._cards = self._failed_cards = 0
-        self._order = TypicalOrder()
-        # where each image's line begins in the file of records, from which the first page's cards are built again
+        self._order = _TypicalOrder()
+        # offset of each record in the file of records, from which the first page's cards are built again
         self._line_starts = array("Q")
         self._block: list[object] = []
         self._blocks = 0
         self._part_path = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
         with ExitStack() as stack:
-            # files without names: nothing of them is left, however this process ends
+            # files without names: nothing remains, however this process ends
             self._blobs = cast(BinaryIO, stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent)))
             self._lines = cast(BinaryIO, stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent)))
             self._index = stack.enter_context(_open_unnamed(self._path.parent))
@@ -126,7 +127,7 @@ class ReportWriter:
 
     @property
     def full(self) -> bool:
-        """Whether images to come are only counted, so that this report needs no overlays of them."""
+        """Whether further images are only counted, so that they need no overlays."""
         return self._cards >= self._limit
 
     @property
@@ -138,15 +139,14 @@ class ReportWriter:
         """Count a record and, up to the limit, show it.
 
         Args:
-            record: of any status.
-            overlay: what `draw_overlay` returned for the record, as an image or as JPEG, or its thumbnail; None for a
-                card without an image. Not used where images are files.
+            record: a record of any status.
+            overlay: the record's overlay as an image, JPEG or thumbnail; None for a card without an image. Not used if
+                images are files.
 
         Raises:
-            ValueError: the report is closed already, or the record has neither a prediction nor an error.
+            ValueError: the report is closed, or the record has neither a prediction nor an error.
         """
-        if not self._open:
-            raise ValueError(f"{self._path} is closed already")
+        self._check_open()
         if record["status"] != "error":
             get_prediction(record)
         if self._folder and record["image"] is not None:
@@ -171,18 +171,20 @@ class ReportWriter:
             if overlay is not None and self._image_mode == "embed":
                 small = overlay if isinstance(overlay, Thumbnail) else make_thumbnail(overlay, record)
                 span = self._store(number, small)
-        self._order.add(card.margin, card.is_right)
+        self._order.add(card.margin, card.is_correct)
         self._line_starts.append(self._lines.tell())
         self._lines.write(json.dumps([number, span, record], separators=(",", ":")).encode("ascii") + b"\n")
 
     def close(self, summary: Sequence[Fact] = ()) -> None:
-        """Write the report, leaving nothing behind on an error.
+        """Write the report; after an error nothing remains of it.
 
         Args:
-            summary: facts known only now, listed after `facts`.
+            summary: facts to list after `facts`.
+
+        Raises:
+            ValueError: the report is closed.
         """
-        if not self._open:
-            raise ValueError(f"{self._path} is closed already")
+        self._check_open()
         try:
             if self._block:
                 self._write_block()
@@ -197,16 +199,20 @@ class ReportWriter:
         """Remove the temporary files without writing the report; a closed report stays as it is."""
         if self._open:
             self._open = False
-            # on a full disk the last flush fails too, and the file must go all the same
+            # on a full disk the last flush fails too
             with contextlib.suppress(OSError):
                 self._files.close()
             self._part_path.unlink(missing_ok=True)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ValueError(f"{self._path}: the report is closed")
 
     def _label_index(self, label: str) -> int:
         return self._labels.setdefault(label, len(self._labels))
 
     def _store(self, number: int, thumbnail: bytes) -> _Span:
-        """Store a thumbnail as the block of data that the page will hold."""
+        """Store a thumbnail as the data block for the page."""
         start = self._blobs.tell()
         self._blobs.write(b'<script type="text/plain" id="p%d">%s</script>\n' % (number, base64.b64encode(thumbnail)))
         return start, self._blobs.tell()
@@ -235,6 +241,8 @@ class ReportWriter:
             {
                 "labels": labels,
                 "colors": SLOT_COLORS,
+                "meanings": MEANINGS,
+                "no_evidence": NO_EVIDENCE,
                 "image_mode": self._image_mode,
                 "block": _BLOCK,
                 "page": PAGE_SIZE,
@@ -249,7 +257,7 @@ class ReportWriter:
         yield render_tail()
 
     def _read_card(self, position: int) -> tuple[Card, _Span | None]:
-        """Build the card at a position again, and return it with the span of its image."""
+        """Return the card at a position, with the span of its image."""
         self._lines.seek(self._line_starts[position])
         number, span, record = json.loads(self._lines.readline())
         return build_card(record, number, self._label_index, self._field), span and (span[0], span[1])
@@ -280,7 +288,7 @@ class ReportWriter:
         return "data:image/jpeg;base64," + block[block.index(b">") + 1 : block.rindex(b"</script>")].decode("ascii")
 
     def _images_without(self, spans: list[_Span]) -> Iterator[str]:
-        """Yield the blocks of all images except those at `spans`: these are in the first page's cards."""
+        """Yield the blocks of all images except those at `spans`, which are in the first page's cards."""
         self._blobs.seek(0, os.SEEK_END)
         end, start = self._blobs.tell(), 0
         for begin, stop in [*sorted(spans), (end, end)]:
@@ -300,3 +308,56 @@ def _read_chunks(stream: TextIO) -> Iterator[str]:
     stream.seek(0)
     while part := stream.read(1 << 20):
         yield part
+
+
+class _TypicalOrder:
+    """The order in which a report opens: typical answers first; nine bytes per image.
+
+    Correct, wrong and unlabelled answers are each sorted by the distance of their margins to their own median, then
+    mixed so that every part of the order has them in the same proportion. Images without a margin come last.
+    """
+
+    def __init__(self) -> None:
+        self._margins, self._kinds = array("d"), array("B")
+
+    def add(self, margin: float | None, is_correct: bool | None) -> None:
+        """Add the next image; None for an image without a margin or label."""
+        self._margins.append(math.nan if margin is None else margin)
+        self._kinds.append(_UNLABELLED if is_correct is None else _CORRECT if is_correct else _WRONG)
+
+    def positions(self) -> list[int]:
+        """Return the images' positions, 0, 1, ... as they were added, in the typical order."""
+        mixed = []
+        for kind, group in self._groups().items():
+            middle = self._median(group)
+            group.sort(key=lambda position: (round(abs(self._margins[position] - middle), 6), position))
+            # the k-th of n belongs at the share (k + 1/2) / n of the whole order
+            mixed += [((k + 0.5) / len(group), kind, position) for k, position in enumerate(group)]
+        mixed.sort()
+        rest = (position for position, margin in enumerate(self._margins) if math.isnan(margin))
+        return [*(position for _, _, position in mixed), *rest]
+
+    def describe(self) -> str:
+        """Return the order in words; empty if no image has a margin."""
+        groups = self._groups()
+        middles = {kind: format_number(self._median(group)) for kind, group in groups.items()}
+        if not groups:
+            return ""
+        if len(groups) == 1:
+            (middle,) = middles.values()
+            return f"Typical answers first: margins closest to the median, {middle}."
+        kinds = [
+            f"{len(groups[kind]):,} {_KIND_NAMES[kind]} (median margin {middle})" for kind, middle in middles.items()
+        ]
+        listed = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
+        return f"Typical answers first: {listed} in equal proportion, each from its median outwards."
+
+    def _groups(self) -> dict[int, list[int]]:
+        groups: dict[int, list[int]] = {_CORRECT: [], _WRONG: [], _UNLABELLED: []}
+        for position, (margin, kind) in enumerate(zip(self._margins, self._kinds, strict=True)):
+            if not math.isnan(margin):
+                groups[kind].append(position)
+        return {kind: group for kind, group in groups.items() if group}
+
+    def _median(self, group: list[int]) -> float:
+        return median(self._margins[position] for position in group)

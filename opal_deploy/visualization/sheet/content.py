@@ -1,7 +1,7 @@
-"""The content of an evidence sheet as plain data, computed from the outputs of one forward pass alone.
+"""The content of an evidence sheet: figures and sentences, computed from the outputs of one forward pass.
 
-A sheet sets the predicted class beside the runner-up. Slots of two classes do not correspond one to one, so both are
-sorted by strength: then the differences rank by rank add up to the difference of the sums, the margin.
+A sheet compares the predicted class with the runner-up. Slots of two classes do not correspond, so both are sorted by
+strength; the differences rank by rank then add up to the margin.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import Slot, build_record, class_evidence
-from opal_deploy.visualization.legend import bar_ends
-from opal_deploy.visualization.slot_names import SlotNames
+from opal_deploy.records.names import SlotNames, hide_folders
+from opal_deploy.records.record import Answer, ImageInfo, Slot, build_records, class_evidence
+from opal_deploy.visualization.overlay import BOX_NOTE, bar_ends
+from opal_deploy.visualization.style import count_of, format_number
 
 Meaning = Literal["cosine", "distance", "score"]
 # distances whose contributions are parts of the distance, or of a power of it
 _PART_DISTANCES = ("l1", "l3", "kl")
+HEADINGS = {
+    "cosine": "contribution of each slot to the cosine",
+    "distance": "share of each slot in the distance",
+    "score": "score of each slot",
+}
+_SUMS = {"l2": "cosine", "l3": "class's share of the cubed distance"}
 
 
 @dataclass(frozen=True)
@@ -35,15 +40,14 @@ class SlotView:
         channel: the channel, `class_id * m + slot`.
         cell: (row, col) of the feature map.
         box: (x0, y0, x1, y1) of the cell, in pixels of the whole oriented image.
-        field: the same of the cell's effective receptive field; None where it was not measured.
+        field: (x0, y0, x1, y1) of the cell's effective receptive field; None if it was not measured.
         score: the slot's score, in [0, 1].
-        contribution: the slot's contribution; None where the distance has none.
+        contribution: the slot's contribution; None if the distance has none.
         name: the slot's name; None if it has none.
-        value: the value that the bar shows: the contribution, or the score where there is none.
-        start: the bar's left end as a share of the full bar, on one scale for both classes.
-        stop: the bar's right end.
-        shared: whether another slot of the class has its maximum in the same cell.
-        attention: float32 [H, W]; None where the outputs have no attention maps.
+        value: what the bar shows: the contribution, or the score if there is none.
+        start, stop: ends of the bar as shares of the full bar, on one scale for both classes.
+        shared: whether another slot of the class chose the same cell.
+        attention: float32 [H, W]; None if the outputs have no attention maps.
     """
 
     slot: int
@@ -60,19 +64,28 @@ class SlotView:
     shared: bool
     attention: NDArray[np.float32] | None = None
 
+    @property
+    def place(self) -> str:
+        """The slot's name, if it has one, and its cell."""
+        return f"{self.name}, {self.cell_text}" if self.name else self.cell_text
+
+    @property
+    def cell_text(self) -> str:
+        """The slot's cell, and whether other slots share it."""
+        return f"cell {self.cell[0]}, {self.cell[1]}{' (shared)' if self.shared else ''}"
+
 
 @dataclass(frozen=True)
 class ClassView:
     """One class and its evidence.
 
     Attributes:
-        class_id: the class.
-        label: the class's name.
+        class_id, label: the class and its name.
         logit: minus the distance to the class's anchor.
         cosine: <z, a_c>.
-        slots: the strongest first: by contribution to the cosine, else by score.
-        total: the sum of the slots' contributions; None where the distance has none.
-        distinct_cells: the number of different cells that the slots chose.
+        slots: strongest first: by contribution to the cosine, else by score.
+        total: sum of the slots' contributions; None if the distance has none.
+        distinct_cells: number of different cells that the slots chose.
     """
 
     class_id: int
@@ -83,42 +96,42 @@ class ClassView:
     total: float | None
     distinct_cells: int
 
+    @property
+    def name(self) -> str:
+        """The label; the class's number if the label is blank."""
+        return self.label.strip() or f"class {self.class_id}"
 
-@dataclass(frozen=True)
-class MarginDifference:
-    """The slots that the margin comes from.
-
-    Attributes:
-        by_rank: the contribution of the k-th strongest slot of the predicted class minus that of the runner-up's; the
-            differences add up to the margin.
-        leading: the fewest slots of the predicted class whose differences reach half of the margin, greatest first.
-        given: the sum of the leading slots' differences.
-    """
-
-    by_rank: tuple[float, ...]
-    leading: tuple[int, ...]
-    given: float
+    def describe_places(self) -> str:
+        """Return a sentence on the number of cells that the slots chose."""
+        m = len(self.slots)
+        if m == 1:
+            return "One slot, one cell."
+        if self.distinct_cells == 1:
+            return f"All {m} slots chose the same cell."
+        if self.distinct_cells == m:
+            return f"{m} slots, each in its own cell."
+        return f"{m} slots in {self.distinct_cells} different cells."
 
 
 @dataclass(frozen=True)
 class SheetContent:
-    """Everything that a sheet shows except pixels.
+    """Everything on a sheet except pixels.
 
     Attributes:
         image: the image's name in its record.
-        width: of the whole oriented image, in pixels.
-        height: of the whole oriented image, in pixels.
-        crop: (x0, y0, x1, y1) that the model was shown, in pixels of the whole image.
+        width, height: of the whole oriented image, in pixels.
+        crop: (x0, y0, x1, y1) that the model saw, in pixels of the whole image.
         grid: (H, W) of the feature map.
         distance: the head's distance.
         meaning: what the bars show.
         predicted: the class with the largest logit.
-        runner_up: the class with the second largest logit; None for a model of one class.
-        margin: the cosine of the predicted class minus that of the runner-up; None for a model of one class.
-        min_margin: the margin below which the model abstains; None for never.
-        difference: None unless contributions add up to cosines and the margin is positive.
-        truth: the image's label; None where it is not known.
-        correct: whether the predicted class is the label; None where there is no label, or the model has no such class.
+        runner_up: the class with the second largest logit; None for a model with one class.
+        margin: cosine of the predicted class minus that of the runner-up; None without a runner-up.
+        min_margin: margin below which the model abstains; None: never.
+        differences: contribution of the predicted class's k-th strongest slot minus that of the runner-up's, for each
+            k; they add up to the margin. None unless contributions add up to cosines and the margin is positive.
+        label: the image's label; None if it is not known.
+        correct: whether the predicted class is the label; None without a label, or if the model has no such class.
     """
 
     image: str | None
@@ -132,9 +145,14 @@ class SheetContent:
     runner_up: ClassView | None
     margin: float | None
     min_margin: float | None
-    difference: MarginDifference | None
-    truth: str | None = None
+    differences: tuple[float, ...] | None
+    label: str | None = None
     correct: bool | None = None
+
+    @property
+    def views(self) -> list[ClassView]:
+        """The classes on the sheet: the predicted class, and the runner-up if there is one."""
+        return [view for view in (self.predicted, self.runner_up) if view is not None]
 
     @property
     def abstained(self) -> bool:
@@ -143,114 +161,216 @@ class SheetContent:
 
     @property
     def largest(self) -> float | None:
-        """The largest contribution to the cosine of either class; None where there is none above 0."""
-        views = [view for view in (self.predicted, self.runner_up) if view is not None]
-        largest = max(slot.value for view in views for slot in view.slots)
+        """The largest contribution to the cosine of either class; None unless it is positive."""
+        largest = max(slot.value for view in self.views for slot in view.slots)
         return largest if self.meaning == "cosine" and largest > 0 else None
 
+    @property
+    def title(self) -> str:
+        """The sheet's title."""
+        return f"{self.predicted.label}: evidence in {hide_folders(self.image) or 'an image'}"
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        """`correct`, `wrong` or nothing, and a few words on the image's label; both empty without a label."""
+        if self.label is None:
+            return "", ""
+        if self.correct is None:
+            return "", f"label {self.label}, not a class of the model"
+        return "correct" if self.correct else "wrong", "" if self.correct else f"label {self.label}"
+
+    def describe_answer(self) -> str:
+        """Return the predicted label, and whether it is correct if that is known."""
+        verdict = ", ".join(filter(None, self.verdict))
+        return self.predicted.label + (f" ({verdict})" if verdict else "")
+
     def cautions(self) -> list[str]:
-        """Return reasons to doubt the answer, one sentence each, that follow from its numbers alone."""
+        """Return reasons to doubt the answer, one sentence each."""
         cautions = []
-        slots, m = self.predicted.slots, len(self.predicted.slots)
+        slots, m, cells = self.predicted.slots, len(self.predicted.slots), self.predicted.distinct_cells
         if self.abstained:
             cautions.append(f"Abstained: the margin is below the threshold of {self.min_margin:g}.")
-        if m > 1 and self.predicted.distinct_cells == 1:
+        if m > 1 and cells == 1:
             cautions.append(f"All {m} slots chose the same cell: the answer rests on one place.")
-        elif 2 * self.predicted.distinct_cells < m:
-            cautions.append(f"The {m} slots chose only {self.predicted.distinct_cells} different cells.")
+        elif 2 * cells < m:
+            cautions.append(f"The {m} slots chose only {cells} different cells.")
         if self.meaning == "cosine" and self.margin is not None and m > 1 and self.margin < slots[0].value:
-            cautions.append(f"The margin is smaller than what slot {slots[0].slot} alone adds.")
-        if self.runner_up is not None and self.margin is not None and self.margin < 0:
-            cautions.append("By the cosine the runner-up would be closer; this head decides by its distance.")
+            cautions.append(f"Close call: the answer depends on slot {slots[0].slot}.")
+        if self.margin is not None and self.margin < 0:
+            cautions.append("The runner-up has the higher cosine; this head decides by its distance.")
         return cautions
 
-    def count_shared_cells(self) -> int:
-        """Return the number of cells that slots of both classes chose."""
+    def label_sum(self, view: ClassView) -> str:
+        """Return what the bars of a class add up to; empty if they have no sum."""
+        return "" if view.total is None else f"sum = {_SUMS.get(self.distance, 'share of the distance')}"
+
+    def explain_figures(self, *, fields: bool = False) -> list[str]:
+        """Return sentences on how to read boxes and bars; `fields`: receptive fields are drawn on the photographs."""
+        sentences = []
+        if self.crop != (0, 0, self.width, self.height):
+            sentences.append("The white frame marks the crop that the model saw.")
+        if self.predicted.slots[0].field is not None:
+            sentences.append(
+                "A box is the cell where a slot's score was read. Patches show the cell's effective receptive field, "
+                "which the score mostly depends on, with the cell outlined."
+                + (" On the photographs that field is dashed." if fields else "")
+            )
+        if self.largest is not None:
+            sentences.append(BOX_NOTE)
+        if self.differences is not None:
+            sentences.append(
+                "Differences compare slots of equal rank: the predicted class's contribution minus the runner-up's. "
+                "They add up to the margin."
+            )
+        if self.meaning == "score":
+            sentences.append(
+                f"With this head's distance ({self.distance}) one extreme entry decides, so slots have scores but no "
+                "contributions."
+            )
+        if self.meaning == "distance":
+            sentences.append(
+                f"This head decides by distance ({self.distance}). The bars show the share of the class's own "
+                "channels; the other classes' channels make up the rest. Slots are sorted by score."
+            )
+        return sentences
+
+    def describe_difference(self) -> list[str]:
+        """Return sentences on the difference between the two classes."""
         if self.runner_up is None:
-            return 0
-        return len({s.cell for s in self.predicted.slots} & {s.cell for s in self.runner_up.slots})
+            return []
+        sentences = []
+        differences = self.round_differences()
+        if differences:
+            ranked = list(zip(differences, self.predicted.slots, strict=True))
+            favour = [(value, slot) for value, slot in ranked if value > 0]
+            against = [(value, slot) for value, slot in ranked if value < 0]
+            sentences.append(
+                f"In favour: {_list_slots(favour)}; against: {_list_slots(against)}; "
+                f"margin {format_number(self.margin)}."
+            )
+            largest = [(value, slot) for value, slot in favour if value == max(differences)]
+            if len(favour) > 1 and len(largest) == 1:
+                value, slot = largest[0]
+                name = f" ({slot.name})" if slot.name else ""
+                sentences.append(f"Slot {slot.slot}{name} contributes most to the margin: {format_difference(value)}.")
+        shared = len({slot.cell for slot in self.predicted.slots} & {slot.cell for slot in self.runner_up.slots})
+        if shared:
+            sentences.append(f"The two classes share {count_of(shared, 'cell')}.")
+        else:
+            sentences.append("The two classes share no cell.")
+        return sentences
+
+    def round_differences(self) -> list[int]:
+        """Return the difference of each rank as it is printed, in thousandths; empty without differences.
+
+        They add up to the printed margin. As many as possible are the difference of the two printed contributions;
+        each is within a thousandth of the exact difference.
+        """
+        if self.differences is None or self.runner_up is None or self.margin is None:
+            return []
+        exact = [1000 * value for value in self.differences]
+        rounded = [
+            _thousandths(own.value) - _thousandths(other.value)
+            for own, other in zip(self.predicted.slots, self.runner_up.slots, strict=True)
+        ]
+        missing = _thousandths(self.margin) - sum(rounded)
+        step = 1 if missing > 0 else -1
+        for _ in range(abs(missing)):
+            furthest = max(range(len(exact)), key=lambda rank: step * (exact[rank] - rounded[rank]))
+            rounded[furthest] += step
+        return rounded
+
+    def describe(self) -> str:
+        """Return everything that the sheet says, in one paragraph."""
+        first = f"Predicted {self.describe_answer()}, cosine {format_number(self.predicted.cosine)}"
+        if self.runner_up is not None:
+            first += (
+                f", margin {format_number(self.margin)} over the runner-up {self.runner_up.label}, "
+                f"cosine {format_number(self.runner_up.cosine)}"
+            )
+        parts = [f"{first}.", *self.cautions(), self.predicted.describe_places()]
+        for view in self.views:
+            slots = "; ".join(f"slot {slot.slot}, {slot.place}: {format_number(slot.value)}" for slot in view.slots)
+            total = self.label_sum(view)
+            end = f"; {total} {format_number(view.total)}" if total else ""
+            parts.append(f"{view.label}, {HEADINGS[self.meaning]}: {slots}{end}.")
+        return " ".join([*parts, *self.describe_difference(), *self.explain_figures()])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content for JSON, without attention maps and the bars' ends; `truth` only where it is known."""
+        """Return the content for JSON, without attention maps and bars; `label` and `correct` only with a label."""
         document = asdict(self)
         for view in (document["predicted"], document["runner_up"]):
             for slot in view["slots"] if view else []:
                 for key in ("attention", "start", "stop", "value"):
                     del slot[key]
-        if self.truth is None:
-            del document["truth"], document["correct"]
+        if self.label is None:
+            del document["label"], document["correct"]
         return {**document, "abstained": self.abstained, "cautions": self.cautions()}
 
 
+def format_difference(thousandths: int) -> str:
+    """Return a difference with its sign and three decimals."""
+    return f"{thousandths / 1000:+.3f}" if thousandths else "0.000"
+
+
+def _list_slots(ranked: list[tuple[int, SlotView]]) -> str:
+    """Return slots with the sum of their differences, which are in thousandths."""
+    if not ranked:
+        return "none"
+    numbers = [str(slot.slot) for _, slot in ranked]
+    listed = ", ".join(numbers[:-1]) + " and " + numbers[-1] if len(numbers) > 1 else numbers[0]
+    total = format_difference(sum(value for value, _ in ranked))
+    return f"slot{'s' if len(numbers) > 1 else ''} {listed}, {total}"
+
+
+def _thousandths(value: float) -> int:
+    return round(1000 * float(format_number(value)))
+
+
 def build_sheet_content(
-    image: str | None,
-    geometry: Geometry,
+    image: ImageInfo,
     outputs: Outputs,
-    row: int,
     metadata: Metadata,
     *,
     min_margin: float | None = None,
     names: SlotNames | None = None,
-    truth: str | None = None,
 ) -> SheetContent:
     """Return the content of a sheet.
 
     Args:
-        image: the image's name.
-        geometry: the image's size and the crop that the model was shown.
-        outputs: the outputs of a forward pass; with `attention` the sheet has attention maps.
-        row: the image's row in the outputs.
+        image: name, geometry and label of the image.
+        outputs: the image's outputs, N = 1; with `attention` the sheet has attention maps.
         metadata: the model's metadata.
-        min_margin: the margin below which the answer is marked as abstained; None for never.
+        min_margin: margin below which the answer is marked as abstained; None: never.
         names: names of slots.
-        truth: the image's label; None where it is not known.
 
     Raises:
         ValueError: the model's evidence is not `exact`.
     """
-    record = build_record(image, geometry, outputs, row, metadata, top=2, min_margin=min_margin)
+    (record,) = build_records([image], outputs, metadata, top=2, min_margin=min_margin)
     answers = record["top"]
-    evidence = [class_evidence(answer["class_id"], geometry, outputs, row, metadata) for answer in answers]
+    evidence = [class_evidence(answer["class_id"], image.geometry, outputs, metadata) for answer in answers]
     meaning: Meaning = "cosine" if metadata.distance == "l2" else "score"
     if metadata.distance in _PART_DISTANCES:
         meaning = "distance"
-    # where every bar of a class reaches 1/m its cosine is 1; scores lie in [0, 1]
+    # a class whose bars all reach 1/m has cosine 1; scores lie in [0, 1]
     m = metadata.prototypes_per_class
     full = {"cosine": 1.0 / m, "distance": 0.0, "score": 1.0}[meaning]
     ends = bar_ends([_value(slot, meaning) for slots in evidence for slot in slots], full)
-    names = names or SlotNames()
-    views = [
-        ClassView(
-            answer["class_id"],
-            answer["label"],
-            answer["logit"],
-            # evidence comes from anchors, which give every class a cosine
-            cast(float, answer["cosine"]),
-            _build_slots(
-                answer["class_id"], slots, ends[rank * m :][:m], meaning, outputs, row, names, metadata.effective_field
-            ),
-            None if meaning == "score" else math.fsum(_value(slot, meaning) for slot in slots),
-            len({tuple(slot["cell"]) for slot in slots}),
-        )
+    predicted, *others = (
+        _build_view(answer, slots, ends[rank * m :][:m], meaning, outputs, names or {}, metadata)
         for rank, (answer, slots) in enumerate(zip(answers, evidence, strict=True))
-    ]
-    runner_up = views[1] if len(views) > 1 else None
-    return SheetContent(
-        image,
-        geometry.width,
-        geometry.height,
-        geometry.crop,
-        metadata.grid,
-        metadata.distance,
-        meaning,
-        views[0],
-        runner_up,
-        record.get("margin"),
-        min_margin,
-        None if runner_up is None or meaning != "cosine" else _compute_difference(views[0], runner_up),
-        truth,
-        views[0].label == truth if truth in metadata.class_names else None,
     )
+    runner_up = others[0] if others else None
+    differences = None
+    if runner_up is not None and meaning == "cosine":
+        differences = tuple(a.value - b.value for a, b in zip(predicted.slots, runner_up.slots, strict=True))
+    return SheetContent(
+        image.name, image.geometry.width, image.geometry.height, image.geometry.crop, metadata.grid, metadata.distance,
+        meaning, predicted, runner_up, record.get("margin"), min_margin,
+        differences if differences and math.fsum(differences) > 0 else None,
+        image.label, predicted.label == image.label if image.label in metadata.class_names else None,
+    )  # fmt: skip
 
 
 def _value(slot: Slot, meaning: Meaning) -> float:
@@ -258,54 +378,32 @@ def _value(slot: Slot, meaning: Meaning) -> float:
     return slot["score"] if meaning == "score" or contribution is None else contribution
 
 
-def _build_slots(
-    class_id: int,
+def _build_view(
+    answer: Answer,
     slots: list[Slot],
     ends: list[tuple[float, float]],
     meaning: Meaning,
     outputs: Outputs,
-    row: int,
     names: SlotNames,
-    field: EffectiveField | None,
-) -> tuple[SlotView, ...]:
-    cells = [tuple(slot["cell"]) for slot in slots]
-    maps = outputs.attention
-    views = []
-    for slot, (start, stop) in zip(slots, ends, strict=True):
-        x0, y0, x1, y1 = slot["box"]
-        views.append(
-            SlotView(
-                slot["slot"],
-                slot["channel"],
-                (slot["cell"][0], slot["cell"][1]),
-                (x0, y0, x1, y1),
-                None if field is None else field.surround(slot["cell"], slot["box"]),
-                slot["score"],
-                slot["contribution"],
-                names.name(class_id, slot["slot"]),
-                _value(slot, meaning),
-                start,
-                stop,
-                cells.count(tuple(slot["cell"])) > 1,
-                None if maps is None else maps[row, slot["channel"]],
-            )
+    metadata: Metadata,
+) -> ClassView:
+    cells = [(slot["cell"][0], slot["cell"][1]) for slot in slots]
+    field, maps = metadata.effective_field, outputs.attention
+    views = [
+        SlotView(
+            slot["slot"], slot["channel"], cell, cast(tuple[float, float, float, float], tuple(slot["box"])),
+            None if field is None else field.surround(slot["cell"], slot["box"]), slot["score"], slot["contribution"],
+            names.get((answer["class_id"], slot["slot"])), _value(slot, meaning), *end, cells.count(cell) > 1,
+            None if maps is None else maps[0, slot["channel"]],
         )
+        for slot, cell, end in zip(slots, cells, ends, strict=True)
+    ]  # fmt: skip
     # parts of a distance do not separate strong from weak slots: that of kl is not even monotone in the score
     by_value = meaning == "cosine"
-    return tuple(sorted(views, key=lambda view: (-(view.value if by_value else view.score), view.slot)))
-
-
-def _compute_difference(predicted: ClassView, runner_up: ClassView) -> MarginDifference | None:
-    by_rank = tuple(a.value - b.value for a, b in zip(predicted.slots, runner_up.slots, strict=True))
-    margin = math.fsum(by_rank)
-    if margin <= 0:
-        return None
-    order = sorted(range(len(by_rank)), key=lambda rank: (-by_rank[rank], rank))
-    leading: list[int] = []
-    given = 0.0
-    for rank in order:
-        leading.append(predicted.slots[rank].slot)
-        given += by_rank[rank]
-        if 2 * given >= margin:
-            break
-    return MarginDifference(by_rank, tuple(leading), given)
+    views.sort(key=lambda view: (-(view.value if by_value else view.score), view.slot))
+    total = None if meaning == "score" else math.fsum(view.value for view in views)
+    # models with evidence have anchors, and so a cosine for every class
+    cosine = cast(float, answer["cosine"])
+    return ClassView(
+        answer["class_id"], answer["label"], answer["logit"], cosine, tuple(views), total, len(set(cells))
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from PIL import Image
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import build_record
+from opal_deploy.records.record import ImageInfo, build_records
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.entries import FINDING_KINDS, SlotStatistics, list_findings
 
@@ -25,8 +25,8 @@ def metadata(distance="l2"):
 def records(names, scores, cells, distance="l2"):
     scores, cells = scores.astype(np.float32), cells.astype(np.int32)
     outputs = Outputs(-np.sqrt(2 - 2 * cosines(scores, 3, 1e-8)).astype(np.float32), cells, scores)
-    geometry = Geometry.whole(*SIZE)
-    return [build_record(name, geometry, outputs, row, metadata(distance)) for row, name in enumerate(names)]
+    images = [ImageInfo(name, Geometry.whole(*SIZE)) for name in names]
+    return build_records(images, outputs, metadata(distance))
 
 
 def random_records(count, distance="l2"):
@@ -137,10 +137,10 @@ def test_a_patch_knows_what_its_image_shows_where_the_label_is_one_of_the_models
     collector = AtlasCollector(metadata(), 4)
     for name, label in (("0.jpg", "a"), ("1.jpg", "b"), ("2.jpg", "photos"), ("3.jpg", None)):
         collector.add(record(name, (0, 1, 2)), label=label, sha256=name, image=draw_image(name))
-    assert {c.image: c.truth for c in collector.best(0, 0)} == {
+    assert {c.image: c.label for c in collector.best(0, 0)} == {
         "0.jpg": "a", "1.jpg": "b", "2.jpg": None, "3.jpg": None,
     }  # fmt: skip
-    assert collector.count_truths() == {0: {"a": 1, "b": 1}}
+    assert collector.count_labels() == {0: {"a": 1, "b": 1}}
 
 
 def test_images_of_another_class_take_no_room_from_the_classes_own():

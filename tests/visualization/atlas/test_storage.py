@@ -11,9 +11,15 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch, Finding, SlotEntry, SlotStatistics
-from opal_deploy.visualization.atlas.exemplars import find_exemplars
-from opal_deploy.visualization.atlas.storage import check_out_dir, load_atlas, load_patch, save_atlas, write_patch
+from opal_deploy.visualization.atlas.entries import (
+    Atlas,
+    AtlasPatch,
+    Finding,
+    SlotEntry,
+    SlotStatistics,
+    find_exemplars,
+)
+from opal_deploy.visualization.atlas.storage import check_out_dir, load_atlas, save_atlas, write_patch
 
 MODEL = {
     "file": "m.onnx", "sha256": "a" * 64, "checkpoint_sha256": "c" * 64, "backbone": "resnet18", "precision": "fp32",
@@ -28,7 +34,7 @@ def jpeg(shade):
     return buffer.getvalue()
 
 
-def build(root, shade=0, label="oak", truths=("oak", "ash", None), findings=("never_predicted",)):
+def build(root, shade=0, label="oak", labels=("oak", "ash", None), findings=("never_predicted",)):
     """Save an atlas of two classes of two slots, three patches each in class 0; class 1 was never predicted."""
     statistics = SlotStatistics(3, 0.5, 1.0, 0.9, 0.4, (1, 2), 2 / 3, 0.918, 0.1)
 
@@ -43,14 +49,14 @@ def build(root, shade=0, label="oak", truths=("oak", "ash", None), findings=("ne
             0.4 - i / 10,
             file,
             (0.0, 0.0, 40.0, 20.0) if i else None,
-            truths[i],
+            labels[i],
         )
 
     entries = {(0, slot): SlotEntry(0, slot, statistics, tuple(patch(slot, i) for i in range(3))) for slot in (0, 1)}
     entries |= {(1, slot): SlotEntry(1, slot, SlotStatistics(0), ()) for slot in (0, 1)}
-    findings = tuple(Finding(kind, 1, None, 0.0, "ash: predicted for no image") for kind in findings)
+    findings = tuple(Finding(kind, 1, None, 0.0, "ash: never predicted") for kind in findings)
     data, cells = {"description": "train", "answered": 3}, (6,) + (0,) * 48
-    counts = Counter(truth for truth in truths if truth)
+    counts = Counter(each for each in labels if each)
     atlas = Atlas(root, MODEL, (label, "ash"), data, 8, entries, findings, cells, {0: dict(counts)} if counts else {})
     save_atlas(atlas)
     return atlas
@@ -67,7 +73,7 @@ def images(atlas, slot, **options):
 def test_what_was_written_is_read_back_equal(tmp_path):
     atlas = build(tmp_path / "atlas")
     assert load_atlas(tmp_path / "atlas") == atlas
-    pixels = load_patch(atlas, atlas.patches(0, 1)[2])
+    pixels = atlas.load_patch(atlas.patches(0, 1)[2])
     assert pixels.size == (20, 10)
     assert np.abs(np.asarray(pixels, int) - (21, 0, 0)).max() <= 3
 
@@ -82,37 +88,21 @@ def test_patches_are_best_first_and_leave_out_what_is_excluded(tmp_path):
         atlas.patches(0, 2)
 
 
-def test_an_atlas_of_an_earlier_version_loads_and_does_not_know_what_its_images_show(tmp_path):
-    atlas = build(tmp_path)
-    document = json.loads((tmp_path / "atlas.json").read_text())
-    for each in document["classes"]:
-        del each["truths"]
-        for patch in (patch for slot in each["slots"] for patch in slot["patches"]):
-            del patch["truth"]
-    (tmp_path / "atlas.json").write_text(json.dumps(document))
-    loaded = load_atlas(tmp_path)
-    assert [patch.image for patch in loaded.patches(0, 0)] == images(atlas, 0)
-    assert {patch.truth for patch in loaded.patches(0, 0)} == {None}
-    exemplars = find_exemplars(loaded, 0, (0, 1))
-    assert len(exemplars.by_slot[0]) == 3
-    assert not exemplars.of_class
-    assert "does not know what they show" in exemplars.origin
-
-
 @pytest.mark.parametrize(
-    ("truths", "shown", "warning", "fate"),
+    ("labels", "shown", "warning", "fate"),
     [
-        (("oak", "ash", "oak"), "02", "", "1 of them shows another class (ash 1) and is left out."),
-        (("ash", "ash", "ash"), "012", "shows ash", "3 of them show another class (ash 3) and are marked."),
-        (("oak", "oak", "oak"), "012", "", "predicted so."),
+        (("oak", "ash", "oak"), "02", "", "1 image of another class (ash 1) left out."),
+        (("ash", "ash", "ash"), "012", "shows ash", "3 images of another class (ash 3) marked."),
+        (("oak", "oak", "oak"), "012", "", "with this prediction."),
+        ((None, None, None), "012", "", "their labels are not known."),
     ],
-    ids=["one of another class", "all", "none"],
+    ids=["one of another class", "all", "none", "not known"],
 )
-def test_exemplars_show_the_class_itself_and_say_what_else_was_predicted_so(tmp_path, truths, shown, warning, fate):
-    found = find_exemplars(build(tmp_path, truths=truths), 0, [0])
+def test_exemplars_show_the_class_itself_and_say_what_else_was_predicted_so(tmp_path, labels, shown, warning, fate):
+    found = find_exemplars(build(tmp_path, labels=labels), 0, [0])
     assert [exemplar.caption.split()[1] for exemplar in found.by_slot[0]] == [f"{number}.jpg" for number in shown]
     assert {exemplar.warning for exemplar in found.by_slot[0]} == {warning}
-    assert found.of_class == (not warning)
+    assert found.of_class == (not warning and labels[0] is not None)
     assert found.origin.endswith(fate)
 
 
@@ -122,19 +112,19 @@ def test_a_missing_or_damaged_patch_is_refused(tmp_path, damage):
     patch = atlas.patches(0, 0)[0]
     damage(tmp_path / patch.file)
     with pytest.raises(ArtifactError, match="build the atlas again"):
-        load_patch(atlas, patch)
+        atlas.load_patch(patch)
 
 
 @pytest.mark.parametrize(
     ("edit", "complaint"),
     [
-        (lambda d: d.update(schema=2), "schema 2 found, 1 expected"),
+        (lambda d: d.update(schema=2), "schema 2, expected 1"),
         (lambda d: d.update(kind="other"), "not an atlas"),
         (lambda d: d.pop("model"), "damaged"),
         (lambda d: d["model"].update(sha256=3), "damaged"),
         (lambda d: d["classes"].reverse(), "damaged"),
         (lambda d: d["classes"][0]["slots"].pop(), "damaged"),
-        (lambda d: d["classes"][0].update(label=None), "damaged"),
+        (lambda d: d["classes"][0].update(name=None), "damaged"),
         (lambda d: d["classes"][0]["slots"][0].pop("entropy"), "damaged"),
         (lambda d: d["classes"][0]["slots"][0]["patches"][0].update(file="../../secret.jpg"), "damaged"),
         (lambda d: d["classes"][0]["slots"][0]["patches"][0].update(box=[1, 2]), "damaged"),
@@ -168,7 +158,7 @@ def test_only_exports_of_the_same_checkpoint_belong_to_it(tmp_path):
     atlas.check_model({"sha256": "a" * 64}, "m.onnx")
     atlas.check_model({"sha256": "b" * 64, "checkpoint_sha256": "c" * 64}, "m.fp16.onnx")
     for other in ({"sha256": "b" * 64}, {"sha256": "b" * 64, "checkpoint_sha256": "d" * 64}):
-        with pytest.raises(UsageError, match=r"built with m\.onnx .* n\.onnx is another model"):
+        with pytest.raises(UsageError, match=r"belongs to m\.onnx .* not to n\.onnx"):
             atlas.check_model(other, "n.onnx")
 
 
@@ -178,7 +168,7 @@ def test_an_atlas_is_whole_until_the_next_one_replaces_it_and_all_its_patches(tm
     write_patch(tmp_path, jpeg(200))  # and then the process is killed
     assert load_atlas(tmp_path) == old
     for patch in old.patches(0, 0) + old.patches(0, 1):
-        load_patch(old, patch)
+        old.load_patch(patch)
     new = build(tmp_path, shade=100)
     assert {p.relative_to(tmp_path).as_posix() for p in (tmp_path / "patches").rglob("*.jpg")} == {*patch_files(new)}
     assert (tmp_path / "names.toml").exists()
@@ -190,9 +180,9 @@ def test_an_atlas_is_whole_until_the_next_one_replaces_it_and_all_its_patches(tm
         ("", False, ".", None),
         ("names.toml", False, ".", None),
         ("atlas.json patches", True, ".", None),
-        ("atlas.json", False, ".", "an atlas is there already"),
-        ("photo.jpg", True, ".", "other files are there"),
-        ("a", True, "a", "a file is there"),
+        ("atlas.json", False, ".", "already holds an atlas"),
+        ("photo.jpg", True, ".", "holds other files"),
+        ("a", True, "a", "is a file"),
     ],
 )
 def test_an_atlas_is_written_where_it_replaces_nothing_else(tmp_path, there, overwrite, out, complaint):
@@ -210,20 +200,20 @@ def test_the_page_shows_every_patch_and_escapes_what_things_are_called(tmp_path)
     sources = re.findall(r'<img [^>]*src="([^"]*)"', text)
     assert sorted(sources) == patch_files(atlas)
     assert all((tmp_path / source).is_file() for source in sources)
-    assert "predicted for no image" in text
+    assert "never predicted" in text
     assert not re.search(r"https?://", text)
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [360, 1280])
 def test_the_page_fits_shows_names_whole_and_marks_images_of_another_class_in_words(open_page, tmp_path, width):
-    build(tmp_path, label="oak_with_a_long_name_and_no_spaces_" * 4, truths=("ash", "ash", None))
+    build(tmp_path, label="oak_with_a_long_name_and_no_spaces_" * 4, labels=("ash", "ash", None))
     page = open_page(tmp_path / "atlas.html", width=width)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     cut = "all => all.filter(e => e.scrollWidth > e.clientWidth || getComputedStyle(e).overflow !== 'visible').length"
     assert page.locator("figcaption, p, h1, h2, li").evaluate_all(cut) == 0
     assert page.locator("figure.other strong").all_text_contents() == ["shows ash"] * 4
-    assert "of another (ash 2)" in page.locator("#class-0 + p").text_content()
+    assert "2 of other classes (ash 2)" in page.locator("#class-0 + p").text_content()
     assert page.problems == []
 
 

@@ -42,7 +42,7 @@ def report(tmp_path_factory, make_record):
             if i % 3:
                 record["prediction"]["calibrated_probability"] = 1 - i / 100
             record["status"] = "ok" if i < 56 else "abstained"
-            record["truth"] = "Albatross" if i in (1, 3, 5) else labels[0]
+            record["label"] = "Albatross" if i in (1, 3, 5) else labels[0]
             writer.add(record, Image.new("RGB", (300, 400), (i, 90, 120)))
         writer.add(error_record("birds/bad.jpg", "truncated_image", "cut short"), None)
         writer.add(error_record("birds/none.jpg", "empty_file", "0 bytes"), None)
@@ -101,11 +101,13 @@ def test_cards_start_with_typical_answers_and_are_drawn_as_in_the_file(open_page
     page = open_page(report)
     # the median of the right ones, and one of the three wrong ones in their proportion
     assert (names(page)[0], names(page).index("birds/03.jpg")) == ("birds/31.jpg", 10)
-    expect(page.locator("#typical")).to_contain_text("57 right (median margin 0.590) and 3 wrong (median margin 0.870)")
+    expect(page.locator("#typical")).to_contain_text(
+        "57 correct (median margin 0.590) and 3 wrong (median margin"
+    )
     assert image_widths(page) == [300] * 48
     written = read_cards(page)
     assert "calibrated probability0.690" in page.locator("#cards article").first.text_content()
-    expect(page.locator("#found")).to_have_text("62 images, 1 to 48 here")
+    expect(page.locator("#found")).to_have_text("62 images, 1 to 48 shown")
     choose_order(page, "input")
     assert names(page)[:3] == ["birds/00.jpg", "birds/01.jpg", "birds/02.jpg"]
     choose_order(page, "class")
@@ -122,8 +124,8 @@ def test_cards_start_with_typical_answers_and_are_drawn_as_in_the_file(open_page
 
 
 FILTERS = [
-    ("search", "BIRDS/1", 10), ("search", "nowhere", 0), ("class", "Albatross (30)", 30), ("truth", "Auklet (27)", 27),
-    ("verdict", "differ", 3), ("verdict", "agree", 57), ("verdict", "no label", 2), ("status", "answered (56)", 56),
+    ("search", "BIRDS/1", 10), ("search", "nowhere", 0), ("class", "Albatross (30)", 30), ("label", "Auklet (27)", 27),
+    ("verdict", "wrong", 3), ("verdict", "correct", 57), ("verdict", "no label", 2), ("status", "answered (56)", 56),
     ("status", "abstained (4)", 4), ("status", "failed: truncated_image (1)", 1), ("low", "0.85", 6),
     ("high", "0.35", 5),
 ]  # fmt: skip
@@ -154,8 +156,8 @@ def test_each_filter_leaves_what_matches_it(open_page, report):
         assert page.locator("#found").text_content().startswith(f"{count} image"), (field, value)
         assert len(names(page)) == min(count, 48), (field, value)
         page.locator("button[type=reset]").dispatch_event("click")
-        expect(page.locator("#found")).to_have_text("62 images, 1 to 48 here")
-    page.click(".matrix [data-truth=Albatross][data-class=Auklet] button")
+        expect(page.locator("#found")).to_have_text("62 images, 1 to 48 shown")
+    page.click(".matrix [data-label=Albatross][data-class=Auklet] button")
     expect(page.locator("#cards h3")).to_have_text(["birds/03.jpg", "birds/01.jpg", "birds/05.jpg"])
 
 
@@ -204,7 +206,7 @@ def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page, rep
         expect_open(page, None)
     for fragment in ("#i=999", "#name=%E0%A4%A", "#i=<script>"):
         page = open_page(report, fragment)
-        expect(page.locator("#found")).to_contain_text("not shown here")
+        expect(page.locator("#found")).to_contain_text("not on this page")
         expect_open(page, None)
         assert page.problems == []
 
@@ -244,7 +246,7 @@ def test_an_open_image_leads_to_its_drawing_and_its_sheet(open_page, write_repor
 def test_no_hostile_text_is_executed(open_page, write_report, make_record, image_mode):
     entries = []
     for text in HOSTILE:
-        record = {**make_record(SIZE, image=text, labels=(text, text + "2")), "truth": text + "3", "overlay": text}
+        record = {**make_record(SIZE, image=text, labels=(text, text + "2")), "label": text + "3", "overlay": text}
         record["evidence"][0]["name"] = text
         entries += [(record, Image.new("RGB", SIZE)), error_record(text, text, text)]
     path = write_report(entries, title=HOSTILE[1], facts=[(HOSTILE[0], HOSTILE[1])], image_mode=image_mode)
@@ -296,8 +298,8 @@ def test_without_scripts_cards_and_tables_are_there(open_page, report):
     page = open_page(report, java_script_enabled=False)
     expect(page.get_by_role("link", name="birds/31.jpg")).to_have_count(1)
     expect(page.locator("main noscript p")).to_be_visible()
-    expect(page.locator("main noscript p")).to_contain_text("only 48 images are here")
-    expect(page.get_by_role("heading", name="Classes predicted")).to_be_visible()
+    expect(page.locator("main noscript p")).to_contain_text("only 48 images are shown")
+    expect(page.get_by_role("heading", name="Predicted classes")).to_be_visible()
     expect(page.locator(".orders")).to_be_hidden()  # what does nothing is not shown
 
 
@@ -349,7 +351,7 @@ def test_ten_thousand_images_can_be_looked_through(open_page, write_report, make
     record, margins = make_record(SIZE), [(i * 7919 % 10_000) / 10_000 for i in range(10_000)]
     records = ({**record, "image": f"birds/{i:05}.jpg", "margin": margin} for i, margin in enumerate(margins))
     page = open_page(write_report(records, image_mode="files"))
-    expect(page.locator("#found")).to_have_text("10,000 images, 1 to 48 here")
+    expect(page.locator("#found")).to_have_text("10,000 images, 1 to 48 shown")
     expect(page.locator("#cards article")).to_have_count(48)
     page.fill("#search", "birds/0999")
     expect(page.locator("#found")).to_have_text("10 images of 10,000")

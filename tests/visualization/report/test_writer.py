@@ -60,7 +60,7 @@ def test_hostile_names_labels_and_messages_stay_text_on_a_self_contained_page(wr
     assert "url(" not in text
     assert "@import" not in text
     assert page.values("lang") == ["en"]
-    assert any("with the evidence boxes; predicted" in alt for alt in page.values("alt"))
+    assert any("with evidence boxes; predicted" in alt for alt in page.values("alt"))
 
 
 @pytest.mark.parametrize(("image_mode", "sources"), [("embed", "data:"), ("files", "'self' file:")])
@@ -114,8 +114,8 @@ def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_p
     assert [tag for tag, _ in page.elements].count("article") == 4, "two images, two failures"
     assert fullness[:3] == [False, False, True]
     for part in (
-        "The first 2 of 1,500 answered images are shown; all are in results.jsonl.",
-        "The first 2 are listed; all are in results.jsonl.",
+        "Showing the first 2 of 1,500 answered images; results.jsonl has all.",
+        "Showing the first 2; results.jsonl has all.",
         "kind 29",
         "10 more classes not listed.",
     ):
@@ -175,18 +175,26 @@ def test_each_image_is_in_the_file_once(write, make_record):
     ("answers", "order", "sentence"),
     [
         # margin, and whether the class is the label
-        ([(0.9, 1), (0.5, 1), (0.4, 1), (0.1, 0)], "1230-", "3 right (median margin 0.500) and 1 wrong (median margin"),
-        ([(0.9, 1), (0.1, 0), (0.9, 1), (0.1, 0)], "0123-", "2 right (median margin 0.900) and 2 wrong (median margin"),
-        ([(0.9, None), (None, None), (0.6, None), (0.2, None)], "2031-", "nearest to the median, 0.600."),
+        (
+            [(0.9, 1), (0.5, 1), (0.4, 1), (0.1, 0)],
+            "1230-",
+            "3 correct (median margin 0.500) and 1 wrong (median margin",
+        ),
+        (
+            [(0.9, 1), (0.1, 0), (0.9, 1), (0.1, 0)],
+            "0123-",
+            "2 correct (median margin 0.900) and 2 wrong (median margin",
+        ),
+        ([(0.9, None), (None, None), (0.6, None), (0.2, None)], "2031-", "closest to the median, 0.600."),
         ([(None, None)] * 2, "01-", None),
     ],
     ids=["three to one", "one to one", "no labels", "no margins"],
 )
-def test_typical_answers_come_first_right_and_wrong_in_proportion(write, make_record, answers, order, sentence):
+def test_typical_answers_come_first_correct_and_wrong_in_proportion(write, make_record, answers, order, sentence):
     records = []
     for margin, right in answers:
-        truth = {} if right is None else {"truth": "Sooty Albatross" if right else "other"}
-        records.append({**make_record(SIZE), "margin": margin, **truth})
+        label = {} if right is None else {"label": "Sooty Albatross" if right else "other"}
+        records.append({**make_record(SIZE), "margin": margin, **label})
     page = write([*records, BAD])
     assert re.findall(r'<article id="i=(\d+)">', page) == list(order.replace("-", str(len(answers))))
     assert ("Typical answers first" in page) == (sentence is not None)
@@ -204,18 +212,18 @@ def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(write, make_r
 
 def test_labels_are_set_against_classes(write, make_record):
     pairs = [("a", "a"), ("a", "a"), ("a", "b"), ("b", "b"), ("other", "b")]
-    records = [{**make_record(SIZE, labels=(predicted, "z")), "truth": truth} for truth, predicted in pairs]
+    records = [{**make_record(SIZE, labels=(predicted, "z")), "label": label} for label, predicted in pairs]
     page = write([*records, make_record(SIZE)])
-    cells = re.findall(r'<td class="(\w+) s\d" data-truth="(\w+)" data-class="(\w+)">(\d+)</td>', page)
+    cells = re.findall(r'<td class="(\w+) s\d" data-label="(\w+)" data-class="(\w+)">(\d+)</td>', page)
     assert [" ".join(cell) for cell in cells] == ["agrees a a 2", "differs a b 1", "agrees b b 1", "differs other b 1"]
-    assert "label for 3 of 5 answers with a label" in Elements(page).text
+    assert "Accuracy: 3 of 5 (60 %)" in Elements(page).text
 
 
 def test_many_classes_have_a_list_of_confusions(write, make_record):
-    records = [{**make_record(SIZE, labels=(f"kind {i}", "z")), "truth": f"kind {i + 1}"} for i in [*range(100), 42]]
+    records = [{**make_record(SIZE, labels=(f"kind {i}", "z")), "label": f"kind {i + 1}"} for i in [*range(100), 42]]
     page = write(records, limit=0)
     assert 'class="matrix"' not in page
-    rows = re.findall(r'data-truth="([^"]+)" data-class="([^"]+)">(\d+)<', page)
+    rows = re.findall(r'data-label="([^"]+)" data-class="([^"]+)">(\d+)<', page)
     assert rows[0] == ("kind 43", "kind 42", "2")
     assert len(rows) == 60
     assert "40 more pairs not listed." in Elements(page).text
@@ -227,7 +235,7 @@ def test_slots_have_their_names_and_a_run_without_labels_no_filter_for_them(writ
     page = write([record])
     for part in ("<bdi>beak</bdi>", '"beak"', "<label hidden>Label"):
         assert part in page
-    assert "Labels and classes" not in page
+    assert "Labels and predictions" not in page
 
 
 def test_an_exception_leaves_nothing_and_the_earlier_report_alone(tmp_path, make_record, write):
@@ -249,15 +257,15 @@ def test_a_report_appears_when_it_is_closed_and_takes_no_more(tmp_path, make_rec
     report.close()
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
     for call in (lambda: report.add(make_record(SIZE), None), report.close):
-        with pytest.raises(ValueError, match="closed already"):
+        with pytest.raises(ValueError, match="the report is closed"):
             call()
 
 
 def test_a_page_of_no_images_and_one_of_a_model_without_evidence_say_so(write, answer_without_evidence):
-    assert "No image has an answer." in Elements(write([])).text
+    assert "No image was answered." in Elements(write([])).text
     overlay = draw_overlay(Image.new("RGB", SIZE), answer_without_evidence)
     text = Elements(write([(answer_without_evidence, overlay)])).text
-    assert "This model has no exact evidence" in text
+    assert "No evidence boxes" in text
     assert "logit" in text
 
 

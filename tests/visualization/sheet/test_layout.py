@@ -11,15 +11,23 @@ from PIL import Image
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.visualization.atlas.exemplars import Exemplar, Exemplars
+from opal_deploy.records.record import ImageInfo
+from opal_deploy.visualization.atlas.entries import Exemplar, Exemplars
 from opal_deploy.visualization.overlay import crop_box
-from opal_deploy.visualization.palette import slot_color
 from opal_deploy.visualization.sheet.content import build_sheet_content
-from opal_deploy.visualization.sheet.images import draw_attention_map, draw_class_boxes, enlarge
+from opal_deploy.visualization.sheet.drawing import (
+    Bitmap,
+    Rect,
+    Text,
+    draw_attention_map,
+    draw_class_boxes,
+    encode_png,
+    encode_svg,
+    enlarge,
+    render_png,
+)
 from opal_deploy.visualization.sheet.layout import layout_sheet
-from opal_deploy.visualization.sheet.rendering import Bitmap, Rect, Text, encode_png, encode_svg, render_png
-from opal_deploy.visualization.slot_names import SlotNames
-from opal_deploy.visualization.text import measure_text
+from opal_deploy.visualization.style import measure_text, slot_color
 
 GRID = (7, 7)
 HOSTILE = "<script>alert(1)</script>\"'&\n\udcff]]></title><img src=x onerror=alert(2)>"
@@ -49,8 +57,9 @@ def content(
     metadata = Metadata(labels, m, {"distance": distance, "epsilon": 1e-8}, "exact", "resnet18", GRID, (224, 224))
     if field is not None:
         metadata = replace(metadata, receptive_field={"stride": 32, "effective": field, "effective_offset": 16})
-    geometry, image = Geometry(*size, crop or (0, 0, *size)), options.pop("image", "a/b.jpg")
-    return build_sheet_content(image, geometry, outputs, 0, metadata, **options)
+    geometry = Geometry(*size, crop or (0, 0, *size))
+    image = ImageInfo(options.pop("image", "a/b.jpg"), geometry, label=options.pop("label", None))
+    return build_sheet_content(image, outputs, metadata, **options)
 
 
 def exemplars(m, count=4):
@@ -71,8 +80,8 @@ CASES = {
     "tiny": (content(size=(14, 7)), None),
     "cropped": (content(crop=(100, 50, 600, 400)), None),
     "abstained": (content(min_margin=0.99), None),
-    "wrong": (content(truth="birch"), None),
-    "label of no class": (content(truth=LONG), None),
+    "wrong": (content(label="birch"), None),
+    "label of no class": (content(label=LONG), None),
     "fields": (content(10, field=96, crop=(100, 50, 600, 400)), exemplars(10)),
     "long names": (content(labels=(LONG, LONG[::-1]), image=LONG * 5, heatmap=True), exemplars(5)),
     "no name": (content(labels=(" ", ""), image=None), None),
@@ -178,7 +187,7 @@ def test_boxes_of_both_classes_have_lines_on_one_scale():
 
 
 def test_sums_margin_and_slot_names_stand_on_the_sheet():
-    shown = content(names=SlotNames({(content().predicted.class_id, 2): "beak"}))
+    shown = content(names={(content().predicted.class_id, 2): "beak"})
     page = draw(shown)
     texts = [shape.text for shape in page.shapes if isinstance(shape, Text)]
     assert texts.count("sum = cosine") == 2
@@ -190,7 +199,7 @@ def test_sums_margin_and_slot_names_stand_on_the_sheet():
 
 @pytest.mark.parametrize("name", [HOSTILE, "]]>", "&amp;", "\x00\x1b[31m", "日本語", ""])
 def test_the_svg_is_well_formed_whatever_things_are_called(name):
-    shown = content(labels=(name, name + "2"), image=name, names=SlotNames({(0, 0): name or "x", (1, 1): name or "x"}))
+    shown = content(labels=(name, name + "2"), image=name, names={(0, 0): name or "x", (1, 1): name or "x"})
     hostile = Exemplars({0: [Exemplar(Image.new("RGB", (9, 9)), (0, 0, 9, 9), None, name, name)]}, name)
     elements = list(ET.fromstring(encode_svg(draw(shown, hostile))).iter())
     assert {element.tag.removeprefix(SVG) for element in elements} == {"svg", "title", "desc", "rect", "text", "image"}

@@ -1,0 +1,276 @@
+"""A laid-out sheet: the bitmaps on it, its shapes at fixed places, and their rendering as PNG or SVG.
+
+The SVG is written by hand: a library would add a dependency to the base install for three elements. Its text stays
+text, its bitmaps are embedded, and nothing is loaded from elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+from xml.sax.saxutils import escape, quoteattr
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
+
+from opal_deploy.visualization.boxes import SlotBox, draw_boxes
+from opal_deploy.visualization.overlay import crop_box, encode_jpeg
+from opal_deploy.visualization.sheet.content import ClassView
+from opal_deploy.visualization.style import (
+    PAPER,
+    RGB,
+    draw_text,
+    escape_unprintable,
+    measure_text,
+    to_drawable,
+    to_hex,
+)
+
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of the image
+Rectangle = tuple[int, int, int, int]  # x, y, width, height in pixels of a bitmap on the sheet
+Anchor = Literal["start", "middle", "end"]
+
+# patches enlarged at least this much show pixels as squares: smoothing would invent detail
+_SQUARES_FROM = 8
+# colours from no to most attention: paper, sky blue, dark blue; lightness falls throughout, so it reads in grey too
+_COLOR_STOPS: tuple[RGB, ...] = ((250, 250, 248), (120, 185, 225), (8, 60, 110))
+_PILLOW_ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
+# the built-in font has one weight: bold text is drawn twice, this many pixels apart
+_BOLD_OFFSET = 0.6
+_SVG_FONTS = "Aileron, Helvetica, Arial, 'Liberation Sans', sans-serif"
+
+
+def fit_size(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
+    """Return the largest (width, height) with the aspect ratio of `size` within `bounds`; at least one pixel each."""
+    scale = min(bounds[0] / size[0], bounds[1] / size[1])
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+
+
+def draw_class_boxes(
+    photograph: Image.Image,
+    size: tuple[int, int],
+    view: ClassView,
+    bounds: tuple[int, int],
+    *,
+    largest: float | None = None,
+    fields: bool = False,
+) -> Image.Image:
+    """Return the photograph, scaled to fit `bounds`, with the boxes of one class drawn at that size.
+
+    Args:
+        photograph: the whole oriented image, RGB, or its `to_display`.
+        size: (width, height) of the whole image.
+        view: the class.
+        bounds: (width, height) in pixels.
+        largest: the contribution with the widest border; None: all borders are equal.
+        fields: draw effective receptive fields too.
+    """
+    drawn = enlarge(photograph, bounds)
+    scale = (drawn.width / size[0], drawn.height / size[1])
+    boxes = [
+        SlotBox(
+            slot.slot,
+            slot.box,
+            slot.field if fields else None,
+            None if largest is None else max(0.0, slot.value / largest),
+        )
+        for slot in sorted(view.slots, key=lambda slot: slot.slot)
+    ]
+    draw_boxes(ImageDraw.Draw(drawn), boxes, scale, drawn.size)
+    return drawn
+
+
+def enlarge(patch: Image.Image, bounds: tuple[int, int]) -> Image.Image:
+    """Return an image scaled to fit `bounds` (width, height), with its own aspect ratio."""
+    size = fit_size(patch.size, bounds)
+    squares = size[0] >= _SQUARES_FROM * patch.width
+    return patch.resize(size, Image.Resampling.NEAREST if squares else Image.Resampling.LANCZOS)
+
+
+def cut_context(
+    photograph: Image.Image, size: tuple[int, int], box: Box, field: Box | None, bounds: tuple[int, int]
+) -> tuple[Image.Image, Rectangle | None]:
+    """Return a cell's effective receptive field, scaled to fit `bounds`; the cell alone if the field is not known.
+
+    Args:
+        photograph: the whole oriented image, RGB, or its `to_display`.
+        size: (width, height) of the whole image.
+        box: the cell.
+        field: the cell's effective receptive field.
+        bounds: (width, height) in pixels.
+
+    Returns:
+        The pixels, and the cell's place in them; None without a field.
+    """
+    drawn = enlarge(crop_box(photograph, field or box, size), bounds)
+    return drawn, None if field is None else locate_cell(box, field, drawn.size)
+
+
+def locate_cell(box: Box, field: Box, size: tuple[int, int]) -> Rectangle:
+    """Return the place of a cell, at least 3 x 3 pixels, in a bitmap of `size` that shows its field."""
+    across, down = size[0] / (field[2] - field[0]), size[1] / (field[3] - field[1])
+    x, y = round((box[0] - field[0]) * across), round((box[1] - field[1]) * down)
+    return x, y, max(3, round((box[2] - box[0]) * across)), max(3, round((box[3] - box[1]) * down))
+
+
+def draw_attention_map(attention: NDArray[np.float32], maximum: float, size: tuple[int, int]) -> Image.Image:
+    """Return an attention map with one rectangle per cell, from pale (0) to dark (`maximum`), not smoothed.
+
+    Args:
+        attention: float32 [H, W].
+        maximum: value of the darkest colour, positive.
+        size: (width, height) of the result in pixels.
+    """
+    share = np.clip(attention.astype(np.float64) / maximum, 0.0, 1.0)
+    stops = np.linspace(0.0, 1.0, len(_COLOR_STOPS))
+    colors = np.asarray(_COLOR_STOPS, dtype=np.float64)
+    rgb = np.stack([np.interp(share, stops, colors[:, channel]) for channel in range(3)], axis=-1)
+    return Image.fromarray(np.round(rgb).astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
+
+
+@dataclass(frozen=True)
+class Rect:
+    """A rectangle with an edge of `line` pixels inside it; None leaves out the fill or the edge."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    fill: RGB | None = None
+    edge: RGB | None = None
+    line: int = 1
+
+
+@dataclass(frozen=True)
+class Text:
+    """One line of text, `size` pixels high; `y` is the baseline, `anchor` the part of the line at `x`."""
+
+    x: int
+    y: int
+    text: str
+    size: int
+    color: RGB
+    anchor: Anchor = "start"
+    bold: bool = False
+
+
+@dataclass(frozen=True)
+class Bitmap:
+    """Pixels in their own size; `alt` describes them in words."""
+
+    x: int
+    y: int
+    image: Image.Image
+    alt: str
+
+
+Shape: TypeAlias = Rect | Text | Bitmap
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A laid-out sheet.
+
+    Attributes:
+        width, height: in pixels.
+        title: the sheet's name, for screen readers.
+        description: the sheet in words, for screen readers.
+        shapes: later shapes lie over earlier ones.
+    """
+
+    width: int
+    height: int
+    title: str
+    description: str
+    shapes: tuple[Shape, ...]
+
+
+def render_png(drawing: Drawing) -> Image.Image:
+    """Return the drawing as pixels, RGB."""
+    image = Image.new("RGB", (drawing.width, drawing.height), PAPER)
+    draw = ImageDraw.Draw(image)
+    for shape in drawing.shapes:
+        match shape:
+            case Rect() if shape.width > 0 and shape.height > 0:
+                corners = (shape.x, shape.y, shape.x + shape.width - 1, shape.y + shape.height - 1)
+                draw.rectangle(corners, fill=shape.fill, outline=shape.edge, width=shape.line)
+            case Text():
+                for x in (shape.x, shape.x + _BOLD_OFFSET) if shape.bold else (shape.x,):
+                    anchor = _PILLOW_ANCHORS[shape.anchor]
+                    draw_text(draw, (x, shape.y), to_drawable(shape.text), shape.color, shape.size, anchor)
+            case Bitmap():
+                image.paste(shape.image, (shape.x, shape.y))
+    return image
+
+
+def encode_png(drawing: Drawing) -> bytes:
+    """Return the drawing as a PNG file with its title and description; equal drawings give equal bytes."""
+    about = PngInfo()
+    about.add_itxt("Title", drawing.title)
+    about.add_itxt("Description", drawing.description)
+    buffer = io.BytesIO()
+    render_png(drawing).save(buffer, "PNG", pnginfo=about)
+    return buffer.getvalue()
+
+
+def encode_svg(drawing: Drawing) -> bytes:
+    """Return the drawing as an SVG file in UTF-8, with all texts escaped; equal drawings give equal bytes."""
+    width, height = drawing.width, drawing.height
+    lines = [
+        '<?xml version="1.0" encoding="UTF-8"?>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="title desc" font-family="{_SVG_FONTS}">',
+        f'<title id="title">{_escape(drawing.title)}</title>',
+        f'<desc id="desc">{_escape(drawing.description)}</desc>',
+        f'<rect width="{width}" height="{height}" fill="{to_hex(PAPER)}"/>',
+    ]
+    for shape in drawing.shapes:
+        match shape:
+            case Rect() if shape.width > 0 and shape.height > 0:
+                lines.append(_rect_element(shape))
+            case Text():
+                lines += _text_elements(shape)
+            case Bitmap():
+                lines.append(_image_element(shape))
+    return "\n".join([*lines, "</svg>\n"]).encode("utf-8")
+
+
+def _rect_element(rect: Rect) -> str:
+    fill = "none" if rect.fill is None else to_hex(rect.fill)
+    x, y, width, height, edge = f"{rect.x}", f"{rect.y}", rect.width, rect.height, ""
+    if rect.edge is not None:
+        # SVG strokes along the middle of the edge, ours lies inside the rectangle
+        x, y = f"{rect.x + rect.line / 2}", f"{rect.y + rect.line / 2}"
+        width, height = width - rect.line, height - rect.line
+        edge = f' stroke="{to_hex(rect.edge)}" stroke-width="{rect.line}"'
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}"{edge}/>'
+
+
+def _text_elements(text: Text) -> list[str]:
+    # the reader's font may be wider than ours: textLength keeps the laid-out width
+    width = measure_text(text.text, text.size)
+    if not width:
+        return []
+    weight = ' font-weight="bold"' if text.bold else ""
+    return [
+        f'<text x="{text.x}" y="{text.y}" font-size="{text.size}" fill="{to_hex(text.color)}" '
+        f'text-anchor="{text.anchor}"{weight} textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs">'
+        f"{_escape(text.text)}</text>"
+    ]
+
+
+def _image_element(bitmap: Bitmap) -> str:
+    data = base64.b64encode(encode_jpeg(bitmap.image)).decode("ascii")
+    width, height = bitmap.image.size
+    return (
+        f'<image x="{bitmap.x}" y="{bitmap.y}" width="{width}" height="{height}" role="img" '
+        f'aria-label={quoteattr(escape_unprintable(bitmap.alt))} href="data:image/jpeg;base64,{data}"/>'
+    )
+
+
+def _escape(text: str) -> str:
+    return escape(escape_unprintable(text))

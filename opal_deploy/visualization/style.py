@@ -1,0 +1,241 @@
+"""Colours, numbers and text of drawings and pages.
+
+Slots have ten colours that readers with and without colour-vision deficiencies can tell apart; from slot 10 on they
+repeat. Text from outside (labels, file names, messages) is made printable here, or drawable in Pillow's built-in font.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import unicodedata
+from collections.abc import Callable
+from functools import lru_cache
+from typing import cast
+
+from PIL import Image, ImageDraw, ImageFont
+
+RGB = tuple[int, int, int]
+
+WHITE: RGB = (255, 255, 255)
+BLACK: RGB = (0, 0, 0)
+PAPER: RGB = (250, 250, 248)
+INK: RGB = (26, 26, 26)
+FAINT: RGB = (86, 86, 86)
+TRACK: RGB = (226, 226, 222)
+ALERT: RGB = (150, 40, 27)
+
+# Found by a search for ten colours that stay apart as far as possible for normal vision, protanopia, deuteranopia and
+# tritanopia (Machado, Oliveira & Fernandes 2009): at least 27 in CIE76, the first five 32. Published sets reach 17
+# (Petroff 2021, ten colours) and 16 (Okabe & Ito 2008, eight). The first few, enough for most models, also differ in
+# name.
+COLORS: tuple[RGB, ...] = (
+    (41, 37, 215),  # blue
+    (253, 227, 53),  # yellow
+    (249, 55, 7),  # red
+    (208, 110, 255),  # violet
+    (104, 240, 184),  # mint
+    (95, 62, 71),  # plum
+    (69, 133, 150),  # teal
+    (189, 202, 229),  # pale blue
+    (152, 0, 14),  # dark red
+    (136, 137, 110),  # olive
+)
+
+# letters and signs that Unicode does not decompose to what the built-in font has
+_PLAIN = str.maketrans(
+    {
+        "ß": "ss", "æ": "ae", "Æ": "AE", "œ": "oe", "Œ": "OE", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "đ": "d",
+        "Đ": "D", "ð": "d", "þ": "th", "Þ": "Th", "ı": "i", "‘": "'", "’": "'", "‐": "-", "–": "-", "—": "-",
+        "−": "-", "×": "x",
+    }
+)  # fmt: skip
+_JOINERS = "\u200c\u200d"  # unprintable to Python, but part of Persian and Indic spelling
+# characters read of a text from outside before it is wrapped or truncated
+_MAX_CHARACTERS = 2000
+
+_local = threading.local()
+
+
+def slot_color(slot: int) -> RGB:
+    """Return the colour of a slot (0, 1, ...)."""
+    return COLORS[slot % len(COLORS)]
+
+
+@lru_cache(maxsize=1024)
+def text_color(background: RGB) -> RGB:
+    """Return white or black, whichever contrasts more with `background` (at least 4.5:1, WCAG AA)."""
+    return WHITE if contrast_ratio(WHITE, background) > contrast_ratio(BLACK, background) else BLACK
+
+
+def contrast_ratio(a: RGB, b: RGB) -> float:
+    """Return the WCAG 2 contrast ratio of two colours, from 1 to 21."""
+    low, high = sorted((_luminance(a), _luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(color: RGB) -> float:
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in (c / 255 for c in color)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def to_hex(color: RGB) -> str:
+    """Return the colour in CSS notation, #rrggbb."""
+    return "#{:02x}{:02x}{:02x}".format(*color)
+
+
+def format_number(value: float | None) -> str:
+    """Return a number with three decimals, never `-0.000`; a dash for None."""
+    if value is None:
+        return "–"
+    text = f"{value:.3f}"
+    return "0.000" if text == "-0.000" else text
+
+
+def count_of(number: int, singular: str, plural: str = "") -> str:
+    """Return a number with its noun: `1 image`, `1,234 images`."""
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+def font(size: float) -> ImageFont.FreeTypeFont:
+    """Return Pillow's built-in font at `size` pixels: one object per thread, since FreeType faces are not shareable."""
+    fonts: dict[float, ImageFont.FreeTypeFont] | None = getattr(_local, "fonts", None)
+    if fonts is None or len(fonts) > 64:
+        fonts = _local.fonts = {}
+    if size not in fonts:
+        fonts[size] = cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
+    return fonts[size]
+
+
+def draw_text(
+    draw: ImageDraw.ImageDraw, xy: tuple[float, float], text: str, fill: RGB, size: int, anchor: str = "la"
+) -> None:
+    """Draw text exactly as `draw.text` does, but several times faster: masks of words are cached.
+
+    Args:
+        draw: the canvas.
+        xy: position of the anchor, in pixels; fractions count.
+        text: drawable text, see `to_drawable`.
+        fill: colour of the text.
+        size: font size in pixels.
+        anchor: one of Pillow's text anchors.
+    """
+    (x, left), (y, top) = math.modf(xy[0]), math.modf(xy[1])
+    for word in text.split(" ") if anchor[0] == "l" else [text]:
+        if word:
+            (right, down), mask = _word_mask(word, size, anchor, x, y)
+            draw.bitmap((int(left) + right, int(top) + down), mask, fill)
+        left += text_length(word + " ", size)
+
+
+def text_length(text: str, size: int) -> float:
+    """Return the width in pixels of drawable text, `font(size).getlength(text)`, from cached words."""
+    words = text.split(" ")
+    return sum(_word_length(word, size) for word in words if word) + (len(words) - 1) * _word_length(" ", size)
+
+
+def measure_text(text: str, size: int) -> float:
+    """Return the width in pixels of any text; letters that the built-in font lacks count as in other fonts."""
+    if text.isascii():
+        return text_length(text, size)
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    narrow = "".join(c for c in text if unicodedata.east_asian_width(c) not in "WF")
+    return text_length(to_drawable(narrow, len(narrow)), size) + wide * size
+
+
+@lru_cache(maxsize=8192)
+def _word_mask(text: str, size: int, anchor: str, x: float, y: float) -> tuple[tuple[int, int], Image.Image]:
+    """Return a word's offset and its coverage of each pixel, drawn at the fraction (x, y) of a pixel."""
+    core, (right, down) = font(size).getmask2(text, "L", anchor=anchor, start=(x, y))
+    return (int(right), int(down)), Image.frombytes("L", core.size, bytes(core))
+
+
+@lru_cache(maxsize=8192)
+def _word_length(text: str, size: int) -> float:
+    return font(size).getlength(text)
+
+
+def escape_unprintable(text: str) -> str:
+    """Return text with unprintable characters (line ends, controls, direction marks, lone surrogates) as \\x0a."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in _JOINERS else c.encode("unicode_escape").decode() for c in text)
+
+
+def to_drawable(text: str, limit: int = 300) -> str:
+    """Return one line of at most `limit` characters in the built-in font; unknown letters become `?`."""
+    text = " ".join(text[: 4 * limit].split())[:limit]
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_drawable_character, unicodedata.normalize("NFC", text)))
+
+
+@lru_cache(maxsize=4096)
+def _drawable_character(character: str) -> str:
+    if _has_glyph(character):
+        return character
+    # compatibility forms first (ligatures, full-width letters), then base letters without their marks
+    parts = unicodedata.normalize("NFKD", character).translate(_PLAIN)
+    kept = "".join(c for c in parts if not unicodedata.combining(c))
+    if kept and all(_has_glyph(c) for c in kept):
+        return kept
+    return "" if unicodedata.combining(character) or character in _JOINERS else "?"
+
+
+def _has_glyph(character: str) -> bool:
+    if not character.isprintable():
+        return False
+    # a code point without a glyph draws the same box as any other missing one
+    face = font(16)
+    return character == " " or bytes(face.getmask(character)) != bytes(face.getmask("\uffff"))
+
+
+def wrap_text(text: str, size: int, width: float, lines: int = 1) -> list[str]:
+    """Return text broken at spaces into at most `lines` lines of `width` pixels; an ellipsis replaces the rest."""
+    rest = " ".join(escape_unprintable(text[:_MAX_CHARACTERS]).split())
+    out: list[str] = []
+
+    def measure(part: str) -> float:
+        return measure_text(part, size)
+
+    while rest and len(out) < lines:
+        if measure(rest) <= width:
+            return [*out, rest]
+        if len(out) == lines - 1:
+            count = _count_fitting(rest, width - measure("..."), measure)
+            return [*out, rest[:count].rstrip() + "…"]
+        count = _count_fitting(rest, width, measure)
+        space = rest.rfind(" ", 1, count + 1)
+        cut = space if space > 0 else max(count, 1)
+        out.append(rest[:cut])
+        rest = rest[cut:].lstrip()
+    return out
+
+
+def fit_line(text: str, size: int, width: float) -> str:
+    """Return text on one line of `width` pixels; an ellipsis replaces the end where it is too long."""
+    return "".join(wrap_text(text, size, width))
+
+
+def truncate_middle(text: str, size: int, width: float) -> str:
+    """Return text on one line of `width` pixels; an ellipsis replaces the middle where it is too long."""
+    whole = " ".join(escape_unprintable(text[-_MAX_CHARACTERS:]).split())
+
+    def measure(part: str) -> float:
+        return measure_text(part, size)
+
+    if measure(whole) <= width:
+        return whole
+    available = width - measure("...")
+    reverse = whole[::-1]
+    end = reverse[: _count_fitting(reverse, 0.7 * available, measure)][::-1]
+    start = whole[: _count_fitting(whole, available - measure(end), measure)]
+    return f"{start}…{end}"
+
+
+def _count_fitting(text: str, width: float, measure: Callable[[str], float]) -> int:
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if measure(text[:middle]) <= width else (low, middle - 1)
+    return low
