@@ -21,7 +21,7 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.gates import GATES, Gate
 
 # fields that no model computes: how the image was found, files written beside the record, what people said
-NOT_COMPUTED = frozenset({"image", "image_index", "overlay", "sheet", "drawing_error", "truth", "name"})
+NOT_COMPUTED = frozenset({"image", "image_index", "overlay", "sheet", "drawing_error", "label"})
 _UNREADABLE = ("not_an_image", "truncated_image", "corrupt_image", "unsupported_image")
 _PROBABILITY = "calibrated_probability"
 # relative
@@ -233,7 +233,7 @@ def _compare_object(
         yield FieldDifference(field, old, new)
         return
     for key in dict.fromkeys([*new, *old]):
-        if key in NOT_COMPUTED:
+        if key == "name":  # of a slot, given by people
             continue
         a, b = old.get(key, _Absent()), new.get(key, _Absent())
         where = f"{field}.{key}"

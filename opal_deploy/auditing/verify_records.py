@@ -80,7 +80,7 @@ class RecordsReport:
         different: number of records that are not what was computed, and of lines that are no record.
         not_repeatable: records of crashed or overdue decoders, and of files that could not be read where they were
             made, that came out otherwise now; they do not count as different.
-        truths_unchecked: records with a `truth` where no labels were given to check it.
+        labels_unchecked: records with a `label` where no labels were given to check it.
         findings: the first of the different ones.
     """
 
@@ -89,7 +89,7 @@ class RecordsReport:
     identical: int = 0
     different: int = 0
     not_repeatable: int = 0
-    truths_unchecked: int = 0
+    labels_unchecked: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, finding: Finding) -> None:
@@ -106,7 +106,7 @@ class RecordsReport:
             "identical": self.identical,
             "different": self.different,
             "not_repeatable": self.not_repeatable,
-            "truths_unchecked": self.truths_unchecked,
+            "labels_unchecked": self.labels_unchecked,
             "findings": [finding.to_dict() for finding in self.findings],
         }
 
@@ -121,7 +121,7 @@ class CheckOptions:
         root: the folder that images' names are relative to.
         sources: the images that were given; others are looked for under `root`.
         boxes: the run's crops.
-        labels: the true labels, to check `truth`.
+        labels: the true labels, to check `label`.
         inference: how the run prepared images, with its `min_margin`.
     """
 
@@ -267,13 +267,13 @@ def _compare_not_computed(
     overlay, name = recorded.get("overlay"), recorded["image"]
     if overlay is not None and overlay != overlay_name(number - 1, name):
         differences.append(FieldDifference("overlay", overlay, overlay_name(number - 1, name)))
-    truth = recorded.get("truth")
+    label = recorded.get("label")
     if check.labels is not None and name is not None:
         expected = check.labels.find(_label_path(unescape_name(name)))
-        if truth != expected:
-            differences.append(FieldDifference("truth", truth, expected))
+        if label != expected:
+            differences.append(FieldDifference("label", label, expected))
     else:
-        report.truths_unchecked += truth is not None
+        report.labels_unchecked += label is not None
     top = recorded.get("top")
     if check.top is not None and isinstance(top, list) and len(top) != check.top:
         differences.append(FieldDifference("top", f"{len(top)} classes", f"{check.top} classes"))

@@ -172,7 +172,7 @@ def collect_images(
                 sha256 = content_sha256(source)
             except ImageError as error:
                 record = error_record(record["image"], error.code, str(error))
-        label = prepared.request.truth
+        label = prepared.request.label
         collector.add(record, label=label, sha256=sha256 or "", image=prepared.image)
         report(collector.counts.images)
 
@@ -266,7 +266,7 @@ def _read_plain(data: Path) -> _ImageSet:
     def requests() -> Iterator[Request]:
         for item in discover([str(data)], Skipped()):
             label = labels.find(item.path.as_posix())
-            yield Request(escape_name(item.relative), item.source, truth=label, error=item.problem)
+            yield Request(escape_name(item.relative), item.source, label=label, error=item.problem)
 
     return _ImageSet(requests(), f"{data.name or data} (a folder a class)", None, None, cropped=False)
 
@@ -288,8 +288,8 @@ def _check_labels(images: _ImageSet, metadata: Metadata, data: Path, *, only_cor
 def _limit_per_label(requests: Iterator[Request], limit: int | None) -> Iterator[Request]:
     counts: Counter[str | None] = Counter()
     for request in requests:
-        counts[request.truth] += 1
-        if limit is None or counts[request.truth] <= limit:
+        counts[request.label] += 1
+        if limit is None or counts[request.label] <= limit:
             yield request
 
 

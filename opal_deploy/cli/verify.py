@@ -55,7 +55,7 @@ def verify(
     ] = None,
     labels: Annotated[
         str | None,
-        typer.Option(help="Results: check `truth` too: `folders`, or CSV (image,label).", show_default=False),
+        typer.Option(help="Results: check `label` too: `folders`, or CSV (image,label).", show_default=False),
     ] = None,
     min_margin: Annotated[
         float | None, typer.Option(help="Results: the run's, where run.json is not beside them.", show_default=False)
@@ -284,5 +284,5 @@ def _print_report(report: RecordsReport) -> None:
         print_message(f"and {report.different - _LISTED} more; --json lists them")
     if report.not_repeatable:
         print_message(f"{report.not_repeatable} errors of crashed, late or missing decoders did not happen again")
-    if report.truths_unchecked:
-        print_message(f"the `truth` of {report.truths_unchecked} records was not checked; give --labels")
+    if report.labels_unchecked:
+        print_message(f"the `label` of {report.labels_unchecked} records was not checked; give --labels")

@@ -216,12 +216,12 @@ class BatchPredictor:
         request = prepared.request
         digests = Digests(prepared.image_sha256, self._options.model_sha256)
         geometry = cast(Geometry, prepared.geometry)
-        return ImageInfo(request.name, geometry, digests, request.truth, request.index, _frame_place(request))
+        return ImageInfo(request.name, geometry, digests, request.label, request.index, _frame_place(request))
 
     def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
         request, digests = prepared.request, Digests(prepared.image_sha256, self._options.model_sha256)
         return error_record(
-            request.name, error.code, str(error), digests=digests, label=request.truth, index=request.index,
+            request.name, error.code, str(error), digests=digests, label=request.label, index=request.index,
             frame=_frame_place(request),
         )  # fmt: skip
 

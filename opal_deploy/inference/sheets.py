@@ -95,7 +95,7 @@ class SheetBuilder:
         image = get_image(prepared)
         if not options.heatmap:
             outputs = replace(outputs, attention=None)
-        info = ImageInfo(prepared.request.name, prepared.geometry, label=prepared.request.truth)
+        info = ImageInfo(prepared.request.name, prepared.geometry, label=prepared.request.label)
         content = build_sheet_content(info, outputs, self._metadata, min_margin=options.min_margin, names=options.names)
         exemplars = None if options.atlas is None else self._find_exemplars(options.atlas, content, result)
         return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields))

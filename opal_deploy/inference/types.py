@@ -86,7 +86,7 @@ class Request:
         name: as the record shows it; None for an image without a name.
         source: a path, bytes, a file in an archive, a PIL image, or uint8 [H, W, 3] RGB.
         box: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image.
-        truth: its label, where it has one.
+        label: its label, where it has one.
         error: the reason why it cannot be classified, where that is known already: a folder without images, an image
             without a box.
         index: its position among all that the inputs name, from 0; None where there are no such inputs.
@@ -97,7 +97,7 @@ class Request:
     name: str | None
     source: Source
     box: Box | None = None
-    truth: str | None = None
+    label: str | None = None
     error: ImageError | None = None
     index: int | None = None
     drawn: bool = False
@@ -115,8 +115,8 @@ def build_requests(
                 box = boxes.find(item)
             except ImageError as no_box:
                 error = no_box
-        truth = None if labels is None else labels.find(item.path.as_posix())
-        yield Request(item.name, item.source, box, truth, error, item.index, frame=item.frame)
+        label = None if labels is None else labels.find(item.path.as_posix())
+        yield Request(item.name, item.source, box, label, error, item.index, frame=item.frame)
 
 
 @dataclass(frozen=True)

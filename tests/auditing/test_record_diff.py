@@ -43,7 +43,7 @@ def fields(old, new=None, **options):
 def test_equal_records_have_no_difference():
     assert fields(recorded()) == []
     # fields that no model computes
-    old = recorded(truth="c", overlay="overlays/x.jpg")
+    old = recorded(label="c", overlay="overlays/x.jpg")
     old["evidence"][0]["name"] = "beak"
     assert fields(old) == []
 

@@ -136,12 +136,12 @@ def test_untouched_records_are_what_the_model_computes(verify, records, answered
     assert [finding.line for finding in fewer.findings] == [1]
 
 
-def test_a_truth_is_checked_where_labels_are_given(verify, records, folder):
-    labelled = [{**record, "truth": folder.name} for record in records]
-    assert verify(labelled).truths_unchecked == len(records)
+def test_a_label_is_checked_where_labels_are_given(verify, records, folder):
+    labelled = [{**record, "label": folder.name} for record in records]
+    assert verify(labelled).labels_unchecked == len(records)
     assert verify(labelled, labels=FolderLabels()).different == 0
-    (finding,) = verify([{**records[0], "truth": "birch"}], labels=FolderLabels()).findings
-    assert finding.differences[0].field == "truth"
+    (finding,) = verify([{**records[0], "label": "birch"}], labels=FolderLabels()).findings
+    assert finding.differences[0].field == "label"
 
 
 def test_an_error_of_a_busy_machine_need_not_happen_again(verify, answered):

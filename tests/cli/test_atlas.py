@@ -90,8 +90,8 @@ def test_the_patches_are_those_that_infer_says_contributed_most(run: Callable, p
             evidence = [(record["image"], record["evidence"][slot["slot"]]) for record in own]
             ranked = sorted(evidence, key=lambda pair: -pair[1]["contribution"])
             for of_class in (True, False):
-                kept = [patch for patch in slot["patches"] if (patch["truth"] == each["label"]) == of_class]
-                best = [(name, patch["cell"]) for name, patch in ranked if (label(name) == each["label"]) == of_class]
+                kept = [patch for patch in slot["patches"] if (patch["label"] == each["name"]) == of_class]
+                best = [(name, patch["cell"]) for name, patch in ranked if (label(name) == each["name"]) == of_class]
                 assert [(f"set/{patch['image']}", patch["cell"]) for patch in kept] == best[: len(kept)]
                 assert not of_class or len(kept) == min(3, len(best))
 
@@ -127,7 +127,7 @@ def test_a_sheet_shows_other_images_of_the_predicted_class_and_the_names_in_the_
     run: Callable, place: Path
 ) -> None:
     document = read_atlas(place)
-    labels = [json.dumps(each["label"], ensure_ascii=False) for each in document["classes"]]
+    labels = [json.dumps(each["name"], ensure_ascii=False) for each in document["classes"]]
     (place / "a/names.toml").write_text("\n".join(f"[{label}]\n0 = 'beak'\n" for label in labels), encoding="utf-8")
     fullest = max(document["classes"], key=lambda each: each["slots"][0]["images"])
     own, other, *_ = fullest["slots"][0]["patches"]
@@ -150,12 +150,12 @@ def test_another_models_atlas_is_refused_and_the_checkpoints_is_not(
         document["model"].update(sha256="0" * 64, checkpoint_sha256=checkpoint)
         (place / "a/atlas.json").write_text(json.dumps(document))
         done = run("explain", "set/ash/001.png", "--atlas", "a", code=code)
-        assert ("another model" in done.stderr) == (code == 2)
+        assert ("belongs to exact.onnx" in done.stderr) == (code == 2)
 
 
 def test_an_atlas_is_replaced_only_when_asked(run: Callable, place: Path) -> None:
     before = (place / "a/atlas.json").read_bytes()
-    assert "an atlas is there already" in run("atlas", *PLAIN, "--top", "1", code=2).stderr
+    assert "already holds an atlas" in run("atlas", *PLAIN, "--top", "1", code=2).stderr
     assert (place / "a/atlas.json").read_bytes() == before
     run("atlas", *PLAIN, "--top", "1", "--overwrite")
     assert (place / "a/atlas.json").read_bytes() != before
@@ -165,7 +165,7 @@ def test_an_atlas_is_replaced_only_when_asked(run: Callable, place: Path) -> Non
     ("arguments", "complaint"),
     [
         ("nowhere", "nowhere: no such file or folder"),
-        ("set --out set", "set: other files are there"),
+        ("set --out set", "set: holds other files"),
         ("empty --plain --out b/a", "no images in it"),
     ],
 )

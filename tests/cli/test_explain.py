@@ -75,23 +75,23 @@ def test_programs_read_what_the_record_says_and_the_names_of_slots(run: Callable
 def test_a_known_label_stands_beside_the_answer_with_a_mark(run: Callable, tmp_path: Path) -> None:
     plain = json.loads(run("explain in --out plain --format svg --json").stdout)
     answers = [document["predicted"]["label"] for document in plain]
-    assert all("truth" not in document and "correct" not in document for document in plain)
+    assert all("label" not in document and "correct" not in document for document in plain)
     labels = [answers[0], next(name for name in ("ash", "birch") if name != answers[1]), "yeti"]
     rows = [f"in/{number:03}.png,{label}" for number, label in enumerate(labels)]
     (tmp_path / "labels.csv").write_text("\n".join(["image,label", *rows]))
     done = run("explain in --out out --format svg --labels labels.csv --json")
-    assert [document["truth"] for document in json.loads(done.stdout)] == labels
+    assert [document["label"] for document in json.loads(done.stdout)] == labels
     assert [document["correct"] for document in json.loads(done.stdout)] == [True, False, None]
-    notes = [f"(right, labelled {labels[0]})", f"(wrong, labelled {labels[1]})", "(labelled yeti, which is no class of"]
+    notes = ["(correct)", f"(wrong, label {labels[1]})", "(label yeti, not a class of the model)"]
     for number, (note, document) in enumerate(zip(notes, plain, strict=True)):
         assert f"in/{number:03}.png: {answers[number]} {note}" in done.stderr
         sheet = tmp_path / "out" / Path(document["sheet"]).name
         assert note in "".join(ET.parse(sheet).getroot().itertext())
-        assert "labelled " not in (tmp_path / document["sheet"]).read_text()
+        assert "correct" not in (tmp_path / document["sheet"]).read_text()
     # the same on the sheets of a run
     run("infer in --sheets --out run --labels labels.csv")
     with Image.open(tmp_path / "run/sheets/000001-001.png.png") as sheet:
-        assert "(wrong, labelled" in sheet.info["Description"]
+        assert "(wrong, label" in sheet.info["Description"]
 
 
 def test_a_sheet_that_is_there_is_not_replaced_unasked(run: Callable, tmp_path: Path) -> None:

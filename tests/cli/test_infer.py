@@ -281,9 +281,9 @@ def test_everything_beside_the_records_agrees_with_them(
     done = infer(labelled, "--labels", "folders", "--format", "csv", "--format", "parquet", "--json")
     assert done.returncode == 3, done.stderr
     found = read_results(tmp_path / "out")
-    assert [record["truth"] for record in found] == ["ash"] * 2 + ["birch"] * 2 + ["lion"] * 2
+    assert [record["label"] for record in found] == ["ash"] * 2 + ["birch"] * 2 + ["lion"] * 2
 
-    correct = sum(r["truth"] == r["prediction"]["label"] for r in found if "prediction" in r and r["truth"] != "lion")
+    correct = sum(r["label"] == r["prediction"]["label"] for r in found if "prediction" in r and r["label"] != "lion")
     assert f"Accuracy: {correct / 3:.2%} of 3 predictions" in done.stderr
     assert "1 labelled images failed and are not counted" in done.stderr
     assert "2 images have a label that the model does not know (lion)" in done.stderr
@@ -312,8 +312,8 @@ def test_everything_beside_the_records_agrees_with_them(
     assert str(tmp_path) not in text
 
     with (tmp_path / "out/results.csv").open(encoding="utf-8", newline="") as stream:
-        rows = [(row["image"], row["truth"]) for row in csv.DictReader(stream)]
-    assert rows == [(record["image"], record["truth"]) for record in found]
+        rows = [(row["image"], row["label"]) for row in csv.DictReader(stream)]
+    assert rows == [(record["image"], record["label"]) for record in found]
     parquet = pytest.importorskip("pyarrow.parquet")
     table = parquet.read_table(tmp_path / "out/results.parquet").to_pylist()
     assert [row["cosine"] for row in table] == [r.get("prediction", {}).get("cosine") for r in found]
@@ -327,6 +327,6 @@ def test_labels_from_a_file_say_which_images_have_none_and_decoders_answer_the_s
         done = infer(labelled, "--labels", "labels.csv", "--overwrite", "--decode", decode, "--explain")
         assert done.returncode == 3, done.stderr
         found = read_results(tmp_path / "out")
-        assert [record.get("truth") for record in found] == ["birch", None, "birch", None, None, None]
+        assert [record.get("label") for record in found] == ["birch", None, "birch", None, None, None]
         assert "4 images have no label" in done.stderr
         assert [record["status"] for record in found].count("ok") == sum("overlay" in r for r in found) == 5

@@ -145,7 +145,7 @@ def test_heatmaps_of_a_model_that_has_them_are_on_the_sheets(
         ("--heatmap", "exact.onnx: it was exported without attention maps, which --heatmap needs; opal-deploy"),
         ("--atlas atlas", "atlas: this atlas was built with exact.onnx (sha256 000000000000…)"),
         ("--sheets --atlas in", "in/atlas.json: cannot be read"),
-        ("--slot-names oak.toml", "'oak' is no class of the mo"),
+        ("--slot-names oak.toml", "the model has no class 'oak'"),
     ],
     ids=["no attention", "another model's atlas", "no atlas", "names of another model"],
 )

@@ -39,7 +39,7 @@ def test_each_chosen_frame_has_a_record_that_can_be_verified(
     assert [record["image"] for record in records] == [*names, "in/b/cut.mp4", "in/c.jpg"]
     assert [record.get("frame") for record in records] == [0, 10, 20, 0, 10, None, None]
     assert [record.get("time") for record in records] == [0, 1, 2, 0, 1, None, None]
-    assert [record.get("truth") for record in records] == ["ash"] * 3 + [None, "birch", None, None]
+    assert [record.get("label") for record in records] == ["ash"] * 3 + [None, "birch", None, None]
     assert records[5]["error"]["code"] == "truncated_video"
     assert len({record["image_sha256"] for record in records}) == 3
     assert (tmp_path / "out" / records[1]["overlay"]).name == "000001-a.mp4_frame_000010.jpg"

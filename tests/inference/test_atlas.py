@@ -15,7 +15,7 @@ from opal_deploy.cli.atlas import collect_images
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.entries import Atlas
-from opal_deploy.visualization.atlas.storage import build_atlas, load_atlas, load_patch, save_atlas
+from opal_deploy.visualization.atlas.storage import build_atlas, load_atlas, save_atlas
 from tests.inference.bright import BrightSession
 
 
@@ -40,7 +40,7 @@ def images(tmp_path: Path) -> Path:
 
 def requests(folder: Path) -> list[Request]:
     paths = sorted(folder.rglob("*.*"))
-    return [Request(path.relative_to(folder).as_posix(), path, truth=path.parent.name) for path in paths]
+    return [Request(path.relative_to(folder).as_posix(), path, label=path.parent.name) for path in paths]
 
 
 def collect(images: list[Request], top: int = 3, sessions: int = 1, batch: int = 4, **how: Any) -> AtlasCollector:
@@ -68,7 +68,7 @@ def test_each_slot_has_the_images_that_it_was_strongest_in_whatever_the_order(im
         assert patches[0].sha256 == hashlib.sha256((images / "bright/6.png").read_bytes()).hexdigest()
         assert patches[0].box == (16.0, 16.0, 24.0, 24.0)
         # the patch is the bright cell
-        assert np.abs(np.asarray(load_patch(atlas, patches[0]), int) - 240).max() <= 3
+        assert np.abs(np.asarray(atlas.load_patch(patches[0]), int) - 240).max() <= 3
     assert load_atlas(tmp_path / "atlas") == atlas
     assert build(collect(requests(images)[::-1], sessions=2, batch=3), tmp_path / "b").entries == atlas.entries
 
@@ -81,7 +81,7 @@ def test_only_correct_leaves_out_wrong_predictions_and_an_unusable_image_costs_t
     assert "bright/7.png" in counts.first_failures[0]
     assert collector.count_images(1) == 7
     assert [c.image for c in collector.best(0, 0)] == ["dim/0.png"]
-    unlabelled = [dataclasses.replace(image, truth=None) for image in requests(images)]
+    unlabelled = [dataclasses.replace(image, label=None) for image in requests(images)]
     counts = collect(unlabelled, 9, only_correct=True).counts
     assert (counts.unlabelled, counts.used) == (10, 0)
 
@@ -90,7 +90,7 @@ def test_patches_of_large_images_are_cut_from_what_is_kept_of_them(tmp_path: Pat
     write_spot(tmp_path / "set" / "a.png", 200, (3, 0), 2400)
     atlas = build(collect(requests(tmp_path / "set")), tmp_path / "atlas")
     (patch,) = atlas.patches(1, 0)
-    pixels = load_patch(atlas, patch)
+    pixels = atlas.load_patch(patch)
     assert pixels.size == (160, 160)
     # the cell's edge need not be a pixel's
     assert np.abs(np.asarray(pixels, int)[2:-2, 2:-2] - 200).max() <= 3

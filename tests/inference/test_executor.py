@@ -206,12 +206,12 @@ def test_an_error_of_one_image_is_its_record_and_costs_the_others_nothing(monkey
             raise MemoryError
 
     before_resize(monkeypatch, run_out_of_memory)
-    no_box = Request("a", shade(1), truth="oak", error=ImageError("no_box", "boxes.csv has no box for it"))
+    no_box = Request("a", shade(1), label="oak", error=ImageError("no_box", "boxes.csv has no box for it"))
     records = predict([*shades(range(4)), no_box], wrap(BrightSession(), id, overflow), batch=5)
     assert [code(record) for record in records] == [None, "not_finite", "too_many_pixels", None, "no_box"]
     assert json.dumps(records[4]) == (
         '{"schema": 1, "image": "a", "status": "error", "image_sha256": null, "model_sha256": null,'
-        ' "error": {"code": "no_box", "message": "boxes.csv has no box for it"}, "truth": "oak"}'
+        ' "error": {"code": "no_box", "message": "boxes.csv has no box for it"}, "label": "oak"}'
     )
 
 

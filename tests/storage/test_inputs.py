@@ -73,8 +73,8 @@ def test_lists_globs_and_single_objects(photos: Path, s3: Any, exact_model: Path
     assert names[:3] == ["in/b/002.png", lines[1], "none.jpg"]
     assert names[3:] == [*members, "in/a/000.png", "in/a/001.png", *(f"in/{name}" for name in _B), "in/b/001.png"]
     assert records[2]["error"]["code"] == "not_found"
-    assert "truth" not in records[2]
-    assert records[-1]["truth"] == "b"
+    assert "label" not in records[2]
+    assert records[-1]["label"] == "b"
 
 
 _B = ("b/000.png", "b/001.png", "b/002.png")

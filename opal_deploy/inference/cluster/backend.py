@@ -132,7 +132,7 @@ class RayBackend:
         message = "the actors that predicted it died, the last one with no other image in work"
         digests = Digests(None, self._model.sha256)
         return error_record(
-            request.name, "worker_died", message, digests=digests, label=request.truth, index=request.index
+            request.name, "worker_died", message, digests=digests, label=request.label, index=request.index
         )
 
     @property

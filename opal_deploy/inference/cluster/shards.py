@@ -49,7 +49,7 @@ class Shard:
                 r.name,
                 os.fspath(r.source) if isinstance(r.source, Path) else r.source,
                 r.box,
-                r.truth,
+                r.label,
                 r.error,
                 r.index,
                 r.drawn,

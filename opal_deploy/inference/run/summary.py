@@ -48,16 +48,16 @@ class Accuracy:
 
     def count(self, record: Record) -> None:
         """Add one record."""
-        truth = record.get("label")
-        if truth is None:
+        label = record.get("label")
+        if label is None:
             self.unlabelled += 1
-        elif truth not in self.class_names:
+        elif label not in self.class_names:
             self.unknown += 1
-            if len(self.unknown_examples) < _MAX_EXAMPLES and truth not in self.unknown_examples:
-                self.unknown_examples.append(truth)
+            if len(self.unknown_examples) < _MAX_EXAMPLES and label not in self.unknown_examples:
+                self.unknown_examples.append(label)
         elif "prediction" not in record:
             self.failed += 1
-        elif record["prediction"]["label"] == truth:
+        elif record["prediction"]["label"] == label:
             self.correct += 1
         else:
             self.wrong += 1

@@ -171,7 +171,7 @@ def test_shards_travel_with_all_that_is_known_of_an_image() -> None:
     frame = FrameInfo(Path("a.mp4"), 5, 0.5, "0" * 64)
     request = Request("a", b"bytes", (1, 2, 3, 4), "ash", ImageError("bad_box", "no pixel"), 7, frame=frame)
     (back,) = Shard.from_bytes(Shard(3, (request,)).to_bytes()).requests
-    assert (back.name, back.source, back.box, back.truth, back.index) == ("a", b"bytes", (1, 2, 3, 4), "ash", 7)
+    assert (back.name, back.source, back.box, back.label, back.index) == ("a", b"bytes", (1, 2, 3, 4), "ash", 7)
     assert back.frame == frame
     assert back.error is not None
     assert (back.error.code, str(back.error)) == ("bad_box", "no pixel")

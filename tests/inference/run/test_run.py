@@ -131,11 +131,11 @@ def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path: Path) -> Non
     (tmp_path / "boxes.csv").write_text("image,x0,y0,x1,y1\nb.png,20,10,60,40\n")
     items = discover([str(tmp_path / "in/oak\xfc"), str(tmp_path / "in/none")], Skipped())
     requests = list(build_requests(items, read_boxes(tmp_path / "boxes.csv"), FolderLabels()))
-    assert [request.truth for request in requests] == ["oak\xfc", "oak\xfc", "in"]
+    assert [request.label for request in requests] == ["oak\xfc", "oak\xfc", "in"]
     assert [request.error and request.error.code for request in requests] == ["no_box", None, "no_images"]
     run_in(tmp_path / "out", iter(requests))
     records = read_results(tmp_path / "out")
-    assert [list(record)[-1] for record in records] == ["truth"] * 3
+    assert [list(record)[-1] for record in records] == ["label"] * 3
     assert [code(record) for record in records] == ["no_box", None, "no_images"]
     # the first of equal cells: the crop's upper left corner, 40/4 x 30/4 pixels
     assert records[1]["evidence"][0]["box"] == [20, 10, 30, 17.5]

@@ -12,15 +12,15 @@ from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
 from opal_deploy.records.record import Record, error_record
 
 
-def answered(label: str, truth: str | None = None, status: Any = "ok") -> Record:
-    prediction = {"class_id": "abc".index(label), "label": label, "logit": -1.0, "cosine": 0.5}
+def answered(predicted: str, label: str | None = None, status: Any = "ok") -> Record:
+    prediction = {"class_id": "abc".index(predicted), "label": predicted, "logit": -1.0, "cosine": 0.5}
     record: Record = {"schema": 1, "image": "a", "status": status, "prediction": prediction}  # type: ignore[typeddict-item]
-    return record if truth is None else {**record, "truth": truth}
+    return record if label is None else {**record, "label": label}
 
 
-def failed(code: str = "not_found", truth: str | None = None) -> Record:
+def failed(code: str = "not_found", label: str | None = None) -> Record:
     record = error_record("a", code, "")
-    return record if truth is None else {**record, "truth": truth}
+    return record if label is None else {**record, "label": label}
 
 
 def summary_of(*records: Record, labels: bool = False) -> Summary:
@@ -51,14 +51,14 @@ def test_answers_are_counted_by_class_and_errors_by_code_and_the_rate_is_of_this
 def test_accuracy_is_of_answers_to_images_whose_label_is_a_class() -> None:
     records = [
         answered("a", "a"), answered("b", "b", status="abstained"), answered("b", "a"), answered("b", "lion"),
-        answered("b"), failed(truth="a"), failed(truth="lion"),
+        answered("b"), failed(label="a"), failed(label="lion"),
     ]  # fmt: skip
     found = summary_of(*records, labels=True).accuracy
     assert found is not None
     counts = {"correct": 2, "wrong": 1, "failed": 1, "label_is_no_class": 2, "without_label": 1}
     assert found.to_dict() == {"accuracy": 2 / 3, **counts}
     assert found.unknown_examples == ["lion"]
-    nothing = summary_of(failed(truth="a"), labels=True).accuracy
+    nothing = summary_of(failed(label="a"), labels=True).accuracy
     assert nothing is not None
     assert nothing.value is None
 
