@@ -143,7 +143,7 @@ def test_heatmaps_of_a_model_that_has_them_are_on_the_sheets(
     ("arguments", "complaint"),
     [
         ("--heatmap", "exact.onnx: it was exported without attention maps, which --heatmap needs; opal-deploy"),
-        ("--atlas atlas", "atlas: this atlas was built with exact.onnx (sha256 000000000000…)"),
+        ("--atlas atlas", "atlas: this atlas belongs to exact.onnx (sha256 000000000000…)"),
         ("--sheets --atlas in", "in/atlas.json: cannot be read"),
         ("--slot-names oak.toml", "the model has no class 'oak'"),
     ],

@@ -101,9 +101,7 @@ def test_cards_start_with_typical_answers_and_are_drawn_as_in_the_file(open_page
     page = open_page(report)
     # the median of the right ones, and one of the three wrong ones in their proportion
     assert (names(page)[0], names(page).index("birds/03.jpg")) == ("birds/31.jpg", 10)
-    expect(page.locator("#typical")).to_contain_text(
-        "57 correct (median margin 0.590) and 3 wrong (median margin"
-    )
+    expect(page.locator("#typical")).to_contain_text("57 correct (median margin 0.590) and 3 wrong (median margin")
     assert image_widths(page) == [300] * 48
     written = read_cards(page)
     assert "calibrated probability0.690" in page.locator("#cards article").first.text_content()
