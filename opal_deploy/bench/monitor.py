@@ -8,8 +8,6 @@ source is recorded as not sampled. `MemorySampler` records the curve of resident
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -229,19 +227,14 @@ class MemoryCurve:
     megabytes: tuple[float, ...]
 
     @property
-    def slope(self) -> float | None:
-        """MB per second after the first quarter of the time, by least squares; None with too few samples."""
-        seconds, megabytes = self._after_first_quarter()
-        if len(seconds) < _MIN_SAMPLES:
-            return None
-        return float(np.polyfit(seconds - seconds[0], megabytes, 1)[0])
-
-    @property
     def rise(self) -> float | None:
-        """MB by which the fitted line rises after the first quarter; None with too few samples."""
-        slope = self.slope
-        seconds, _ = self._after_first_quarter()
-        return None if slope is None else slope * float(seconds[-1] - seconds[0])
+        """MB by which a least-squares line rises after the first quarter of the time; None with too few samples."""
+        seconds, megabytes = np.asarray(self.seconds), np.asarray(self.megabytes)
+        after = seconds >= seconds[0] + (seconds[-1] - seconds[0]) / 4
+        if after.sum() < _MIN_SAMPLES:
+            return None
+        slope = np.polyfit(seconds[after] - seconds[0], megabytes[after], 1)[0]
+        return float(slope * (seconds[-1] - seconds[after][0]))
 
     @property
     def grows(self) -> bool:
@@ -259,7 +252,6 @@ class MemoryCurve:
             "start": self.megabytes[0],
             "end": self.megabytes[-1],
             "peak": max(self.megabytes),
-            "slope_mb_per_second": self.slope,
             "rise_after_first_quarter": self.rise,
         }
 
@@ -270,11 +262,6 @@ class MemoryCurve:
         if self.rise is None:
             return f"{text}; too short for a trend"
         return f"{text}; {'GROWING' if self.grows else 'flat'}: {self.rise:+.1f} MB after the first quarter"
-
-    def _after_first_quarter(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        seconds, megabytes = np.asarray(self.seconds), np.asarray(self.megabytes)
-        after = seconds >= seconds[0] + (seconds[-1] - seconds[0]) / 4
-        return seconds[after], megabytes[after]
 
 
 class MemorySampler(Sampler):
@@ -326,11 +313,3 @@ def reset_peak_memory() -> None:
     """Restart `peak_memory_mb` if the system can; elsewhere it stays the peak of the whole process."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
         stream.write("5")
-
-
-def release_memory() -> None:
-    """Return freed memory to the system if the C library can, so that the next peak does not include it."""
-    gc.collect()
-    # only glibc has it
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from opal_deploy.errors import UsageError
-from opal_deploy.options import Decode, Device, Option, Options, RuntimeChoice, Threads, parse_size
+from opal_deploy.options import Decode, Device, Option, Options, RuntimeChoice, Threads, Workers, parse_size
 
 Runtime = Literal["eager", "compile", "onnxruntime", "tensorrt"]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8"]
@@ -18,8 +18,6 @@ TableFormat = Literal["text", "markdown"]
 Size = tuple[int, int]
 
 _MODEL, _TIMING = "What is timed", "How it is timed"
-# JPEG's limit, in pixels
-_MAX_SIDE = 65_500
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
@@ -32,24 +30,6 @@ def parse_counts(option: str, text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and 0 < int(part) < 1e6 for part in parts):
         raise UsageError(f"{option} {text!r}: expected positive integers such as 8 or 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def parse_image_sizes(text: str) -> tuple[Size, ...]:
-    """Parse `250x188,500x375` to (width, height) pairs.
-
-    Raises:
-        UsageError: not WIDTHxHEIGHT, or a side that JPEG cannot hold.
-    """
-    sizes = []
-    for part in text.split(","):
-        sides = part.strip().split("x")
-        if len(sides) != 2 or not all(s.isascii() and s.isdigit() and 0 < int(s) <= _MAX_SIDE for s in sides):
-            raise UsageError(
-                f"--image-size {text!r}: expected WIDTHxHEIGHT in pixels, at most {_MAX_SIDE} each, such as "
-                "250x188,500x375"
-            )
-        sizes.append((int(sides[0]), int(sides[1])))
-    return tuple(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,45 +200,17 @@ class CompareOptions(ModelOptions, WarmUpOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions(DeviceOptions, OutputOptions):
-    """The options of `bench pipeline`; several batch sizes, workers or image sizes are varied one at a time."""
+    """The options of `bench pipeline`."""
 
     limit: Annotated[int, Option("Maximum number of images.", min=1)] = 256
-    batch: Annotated[
-        tuple[int, ...],
-        Option("Batch sizes, such as 1,8,32.", cli=str, parse=partial(parse_counts, "--batch"), default="8"),
-    ] = ()
-    workers: Annotated[
-        tuple[int, ...],
-        Option(
-            "Parallel decode and draw workers, such as 1,2,4.",
-            cli=str,
-            parse=partial(parse_counts, "--workers"),
-            default="as in infer",
-        ),
-    ] = ()
-    image_size: Annotated[
-        tuple[Size, ...],
-        Option(
-            "WIDTHxHEIGHT: use resized copies of the images; several: 500x375,2000x1500.",
-            cli=str,
-            parse=parse_image_sizes,
-        ),
-    ] = ()
+    batch: Annotated[int, Option("Batch size.", min=1)] = 8
+    workers: Workers = None
     network: Annotated[bool, Option("Run the network, or replay its outputs.", flag="--network/--no-network")] = True
-    decoding: Annotated[
-        bool, Option("Decode the images, or find their pixels in memory.", flag="--decoding/--no-decoding")
-    ] = True
-    hold_ms: Annotated[float | None, Option("With --no-network: milliseconds per batch of a simulated GPU.", min=0)] = (
-        None
-    )
     explain: Annotated[bool, Option("Also time `infer --explain`.", flag="--explain/--no-explain")] = True
     decode: Decode = "default"
     isolate: Annotated[
         bool, Option("Decode in processes, as infer does, or in threads.", flag="--isolate/--no-isolate")
     ] = True
-    plain: Annotated[
-        Path | None, Option("The model's checkpoint: also time a plain script with Pillow and PyTorch eager.")
-    ] = None
     runtime: RuntimeChoice = "auto"
     cuda_graphs: Annotated[bool, Option("Replay kernels as CUDA graphs, as in infer.")] = False
     repeats: Annotated[int, Option("Passes over the images.", min=1)] = 5

@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from opal_deploy.bench.machine import provenance
-from opal_deploy.bench.measurement import Figure, Measurement, Scalar, read_measurements
+from opal_deploy.bench.measurement import Figure, Measurement, Scalar
 from opal_deploy.bench.options import TimingOptions
-from opal_deploy.bench.roofline.ceiling import Ceiling, compute_share, read_ceiling
+from opal_deploy.bench.roofline.ceiling import Ceiling, compute_share
 from opal_deploy.bench.roofline.work import Work, count_model_work
 from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import BatchTiming, time_batch, time_stages
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import StoppedEarly
 
 FAILED = "failed"
 _PERCENTILES = (50, 90, 95, 99)
 _STAGES = {"host_to_device_ms": "to the device", "compute_ms": "compute", "device_to_host_ms": "back"}
-
-
-@dataclass(frozen=True)
-class MeasuredCeiling:
-    """A measured ceiling with the device and the number of threads that it holds for."""
-
-    ceiling: Ceiling
-    device: str
-    threads: Scalar
-
-    def applies_to(self, loaded: LoadedTarget) -> bool:
-        """Return whether a model runs on the same device with the same threads."""
-        return self.device == loaded.target.device and self.threads in (None, loaded.threads)
-
-
-def read_ceilings(path: Path) -> list[MeasuredCeiling]:
-    """Read the ceilings that `bench roofline --measure-ceiling` wrote into a file, the latest first.
-
-    Raises:
-        UsageError: the file cannot be read, or has no ceiling.
-    """
-    ceilings = [
-        MeasuredCeiling(read_ceiling(measurement), measurement.target.device, measurement.case.get("threads"))
-        for measurement in read_measurements([path])
-        if measurement.kind == "ceiling" and measurement.target is not None
-    ]
-    if not ceilings:
-        raise UsageError(
-            f"--ceiling {path}: no measured ceiling found; measure one: opal-deploy bench roofline --measure-ceiling "
-            f"--out {path.name}"
-        )
-    return ceilings[::-1]
 
 
 def measure_latency(loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions) -> Iterator[Measurement]:
@@ -73,7 +39,7 @@ def measure_latency(loaded: LoadedTarget, batches: Sequence[int], options: Timin
 
 
 def measure_throughput(
-    loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions, ceilings: Sequence[MeasuredCeiling] = ()
+    loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions, ceilings: Sequence[Ceiling] = ()
 ) -> Iterator[Measurement]:
     """Yield one measurement per batch size as soon as it is taken.
 
@@ -85,7 +51,8 @@ def measure_throughput(
         options: how each is timed.
         ceilings: measured on this machine; the data sheets of known GPUs serve for other devices.
     """
-    ceiling = next((c.ceiling for c in ceilings if c.applies_to(loaded)), None)
+    fitting = (c for c in ceilings if c.device == loaded.target.device and c.threads in (None, loaded.threads))
+    ceiling = next(fitting, None)
     work = count_model_work(loaded.metadata)
     for batch in batches:
         try:

@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
-from typing import Any, TypeGuard
+from typing import Any
 
 from opal_deploy.visualization.style import escape_unprintable
 
@@ -22,11 +22,6 @@ _ABBREVIATIONS = {
 _MAX_FACTS = 60
 # characters that begin markup in Markdown; `&`, `<` and `>` become entities
 _MARKUP = re.compile(r"([\\`*_\[\]|~$@])")
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value is an int or a float, but not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def format_number(value: float, unit: str = "") -> str:
@@ -63,28 +58,16 @@ def humanize(name: str, unit: str = "") -> str:
 
 
 def flatten_facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return a tree of values as at most 60 (name, text) pairs, without empty values.
-
-    Long lists are only counted, and a summary with `min` and `max` becomes one text.
-    """
+    """Return a tree of values as at most 60 (name, text) pairs, without empty values."""
     facts: list[tuple[str, str]] = []
     for key, value in values.items():
         name = f"{prefix}{humanize(str(key))}"
-        if value is None or value in ("", [], {}, ()):
-            continue
-        if isinstance(value, Mapping) and {"min", "max"} <= set(value) and all(map(is_number, value.values())):
-            median = f", median {format_value(value['median'])}" if "median" in value else ""
-            low, high = format_value(value["min"]), format_value(value["max"])
-            facts.append((name, low if low == high else f"{low} to {high}{median}"))
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             facts += flatten_facts(value, f"{name}: ")
-        elif isinstance(value, list | tuple) and len(value) <= 8 and all(isinstance(item, Mapping) for item in value):
+        elif isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value):
             for number, item in enumerate(value, 1):
                 facts += flatten_facts(item, f"{name}: " if len(value) == 1 else f"{name} {number}: ")
-        elif isinstance(value, list | tuple):
-            short = len(value) <= 12 and not any(isinstance(item, list | tuple | Mapping) for item in value)
-            facts.append((name, ", ".join(map(format_value, value)) if short else f"{len(value)} values"))
-        else:
+        elif value is not None and value != "":
             facts.append((name, format_value(value)))
     return facts[:_MAX_FACTS]
 

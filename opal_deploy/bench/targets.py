@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
@@ -126,26 +126,22 @@ def build_setup(options: CompareOptions) -> Setup:
 
 
 def build_setups(options: SweepOptions) -> list[Setup]:
-    """Return every runtime with every precision; an option goes to the runtimes that have it, if any has.
+    """Return every runtime with every precision; of several runtimes, an option goes to those that have it.
 
     Raises:
         UsageError: an unknown --ort-option.
     """
+    first = Setup(
+        device=options.device,
+        threads=options.threads,
+        channels_last=options.channels_last,
+        cuda_options=parse_cuda_options(options.ort_option),
+        cuda_graphs=options.cuda_graphs,
+    )
     runtimes: tuple[Runtime, ...] = options.runtime or ("onnxruntime",)
-    cuda_options = parse_cuda_options(options.ort_option)
-
-    def applies(runtime: Runtime, *having: str) -> bool:
-        return runtime in having or not any(each in having for each in runtimes)
-
     return [
-        Setup(
-            runtime,
-            options.device,
-            options.threads,
-            precision,
-            options.channels_last and applies(runtime, *PYTORCH_RUNTIMES),
-            cuda_options if applies(runtime, "onnxruntime") else CudaOptions(),
-            options.cuda_graphs and applies(runtime, *RECORDED),
+        replace(
+            first.for_runtime(runtime) if len(runtimes) > 1 else replace(first, runtime=runtime), precision=precision
         )
         for runtime in runtimes
         for precision in options.precision or (None,)
@@ -262,7 +258,7 @@ def load_for_inference(path: Path, options: PipelineOptions) -> LoadedTarget:
         session.metadata,
         name=path.name,
         runtime="torch compiled" if compiled else "torch eager",
-        version=torch.__version__,
+        runtime_version=torch.__version__,
         device=str(torch_device(device)),
         layout=f"uint8 NHWC, normalised on the device; convolutions {'NHWC' if compiled else 'NCHW'}",
         options="CUDA graphs" if options.cuda_graphs else "",
@@ -322,7 +318,7 @@ def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTa
         session.metadata,
         name=network.name,
         runtime=f"torch {setup.runtime}",
-        version=torch.__version__,
+        runtime_version=torch.__version__,
         device=_with_gpu_name(session.device),
         precision=precision,
         layout=_layout(session.metadata, "NHWC" if setup.channels_last else "NCHW"),
@@ -342,7 +338,7 @@ def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) ->
         session.metadata,
         name=network.name if network else path.name,
         runtime="onnxruntime",
-        version=onnxruntime.__version__,
+        runtime_version=onnxruntime.__version__,
         device=_with_gpu_name(session.device),
         layout=_layout(session.metadata, "as ONNX Runtime chooses"),
         options=str(setup.cuda_options),
@@ -360,7 +356,7 @@ def _load_engine(path: Path, setup: Setup, network: NamedNetwork | None = None) 
         session.metadata,
         name=network.name if network else path.name,
         runtime=str(session.sidecar.builder["name"]),
-        version=str(session.sidecar.builder["version"]),
+        runtime_version=str(session.sidecar.builder["version"]),
         device=session.device,
         layout=_layout(session.metadata, "as TensorRT chooses"),
         options="CUDA graphs" if setup.cuda_graphs else "",
@@ -374,32 +370,15 @@ def _layout(metadata: Metadata, convolutions: str) -> str:
     return f"{images}; convolutions {convolutions}"
 
 
-def _describe(
-    metadata: Metadata,
-    *,
-    name: str,
-    runtime: str,
-    version: str,
-    device: str,
-    layout: str,
-    sha256: str | None,
-    precision: str | None = None,
-    options: str = "",
-) -> Target:
+def _describe(metadata: Metadata, **fields: Any) -> Target:
+    """Return the target with the model's fields from its metadata and the others as given."""
     return Target(
-        name=name,
         backbone=metadata.backbone,
         head=head_name(metadata.head),
-        runtime=runtime,
-        runtime_version=version,
-        device=device,
-        precision=precision or metadata.precision,
-        layout=layout,
-        options=options,
         input_size=metadata.input_size,
         num_classes=metadata.num_classes,
         prototypes_per_class=metadata.prototypes_per_class,
-        sha256=sha256,
+        **{"precision": metadata.precision, **fields},
     )
 
 

@@ -6,8 +6,6 @@ file (docs/contract.md), in any precision.
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,7 +19,7 @@ from opal_deploy.errors import StoppedEarly, UsageError, first_line
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.graph import TYPES, build_inference_graph
 from opal_deploy.runtime.compiled_session import compile_graph
-from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
+from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.torch_session import torch_device
 
 PRECISIONS = tuple(TYPES)
@@ -99,31 +97,6 @@ class TorchGraphSession:
         check_batch(images, self.metadata)
         with torch.inference_mode(), self._global_settings(len(images)):
             return self._to_host(self._run(self._to_device(images)))
-
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """Run a batch and time its stages, as `StagedSession.run_staged` does; on a GPU by CUDA events."""
-        check_batch(images, self.metadata)
-        with torch.inference_mode(), self._global_settings(len(images)):
-            if self._device.type == "cpu":
-                start = time.perf_counter()
-                outputs = self._to_host(self._run(torch.from_numpy(images)))
-                return outputs, BatchTimes(None, time.perf_counter() - start, None)
-            return self._staged_on_gpu(images)
-
-    def _staged_on_gpu(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        with torch.cuda.device(self._device):
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
-            events[0].record()
-            feed = self._to_device(images)
-            events[1].record()
-            tensors = self._run(feed)
-            events[2].record()
-            outputs = self._to_host(tensors)
-            events[3].record()
-            events[3].synchronize()
-        # `elapsed_time` counts milliseconds
-        copied, computed, returned = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
-        return outputs, BatchTimes(copied, computed, returned)
 
     def register_buffer(self, address: int, size: int) -> bool:
         """Page-lock memory, as `PinningSession.register_buffer` does; False on the CPU."""

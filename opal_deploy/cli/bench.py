@@ -22,13 +22,12 @@ from opal_deploy.bench.options import (
     ThroughputOptions,
 )
 from opal_deploy.cli.console import print_json, print_json_line, print_message, progress
-from opal_deploy.cli.options import default_workers, expand_options
+from opal_deploy.cli.options import expand_options
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.bench.diff import FigureChange, MeasurementDiff
     from opal_deploy.bench.measurement import Measurement
-    from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
     from opal_deploy.bench.targets import LoadedTarget
     from opal_deploy.inference.sources.items import Item
 
@@ -58,8 +57,8 @@ def overhead(options: OverheadOptions) -> None:
         )
     columns = [(table.format_classes(number), number) for number in dict.fromkeys(options.classes)]
     rows = table.count_rows(
-        options.backbone or list(paper.backbones),
-        columns or [(name, dataset.classes) for name, dataset in paper.datasets.items()],
+        options.backbone or paper.backbones,
+        columns or list(paper.datasets.items()),
         options.prototypes,
         options.input_size,
         strides=options.stride or (None,),
@@ -70,7 +69,7 @@ def overhead(options: OverheadOptions) -> None:
         _write(measurement, options)
     if not options.as_json:
         markdown = options.table == "markdown"
-        print(table.format_tables(rows, options.input_size, paper.titles(), markdown=markdown), end="", flush=True)
+        print(table.format_tables(rows, options.input_size, paper.titles, markdown=markdown), end="", flush=True)
     if options.check:
         cells = papers.compare_with_paper(rows, paper)
         for line in papers.format_comparison(cells):
@@ -84,7 +83,7 @@ def roofline(options: RooflineOptions) -> None:
         require(package, "train", "opal-deploy bench roofline")
     from opal_deploy.bench.overhead.paper import load_paper
     from opal_deploy.bench.roofline import table
-    from opal_deploy.bench.roofline.ceiling import format_ceiling, read_ceiling
+    from opal_deploy.bench.roofline.ceiling import format_ceiling, to_ceiling
 
     ceilings = table.find_ceilings(options)
     if options.measure_ceiling:
@@ -92,7 +91,7 @@ def roofline(options: RooflineOptions) -> None:
             measured = table.measure_device(options, advance)
         _write(measured, options)
         print_message(format_ceiling(measured))
-        ceilings.insert(0, read_ceiling(measured))
+        ceilings.insert(0, to_ceiling(measured))
     precision = table.choose_precision(options, ceilings)
     points: list[table.Point] = []
     names = list(dict.fromkeys(options.backbone or load_paper().backbones))
@@ -123,7 +122,8 @@ def throughput(options: ThroughputOptions) -> None:
 
     A batch size that does not fit into memory is named, and ends that model's sweep.
     """
-    from opal_deploy.bench.speed import format_throughput, measure_throughput, read_ceilings
+    from opal_deploy.bench.roofline.ceiling import read_ceilings
+    from opal_deploy.bench.speed import format_throughput, measure_throughput
 
     ceilings = () if options.ceiling is None else read_ceilings(options.ceiling)
     for loaded in _load_targets(options):
@@ -161,43 +161,22 @@ def pipeline(
 ) -> None:
     """Measure `infer` against the bare session: time by stage, bottleneck and memory, with and without overlays.
 
-    With --no-network precomputed outputs are replayed, so that only the pipeline is measured; with --no-decoding too,
-    only the main process's work remains.
+    With --no-network precomputed outputs are replayed, so that only the pipeline is measured.
     """
     require("psutil", "bench", "opal-deploy bench pipeline")
-    from opal_deploy.bench.monitor import monitor_devices, release_memory
-    from opal_deploy.bench.pipeline.cases import build_cases, resized_copies
-    from opal_deploy.bench.pipeline.formatting import build_measurement, format_result, format_summary
-    from opal_deploy.bench.pipeline.measure import measure_case
+    from opal_deploy.bench.monitor import monitor_devices
+    from opal_deploy.bench.pipeline.formatting import build_measurement, format_result
+    from opal_deploy.bench.pipeline.measure import measure_pipeline
     from opal_deploy.bench.targets import load_for_inference
 
-    if options.hold_ms is not None and options.network:
-        raise UsageError("--hold-ms needs --no-network: it stands in for the network's time")
     items = _find_items(images, options.limit)
-    baseline = _load_baseline(options)
-    results = []
-    for case in build_cases(options, default_workers()):
-        # a new session for each case, since one keeps the memory of its largest batch
-        loaded = load_for_inference(model, options)
-        if baseline is not None:
-            baseline.check_source(loaded.metadata)
-        device = loaded.target.device
-        with (
-            resized_copies(items, case.image_size) as copies,
-            monitor_devices(device) as monitor,
-            progress("passes") as advance,
-        ):
-            result = measure_case(
-                loaded.session, copies, case, options, print_message, device=device, baseline=baseline, progress=advance
-            )
-        measurement = build_measurement(result, loaded, monitor, options)
-        _write(measurement, options)
-        print_message("\n".join(format_result(result, measurement.marks)))
-        results.append(result)
-        del loaded
-        release_memory()
-    if len(results) > 1:
-        print_message("\n".join(format_summary(results)))
+    loaded = load_for_inference(model, options)
+    device = loaded.target.device
+    with monitor_devices(device) as monitor, progress("passes") as advance:
+        result = measure_pipeline(loaded.session, items, options, print_message, device=device, progress=advance)
+    measurement = build_measurement(result, loaded, monitor, options)
+    _write(measurement, options)
+    print_message("\n".join(format_result(result, measurement.marks)))
 
 
 def report(files: Files) -> None:
@@ -298,16 +277,6 @@ def _find_items(images: list[str], limit: int) -> list[Item]:
     if not items:
         raise UsageError("no images found")
     return items
-
-
-def _load_baseline(options: PipelineOptions) -> EagerBaseline | None:
-    if options.plain is None:
-        return None
-    require("torchvision", "train", "bench pipeline --plain")
-    from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
-    from opal_deploy.runtime.torch_session import torch_device
-
-    return EagerBaseline(options.plain, str(torch_device(options.device)), options.threads)
 
 
 def _print_diff(result: MeasurementDiff) -> None:

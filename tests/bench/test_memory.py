@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import mmap
-import platform
 import time
 
-import psutil
 import pytest
 
 from opal_deploy.bench.monitor import (
@@ -15,7 +13,6 @@ from opal_deploy.bench.monitor import (
     MemoryCurve,
     MemorySampler,
     peak_memory_mb,
-    release_memory,
     reset_peak_memory,
 )
 
@@ -25,21 +22,18 @@ def curve(*megabytes: float) -> MemoryCurve:
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "slope", "rise", "text"),
+    ("megabytes", "rise", "text"),
     [
-        ((*range(100, 200, 10), *([200.0] * 30)), 0, 0, "flat: "),
-        ([200 + 3.0 * index for index in range(41)], 6.0, 90.0, "GROWING: +90.0 MB"),
-        ([1000 + 8.0 * index / 40 for index in range(41)], 0.4, 6.0, "flat: +6.0 MB"),
-        ([1000 + 40.0 * index / 40 for index in range(41)], 2.0, 30.0, "flat: +30.0 MB"),
-        ([100, 200, 300], None, None, "too short for a trend"),
+        ((*range(100, 200, 10), *([200.0] * 30)), 0, "flat: "),
+        ([200 + 3.0 * index for index in range(41)], 90.0, "GROWING: +90.0 MB"),
+        ([1000 + 8.0 * index / 40 for index in range(41)], 6.0, "flat: +6.0 MB"),
+        ([1000 + 40.0 * index / 40 for index in range(41)], 30.0, "flat: +30.0 MB"),
+        ([100, 200, 300], None, "too short for a trend"),
     ],
     ids=["loaded at the start", "a leak", "under 10 MB", "under 5 %", "few samples"],
 )
-def test_growth_is_judged_after_the_first_quarter(
-    megabytes: list[float], slope: float | None, rise: float | None, text: str
-) -> None:
+def test_growth_is_judged_after_the_first_quarter(megabytes: list[float], rise: float | None, text: str) -> None:
     memory = curve(*megabytes)
-    assert memory.slope == (None if slope is None else pytest.approx(slope, abs=1e-9))
     assert memory.rise == (None if rise is None else pytest.approx(rise, abs=1e-9))
     assert memory.grows is ("GROWING" in text)
     assert text in memory.describe()
@@ -68,19 +62,6 @@ def test_memory_that_a_process_takes_and_frees_is_seen() -> None:
     assert list(memory.seconds) == sorted(memory.seconds)
     assert max(memory.megabytes) - memory.megabytes[0] > 60
     assert max(memory.megabytes) - memory.megabytes[-1] > 60
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no malloc_trim")
-def test_freed_memory_is_returned_to_the_system() -> None:
-    process = psutil.Process()
-    # too small to be mapped one by one; the last of them keeps the heap from shrinking by itself
-    blocks = [bytearray(b"x" * 60_000) for _ in range(2000)]
-    last = blocks[-1]
-    blocks.clear()
-    before = process.memory_info().rss
-    release_memory()
-    assert before - process.memory_info().rss > 80_000_000
-    assert len(last) == 60_000
 
 
 def test_the_peak_can_be_reset() -> None:

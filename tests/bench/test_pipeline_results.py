@@ -11,9 +11,8 @@ from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.monitor import MemoryCurve, Monitor
 from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline.bottleneck import Pass, find_bottleneck
-from opal_deploy.bench.pipeline.cases import Case
-from opal_deploy.bench.pipeline.formatting import build_measurement, format_result, format_summary
-from opal_deploy.bench.pipeline.measure import CaseResult, Variant
+from opal_deploy.bench.pipeline.formatting import build_measurement, format_result
+from opal_deploy.bench.pipeline.measure import PipelineResult, Variant
 from opal_deploy.inference.timing import Stage, StageTime, StageTimes, ThreadRole, WaitReason
 
 THREADS: dict[ThreadRole, int] = {"decoders": 2, "drawers": 2, "session": 1, "loop": 1}
@@ -93,14 +92,14 @@ def test_no_bottleneck_is_made_up(rows: Rows, waited: float, cpu: float, text: s
     assert bottleneck.describe().startswith(text)
 
 
-def build_result(bare: tuple[float, ...], infer: tuple[float, ...], memory: MemoryCurve = FLAT) -> CaseResult:
+def build_result(bare: tuple[float, ...], infer: tuple[float, ...], memory: MemoryCurve = FLAT) -> PipelineResult:
     """The result of passes of known rates."""
     alone, made = (tuple(Pass(100, 100 / rate, 2.0) for rate in rates) for rates in (bare, infer))
     variant = Variant("infer", made, memory, find_bottleneck(made, {}, 2))
-    return CaseResult(Case(8, 2), 100, 101, "a session", alone, (variant,), 345.0)
+    return PipelineResult(100, 101, 2, "a session", alone, (variant,), 345.0)
 
 
-def measurement_of(fake_target: Any, result: CaseResult, *marks: str) -> Measurement:
+def measurement_of(fake_target: Any, result: PipelineResult, *marks: str) -> Measurement:
     monitor = Monitor([], {"cpu": "not here"})
     monitor.marks = marks
     return build_measurement(result, fake_target(0, lambda _: None), monitor, PipelineOptions(repeats=3))
@@ -134,12 +133,9 @@ def test_the_text_has_rates_spread_and_share() -> None:
     lines = list(format_result(result))
     assert "  bare session: 101.0 images/s (spread 2% over 3)" in lines
     assert "  infer: 95.0 images/s (spread 20% over 3, NOISY): 94.1% of the bare session" in lines
-    assert lines[0] == "100 of 101 images, batch 8, 2 workers, images as given; a session"
+    assert lines[0] == "100 of 101 images; a session"
     assert lines[-1] == "  peak memory 345 MB"
     # no share without the session alone
     without = list(format_result(build_result((), (80,))))
     assert "  infer: 80.0 images/s (once)" in without
     assert not any("bare session" in line for line in without)
-    assert list(format_summary([result])) == [
-        "batch 8, 2 workers, images as given: infer 95.0 images/s (94% of the bare session), peak 345 MB"
-    ]

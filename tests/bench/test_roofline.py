@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -14,13 +13,12 @@ from opal_deploy.bench.measurement import Figure, Measurement, Target, append_me
 from opal_deploy.bench.roofline import ceiling as ceilings
 from opal_deploy.bench.roofline.ceiling import (
     Ceiling,
-    CeilingOptions,
     compute_share,
     find_by_driver_name,
     find_device,
     known_devices,
     measure_ceiling,
-    read_ceiling,
+    to_ceiling,
 )
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Layer, Work, count_backbone_work, count_head_work
 from opal_deploy.errors import UsageError
@@ -107,10 +105,6 @@ def test_there_is_no_share_without_a_ceiling() -> None:
         assert compute_share(WORK, 8, precision, name, 1.0) is None
 
 
-def options(*precisions: str) -> CeilingOptions:
-    return CeilingOptions(threads=1, precisions=precisions, repeats=4, warm_up=2)
-
-
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 2**16)
@@ -121,20 +115,20 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_measured_ceiling_is_the_best_of_the_repeats_and_reads_back_in_base_units() -> None:
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     done: list[tuple[int, int]] = []
-    measured = measure_ceiling(replace(options("fp32", "tf32", "bf16"), progress=lambda *counts: done.append(counts)))
-    assert done == [(count, 24) for count in range(1, 25)]
+    measured = measure_ceiling("cpu", ("fp32", "tf32", "bf16"), 1, lambda *counts: done.append(counts))
+    assert done == [(count, 52) for count in range(1, 53)]
     assert (torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32) == before
     assert measured.figures.keys() == {"copy", "matmul_fp32", "matmul_tf32", "matmul_bf16"}
     for figure in measured.figures.values():
-        assert len(figure.repeats) == 4
+        assert len(figure.repeats) == 10
         assert figure.value == max(figure.repeats) > 0
     noisy = {f"noisy: {name}" for name, figure in measured.figures.items() if figure.is_noisy}
     assert set(measured.marks) == noisy
     assert "32 x 32 by 32 x 32" in measured.timed
-    assert (measured.settings["warm_up"], measured.case) == (2, {"threads": 1})
+    assert (measured.settings["warm_up"], measured.case) == (3, {"threads": 1})
     copy = Measurement.from_line(measured.to_line())
     assert copy.figures == measured.figures
-    ceiling = read_ceiling(copy)
+    ceiling = to_ceiling(copy)
     assert (ceiling.name, ceiling.source[:8]) == ("cpu, 1 thread", "measured")
     assert ceiling.bytes_per_second == pytest.approx(measured.figures["copy"].value * 1e9)
     assert ceiling.peak("bf16") == pytest.approx(measured.figures["matmul_bf16"].value * 1e12)
@@ -143,11 +137,9 @@ def test_a_measured_ceiling_is_the_best_of_the_repeats_and_reads_back_in_base_un
 def test_what_cannot_be_measured_is_refused() -> None:
     for name in ("tpu", "cuda:99", "meta"):
         with pytest.raises(UsageError, match=f"device '?{name}"):
-            measure_ceiling(CeilingOptions(device=name))
+            measure_ceiling(name, ["fp32"])
     with pytest.raises(UsageError, match="--precision int8: expected fp32, tf32, fp16, bf16"):
-        measure_ceiling(CeilingOptions(precisions=("int8",)))
-    with pytest.raises(UsageError, match="expected a measurement of kind ceiling, found latency"):
-        read_ceiling(Measurement("latency", None, {}, {}))
+        measure_ceiling("cpu", ["int8"])
 
 
 def test_lines_hold_work_and_ceilings_of_backbone_head_and_both(opal: Opal, tmp_path: Path) -> None:

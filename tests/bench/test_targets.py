@@ -126,12 +126,8 @@ def test_heads_have_names() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("runtime", ["eager", "onnxruntime"])
-def test_the_stages_of_a_batch_are_timed(
-    exact_model: Path, network: NamedNetwork, images: Any, runtime: Any, device: str
-) -> None:
-    setup = Setup(runtime, device, threads=1 if device == "cpu" else None)
-    loaded = load_network(network, setup) if runtime == "eager" else load_file(exact_model, setup)
+def test_the_stages_of_a_batch_are_timed(exact_model: Path, images: Any, device: str) -> None:
+    loaded = load_file(exact_model, Setup("onnxruntime", device, threads=1 if device == "cpu" else None))
     assert isinstance(loaded.session, StagedSession)
     with pinned(loaded.session, images):
         outputs, stages = loaded.session.run_staged(images)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import io
 import os
 import subprocess
@@ -15,7 +17,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench.monitor import MemoryCurve, MemorySampler, release_memory
+from opal_deploy.bench.monitor import MemoryCurve, MemorySampler
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
@@ -58,7 +60,9 @@ def explained(path: Path, session: Session, *, isolate: bool = False) -> Iterato
 
 
 def watched(path: Path, session: Session) -> MemoryCurve:
-    release_memory()
+    gc.collect()
+    # give freed memory back to the system; only glibc has it
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
     with MemorySampler(interval=0.02) as watch:
         assert set(explained(path, session)) == {"ok"}
     return watch.curve

@@ -7,80 +7,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import Path
 
 from opal_deploy.bench.overhead.table import Row, summarise
 from opal_deploy.bench.tables import format_fixed
-from opal_deploy.errors import UsageError, VerificationError
+from opal_deploy.errors import VerificationError
 
-_HEAD_FIGURES = ("linear_params", "linear_gflops", "opal_params", "opal_gflops")
 _UNITS = {"k": 1_000, "M": 1_000_000}
 _GIGA = 10**9
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """One column of the paper's table: its title, and C."""
-
-    title: str
-    classes: int
-
-
-@dataclass(frozen=True)
-class PaperBackbone:
-    """One row of the paper's table, with figures as printed.
-
-    Attributes:
-        title: the paper's.
-        params: of the backbone.
-        gflops: of the backbone.
-        heads: by `linear_params`, `linear_gflops`, `opal_params`, `opal_gflops`, and then by data set.
-    """
-
-    title: str
-    params: str
-    gflops: str
-    heads: Mapping[str, Mapping[str, str]]
-
-
-@dataclass(frozen=True)
 class PaperTable:
-    """The content of paper.toml.
+    """The content of paper.toml; `cells` holds every printed figure: `resnet50.params`, `resnet50.opal_gflops.cub`, ...
 
     Attributes:
-        title: the table's.
         input_size: (H0, W0).
         prototypes_per_class: m.
-        datasets: by our names.
-        backbones: by torchvision's names.
-        percentages: the figures of the paper's text, by name.
+        datasets: number of classes by our name.
+        backbones: torchvision's names.
+        titles: the paper's titles of backbones and data sets, by our names.
+        cells: the printed figures by name.
         disputed: reasons for taking a cell as the paper's mistake, by the cell's name.
     """
 
-    title: str
     input_size: tuple[int, int]
     prototypes_per_class: int
-    datasets: Mapping[str, Dataset]
-    backbones: Mapping[str, PaperBackbone]
-    percentages: Mapping[str, str]
+    datasets: Mapping[str, int]
+    backbones: tuple[str, ...]
+    titles: Mapping[str, str]
+    cells: Mapping[str, str]
     disputed: Mapping[str, str]
-
-    def cells(self) -> dict[str, str]:
-        """Return every printed figure by cell: `resnet50.params`, `resnet50.opal_gflops.cub`, `percentages.NAME`."""
-        cells: dict[str, str] = {}
-        for name, backbone in self.backbones.items():
-            cells[f"{name}.params"] = backbone.params
-            cells[f"{name}.gflops"] = backbone.gflops
-            for figure, by_dataset in backbone.heads.items():
-                cells.update({f"{name}.{figure}.{dataset}": text for dataset, text in by_dataset.items()})
-        cells.update({f"percentages.{name}": text for name, text in self.percentages.items()})
-        return cells
-
-    def titles(self) -> dict[str, str]:
-        """Return the paper's titles of backbones and data sets, by our names."""
-        backbones = {name: backbone.title for name, backbone in self.backbones.items()}
-        return backbones | {name: dataset.title for name, dataset in self.datasets.items()}
 
 
 @dataclass(frozen=True)
@@ -88,7 +44,7 @@ class Cell:
     """One figure of the paper, compared.
 
     Attributes:
-        name: as `PaperTable.cells` has it.
+        name: as in `PaperTable.cells`.
         printed: the paper's figure.
         counted: our count, at the printed digits.
         agrees: whether both are the same, or whether a bound holds.
@@ -107,42 +63,34 @@ class Cell:
         return self.agrees != bool(self.disputed)
 
 
-def load_paper(path: Path | None = None) -> PaperTable:
-    """Read the paper's table, or another file of the same form.
-
-    Raises:
-        UsageError: the file cannot be read, or has another form.
-    """
-    source: Traversable = files(__package__).joinpath("paper.toml") if path is None else path
-    try:
-        raw = tomllib.loads(source.read_text(encoding="utf-8"))
-        height, width = raw["input_size"]
-        table = PaperTable(
-            title=raw["title"],
-            input_size=(height, width),
-            prototypes_per_class=raw["prototypes_per_class"],
-            datasets={name: Dataset(**entry) for name, entry in raw["datasets"].items()},
-            backbones={
-                name: PaperBackbone(
-                    entry["title"], entry["params"], entry["gflops"], {key: entry[key] for key in _HEAD_FIGURES}
-                )
-                for name, entry in raw["backbones"].items()
-            },
-            percentages=raw["percentages"],
-            disputed=raw["disputed"],
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{source}: not the paper's table ({error}); give one like overhead/paper.toml") from None
-    if unknown := sorted(table.disputed.keys() - table.cells().keys()):
-        raise UsageError(f"{source}: disputed cells that the table lacks: {', '.join(unknown)}; remove them")
-    return table
+def load_paper() -> PaperTable:
+    """Read the paper's table."""
+    raw = tomllib.loads(files(__package__).joinpath("paper.toml").read_text(encoding="utf-8"))
+    height, width = raw["input_size"]
+    cells = {f"percentages.{name}": text for name, text in raw["percentages"].items()}
+    for name, backbone in raw["backbones"].items():
+        for figure, value in backbone.items():
+            if isinstance(value, dict):
+                cells |= {f"{name}.{figure}.{dataset}": text for dataset, text in value.items()}
+            elif figure != "title":
+                cells[f"{name}.{figure}"] = value
+    titled = {**raw["backbones"], **raw["datasets"]}
+    return PaperTable(
+        input_size=(height, width),
+        prototypes_per_class=raw["prototypes_per_class"],
+        datasets={name: entry["classes"] for name, entry in raw["datasets"].items()},
+        backbones=tuple(raw["backbones"]),
+        titles={name: entry["title"] for name, entry in titled.items()},
+        cells=cells,
+        disputed=raw["disputed"],
+    )
 
 
 def compare_with_paper(rows: Sequence[Row], paper: PaperTable) -> list[Cell]:
     """Compare every figure of the paper's table and text with the counts, at the digits that the paper prints."""
     values = _count_cells(rows)
     cells = []
-    for name, printed in paper.cells().items():
+    for name, printed in paper.cells.items():
         is_bound = name.endswith("_below")
         counted = format_like(values[name], f"{printed}0" if is_bound else printed)
         agrees = values[name] < Decimal(printed) if is_bound else counted == printed

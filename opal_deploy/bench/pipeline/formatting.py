@@ -1,4 +1,4 @@
-"""A measured case as text for people and as one measurement."""
+"""The result of `bench pipeline` as text for people and as one measurement."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from opal_deploy.bench.measurement import NOISY, Better, Figure, Measurement, Sc
 from opal_deploy.bench.monitor import Monitor
 from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline.bottleneck import Pass
-from opal_deploy.bench.pipeline.cases import COPY_QUALITY
-from opal_deploy.bench.pipeline.measure import EXPLAIN, INFER, CaseResult, Variant
+from opal_deploy.bench.pipeline.measure import EXPLAIN, INFER, PipelineResult, Variant
 from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.inference.timing import STAGES, Stage, StageTime
 
@@ -20,15 +19,14 @@ GROWING = "growing memory"
 TIMED = (
     "bare: the session on decoded batches, on a GPU in page-locked memory with several batches in flight; infer and "
     "infer_explain: from the first file to the last record on disk, including the start of decode processes; files in "
-    "the system's cache, model loaded and warm; plain: a loop of Pillow, torchvision's transforms and PyTorch eager in "
-    "one process"
+    "the system's cache, model loaded and warm"
 )
 _TITLES = {INFER: "infer", EXPLAIN: "infer --explain"}
-_RATES = ("bare", INFER, EXPLAIN, "plain")
+_RATES = ("bare", INFER, EXPLAIN)
 
 
 def build_measurement(
-    result: CaseResult, loaded: LoadedTarget, monitor: Monitor, options: PipelineOptions
+    result: PipelineResult, loaded: LoadedTarget, monitor: Monitor, options: PipelineOptions
 ) -> Measurement:
     """Return the measurement; `monitor` sampled the machine during it."""
     figures = _figures(result)
@@ -36,22 +34,19 @@ def build_measurement(
     marks += [f"{GROWING}: {variant.name}" for variant in result.variants if variant.memory.grows]
     case: dict[str, Scalar] = {
         "images": result.images,
-        "batch": result.case.batch,
-        "workers": result.case.workers,
+        "batch": options.batch,
+        "workers": result.workers,
         "threads": loaded.threads,
-        "image_size": result.case.size_name,
         "network": options.network,
-        "decoding": options.decoding,
-        "hold_ms": options.hold_ms,
-        "decode": str(result.case.decode),
-        "isolate": result.case.isolate,
+        "decode": options.decode,
+        "isolate": options.isolate,
     }
     return Measurement(
         kind="pipeline",
         target=loaded.target,
         case=case,
         figures=figures,
-        settings={"repeats": options.repeats, "order": "interleaved", "copies": f"JPEG quality {COPY_QUALITY}"},
+        settings={"repeats": options.repeats, "order": "interleaved"},
         timed=TIMED,
         marks=(*marks, *monitor.marks),
         conditions=monitor.conditions,
@@ -60,19 +55,15 @@ def build_measurement(
     )
 
 
-def format_result(result: CaseResult, marks: tuple[str, ...] = ()) -> Iterator[str]:
+def format_result(result: PipelineResult, marks: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield lines for a person."""
-    yield f"{result.images} of {result.given} images, {result.case.describe()}; {result.session}"
+    yield f"{result.images} of {result.given} images; {result.session}"
     figures = _figures(result)
     if result.bare:
         yield f"  {_format_rate('bare session', figures['bare'])}"
-    if result.baseline:
-        yield f"  {_format_rate('plain script (PyTorch and Pillow)', figures['plain'])}"
     for variant in result.variants:
         share = figures.get(f"{variant.name}_share")
         compared = f": {share.value:.1%} of the bare session" if share else ""
-        if over := figures.get(f"{variant.name}_over_plain"):
-            compared += f", {over.value:.2f} x the plain script"
         if use := figures.get(f"{variant.name}.gpu_use"):
             compared += f", GPU {use.value:.0f} % busy"
         yield f"  {_format_rate(_TITLES[variant.name], figures[variant.name])}{compared}"
@@ -84,19 +75,7 @@ def format_result(result: CaseResult, marks: tuple[str, ...] = ()) -> Iterator[s
     yield from (f"  marked {mark}" for mark in marks)
 
 
-def format_summary(results: list[CaseResult]) -> Iterator[str]:
-    """Yield one line per case, for several cases."""
-    for result in results:
-        figures = _figures(result)
-        rates = ", ".join(
-            f"{_TITLES[v.name]} {figures[v.name].value:.1f} images/s"
-            + (f" ({share.value:.0%} of the bare session)" if (share := figures.get(f"{v.name}_share")) else "")
-            for v in result.variants
-        )
-        yield f"{result.case.describe()}: {rates}, peak {result.peak_megabytes:.0f} MB"
-
-
-def _figures(result: CaseResult) -> dict[str, Figure]:
+def _figures(result: PipelineResult) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     if result.bare:
         figures["bare"] = _figure(result.bare, lambda one: one.rate, "images/s", "higher")
@@ -107,11 +86,6 @@ def _figures(result: CaseResult) -> dict[str, Figure]:
             # ratios of consecutive passes, so that a slower machine cancels out
             shares = (one.rate / bare.rate for one, bare in zip(variant.passes, result.bare, strict=True))
             figures[f"{variant.name}_share"] = Figure.of_repeats(shares, "ratio", "higher")
-    if result.baseline:
-        figures["plain"] = _figure(result.baseline, lambda one: one.rate, "images/s", "higher")
-        for variant in result.variants:
-            ratios = (one.rate / plain.rate for one, plain in zip(variant.passes, result.baseline, strict=True))
-            figures[f"{variant.name}_over_plain"] = Figure.of_repeats(ratios, "ratio", "higher")
     for variant in result.variants:
         use = [one.gpu_use for one in variant.passes if one.gpu_use is not None]
         if use:
@@ -148,7 +122,7 @@ def _stage_ms(one: Pass, stage: Stage, kind: str) -> float:
     return 0.0 if row is None else 1000 * float(getattr(row, kind)) / one.images
 
 
-def _details(result: CaseResult) -> dict[str, Any]:
+def _details(result: PipelineResult) -> dict[str, Any]:
     return {
         "session": result.session,
         "given": result.given,

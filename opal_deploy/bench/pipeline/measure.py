@@ -14,21 +14,22 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.measurement import Figure
 from opal_deploy.bench.monitor import MemoryCurve, MemorySampler, monitor_devices, peak_memory_mb, reset_peak_memory
 from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline.bottleneck import Bottleneck, Pass, find_bottleneck
-from opal_deploy.bench.pipeline.cases import Case, decode_images
-from opal_deploy.bench.pipeline.replay import HeldSession, ReplayDecoders, ReplaySession
 from opal_deploy.bench.timing import time_stages_of
+from opal_deploy.errors import UsageError
 from opal_deploy.inference.decoding.pool import DecoderPool
+from opal_deploy.inference.decoding.prepare import prepare
 from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.report import ReportOptions
 from opal_deploy.inference.run.run import run
@@ -36,16 +37,15 @@ from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.timing import ThreadRole
 from opal_deploy.inference.types import InferenceOptions, build_requests
 from opal_deploy.logs import Log
-from opal_deploy.runtime.devices import available_cpus
-from opal_deploy.runtime.session import ImageBatch, PipelinedSession, Session, pinned
+from opal_deploy.preprocess.decode import Decoding
+from opal_deploy.runtime.devices import available_cpus, default_workers
+from opal_deploy.runtime.session import ImageBatch, PipelinedSession, Session, check_batch, pinned
 
-if TYPE_CHECKING:
-    from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
-
-INFER, EXPLAIN, BARE, PLAIN = "infer", "infer_explain", "bare", "plain"
-_TITLES = {BARE: "bare session", PLAIN: "plain script"}
+INFER, EXPLAIN = "infer", "infer_explain"
 # a reading of NVML
 _USE = "utilisation_percent"
+# more than a processor's caches hold, but little memory
+_DECODED_IMAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -66,54 +66,84 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class CaseResult:
-    """The passes of one case.
+class PipelineResult:
+    """The passes over the images.
 
     Attributes:
-        case: what was measured.
         images: usable images.
         given: all images, including unusable ones.
+        workers: parallel decode and draw workers.
         session: the session's description.
         bare: passes of the bare session; empty without the network.
         variants: `infer`, and `infer --explain` if the model has evidence.
         peak_megabytes: peak resident memory of the process, including decoded batches.
-        baseline: passes of a plain PyTorch script; empty if not requested.
         stages: milliseconds per batch of copies to and from a GPU and of computation; empty on the CPU.
     """
 
-    case: Case
     images: int
     given: int
+    workers: int
     session: str
     bare: tuple[Pass, ...]
     variants: tuple[Variant, ...]
     peak_megabytes: float
-    baseline: tuple[Pass, ...] = ()
     stages: dict[str, Figure] = field(default_factory=dict)
 
 
-def measure_case(
+class ReplaySession:
+    """A session that replays precomputed outputs, in order and again from the first.
+
+    Attributes:
+        metadata: the model's, so that records and overlays take the same work.
+        description: names the session that computed the outputs.
+    """
+
+    def __init__(self, metadata: Metadata, outputs: Outputs, origin: str) -> None:
+        self.metadata = metadata
+        self.description = f"no network: outputs precomputed by {origin}"
+        self._count = len(outputs)
+        self._next = 0
+        # twice, so that a batch that wraps around is a view too
+        self._outputs = Outputs.concatenate([outputs, outputs])
+
+    @staticmethod
+    def record(session: Session, batches: Iterable[ImageBatch]) -> ReplaySession:
+        """Return a session that replays the outputs of `session` for `batches`."""
+        outputs = Outputs.concatenate([session.run(batch) for batch in batches])
+        return ReplaySession(session.metadata, outputs, session.description)
+
+    def run(self, images: ImageBatch) -> Outputs:
+        """Return the next outputs as views, as `Session.run` does.
+
+        Raises:
+            ValueError: the batch is larger than the number of precomputed outputs.
+        """
+        check_batch(images, self.metadata)
+        if len(images) > self._count:
+            raise ValueError(f"a batch of {len(images)}, but only {self._count} outputs were precomputed")
+        start = self._next
+        self._next = (start + len(images)) % self._count
+        return self._outputs.rows(start, start + len(images))
+
+
+def measure_pipeline(
     session: Session,
     items: list[Item],
-    case: Case,
     options: PipelineOptions,
     log: Log,
     *,
     device: str = "cpu",
-    baseline: EagerBaseline | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     interval: float = 0.1,
-) -> CaseResult:
-    """Measure one case.
+) -> PipelineResult:
+    """Measure the bare session, `infer` and `infer --explain`.
 
     Args:
         session: the model's; without the network it only computes the outputs that are replayed.
-        items: images, already in the case's size.
-        case: what to measure.
+        items: the images.
         options: how to measure.
         log: gets a line per repeat.
         device: the session's; a GPU's utilisation is sampled during `infer`.
-        baseline: a plain PyTorch script with the same model.
         progress: called after each pass over the images with passes done and in total.
         interval: seconds between memory samples.
 
@@ -122,28 +152,23 @@ def measure_case(
         StoppedEarly: the device was lost, or the disk is full.
     """
     reset_peak_memory()
-    decoded = decode_images(items, session.metadata.input_size, case.batch)
-    batches = np.split(decoded, len(decoded) // case.batch)
+    workers = options.workers or default_workers()
+    decoded = decode_images(items, session.metadata.input_size, options.batch)
+    batches = np.split(decoded, len(decoded) // options.batch)
     if not options.network:
         session, batches = ReplaySession.record(session, batches), []
-        if options.hold_ms:
-            session = HeldSession(session, options.hold_ms / 1e3)
-    draws = options.explain and options.decoding and session.metadata.evidence != "none"
-    names = (INFER, EXPLAIN) if draws else (INFER,)
-    passes: dict[str, list[Pass]] = {name: [] for name in (BARE, *names, PLAIN)}
+    names = (INFER, EXPLAIN) if options.explain and session.metadata.evidence != "none" else (INFER,)
+    bare: list[Pass] = []
+    passes: dict[str, list[Pass]] = {name: [] for name in names}
     curves: dict[str, MemoryCurve] = {}
-    first = items[: case.batch]
     with tempfile.TemporaryDirectory(prefix="opal-bench-") as scratch, pinned(session, decoded):
-        pipeline = _Pipeline(session, case, options.decoding, device, Path(scratch), interval)
+        pipeline = _Pipeline(session, options, workers, device, Path(scratch), interval)
         # the first images load modules, fonts and the runtime's memory
         for name in names:
-            pipeline.run(first, name)
-        _run_bare(session, batches[:1], _depth(session))
+            pipeline.run(items[: options.batch], name)
+        _run_bare(session, batches[:1], session.depth if isinstance(session, PipelinedSession) else 1)
         stages = time_stages_of(session, batches) if batches and device != "cpu" else {}
-        if baseline is not None:
-            baseline.measure(first, case.batch)
-        done = itertools.count(1)
-        total = options.repeats * (len(names) + bool(batches) + (baseline is not None))
+        done, total = itertools.count(1), options.repeats * (len(names) + bool(batches))
         progress(0, total)
         for repeat in range(options.repeats):
             for name in names:
@@ -151,31 +176,48 @@ def measure_case(
                 passes[name].append(one)
                 progress(next(done), total)
             if batches:
-                passes[BARE].append(_run_bare(session, batches, passes[INFER][-1].images // case.batch))
+                bare.append(_run_bare(session, batches, passes[INFER][-1].images // options.batch))
                 progress(next(done), total)
-            if baseline is not None:
-                passes[PLAIN].append(baseline.measure(items, case.batch))
-                progress(next(done), total)
-            rates = ", ".join(f"{_TITLES.get(n, n)} {made[-1].rate:.1f}" for n, made in passes.items() if made)
+            titled = {"bare session": bare, **passes}
+            rates = ", ".join(f"{title} {made[-1].rate:.1f}" for title, made in titled.items() if made)
             log(f"repeat {repeat + 1} of {options.repeats}: {rates} images/s")
-    threads: dict[ThreadRole, int] = {"decoders": case.workers, "drawers": case.workers, "session": 1, "loop": 1}
-    variants = (
-        Variant(name, tuple(passes[name]), curves[name], find_bottleneck(passes[name], threads, available_cpus()))
-        for name in names
+    threads: dict[ThreadRole, int] = {"decoders": workers, "drawers": workers, "session": 1, "loop": 1}
+    return PipelineResult(
+        passes[INFER][-1].images,
+        len(items),
+        workers,
+        session.description,
+        tuple(bare),
+        tuple(
+            Variant(name, tuple(made), curves[name], find_bottleneck(made, threads, available_cpus()))
+            for name, made in passes.items()
+        ),
+        peak_memory_mb(),
+        stages,
     )
-    images, bare, plain = passes[INFER][-1].images, tuple(passes[BARE]), tuple(passes[PLAIN])
-    return CaseResult(
-        case, images, len(items), session.description, bare, tuple(variants), peak_memory_mb(), plain, stages
-    )
+
+
+def decode_images(items: list[Item], input_size: tuple[int, int], batch: int) -> ImageBatch:
+    """Decode usable images to the session's input, uint8 [N, H0, W0, 3], in whole batches; at most about 1,000.
+
+    Raises:
+        UsageError: fewer usable images than a batch.
+    """
+    prepared = (prepare(request, input_size, InferenceOptions()) for request in build_requests(items))
+    usable = (entry.pixels for entry in prepared if entry.pixels is not None)
+    pixels = list(itertools.islice(usable, max(_DECODED_IMAGES // batch, 1) * batch))
+    if len(pixels) < batch:
+        raise UsageError(f"{len(pixels)} usable images for a batch of {batch}; give more, or a smaller --batch")
+    return np.stack(pixels[: len(pixels) // batch * batch])
 
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """`infer` in this process, as a case says."""
+    """`infer` in this process."""
 
     session: Session
-    case: Case
-    decoding: bool
+    options: PipelineOptions
+    workers: int
     device: str
     scratch: Path
     interval: float
@@ -184,23 +226,18 @@ class _Pipeline:
         """Time one pass over the items into a temporary run directory."""
         out = self.scratch / name
         out.mkdir()
-        case = self.case
         inference = InferenceOptions(
-            batch=case.batch, fixed_batch=True, workers=case.workers, decode=case.decode, isolate=case.isolate
+            batch=self.options.batch, fixed_batch=True, workers=self.workers, decode=Decoding(self.options.decode),
+            isolate=self.options.isolate,
         )  # fmt: skip
         with MemorySampler(self.interval) as memory, monitor_devices(self.device) as monitor:
             cpu = _process_cpu_seconds()
             options = RunOptions(out, inference, report=ReportOptions() if name == EXPLAIN else None)
-            held = _held_seconds(self.session)
-            open_decoders = DecoderPool if self.decoding else ReplayDecoders
-            summary = run(build_requests(items), LocalBackend([self.session], open_decoders), options)
+            summary = run(build_requests(items), LocalBackend([self.session], DecoderPool), options)
             cpu = _process_cpu_seconds() - cpu
-            held = _held_seconds(self.session) - held
         shutil.rmtree(out)
         images = summary.total - summary.statuses["error"]
         uses = [each[_USE]["median"] for each in monitor.conditions.values() if _USE in each]
-        if isinstance(self.session, HeldSession):
-            uses = [100 * held / summary.seconds]
         return Pass(images, summary.seconds, cpu, summary.times, next(iter(uses), None)), memory.curve
 
 
@@ -208,14 +245,6 @@ def _process_cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its ended children, such as decode workers."""
     times = os.times()
     return time.process_time() + times.children_user + times.children_system
-
-
-def _held_seconds(session: Session) -> float:
-    return session.busy if isinstance(session, HeldSession) else 0.0
-
-
-def _depth(session: Session) -> int:
-    return session.depth if isinstance(session, PipelinedSession) else 1
 
 
 def _run_bare(session: Session, batches: list[ImageBatch], count: int) -> Pass:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from opal_deploy.bench.machine import provenance
-from opal_deploy.bench.measurement import NOISY, Figure, Measurement, Target
+from opal_deploy.bench.measurement import NOISY, Figure, Measurement, Target, read_measurements
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Work
 from opal_deploy.errors import UsageError
 
@@ -24,6 +25,8 @@ Bound = Literal["compute", "memory"]
 COPY_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 # large enough that arithmetic takes the time, not its start
 MATRIX_SIZE = {"cpu": 2048, "cuda": 8192}
+# counted runs, and uncounted ones before them
+_REPEATS, _WARM_UP = 10, 3
 _DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -37,12 +40,16 @@ class Ceiling:
             or that were not measured.
         bytes_per_second: memory bandwidth.
         source: the document, or what was timed.
+        device: the device that a measured ceiling holds for; empty for a data sheet.
+        threads: CPU threads that a measured ceiling holds for.
     """
 
     name: str
     flops: Mapping[str, float]
     bytes_per_second: float
     source: str
+    device: str = ""
+    threads: int | None = None
 
     def attainable(self, intensity: float, precision: str) -> float:
         """Return the FLOPs per second that are possible at an intensity in FLOPs per byte: the roofline.
@@ -168,57 +175,47 @@ def _normalize(name: str) -> str:
     return " ".join(word for word in words if word not in ("nvidia", "tesla") and not word.startswith("cuda:"))
 
 
-@dataclass(frozen=True)
-class CeilingOptions:
-    """How a ceiling is measured.
+def measure_ceiling(
+    device_name: str,
+    precisions: Sequence[str],
+    threads: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Measurement:
+    """Time a copy, and a product per precision; a figure's value is its best repeat.
 
-    Attributes:
-        device: `cpu`, `cuda` or `cuda:N`.
+    Args:
+        device_name: `cpu`, `cuda` or `cuda:N`.
         precisions: the products' precisions.
         threads: CPU threads; None leaves torch's choice.
-        repeats: number of counted runs.
-        warm_up: number of uncounted runs before them.
         progress: called after each run, counted or not, with runs done and in total.
-    """
-
-    device: str = "cpu"
-    precisions: Sequence[str] = ("fp32",)
-    threads: int | None = None
-    repeats: int = 10
-    warm_up: int = 3
-    progress: Callable[[int, int], None] = lambda done, total: None
-
-
-def measure_ceiling(options: CeilingOptions) -> Measurement:
-    """Time a copy, and a product per precision; a figure's value is its best repeat.
 
     Raises:
         UsageError: no such device, or torch has no product in a precision.
     """
     import torch
 
-    if unknown := [precision for precision in options.precisions if precision not in _DTYPES]:
+    if unknown := [precision for precision in precisions if precision not in _DTYPES]:
         raise UsageError(f"--measure-ceiling --precision {unknown[0]}: expected {', '.join(_DTYPES)}")
     from opal_deploy.runtime.torch_session import torch_device
 
-    device = torch_device(options.device)
+    device = torch_device(device_name)
     kind = device.type
     size, copied = MATRIX_SIZE[kind], COPY_BYTES[kind]
     done = itertools.count(1)
-    total = (1 + len(options.precisions)) * (options.warm_up + options.repeats)
+    total = (1 + len(precisions)) * (_WARM_UP + _REPEATS)
 
     def advance() -> None:
-        options.progress(next(done), total)
+        progress(next(done), total)
 
     before, backend = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     try:
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
+        if threads is not None:
+            torch.set_num_threads(threads)
         threads = torch.get_num_threads()
-        figures = {"copy": _best(_copy_rates(device, copied, options, advance), "GB/s")}
-        for precision in options.precisions:
+        figures = {"copy": _best(_copy_rates(device, copied, advance), "GB/s")}
+        for precision in precisions:
             torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-            figures[f"matmul_{precision}"] = _best(_product_rates(device, size, precision, options, advance), "TFLOP/s")
+            figures[f"matmul_{precision}"] = _best(_product_rates(device, size, precision, advance), "TFLOP/s")
     finally:
         torch.set_num_threads(before)
         torch.backends.cuda.matmul.allow_tf32 = backend
@@ -230,7 +227,7 @@ def measure_ceiling(options: CeilingOptions) -> Measurement:
         case={"threads": threads if kind == "cpu" else None},
         figures=figures,
         settings={
-            "repeats": options.repeats, "warm_up": options.warm_up, "copy_bytes": copied, "matrix_size": size,
+            "repeats": _REPEATS, "warm_up": _WARM_UP, "copy_bytes": copied, "matrix_size": size,
             "value": "best of the repeats",
         },
         timed=(
@@ -247,28 +244,30 @@ def default_precisions(device: str) -> tuple[str, ...]:
     return tuple(_DTYPES) if device.startswith("cuda") else ("fp32",)
 
 
-def read_ceiling(measurement: Measurement) -> Ceiling:
-    """Return the ceiling in a measurement of kind `ceiling`.
+def read_ceilings(path: Path) -> list[Ceiling]:
+    """Read the ceilings that `bench roofline --measure-ceiling` wrote into a file, the latest first.
 
     Raises:
-        UsageError: the measurement is of another kind, or has no copy.
+        UsageError: the file cannot be read, or has no ceiling.
     """
-    copy = measurement.figures.get("copy")
-    if measurement.kind != "ceiling" or copy is None:
+    ceilings = [to_ceiling(m) for m in read_measurements([path]) if m.kind == "ceiling" and "copy" in m.figures]
+    if not ceilings:
         raise UsageError(
-            f"expected a measurement of kind ceiling, found {measurement.kind}; make one: opal-deploy bench roofline "
-            "--measure-ceiling --out FILE"
+            f"--ceiling {path}: no measured ceiling found; measure one: opal-deploy bench roofline --measure-ceiling "
+            f"--out {path.name}"
         )
-    flops = {
-        name.removeprefix("matmul_"): figure.value * 1e12
-        for name, figure in measurement.figures.items()
-        if name.startswith("matmul_")
-    }
-    name = measurement.target.name if measurement.target else "measured"
-    when = f", {measurement.when[:10]}" if measurement.when else ""
+    return ceilings[::-1]
+
+
+def to_ceiling(measurement: Measurement) -> Ceiling:
+    """Return the ceiling in a measurement of `measure_ceiling`."""
+    figures, device = measurement.figures, measurement.target.device if measurement.target else ""
+    flops = {name.removeprefix("matmul_"): f.value * 1e12 for name, f in figures.items() if name.startswith("matmul_")}
     threads = measurement.case.get("threads")
-    threads_text = "" if not threads else ", 1 thread" if threads == 1 else f", {threads} threads"
-    return Ceiling(f"{name}{threads_text}", flops, copy.value * 1e9, f"measured: copy and product{when}")
+    count = threads if isinstance(threads, int) else None
+    name = f"{device}, {count} thread{'s' * (count != 1)}" if count else device
+    source = f"measured: copy and product, {measurement.when[:10]}"
+    return Ceiling(name, flops, figures["copy"].value * 1e9, source, device, count)
 
 
 def format_ceiling(measurement: Measurement) -> str:
@@ -280,18 +279,16 @@ def format_ceiling(measurement: Measurement) -> str:
     return "\n".join([*lines, f"timed: {measurement.timed}", *(f"MARKED {mark}" for mark in measurement.marks)])
 
 
-def _copy_rates(device: torch.device, copied: int, options: CeilingOptions, advance: Callable[[], None]) -> list[float]:
+def _copy_rates(device: torch.device, copied: int, advance: Callable[[], None]) -> list[float]:
     import torch
 
     source = torch.ones(max(1, copied // 4), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     moved = 2 * source.numel() * 4
-    return [moved / seconds / 1e9 for seconds in _times(lambda: target.copy_(source), device, options, advance)]
+    return [moved / seconds / 1e9 for seconds in _times(lambda: target.copy_(source), device, advance)]
 
 
-def _product_rates(
-    device: torch.device, size: int, precision: str, options: CeilingOptions, advance: Callable[[], None]
-) -> list[float]:
+def _product_rates(device: torch.device, size: int, precision: str, advance: Callable[[], None]) -> list[float]:
     import torch
 
     dtype = getattr(torch, _DTYPES[precision])
@@ -299,13 +296,11 @@ def _product_rates(
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     result = torch.empty(size, size, device=device, dtype=dtype)
     operations = 2 * size**3
-    times = _times(lambda: torch.mm(left, right, out=result), device, options, advance)
+    times = _times(lambda: torch.mm(left, right, out=result), device, advance)
     return [operations / seconds / 1e12 for seconds in times]
 
 
-def _times(
-    run: Callable[[], Any], device: torch.device, options: CeilingOptions, advance: Callable[[], None]
-) -> list[float]:
+def _times(run: Callable[[], Any], device: torch.device, advance: Callable[[], None]) -> list[float]:
     import torch
 
     def wait() -> None:
@@ -313,12 +308,12 @@ def _times(
             torch.cuda.synchronize(device)
 
     seconds = []
-    for repeat in range(options.warm_up + options.repeats):
+    for repeat in range(_WARM_UP + _REPEATS):
         wait()
         start = time.perf_counter()
         run()
         wait()
-        if repeat >= options.warm_up:
+        if repeat >= _WARM_UP:
             seconds.append(time.perf_counter() - start)
         advance()
     return seconds

@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from opal_deploy.bench.machine import provenance
-from opal_deploy.bench.measurement import Figure, Measurement, Target, read_measurements
+from opal_deploy.bench.measurement import Figure, Measurement, Target
 from opal_deploy.bench.options import RooflineOptions
 from opal_deploy.bench.roofline.ceiling import (
     Ceiling,
-    CeilingOptions,
     default_precisions,
     find_device,
     known_devices,
     measure_ceiling,
-    read_ceiling,
+    read_ceilings,
 )
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Work, count_backbone_work, count_head_work
 from opal_deploy.bench.tables import format_table
@@ -116,15 +115,7 @@ def find_ceilings(options: RooflineOptions) -> list[Ceiling]:
     Raises:
         UsageError: no ceiling in the file, or an unknown GPU.
     """
-    ceilings = []
-    if options.ceiling is not None:
-        found = [m for m in read_measurements([options.ceiling]) if m.kind == "ceiling"]
-        ceilings = list(map(read_ceiling, found))
-        if not ceilings:
-            raise UsageError(
-                f"--ceiling {options.ceiling}: no measured ceiling found; measure one: --measure-ceiling --out "
-                f"{options.ceiling}"
-            )
+    ceilings = [] if options.ceiling is None else read_ceilings(options.ceiling)
     if options.gpu or not (ceilings or options.measure_ceiling):
         ceilings += [find_device(text) for text in dict.fromkeys(options.gpu or known_devices())]
     return ceilings
@@ -133,7 +124,7 @@ def find_ceilings(options: RooflineOptions) -> list[Ceiling]:
 def measure_device(options: RooflineOptions, progress: Callable[[int, int], None]) -> Measurement:
     """Measure the ceiling of `--device` in `--precision`, by default in every sensible one."""
     precisions = default_precisions(options.device) if options.precision is None else (options.precision,)
-    return measure_ceiling(CeilingOptions(options.device, precisions, options.threads, progress=progress))
+    return measure_ceiling(options.device, precisions, options.threads, progress)
 
 
 def choose_precision(options: RooflineOptions, ceilings: Sequence[Ceiling]) -> str:
