@@ -17,7 +17,7 @@ Question = Literal["head", "runtime", "precision"]
 TableFormat = Literal["text", "markdown"]
 Size = tuple[int, int]
 
-_MODEL, _TIMING = "What is timed", "How it is timed"
+_MODEL, _TIMING = "Model", "Timing"
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class TimingOptions(WarmUpOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(BackboneOptions, StrideOptions, DeviceOptions):
+class ModelOptions(DeviceOptions, StrideOptions, BackboneOptions):
     """The models to time, and how they run: shared by `latency`, `throughput` and `compare`."""
 
     model: Annotated[
@@ -139,7 +139,7 @@ class ModelOptions(BackboneOptions, StrideOptions, DeviceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(ModelOptions, TimingOptions):
+class SweepOptions(TimingOptions, ModelOptions):
     """The options of `bench latency` and `bench throughput`."""
 
     head: Annotated[
@@ -184,7 +184,7 @@ class ThroughputOptions(SweepOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(ModelOptions, WarmUpOptions):
+class CompareOptions(WarmUpOptions, ModelOptions):
     """The options of `bench compare`."""
 
     question: Annotated[
@@ -217,16 +217,18 @@ class PipelineOptions(DeviceOptions, OutputOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverheadOptions(BackboneOptions, StrideOptions):
+class OverheadOptions(StrideOptions, BackboneOptions):
     """The options of `bench overhead`."""
 
     backbone: Annotated[
         tuple[str, ...],
-        Option("torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine"),
+        Option(
+            "torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine", panel=_MODEL
+        ),
     ] = ()
     classes: Annotated[
         tuple[int, ...],
-        Option("Classes, C; repeatable.", cli=list[int], min=2, default="those of the paper's data sets"),
+        Option("Classes, C; repeatable.", cli=list[int], min=2, default="those of the paper's data sets", panel=_MODEL),
     ] = ()
     check: Annotated[bool, Option("Compare with every figure that the paper prints; exit with 4 on a difference.")] = (
         False
@@ -235,14 +237,16 @@ class OverheadOptions(BackboneOptions, StrideOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RooflineOptions(BackboneOptions, DeviceOptions):
+class RooflineOptions(DeviceOptions, BackboneOptions):
     """The options of `bench roofline`."""
 
     backbone: Annotated[
         tuple[str, ...],
-        Option("torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine"),
+        Option(
+            "torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine", panel=_MODEL
+        ),
     ] = ()
-    classes: Annotated[int, Option("Classes, C.", min=2)] = 200
+    classes: Annotated[int, Option("Classes, C.", min=2, panel=_MODEL)] = 200
     batch: Annotated[int, Option("Batch size.", min=1)] = 64
     precision: Annotated[
         Precision | None, Option("Precision of the whole network.", default="fp16; fp32 for a measured CPU")

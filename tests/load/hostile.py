@@ -1,7 +1,6 @@
-"""Requests that no server should be sent, each with what it must be answered: a table, and raw sockets to send it.
+"""Hostile requests, each with its expected answer, sent over raw sockets: no HTTP client sends half a head.
 
-They go over raw sockets, since no HTTP client sends half a head or breaks off. The limits that they break are those
-that `server.LIMITS` starts the server with.
+They exceed the limits with which `run.LIMITS` starts the server.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ class Reply:
 
 @dataclass(frozen=True)
 class HostileRequest:
-    """A request with what it must be answered.
+    """A request with its expected answer.
 
     Attributes:
         name: for the statistics.
-        parts: makes what is sent, piece by piece, of the name of the model; a number is a pause in seconds.
-        expected: statuses of which one must come, with a reason; 0: the connection ends without a reply. None: the
-            client leaves without reading.
+        parts: makes the pieces to send from the model's name; a number is a pause in seconds.
+        expected: allowed statuses, each with a reason; 0: the connection ends without a reply. None: the client
+            leaves without reading.
     """
 
     name: str
@@ -54,7 +53,7 @@ class HostileRequest:
     expected: frozenset[int] | None
 
     def send(self, host: str, port: int, model: str) -> str:
-        """Send the request, and return what is wrong with the answer; empty if nothing is."""
+        """Send the request, and return the problem with the answer; empty if there is none."""
         with socket.create_connection((host, port), timeout=_PATIENCE) as connection:
             try:
                 for part in self.parts(model):
@@ -63,12 +62,12 @@ class HostileRequest:
                     else:
                         time.sleep(part)
             except (BrokenPipeError, ConnectionResetError):
-                # it was refused before it was sent; the reply may be there all the same
+                # refused before everything was sent; there may still be a reply
                 pass
             if self.expected is None:
                 return ""
             reply = read_reply(connection)
-        # a server that is busy need not look closer
+        # a busy server may refuse without reading
         if reply.status not in (*self.expected, 429):
             return f"{reply.status} found, {min(self.expected)} to {max(self.expected)} expected: {reply.body[:200]!r}"
         return "" if reply.status == 0 or reply.reason else f"{reply.status} without a reason"
@@ -174,7 +173,7 @@ def _leaves(model: str) -> Iterator[bytes | float]:
 
 
 def _reads_late(model: str) -> Iterator[bytes | float]:
-    yield post("/explain", b"no picture")
+    yield post("/explain", b"no image")
     yield 5.0
 
 
@@ -184,7 +183,7 @@ _FORM = b'--x\r\nContent-Disposition: form-data; name="a"; filename="../../etc/p
 
 REQUESTS = (
     HostileRequest("empty body", _once(lambda model: post("/explain")), _CLIENT_ERRORS),
-    HostileRequest("no picture", _once(lambda model: post("/explain", b"GIF89a but not really")), _CLIENT_ERRORS),
+    HostileRequest("no image", _once(lambda model: post("/explain", b"GIF89a but not really")), _CLIENT_ERRORS),
     HostileRequest("no HTTP", _once(lambda model: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n"), _CLIENT_ERRORS),
     HostileRequest("huge head", _once(lambda model: post("/explain", X_Long="x" * 200_000)), _CLIENT_ERRORS),
     HostileRequest("no such model", _once(lambda model: _infer("x/../..", *build_infer(b"x"))), _CLIENT_ERRORS),

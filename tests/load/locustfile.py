@@ -1,11 +1,11 @@
-"""The users of the load, for locust: photographs that must get their right answers, and requests that mean harm.
+"""Users for locust: photographs that must get correct answers, and hostile requests.
 
     locust -f tests/load/locustfile.py PhotographUser --headless --host http://127.0.0.1:8000 --users 8 --run-time 60s \
         --expected results.jsonl --root images/ --model-name best
 
-Every request becomes a line in --log: when it began, its name, milliseconds, the status, and what was wrong. A reply is
-wrong if a good picture does not get the record of --expected, or a bad one neither 4xx nor an error record, each with a
-reason. 429 is the right answer to a request that is one too many.
+Each request becomes a line in --log: start, name, milliseconds, status, outcome and problem. A reply is wrong if a good
+image does not get the record of --expected, or a bad one gets neither 4xx nor an error record, each with a reason. 429
+is a correct answer under overload.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from locust.env import Environment
 
 from tests.load.hostile import REQUESTS, build_infer, infer_path
 
-# a batch's size may change the last bits
+# the batch size may change the last bits
 _TOLERANCE = 1e-4
-# between attempts to reach a server that is gone
+# seconds between attempts to reach a stopped server
 _PAUSE = 0.2
-# depend on how busy the machine is
+# errors that depend on how busy the machine is
 _NOT_REPEATABLE = ("decode_timeout", "decoder_crashed")
 
 Record = dict[str, Any]
@@ -38,7 +38,7 @@ Record = dict[str, Any]
 @events.init_command_line_parser.add_listener
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--expected", help="results.jsonl of `opal-deploy infer` for the photographs.")
-    parser.add_argument("--hostile-expected", default="", help="The same for the hostile pictures.")
+    parser.add_argument("--hostile-expected", default="", help="The same for the hostile images.")
     parser.add_argument("--root", default=".", help="The folder that the names in them are relative to.")
     parser.add_argument("--model-name", help="The model's name in the server.")
     parser.add_argument("--log", help="CSV that gets a line for each request.")
@@ -76,14 +76,14 @@ def _prepare(environment: Environment, **_: Any) -> None:
         log = Log(open(options.log, "w", encoding="utf-8", newline="", buffering=1))  # noqa: SIM115  closed at the end
         events.request.add_listener(log.add)
         events.quit.add_listener(log.close)
-    PhotographUser.pictures = list(_read_pictures(options.expected, Path(options.root)))
-    HostileUser.pictures = list(_read_pictures(options.hostile_expected, Path(options.root)))
-    if not HostileUser.pictures:
+    PhotographUser.images = list(_read_images(options.expected, Path(options.root)))
+    HostileUser.images = list(_read_images(options.hostile_expected, Path(options.root)))
+    if not HostileUser.images:
         HostileUser.tasks = [HostileUser.break_protocol]
 
 
-def _read_pictures(results: str, root: Path) -> Iterator[tuple[bytes, Record]]:
-    """Yield the bytes of each picture with the record that `infer` gave it."""
+def _read_images(results: str, root: Path) -> Iterator[tuple[bytes, Record]]:
+    """Yield the bytes of each image with the record that `infer` gave it."""
     if results:
         for line in Path(results).read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
@@ -108,11 +108,11 @@ def compare(record: Record, expected: Record) -> str:
     return ""
 
 
-class _PictureUser(FastHttpUser):
-    """Sends pictures that `infer` answered before, to both addresses that take them."""
+class _ImageUser(FastHttpUser):
+    """Sends images that `infer` answered before, to both addresses that take them."""
 
     abstract = True
-    pictures: list[tuple[bytes, Record]]
+    images: list[tuple[bytes, Record]]
     connection_timeout = network_timeout = 60.0
 
     @property
@@ -120,8 +120,8 @@ class _PictureUser(FastHttpUser):
         return self.environment.parsed_options
 
     def explain(self) -> None:
-        """Send a picture as people's programs do: its bytes, for its record or its evidence sheet."""
-        data, expected = random.choice(self.pictures)
+        """Send a image as people's programs do: its bytes, for its record or its evidence sheet."""
+        data, expected = random.choice(self.images)
         if random.random() < self._options.draw:
             self._draw(data)
             return
@@ -143,8 +143,8 @@ class _PictureUser(FastHttpUser):
                 response.failure(f"{response.status_code}: no PNG: {bytes(response.content or b'')[:200]!r}")
 
     def infer(self) -> None:
-        """Send a picture by the Open Inference Protocol, in binary."""
-        data, expected = random.choice(self.pictures)
+        """Send a image by the Open Inference Protocol, in binary."""
+        data, expected = random.choice(self.images)
         body, size = build_infer(data)
 
         def read(response: Any) -> Record:
@@ -186,13 +186,13 @@ class _PictureUser(FastHttpUser):
                 response.failure(problem) if problem else response.success()
 
 
-class PhotographUser(_PictureUser):
-    """Sends photographs, as many a second as --rate says or one after the other."""
+class PhotographUser(_ImageUser):
+    """Sends photographs at --rate, or one after the other."""
 
     _due = 0.0
 
     def wait_time(self) -> float:
-        """Return the seconds until the next one is due; requests that took too long are not made up for."""
+        """Return the seconds until the next one is due; late requests are not made up for."""
         rate: float = self._options.rate
         if not rate:
             return 0.0
@@ -200,23 +200,23 @@ class PhotographUser(_PictureUser):
         self._due = max((self._due or now - random.random() / rate) + 1 / rate, now)
         return self._due - now
 
-    explain = task(_PictureUser.explain)
-    infer = task(_PictureUser.infer)
+    explain = task(_ImageUser.explain)
+    infer = task(_ImageUser.infer)
 
 
-class HostileUser(_PictureUser):
-    """Sends what nobody should: broken pictures, broken requests, half requests; slowly, or leaving at once."""
+class HostileUser(_ImageUser):
+    """Sends broken images and broken requests."""
 
     def wait_time(self) -> float:
         """Return the seconds until the next request."""
         return 0.1
 
-    explain = task(_PictureUser.explain)
-    infer = task(_PictureUser.infer)
+    explain = task(_ImageUser.explain)
+    infer = task(_ImageUser.infer)
 
     @task(2)
     def break_protocol(self) -> None:
-        """Send one of `hostile.REQUESTS` over a socket of its own."""
+        """Send one of `hostile.REQUESTS` over a raw socket."""
         request = random.choice(REQUESTS)
         address = urlsplit(self.host or "")
         start, clock, error = time.time(), time.perf_counter(), None
