@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,17 @@ class VerificationSample(NamedTuple):
 
     images: VerificationImages
     reference: Reference
+
+
+class Float64Comparison(NamedTuple):
+    """How far the graph, and the network in float32, are from the network in float64 on the same images."""
+
+    graph: Rounding
+    float32: Rounding
+
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """Return the differences for the verification report in the metadata."""
+        return {"graph": asdict(self.graph), "float32": asdict(self.float32)}
 
 
 @dataclass
@@ -61,7 +72,8 @@ class ExportCandidate:
         reference_name: the reference, for people: which runtime, where, in which precision.
         test_vectors: the images and outputs to store in the file.
         calibration: images that int8's ranges are measured on; None where int8 is not made.
-        measure_rounding: returns how far the reference moves by itself; called only where the plain gate fails.
+        compare_in_float64: compares a graph with the network in float64; called only where the plain gate fails. None
+            where the source is no network.
         baseline: the float32 graph that `model` was made from; None where `model` is that graph.
         unverified: why the reference itself was never verified, recorded in the file too; empty if it was.
     """
@@ -74,7 +86,7 @@ class ExportCandidate:
     test_vectors: Reference = field(repr=False)
     more: Callable[[int], VerificationSample] | None = field(default=None, repr=False)
     calibration: VerificationImages | None = field(default=None, repr=False)
-    measure_rounding: Callable[[], Rounding] | None = None
+    compare_in_float64: Callable[[onnx.ModelProto], Float64Comparison] | None = None
     baseline: onnx.ModelProto | None = field(default=None, repr=False)
     unverified: str = ""
 
@@ -130,7 +142,7 @@ def convert_precision(candidate: ExportCandidate, precision: Precision, log: Log
         metadata = replace(metadata, exporter=exporter)
     else:
         model = to_fp16(candidate.model) if precision == "fp16" else to_bf16(candidate.model)
-    return replace(candidate, model=model, metadata=metadata, measure_rounding=None, baseline=candidate.model)
+    return replace(candidate, model=model, metadata=metadata, compare_in_float64=None, baseline=candidate.model)
 
 
 def refine_precision(candidate: ExportCandidate) -> Iterator[ExportCandidate]:

@@ -23,12 +23,14 @@ from opal_deploy.artifact.metadata import Metadata, Precision
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import UsageError
-from opal_deploy.export.candidate import ExportCandidate, SampledReference
+from opal_deploy.export.candidate import ExportCandidate, Float64Comparison, SampledReference
+from opal_deploy.export.float64 import run_in_float64
 from opal_deploy.export.graph_edit import BODY_INPUT, BODY_OUTPUT
 from opal_deploy.export.images import SAMPLE_SIZES, choose_images, run_in_batches
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.graph import InferenceGraph
+from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.gates import Rounding
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import test_vector_images
@@ -39,6 +41,8 @@ IR_VERSION = 10
 # ONNX files are protobuf messages; one file without external data cannot be larger
 MAX_BYTES = (1 << 31) - 1
 _PREFIX = "traced_"
+# enough to see a fault; float64 is slow
+_FLOAT64_IMAGES = 8
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,16 @@ class CheckpointSource:
         sample = SampledReference(choice.verification, session.run_reference)
         images, reference = sample.first(SAMPLE_SIZES[0])
 
-        def measure_rounding() -> Rounding:
-            options.log("Measuring how far PyTorch's own outputs move in another order of summation and in float64")
-            others = [
-                run_in_batches(run, images.pixels, Outputs.concatenate)
-                for run in (session.run_channels_last, session.run_float64)
-            ]
-            return Rounding.between(reference.outputs, others, metadata)
+        def compare_in_float64(candidate: onnx.ModelProto) -> Float64Comparison:
+            few = images.pixels[:_FLOAT64_IMAGES]
+            options.log(f"Comparing the graph with the network in float64 on {len(few)} images")
+            exact = session.run_float64(few)
+            in_float32 = [run_in_batches(run, few, Outputs.concatenate) for run in session.float32_runs]
+            graph_input = few if options.input == "uint8" else normalise(few, metadata.mean, metadata.std)
+            return Float64Comparison(
+                Rounding.between(exact, [run_in_float64(candidate, graph_input)], metadata),
+                Rounding.between(exact, in_float32, metadata),
+            )
 
         return ExportCandidate(
             model,
@@ -101,7 +108,7 @@ class CheckpointSource:
             test_vectors=_halve_margin(session.run_reference(test_vector_images(*metadata.input_size))),
             more=sample.first,
             calibration=choice.calibration,
-            measure_rounding=measure_rounding,
+            compare_in_float64=compare_in_float64,
         )
 
 

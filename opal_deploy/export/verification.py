@@ -90,7 +90,7 @@ def verify_candidate(
     """
     metadata, reference, images = candidate.metadata, candidate.reference, candidate.images
     simulated = metadata.precision in _SIMULATED
-    gate, rounding = GATES[metadata.precision], None
+    gate, in_float64 = GATES[metadata.precision], None
     with atomic_write(folder / "gate.onnx", keep=False) as temporary:
         onnx_file.write_model(_runnable_model(candidate), metadata, temporary)
         session = OnnxSession(temporary, device="cpu", threads=threads, check_digest=False)
@@ -101,10 +101,14 @@ def verify_candidate(
         )
         outputs = run_in_batches(session.run, reference.images, Outputs.concatenate)
         comparison = compare_outputs(reference, outputs, metadata, gate, _CONFIDENCE)
-        if not comparison and candidate.measure_rounding is not None:
-            rounding = candidate.measure_rounding()
-            gate = gate.widened_by(rounding)
-            comparison = compare_outputs(reference, outputs, metadata, gate, _CONFIDENCE)
+        if not comparison and candidate.compare_in_float64 is not None:
+            in_float64 = candidate.compare_in_float64(candidate.model)
+            if problem := in_float64.graph.exceeds(gate, in_float64.float32):
+                problem = f"the graph is not the network: in float64 {problem}"
+                comparison = replace(comparison, failures=(problem, *comparison.failures))
+            else:
+                gate = gate.widened_by(in_float64.float32)
+                comparison = compare_outputs(reference, outputs, metadata, gate, _CONFIDENCE)
         # a maximum grows with the sample: its limits are for the first one, and more images are for the share alone
         share_gate = replace(gate, cosine=float("inf"), logit=float("inf"), score=float("inf"))
         for size in SAMPLE_SIZES[1:]:
@@ -130,7 +134,11 @@ def verify_candidate(
         "image_set": images.description,
         "batches": list(BATCHES),
         "gate": asdict(gate),
-        **({} if rounding is None else {"rounding": asdict(rounding)}),
+        **(
+            {}
+            if in_float64 is None
+            else {"float64": {name: asdict(part) for name, part in in_float64._asdict().items()}}
+        ),
         **comparison.to_dict(),
         "worst_image": images.names[comparison.worst],
     }

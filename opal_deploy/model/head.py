@@ -96,10 +96,11 @@ class OpalHead(nn.Module):
     def project(self, features: Tensor) -> Tensor:
         """Return G, float32 [N, K, H, W], for features [N, D, H, W].
 
-        From here on everything is float32, whatever the precision of the backbone (docs/contract.md).
+        From here on everything is float32, whatever the precision of the backbone (docs/contract.md); a network in
+        float64 stays in float64.
         """
         projected: Tensor = self.projection(features)
-        return projected.float()
+        return projected if projected.dtype == torch.float64 else projected.float()
 
     def attend(self, projected: Tensor) -> Tensor:
         """Return A [N, K, H, W]: the softmax of G over the K channels at each cell (Eq. 2), or G itself without CWS."""

@@ -9,10 +9,11 @@ A share of few cells says little: of networks that lose 0.5 %, nearly every seco
 therefore refuses a share only where its exact one-sided upper bound (Clopper and Pearson) is under what is required,
 and takes more images until a bound decides (`Agreement`).
 
-Some networks do not even agree with themselves to 1e-6: PyTorch's own outputs move by more when its convolutions sum in
-another order, or when they are computed in float64. For those, and only those, the exporter measures that movement
-(`Rounding`) and widens the gate to four times its size, within `WIDEST`: it shows a part of what another runtime's
-kernels may do. The gate that was used is written into the artifact.
+Float32 itself is not exact to 1e-6 for every network: its outputs move by more when convolutions sum in another order,
+which depends on the processor. Where the fp32 gate fails, the exporter therefore judges two things apart. The graph is
+compared with the network in float64, where rounding plays no part and another weight or epsilon shows. What the runtime
+computes in float32 may then differ by `_RUNTIME_FACTOR` times the network's own float32 error (`Rounding`), up to
+`WIDEST`: far less than half precision in one layer. The gate that was used is written into the artifact.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs, cosines
 from opal_deploy.statistics import share_bounds
 
-# the gate of a network is widened to this many times its own rounding
-_ROUNDING_FACTOR = 4
+# a runtime's kernels may round this many times as much as PyTorch's; one layer in half precision is hundreds of times
+_RUNTIME_FACTOR = 32
 # cells whose best value leads by less than this are near ties: lower precisions may choose the other cell
 NEAR_TIE = 1e-2
 
@@ -54,12 +55,17 @@ class Gate:
     all_cells: float = 0.0
 
     def widened_by(self, rounding: Rounding) -> Gate:
-        """Return the gate that a network with this much rounding of its own can pass; never beyond `WIDEST`."""
+        """Return the gate for a runtime on which a network with this float32 error is computed; never over `WIDEST`."""
+
+        def widened(own: float, error: float, widest: float) -> float:
+            return max(own, min(_RUNTIME_FACTOR * error, widest))
+
         return replace(
             self,
-            cosine=max(self.cosine, min(_ROUNDING_FACTOR * rounding.cosine, WIDEST.cosine)),
-            score=max(self.score, min(_ROUNDING_FACTOR * rounding.score, WIDEST.score)),
-            tie=max(self.tie, min(_ROUNDING_FACTOR * rounding.relative_score, WIDEST.tie)),
+            cosine=widened(self.cosine, rounding.cosine, WIDEST.cosine),
+            logit=widened(self.logit, rounding.logit, WIDEST.logit),
+            score=widened(self.score, rounding.score, WIDEST.score),
+            tie=widened(self.tie, rounding.relative_score, WIDEST.tie),
         )
 
     def relaxed_for_machine(self) -> Gate:
@@ -84,35 +90,52 @@ class Gate:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far a network's float32 outputs move when only the order of summation changes, or the precision of sums.
+    """The largest differences between two ways to compute a network on the same images.
 
     Attributes:
-        cosine, score: largest absolute movement.
-        relative_score: largest movement of a score relative to the score.
+        cosine, score: absolute.
+        logit: relative to max(1, |logit|), where |logit| > 1e-2.
+        relative_score: relative to the score.
     """
 
-    cosine: float
-    score: float
-    relative_score: float
+    cosine: float = 0.0
+    score: float = 0.0
+    relative_score: float = 0.0
+    logit: float = 0.0
 
     @staticmethod
-    def between(one: Outputs, others: Sequence[Outputs], metadata: Metadata) -> Rounding:
-        """Return the largest movement from one run of a network to others on the same images; zero without scores."""
-        movements = [_movement(one, other, metadata) for other in others if one.scores is not None]
-        return Rounding(*(max(values) for values in zip(*movements, strict=True))) if movements else Rounding(0, 0, 0)
+    def between(exact: Outputs, others: Sequence[Outputs], metadata: Metadata) -> Rounding:
+        """Return the largest differences of others from `exact`; of a model without scores only the logits'."""
+        differences = [_difference(exact, other, metadata) for other in others]
+        return Rounding(*(max(values) for values in zip(*differences, strict=True)))
+
+    def exceeds(self, gate: Gate, noise: Rounding) -> str:
+        """Return what is larger than both a gate and a network's own float32 error, or an empty string."""
+        limits = {
+            "cosine": (self.cosine, max(gate.cosine, noise.cosine)),
+            "score": (self.score, max(gate.score, noise.score)),
+            "logit": (self.logit, max(gate.logit, noise.logit)),
+        }
+        return "; ".join(
+            f"a {name} differs by {value:.3g}, more than {limit:.3g}"
+            for name, (value, limit) in limits.items()
+            if not value <= limit
+        )
 
 
-def _movement(one: Outputs, other: Outputs, metadata: Metadata) -> tuple[float, float, float]:
-    scores = cast(FloatArray, one.scores)
-    difference = np.abs(scores - cast(FloatArray, other.scores))
-    return (
-        float(np.abs(compute_cosines(one, metadata) - compute_cosines(other, metadata)).max()),
-        float(difference.max()),
-        float((difference / np.maximum(np.abs(scores), 1e-30)).max()),
-    )
+def _difference(exact: Outputs, other: Outputs, metadata: Metadata) -> tuple[float, float, float, float]:
+    expected = exact.logits.astype(np.float64)
+    relative = np.abs(expected - other.logits) / np.maximum(1.0, np.abs(expected))
+    logit = float(np.where(np.abs(expected) > 1e-2, relative, 0.0).max())
+    if exact.scores is None or other.scores is None:
+        return 0.0, 0.0, 0.0, logit
+    scores = np.abs(exact.scores.astype(np.float64) - other.scores)
+    cosine = np.abs(compute_cosines(exact, metadata) - compute_cosines(other, metadata))
+    relative_score = scores / np.maximum(np.abs(exact.scores), 1e-30)
+    return float(cosine.max()), float(scores.max()), float(relative_score.max()), logit
 
 
-# a network noisier than this has no outputs to reproduce
+# the outputs of a network with more rounding cannot be reproduced
 WIDEST = Gate(cosine=1e-4, logit=1e-3, score=1e-4, tie=1e-2, cells=1.0)
 
 GATES = {

@@ -60,23 +60,40 @@ class TorchSession:
         """See `Session.run`."""
         return self.run_reference(images).outputs
 
-    def run_channels_last(self, images: ImageBatch) -> Outputs:
-        """Run with convolutions that sum in another order; the difference from `run` is float32's rounding."""
+    @property
+    def float32_runs(self) -> tuple[Callable[[ImageBatch], Outputs], ...]:
+        """`run`, and runs whose convolutions sum in other orders: together they show float32's error on a processor."""
+        return self.run, self._run_channels_last, self._run_without_onednn
+
+    def _run_channels_last(self, images: ImageBatch) -> Outputs:
         self._network.to(memory_format=torch.channels_last)
         try:
             return self.run(images)
         finally:
             self._network.to(memory_format=torch.contiguous_format)
 
+    def _run_without_onednn(self, images: ImageBatch) -> Outputs:
+        # `flags`, the context manager, warns about a setting for Intel GPUs
+        before, *_ = torch.backends.mkldnn.set_flags(_enabled=False)
+        try:
+            return self.run(images)
+        finally:
+            torch.backends.mkldnn.set_flags(_enabled=before)
+
     def run_float64(self, images: ImageBatch) -> Outputs:
-        """Run in float64; the difference from `run` is the error of float32."""
+        """Run in float64, with float64 logits and scores; the difference from `run` is the error of float32."""
         self._network.double()
         try:
-            # copied as float32, in which outputs are: a rounding of 6e-8 more
-            return to_outputs(self._explain(lambda batch: self._normalise(batch).double(), images))
+            tensors = self._explain(self._normalise_float64, images)
         finally:
             # exact: these numbers came from float32
             self._network.float()
+        scores, argmax = tensors.scores, tensors.argmax
+        return Outputs(
+            tensors.logits.cpu().numpy(),
+            None if argmax is None else argmax.cpu().numpy().astype(np.int32),
+            None if scores is None else scores.cpu().numpy(),
+        )
 
     def run_reference(self, images: ImageBatch) -> Reference:
         """Return the outputs with the relative lead of each channel's best cell over its second."""
@@ -109,6 +126,10 @@ class TorchSession:
         pixels = self._upload(images).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
         # a tensor, since CUDA multiplies by the rounded reciprocal of a number
         return pixels.div_(pixels.new_tensor(255.0)).sub_(self._mean).div_(self._std)
+
+    def _normalise_float64(self, images: ImageBatch) -> torch.Tensor:
+        pixels = self._upload(images).permute(0, 3, 1, 2).to(torch.float64, memory_format=torch.contiguous_format)
+        return pixels.div_(255.0).sub_(self._mean.double()).div_(self._std.double())
 
 
 def to_tensor(array: NDArray[Any]) -> torch.Tensor:

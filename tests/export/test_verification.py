@@ -9,6 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.errors import VerificationError
+from opal_deploy.export.candidate import Float64Comparison
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.graph_edit import BODY_OUTPUT
@@ -129,17 +130,13 @@ FAULTS = {
     "argmax as int64": _argmax_as_int64,
     "not a number": _edit("projection.bias", _set(0, np.nan)),
 }
-# what float32's rounding could never be mistaken for, however noisy the network
-NOISIEST = Rounding(cosine=1.0, score=1.0, relative_score=1.0)
+# a network so noisy that the gate is as wide as it may become
+NOISIEST = Float64Comparison(graph=Rounding(), float32=Rounding(1.0, 1.0, 1.0, 1.0))
 
 
 @pytest.fixture(scope="module")
 def candidate(resnet18):
-    built = CheckpointSource(resnet18, Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
-    assert built.measure_rounding is not None
-    # measured once for all faults: it is the network's, not the fault's
-    measured = built.measure_rounding()
-    return replace(built, measure_rounding=lambda: measured)
+    return CheckpointSource(resnet18, Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
 
 
 def _with(candidate, fault):
@@ -169,40 +166,76 @@ def test_the_graph_without_a_fault_passes_and_its_attention_is_not_uniform(candi
 def test_a_fault_is_rejected_however_noisy_the_network_and_leaves_what_was_there(candidate, tmp_path, fault):
     faulty, out = _with(candidate, fault), tmp_path / "m.onnx"
     with pytest.raises(VerificationError, match=r"m\.onnx was not written") as error:
-        _write(faulty, out)
+        _write(replace(faulty, compare_in_float64=None), out)
     assert ("cells differ" in str(error.value)) >= (fault in ("bias lost", "cells transposed"))
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
     # nor does a good file of that name suffer
     out.write_bytes(b"good")
     with pytest.raises(VerificationError):
-        _write(replace(faulty, measure_rounding=lambda: NOISIEST), out)
+        _write(replace(faulty, compare_in_float64=lambda model: NOISIEST), out)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("m.onnx", b"good")]
 
 
-def test_rounding_is_measured_only_when_the_plain_gate_fails(candidate, tmp_path):
-    def measure():
+def test_float64_is_computed_only_when_the_plain_gate_fails(candidate, tmp_path):
+    def compare(model):
         raise AssertionError("the plain gate passes")
 
-    # held against its own outputs a graph passes the plain gate, however PyTorch sums on this machine
+    # compared with its own outputs a graph passes the plain gate, however PyTorch sums on this machine
     session = OnnxSession(_write(candidate, tmp_path / "own.onnx", verify=False).path, threads=2)
     reference, vectors = (
         replace(part, outputs=session.run(part.images)) for part in (candidate.reference, candidate.test_vectors)
     )
-    own = replace(candidate, reference=reference, test_vectors=vectors, measure_rounding=measure)
-    assert "rounding" not in _write(own, tmp_path / "m.onnx").metadata.verification
+    own = replace(candidate, reference=reference, test_vectors=vectors, compare_in_float64=compare)
+    assert "float64" not in _write(own, tmp_path / "m.onnx").metadata.verification
 
 
-def test_a_network_noisier_than_the_gate_passes_with_its_noise_on_record(candidate, tmp_path):
-    # a movement of 3e-6 in the scores, as reordered sums make
+def _noisy(candidate, scale):
+    """The candidate with a reference whose scores are off by `scale`, relatively, as reordered sums make them."""
     scores = candidate.reference.outputs.scores
-    assert scores is not None
-    moved = scores * (1 + 8e-6 * np.random.default_rng(0).choice([-1, 1], scores.shape).astype(np.float32))
+    moved = scores * (1 + scale * np.random.default_rng(0).choice([-1, 1], scores.shape).astype(np.float32))
     outputs = replace(candidate.reference.outputs, scores=moved)
-    noisy = replace(candidate, reference=replace(candidate.reference, outputs=outputs))
+    return replace(candidate, reference=replace(candidate.reference, outputs=outputs))
+
+
+def test_rounding_of_a_runtime_passes_where_the_graph_is_the_network_in_float64(candidate, tmp_path):
+    noisy = _noisy(candidate, 8e-6)
     with pytest.raises(VerificationError, match="a cosine differs"):
-        _write(replace(noisy, measure_rounding=None), tmp_path / "m.onnx")
-    measured = Rounding(cosine=5e-6, score=8e-6, relative_score=8e-6)
-    done = _write(replace(noisy, measure_rounding=lambda: measured), tmp_path / "m.onnx")
-    assert done.metadata.verification["rounding"]["cosine"] == 5e-6
-    assert 1e-5 <= done.metadata.verification["gate"]["cosine"] <= WIDEST.cosine
+        _write(replace(noisy, compare_in_float64=None), tmp_path / "m.onnx")
+    done = _write(noisy, tmp_path / "m.onnx").metadata.verification
+    assert done["float64"]["graph"]["cosine"] < 2.5e-7
+    assert 1e-6 < done["gate"]["cosine"] <= WIDEST.cosine
+
+
+def test_more_than_rounding_of_a_runtime_is_refused(candidate, tmp_path):
+    with pytest.raises(VerificationError, match="a cosine differs"):
+        _write(_noisy(candidate, 5e-4), tmp_path / "m.onnx")
+
+
+def _largest_weight(graph):
+    return max((t for t in graph.initializer if len(t.dims) == 4), key=lambda t: np.prod(t.dims))
+
+
+def _edit_weight(change):
+    def fault(graph):
+        tensor = _largest_weight(graph)
+        tensor.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(tensor).copy()), tensor.name))
+
+    return fault
+
+
+WEIGHT_FAULTS = {
+    "half precision": lambda w: w.astype(np.float16).astype(np.float32),
+    "another BatchNorm epsilon": lambda w: w * np.float32(np.sqrt((1 + 1e-5) / (1 + 1e-3))),
+    "one kernel mirrored": lambda w: np.ascontiguousarray(w[..., ::-1]),
+    "one wrong weight": _set(0, 1.0),
+}
+
+
+@pytest.mark.parametrize("fault", WEIGHT_FAULTS)
+def test_a_fault_in_one_layer_shows_in_float64_behind_any_rounding(candidate, tmp_path, fault):
+    model = onnx.ModelProto()
+    model.CopyFrom(candidate.model)
+    _edit_weight(WEIGHT_FAULTS[fault])(model.graph)
+    with pytest.raises(VerificationError, match="the graph is not the network: in float64"):
+        _write(replace(candidate, model=model), tmp_path / "m.onnx")
