@@ -43,7 +43,7 @@ def test_a_timm_network_trains_exports_and_explains(opal, squares, lite0_weights
     assert metadata.mean == metadata.std == (0.5, 0.5, 0.5)
     assert metadata.training["weights"]["pretrained_cfg"]["license"] == "apache-2.0"
     done = opal("inspect", run / "best.onnx")
-    assert "mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5" in done.stderr
+    assert "mean 0.5, 0.5, 0.5; std 0.5, 0.5, 0.5" in done.stderr
     assert "in1k: licence apache-2.0, made with bicubic, center crop 0.875 of 224x224" in done.stderr
 
     done = opal("infer", squares.root / "test", "--model", run / "best.onnx", "--explain", "--out", results)
