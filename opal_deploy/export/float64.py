@@ -29,7 +29,8 @@ def run_in_float64(model: onnx.ModelProto, images: Array) -> Outputs:
     computed = {name for node in model.graph.node for name in node.output}
     names = [name for name in ("logits", "argmax", "scores") if name in computed]
     evaluator = ReferenceEvaluator(_to_float64(with_outputs(model, names)), new_ops=[Conv, MaxPool, AveragePool, Erf])
-    return Outputs.from_arrays(dict(zip(names, evaluator.run(names, {"images": images}), strict=True)))
+    values: Any = evaluator.run(names, {"images": images})
+    return Outputs.from_arrays(dict(zip(names, values, strict=True)))
 
 
 def _to_float64(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -57,7 +58,7 @@ def _widen(tensor: onnx.TensorProto) -> None:
 # ONNX's own evaluator computes these in Python loops, minutes per image; PyTorch's float64 kernels are exact enough
 
 
-class Conv(OpRun):  # type: ignore[misc]  # onnx.reference has no types
+class Conv(OpRun):
     """Convolution."""
 
     op_domain = ""
@@ -73,7 +74,7 @@ class Conv(OpRun):  # type: ignore[misc]  # onnx.reference has no types
         return (y.numpy(),)
 
 
-class MaxPool(OpRun):  # type: ignore[misc]
+class MaxPool(OpRun):
     """Max pooling over two spatial axes."""
 
     op_domain = ""
@@ -84,7 +85,7 @@ class MaxPool(OpRun):  # type: ignore[misc]
         return (nn.max_pool2d(padded, kernel, strides, ceil_mode=bool(attributes.get("ceil_mode"))).numpy(),)
 
 
-class AveragePool(OpRun):  # type: ignore[misc]
+class AveragePool(OpRun):
     """Average pooling over two spatial axes, with equal padding on both sides."""
 
     op_domain = ""
@@ -98,7 +99,7 @@ class AveragePool(OpRun):  # type: ignore[misc]
         return (y.numpy(),)
 
 
-class Erf(OpRun):  # type: ignore[misc]
+class Erf(OpRun):
     """Gauss error function."""
 
     op_domain = ""

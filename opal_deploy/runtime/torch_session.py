@@ -74,11 +74,12 @@ class TorchSession:
 
     def _run_without_onednn(self, images: ImageBatch) -> Outputs:
         # `flags`, the context manager, warns about a setting for Intel GPUs
-        before, *_ = torch.backends.mkldnn.set_flags(_enabled=False)
+        set_flags: Any = torch.backends.mkldnn.set_flags
+        before, *_ = set_flags(_enabled=False)
         try:
             return self.run(images)
         finally:
-            torch.backends.mkldnn.set_flags(_enabled=before)
+            set_flags(_enabled=before)
 
     def run_float64(self, images: ImageBatch) -> Outputs:
         """Run in float64, with float64 logits and scores; the difference from `run` is the error of float32."""
