@@ -248,7 +248,7 @@ def describe_evaluation(
     Args:
         evaluation: the document; empty for a model that was never measured.
         model: the model's file.
-        receptive_field: `Metadata.receptive_field`, to say what a cell sees; None leaves that out.
+        receptive_field: `Metadata.receptive_field`, to tell what a cell sees; None leaves that out.
         export_of: the checkpoint to measure instead of a file that lists only its best classes.
     """
     measured = export_of or str(model)

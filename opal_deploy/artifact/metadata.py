@@ -174,12 +174,9 @@ class Metadata:
     def from_json(text: str, origin: str = "model metadata") -> Metadata:
         """Return the metadata of a document.
 
-        Args:
-            text: the document.
-            origin: the file's name, for errors.
-
         Raises:
-            ArtifactError: the text is not JSON, has another schema, or a field is missing or of the wrong type.
+            ArtifactError: the text is not JSON, has another schema, or a field is missing or of the wrong type; its
+                message begins with `origin`.
         """
         try:
             raw = json.loads(text)
@@ -255,16 +252,7 @@ def _as_tuple(value: object) -> object:
 
 
 def check_all_outputs(metadata: Metadata, model: str, use: str) -> None:
-    """Check that a model outputs all classes and channels, not only the best classes.
-
-    Args:
-        metadata: the model's metadata.
-        model: the model's name in messages.
-        use: what needs all outputs, such as a command.
-
-    Raises:
-        UsageError: it was exported with `--outputs topk`.
-    """
+    """Raise UsageError for a model exported with `--outputs topk`; `use` says what needs all classes and channels."""
     if metadata.top_k is not None:
         source = metadata.checkpoint_name
         precision = "" if metadata.precision == "fp32" else f" --precision {metadata.precision}"

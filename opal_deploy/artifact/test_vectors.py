@@ -73,12 +73,8 @@ def pack(reference: Reference) -> dict[str, Any]:
 def unpack(document: dict[str, Any], origin: str) -> Reference:
     """Return the reference that `pack` turned into a document.
 
-    Args:
-        document: the metadata's `test_vectors`.
-        origin: the file's name, for errors.
-
     Raises:
-        ArtifactError: the document holds no test vectors, or damaged ones.
+        ArtifactError: the document has no test vectors, or damaged ones; the message begins with `origin`.
     """
     if not document.get("images"):
         raise ArtifactError(f"{origin}: it has no test vectors; export it again")

@@ -78,11 +78,6 @@ def choose_engine_targets(
 ) -> list[EngineTarget]:
     """Return the engines to build by the module's rule: one per GPU.
 
-    Args:
-        options: builder and GPUs as the user named them.
-        driver: the machine's driver and GPUs.
-        version_of: returns the installed version of a builder, None if it is missing.
-
     Raises:
         MissingExtra: the builder that is needed is not installed.
         UsageError: no builder here can build for a GPU, or the builder lacks one of the options.
@@ -150,13 +145,7 @@ def _ahead_of_time(sm: str, gpu: Gpu | None, here: str | None) -> EngineTarget:
 
 
 def _check_builder(options: EngineOptions, builder: str, *, gpu: bool) -> None:
-    """Raise UsageError for an option that a builder lacks.
-
-    Args:
-        options: the options.
-        builder: `tensorrt` or `tensorrt-rtx`.
-        gpu: whether the machine has a GPU.
-    """
+    """Raise UsageError for an option that a builder lacks; `gpu` tells whether the machine has a GPU."""
     if builder != TENSORRT_RTX:
         return
     title = TITLES[builder]
@@ -201,16 +190,10 @@ class Network:
     """
 
     def __init__(self, library: Bindings, model: bytes, name: str, on_message: OnMessage | None = None) -> None:
-        """Parse a graph.
-
-        Args:
-            library: TensorRT or TensorRT for RTX.
-            model: the bytes of an ONNX file.
-            name: the file's name, for errors.
-            on_message: receives everything that the library logs.
+        """Parse a graph from the bytes of an ONNX file.
 
         Raises:
-            ArtifactError: the parser refuses the graph; the message names the first node that it refuses.
+            ArtifactError: the parser refuses the graph; the message names the file and the first node that it refuses.
         """
         self.library = library
         self.logger = make_logger(library.module, on_message)

@@ -55,18 +55,14 @@ class _OnnxInput:
 def stage_engines(
     path: Path, name: str, engines: EngineTargets, options: ExportOptions
 ) -> Iterator[list[ExportedEngine]]:
-    """Build engines under temporary names; they get their names when the block ends without an error.
+    """Build engines from an ONNX file under temporary names; they get their names when the block ends without an error.
 
-    Args:
-        path: the ONNX file, possibly still under a temporary name.
-        name: final name of the ONNX file.
-        engines: the engines to build.
-        options: how they are built.
+    `path` is where the ONNX file is now, `name` its final name.
 
     Raises:
         ArtifactError: the file is not ours or damaged, or the parser refuses the graph.
         UsageError: the builder fails, or a file cannot be written.
-        VerificationError: an engine does not reproduce its test vectors on the GPU that is here.
+        VerificationError: an engine does not reproduce its test vectors on this machine's GPU.
     """
     onnx_input = _read_input(path, name)
     networks: dict[str, Network] = {}

@@ -55,11 +55,6 @@ def export(source: ExportSource, targets: ExportTargets, options: ExportOptions 
 
     Every ONNX file is compared with the source's reference on the same images (docs/precision.md).
 
-    Args:
-        source: a `CheckpointSource` or an `OnnxSource`.
-        targets: the files to write; see `plan_targets`.
-        options: how the files are made and verified; None for the defaults.
-
     Raises:
         ArtifactError: an ONNX source is not ours or damaged, a weight is beyond a precision's range, or TensorRT's
             parser refuses a graph.

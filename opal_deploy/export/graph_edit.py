@@ -10,6 +10,7 @@ added after the body was converted, so a precision changes nothing in them.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -83,8 +84,7 @@ def projection_input(graph: onnx.GraphProto) -> str:
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
     """Return a copy of a model whose outputs are these values, whatever their types."""
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = copy.deepcopy(model)
     del changed.graph.output[:]
     changed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     return changed
@@ -109,8 +109,7 @@ def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
 
 def drop_other_outputs(candidate: ExportCandidate) -> ExportCandidate:
     """Return a candidate of `with_top_classes` that outputs only the best classes."""
-    model = onnx.ModelProto()
-    model.CopyFrom(candidate.model)
+    model = copy.deepcopy(candidate.model)
     kept = [value for value in model.graph.output if value.name in TOP_OUTPUTS]
     del model.graph.output[:]
     model.graph.output.extend(kept)
@@ -120,14 +119,9 @@ def drop_other_outputs(candidate: ExportCandidate) -> ExportCandidate:
 def add_top_outputs(model: onnx.ModelProto, num_classes: int, m: int, k: int) -> onnx.ModelProto:
     """Return a copy of a model with TOP_OUTPUTS, computed from its outputs `logits`, `scores` and `argmax`.
 
-    Args:
-        model: a graph of opset 18 or later; `logits` is its first output.
-        num_classes: C.
-        m: slots of a class.
-        k: classes to list, C at most.
+    The model has opset 18 or later, C classes of m slots, and `logits` as its first output; k is C at most.
     """
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = copy.deepcopy(model)
     _add_selection(_GraphBuilder(changed.graph), num_classes, m, k)
     batch = changed.graph.output[0].type.tensor_type.shape.dim[0].dim_param
     shapes: dict[str, tuple[int, list[Any]]] = {

@@ -129,15 +129,7 @@ class OnnxSource:
 
 
 def _margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pixels], FloatArray] | None:
-    """Return a function that computes by how much each channel's best cell exceeds its second.
-
-    Args:
-        model: the file's graph.
-        session: the loaded file.
-
-    Returns:
-        A function from uint8 [n, H0, W0, 3] to `Reference.top2_margin`, float32 [n, K]; None for a model without cells.
-    """
+    """Return a function from uint8 [n, H0, W0, 3] to `Reference.top2_margin`, float32 [n, K]; None without cells."""
     if "argmax" not in session.metadata.outputs:
         return None
     made_by = producers(model.graph)

@@ -20,6 +20,7 @@ after them stay float32.
 
 from __future__ import annotations
 
+import copy
 import logging
 import tempfile
 import warnings
@@ -101,8 +102,7 @@ def to_bf16(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelProto:
-    cast = onnx.ModelProto()
-    cast.CopyFrom(model)
+    cast = copy.deepcopy(model)
     graph = cast.graph
     start = body_input(graph)
     nodes_between(graph, start, BODY_OUTPUT)  # raises for a graph that is not ours
@@ -170,8 +170,7 @@ def simulate_low_precision(model: onnx.ModelProto) -> onnx.ModelProto:
 
     Values keep their names.
     """
-    simulated = onnx.ModelProto()
-    simulated.CopyFrom(model)
+    simulated = copy.deepcopy(model)
     graph = simulated.graph
     for tensor in graph.initializer:
         if tensor.data_type in _NARROW:
@@ -212,13 +211,7 @@ def _narrow_values(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def to_int8(model: onnx.ModelProto, calibration: Pixels, metadata: Metadata) -> onnx.ModelProto:
-    """Return a copy of a float32 graph whose backbone computes in int8.
-
-    Args:
-        model: graph of the contract's shape (docs/contract.md).
-        calibration: images to measure ranges on, uint8 [N, H0, W0, 3].
-        metadata: metadata of the model, for its kind of input.
-    """
+    """Return a copy of a float32 graph with an int8 backbone, calibrated on uint8 [N, H0, W0, 3] images."""
     graph = model.graph
     backbone = nodes_between(graph, body_input(graph), projection_input(graph))
     weights = {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
@@ -286,8 +279,7 @@ def quantised_layers(model: onnx.ModelProto) -> list[str]:
 
 def _quantise_only(model: onnx.ModelProto, names: set[str]) -> onnx.ModelProto:
     """Return a copy of a quantised graph in which only the nodes of these names take quantised values."""
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = copy.deepcopy(model)
     graph = changed.graph
     made_by = producers(graph)
     for node in graph.node:

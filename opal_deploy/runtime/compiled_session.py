@@ -46,11 +46,8 @@ def compile_graph(graph: nn.Module, *, cuda_graphs: bool = False) -> Program:
     """Return the graph, compiled by its first call with each batch size, its weights frozen.
 
     The program must be called in `torch.inference_mode()`. Autotuning is off: it multiplies the minutes of compiling,
-    and its gain was never measured on a GPU here.
-
-    Args:
-        graph: uint8 images to outputs, on its device.
-        cuda_graphs: let torch.compile record CUDA graphs, which only the thread that compiled can launch.
+    and its gain was never measured on a GPU here. With `cuda_graphs` torch.compile records CUDA graphs, which only the
+    thread that compiled can launch.
     """
     # beyond its limits torch.compile would silently run eagerly
     torch._dynamo.config.recompile_limit = _MAX_RECOMPILATIONS
@@ -229,13 +226,7 @@ class ProgramKernels:
     """The `Kernels` of compiled programs, one for each batch size."""
 
     def __init__(self, programs: dict[int, Program], specs: dict[str, TensorSpec], index: int) -> None:
-        """Queue nothing yet.
-
-        Args:
-            programs: programs by batch size; more may be added later.
-            specs: the graph's tensors.
-            index: the device's number.
-        """
+        """Queue nothing yet; more programs may be added later."""
         self._programs, self._specs, self._index = programs, specs, index
 
     @property
@@ -294,10 +285,7 @@ class CudaCompiledSession(PipelineSession, CompiledSession):
     def __init__(self, source: Path | Checkpoint, *, cuda_graphs: bool = False, **options: Any) -> None:
         """Load a checkpoint; see `CompiledSession`.
 
-        Args:
-            source: a file, or a loaded checkpoint.
-            cuda_graphs: launch all kernels of a batch as one CUDA graph, recorded once per batch size.
-            options: those of `CompiledSession`.
+        With `cuda_graphs` all kernels of a batch are launched as one CUDA graph, recorded once per batch size.
 
         Raises:
             MissingExtra: cuda-bindings, which PyTorch brings for GPUs, is not installed.

@@ -39,14 +39,10 @@ class Cuda:
     """
 
     def __init__(self, index: int, extra: str) -> None:
-        """Open a device and make it the calling thread's.
-
-        Args:
-            index: the device's number.
-            extra: the extra of opal-deploy that brings cuda-bindings for this use of the GPU.
+        """Open a device by number and make it the calling thread's.
 
         Raises:
-            MissingExtra: cuda-bindings is not installed.
+            MissingExtra: cuda-bindings is not installed; `extra` of opal-deploy brings it.
             UsageError: there is no such device.
         """
         require("cuda.bindings", extra, "running on a GPU", pip_name="cuda-bindings")

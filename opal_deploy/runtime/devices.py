@@ -90,9 +90,6 @@ def default_workers(cores: int | None = None) -> int:
     """Return the default number of decode workers: all cores but two, at least two of them.
 
     Two cores are left to the sessions' threads and to the thread that builds and writes records.
-
-    Args:
-        cores: None: all that this process may use.
     """
     cores = cores or available_cpus()
     return max(cores - 2, min(cores, 2))
@@ -227,10 +224,7 @@ class GpuSensors:
     """
 
     def __init__(self, index: int) -> None:
-        """Open a GPU.
-
-        Args:
-            index: CUDA's number for it, CUDA_VISIBLE_DEVICES applied.
+        """Open a GPU by CUDA's number, with CUDA_VISIBLE_DEVICES applied.
 
         Raises:
             NvmlError: no driver, or no such GPU.

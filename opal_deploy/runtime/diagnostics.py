@@ -252,8 +252,7 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
 def find_compile_problem(*, gpu: bool) -> tuple[str, str]:
     """Return why torch.compile cannot work here and what to do; two empty strings where nothing is missing.
 
-    Args:
-        gpu: for a GPU, where Triton needs a C compiler; else for the CPU, where PyTorch needs a C++ compiler.
+    For a GPU Triton needs a C compiler, for the CPU PyTorch needs a C++ compiler.
     """
     if gpu and not is_importable("triton"):
         return "torch.compile needs Triton for a GPU, not installed", "pip install triton"

@@ -49,16 +49,7 @@ class EngineKernels:
         batch: BatchRange,
         read_error: Callable[[], str],
     ) -> None:
-        """Queue nothing yet.
-
-        Args:
-            cuda: the GPU.
-            engine: a deserialised `ICudaEngine`.
-            context: an execution context of the engine.
-            specs: the engine's tensors.
-            batch: batch sizes that the engine takes.
-            read_error: returns the library's reason for a failure.
-        """
+        """Queue nothing yet; `read_error` returns the library's reason for a failure."""
         self.record_graphs = False
         self._cuda, self._engine, self._context = cuda, engine, context
         self._specs, self._batch, self._read_error = specs, batch, read_error
@@ -135,12 +126,9 @@ class KernelCache:
     """The compiled kernels of one engine on disk; a failure only costs time and is never an error."""
 
     def __init__(self, engine: Path, engine_sha256: str, native: Any) -> None:
-        """Read the kernels that an earlier start kept.
+        """Read the kernels that an earlier start kept for an engine into `native`, an empty `IRuntimeCache`.
 
-        Args:
-            engine: path of the engine; the file lies beside it, or in the user's cache folder where that is read-only.
-            engine_sha256: digest of the engine, to which the file belongs.
-            native: the library's `IRuntimeCache`, empty.
+        The file lies beside the engine, or in the user's cache folder where that is read-only.
         """
         self._engine_sha256, self._native = engine_sha256.encode(), native
         self._paths = (engine.with_name(engine.name + ".kernels"), _cache_folder() / f"{engine_sha256}.kernels")

@@ -191,13 +191,7 @@ class OnnxKernels:
     """The `Kernels` of an ONNX file: one ONNX Runtime session per batch size, made when it first occurs."""
 
     def __init__(self, load: Callable[[], Any], specs: dict[str, TensorSpec], index: int) -> None:
-        """Load the first session, so that a graph that does not load fails now.
-
-        Args:
-            load: returns another session on the pipeline's stream.
-            specs: the graph's tensors.
-            index: the device's number.
-        """
+        """Load the first session, so that a graph that does not load fails now; `load` returns one per call."""
         self._load, self._specs, self._index = load, specs, index
         self._sizes = list(BATCH_SIZES)
         self._unused: list[Any] = [load()]

@@ -113,13 +113,7 @@ class PipelineSession:
     _closed = True
 
     def _start_pipeline(self, cuda: Cuda, kernels: Kernels, stream: Stream) -> None:
-        """Make the session ready for batches; buffers are allocated when they are needed, or by `_reserve`.
-
-        Args:
-            cuda: the GPU.
-            kernels: compute the batches; `close` closes them.
-            stream: for the kernels; `close` destroys it.
-        """
+        """Make the session ready for batches; `close` closes the kernels and destroys their stream."""
         self._cuda, self._kernels = cuda, kernels
         self._specs = tensor_specs(self.metadata)
         self._copy_stream, self._compute_stream = cuda.create_stream(), stream

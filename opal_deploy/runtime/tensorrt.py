@@ -79,14 +79,10 @@ def installed_version(name: str) -> str | None:
 
 
 def load(name: str, purpose: str) -> Bindings:
-    """Import a library.
-
-    Args:
-        name: `tensorrt` or `tensorrt-rtx`.
-        purpose: what needs the library, completing "PURPOSE needs ...".
+    """Import `tensorrt` or `tensorrt-rtx`.
 
     Raises:
-        MissingExtra: the library is not installed.
+        MissingExtra: the library is not installed; `purpose` says what needs it.
         UsageError: it is installed, but does not load.
     """
     if installed_version(name) is None:
@@ -101,11 +97,9 @@ def load(name: str, purpose: str) -> Bindings:
 
 
 def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -> Any:
-    """Create a logger for a bindings module; its `errors` collect the messages of severity error or worse.
+    """Return a logger for a bindings module; its `errors` collect messages of severity error or worse.
 
-    Args:
-        module: `tensorrt` or `tensorrt_rtx`.
-        listen: called with (severity, message) for every message that is not verbose.
+    `listen` is called with (severity, message) for every message that is not verbose.
     """
 
     class Log(module.ILogger):  # type: ignore[misc]
@@ -133,15 +127,10 @@ def first_error(logger: Any) -> str:
 
 
 def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: str | None) -> str:
-    """Return why an engine cannot run on a machine, in one line; empty if it can.
+    """Return one line on why an engine cannot run on a machine; empty if it can.
 
-    Checked in this order: builder and version, compute capability, driver.
-
-    Args:
-        sidecar: the engine's sidecar.
-        gpu: the GPU to run it on; None if there is none.
-        driver: the machine's driver.
-        version: installed version of the engine's builder; None if it is not installed.
+    Checked in this order: builder and version, compute capability, driver. `gpu` is None without a GPU, `version` where
+    the engine's builder is not installed.
     """
     name = str(sidecar.builder["name"])
     if gpu is None:
