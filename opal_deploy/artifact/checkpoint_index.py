@@ -21,10 +21,9 @@ _MAX_DESCRIPTION = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that was not loaded: its shape, and torch's name for its storage class."""
+    """The shape of a tensor that was not loaded."""
 
     shape: tuple[int, ...]
-    storage: str
 
 
 def read_index(path: Path) -> dict[str, Any]:
@@ -58,12 +57,9 @@ def read_index(path: Path) -> dict[str, Any]:
 class _Storage:
     """A stand-in for torch's storage classes."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
 
 def _rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], *_: Any) -> TensorInfo:
-    return TensorInfo(tuple(int(s) for s in size), storage if isinstance(storage, str) else "unknown")
+    return TensorInfo(tuple(int(s) for s in size))
 
 
 def _rebuild_parameter(data: TensorInfo, *_: Any) -> TensorInfo:
@@ -81,9 +77,8 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("torch", "Size"):
             return tuple
         if module == "torch" and name.endswith("Storage"):
-            return _Storage(name)
+            return _Storage
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
-    def persistent_load(self, pid: Any) -> str:
-        kind = pid[1] if isinstance(pid, tuple) and len(pid) > 1 else None
-        return kind.name if isinstance(kind, _Storage) else "unknown"
+    def persistent_load(self, pid: Any) -> None:
+        """Load no storage."""

@@ -24,7 +24,6 @@ ONNX_SUFFIX = ".onnx"
 ENGINE_SUFFIX = ".engine"
 ModelKind = Literal["checkpoint", "onnx", "engine"]
 
-_CHUNK = 1 << 20
 # some file systems of clusters have no locks: work goes on without one there
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -40,11 +39,8 @@ def model_kind(path: Path) -> ModelKind | None:
 
 def compute_sha256(path: Path) -> str:
     """Return the sha256 of a file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def check_sha256(path: Path, expected: str) -> str:

@@ -28,7 +28,7 @@ _MARKER = b'"file_sha256": "'
 _BLANK = BLANK_DIGEST.encode()
 
 # field numbers of onnx.proto's ModelProto, OperatorSetIdProto and StringStringEntryProto
-_IR_VERSION, _PRODUCER_NAME, _GRAPH, _OPSET_IMPORT, _METADATA_PROPS = 1, 2, 7, 8, 14
+_IR_VERSION, _GRAPH, _OPSET_IMPORT, _METADATA_PROPS = 1, 7, 8, 14
 _KEY, _VALUE = 1, 2
 _OPSET_DOMAIN, _OPSET_VERSION = 1, 2
 
@@ -40,13 +40,11 @@ class OnnxHeader:
     Attributes:
         ir_version: version of the file format.
         opset: version of the default operator set.
-        producer: name of the program that wrote the file.
         properties: `metadata_props` as a dictionary.
     """
 
     ir_version: int
     opset: int
-    producer: str
     properties: dict[str, str]
 
 
@@ -57,15 +55,13 @@ def read_header(path: Path) -> OnnxHeader:
         ArtifactError: the file is missing, cannot be read, or is not an ONNX model.
     """
     with _map_file(path) as data:
-        ir_version, opset, producer, properties, graphs = 0, 0, "", {}, 0
+        ir_version, opset, properties, graphs = 0, 0, {}, 0
         try:
             for number, value in _fields(data, 0, len(data)):
                 if number == _IR_VERSION and isinstance(value, int):
                     ir_version = value
                 elif isinstance(value, int):
                     continue
-                elif number == _PRODUCER_NAME:
-                    producer = data[value].decode("utf-8", "replace")
                 elif number == _GRAPH:
                     graphs += 1
                 elif number == _OPSET_IMPORT:
@@ -79,7 +75,7 @@ def read_header(path: Path) -> OnnxHeader:
             ) from None
     if not graphs or not ir_version:
         raise ArtifactError(f"{path}: not an ONNX file; expected a model that `opal-deploy export` wrote")
-    return OnnxHeader(ir_version, opset, producer, properties)
+    return OnnxHeader(ir_version, opset, properties)
 
 
 def read_metadata(path: Path) -> Metadata:

@@ -206,11 +206,6 @@ class Network:
         self.inputs = [self._info(self._network.get_input(i)) for i in range(self._network.num_inputs)]
         self.outputs = [self._info(self._network.get_output(i)) for i in range(self._network.num_outputs)]
 
-    @property
-    def num_layers(self) -> int:
-        """The number of layers before the builder fuses any."""
-        return int(self._network.num_layers)
-
     def profile(self, batch: BatchRange) -> Any:
         """Return TensorRT's optimisation profile for batch sizes; all other dimensions are the graph's."""
         profile = self._builder.create_optimization_profile()

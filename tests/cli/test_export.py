@@ -123,15 +123,6 @@ def test_no_verify_is_on_record_and_infer_repeats_it(opal: Opal, folder: Path, m
     assert "NO: exported with --no-verify" in opal("inspect", "c.fp16.onnx", cwd=folder).stderr
 
 
-def test_files_that_are_being_written_are_no_models(opal: Opal, folder: Path, make_pictures: Callable) -> None:
-    shutil.copy(folder / "c.onnx", folder / ".a.onnx.x1.part.onnx")
-    (folder / ".b.engine").write_bytes(b"half")
-    make_pictures(folder / "in", 1)
-    done = opal("infer", "in", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("Model: c.onnx ")
-
-
 def test_the_same_file_is_kept_and_another_is_replaced_only_when_told(opal: Opal, folder: Path, tmp_path: Path) -> None:
     call = ("export", "c.onnx", "--precision", "fp16", "--no-verify", "--out", "out.onnx")
     assert "Wrote out.onnx" in opal(*call, cwd=folder).stderr

@@ -21,8 +21,8 @@ def foreign_file(path):
     onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])), path)
 
 
-def find(folder, gpu=False, misfit=lambda _: ""):
-    return find_model(folder, gpu=gpu, check_engine=misfit)
+def find(folder, gpu=False, misfit=lambda _: "", **options):
+    return find_model(folder, gpu=gpu, check_engine=misfit, **options)
 
 
 @pytest.fixture
@@ -52,7 +52,10 @@ class TestOneCheckpoint:
         foreign_file(folder / "aaa.onnx")
         (folder / "aab.onnx").write_bytes(b"\x13\x37" * 50)
         (folder / "aac.onnx").touch()
-        (folder / "a.engine").write_bytes(b"a plan without its sidecar")
+        (folder / "a.engine").write_bytes(b"an engine without its sidecar")
+        # files that are being written
+        shutil.copy(folder / "ckpt.onnx", folder / ".a.onnx.x1.part.onnx")
+        (folder / ".b.engine").write_bytes(b"half")
         (folder / "sub").mkdir()
         shutil.copy(another, folder / "sub" / "other.onnx")
         assert find(folder).path.name == "ckpt.onnx"
@@ -122,15 +125,15 @@ class TestRuns:
 
     def test_other_models_of_the_run_are_passed_over(self, runs, another):
         shutil.copy(another, runs / "runs/a/last.onnx")
-        choice = find_model(runs / "runs/a", gpu=False, check_engine=lambda _: "", prefix="best.")
+        choice = find(runs / "runs/a", prefix="best.")
         assert choice.path == runs / "runs/a/best.onnx"
-        choice = find_model(runs / "runs/a", gpu=False, check_engine=lambda _: "", runtime="compiled", prefix="best.")
+        choice = find(runs / "runs/a", runtime="compiled", prefix="best.")
         assert choice.path == runs / "runs/a/best.pt"
 
     def test_a_run_that_was_not_exported_says_how_to(self, runs):
         (runs / "runs/a/best.onnx").unlink()
         with pytest.raises(UsageError, match=r"opal-deploy export .*runs/a/best\.pt"):
-            find_model(runs / "runs/a", gpu=False, check_engine=lambda _: "", prefix="best.")
+            find(runs / "runs/a", prefix="best.")
 
     @pytest.mark.parametrize("name", ["ckpt.pt", "damaged.onnx", "m.engine"])
     def test_any_model_in_the_folder_itself_comes_first(self, runs, name):
@@ -182,15 +185,15 @@ class TestRuntimes:
     """What --runtime names."""
 
     def test_only_its_models_are_considered(self, folder):
-        assert find_model(folder, gpu=False, check_engine=lambda _: "", runtime="onnxruntime").path.suffix == ".onnx"
+        assert find(folder, runtime="onnxruntime").path.suffix == ".onnx"
         for runtime in ("torch", "compiled"):
-            choice = find_model(folder, gpu=False, check_engine=lambda _: "", runtime=runtime)
+            choice = find(folder, runtime=runtime)
             assert choice.path.name == "ckpt.pt"
         with pytest.raises(UsageError, match=r"no exported model .*--runtime tensorrt does not run ckpt\.onnx"):
-            find_model(folder, gpu=False, check_engine=lambda _: "", runtime="tensorrt")
+            find(folder, runtime="tensorrt")
         (folder / "other.pt").touch()
         with pytest.raises(UsageError, match=r"several checkpoints here: ckpt\.pt, other\.pt; choose one with --model"):
-            find_model(folder, gpu=False, check_engine=lambda _: "", runtime="compiled")
+            find(folder, runtime="compiled")
 
     def test_another_kind_of_model_is_refused(self, folder):
         with pytest.raises(UsageError, match=r"an ONNX file, and --runtime compiled runs a checkpoint"):
