@@ -1,25 +1,46 @@
-"""Changes between two sets of records of the same images, to be read before a model is replaced.
+"""Changes between two sets of records of the same images, and the page that shows the largest.
 
-Images are paired by their names, those of one name by their order among the inputs, classes by their labels, slots by
-their numbers. Where both feature maps have the same grid, a slot moved if its cell is another; else if the centre of
-its new box is outside the old one.
+Images are paired by name (those with the same name in input order), classes by label, slots by number. If both feature
+maps have the same grid, a slot moved if its cell differs; otherwise if its new box is centred outside the old one.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any, Literal
 
-from opal_deploy.auditing.results_reader import RecordIndex
-from opal_deploy.records.record import Record, Slot
+from PIL import Image
 
-# from the worst to the least
+from opal_deploy.auditing.results_reader import RecordIndex
+from opal_deploy.inference.explanation import format_line
+from opal_deploy.records.names import find_common_folder
+from opal_deploy.records.record import Record, Slot
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+from opal_deploy.visualization.style import count_of, escape_unprintable
+
+# from the largest change to none
 Kind = Literal["error", "class", "cell", "contribution", "margin", "same"]
 KINDS: tuple[Kind, ...] = ("error", "class", "cell", "contribution", "margin", "same")
-# relative; sides of boxes of the same grid differ by rounding only
+# relative difference of box sides on the same grid: only rounding
 _SAME_SIDE = 1e-6
+# longest side of an overlay on the page, in pixels
+_MAX_SIDE = 560
+
+_STYLE = """
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
+body { max-width: 76rem; margin: 0 auto; padding: 1rem; }
+table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem 1rem .2rem 0; }
+caption { text-align: left; white-space: nowrap; }
+section { border-top: 1px solid #8888; padding: 1rem 0; overflow-wrap: anywhere; break-inside: avoid; }
+h2 { font-size: 1.1rem; margin: 0; } .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
+figure { margin: .5rem 0; } img { max-width: 100%; height: auto; }
+@media (max-width: 40rem) { .pair { grid-template-columns: 1fr; } }
+"""
 
 
 @dataclass(frozen=True)
@@ -27,16 +48,15 @@ class ImageChange:
     """The change of one image's record.
 
     Attributes:
-        image, image_index: of the record, the index only where it has one.
-        kind: the worst that happened: `error` (an answer became an error, an error an answer, or another error);
-            `class`; `cell` of a slot; `contribution` of a slot, by more than the tolerance; `margin`, by more than the
-            tolerance, or one is abstained and the other not.
+        image, image_index: name and index in the record; None without an index.
+        kind: the largest change: `error` (from or to an error, or another error), `class`, `cell` of a slot,
+            `contribution` of a slot or `margin` by more than the tolerance (or abstained and not).
         before, after: label or error code.
-        moved: slots of the class whose place is another; None where the classes differ or a model shows no cells.
+        moved: slots that moved; None if the classes differ or a model shows no cells.
         slots: number of slots compared.
-        contribution: the largest change of a slot's contribution; None where `moved` is.
-        margin: after minus before; None where a record has none.
-        file_changed: whether the image file is another.
+        contribution: largest change of a slot's contribution; None if `moved` is.
+        margin: margin after minus before; None if a record has none.
+        image_changed: whether the image file differs.
     """
 
     image: str
@@ -48,10 +68,10 @@ class ImageChange:
     slots: int
     contribution: float | None
     margin: float | None
-    file_changed: bool
+    image_changed: bool
 
     def severity(self, margin_before: float) -> tuple[float, ...]:
-        """Return a key that sorts the worst last: by kind, a changed class by the margin of the old answer."""
+        """Return a sort key, largest change last: by kind, changed classes by the margin of the old answer."""
         return (
             len(KINDS) - KINDS.index(self.kind),
             margin_before if self.kind == "class" else 0.0,
@@ -61,17 +81,17 @@ class ImageChange:
         )
 
     def __str__(self) -> str:
-        """Return one line for a person, without the image."""
+        """Return the change in one line, without the image's name."""
         if self.kind in ("error", "class"):
             text = f"{self.before} -> {self.after}"
         elif self.kind == "same":
-            text = f"{self.after}: the same"
+            text = f"{self.after}: no change"
         else:
             moved = f", {len(self.moved)} of {self.slots} cells moved" if self.moved else ""
-            contribution = f", a contribution by {self.contribution:.2g}" if self.contribution else ""
+            contribution = f", largest contribution change {self.contribution:.2g}" if self.contribution else ""
             text = f"{self.after}{moved}{contribution}"
         margin = "" if self.margin is None else f", margin {self.margin:+.4f}"
-        return f"{text}{margin}{' (the image is another)' if self.file_changed else ''}"
+        return f"{text}{margin}{' (the image file differs)' if self.image_changed else ''}"
 
 
 @dataclass
@@ -79,20 +99,20 @@ class DiffReport:
     """The changes of all images.
 
     Attributes:
-        kinds: number of images by their change's kind.
-        only_before, only_after: number of images in one set alone.
-        unpaired: records without a name.
-        file_changed: images whose file is another, so that their changes tell nothing about the models.
+        kinds: number of images by kind of change.
+        only_before, only_after: number of images in only one set.
+        unpaired: number of records without a name.
+        image_changed: number of images whose file differs, so that their changes say nothing about the models.
         slots, moved: number of slots compared, and of those that moved.
-        largest_contribution: the largest change of a contribution.
-        worst: the worst changes with both records, the worst first; as many as were requested.
+        largest_contribution: largest change of a contribution.
+        worst: the requested number of largest changes with both records, largest first.
     """
 
     kinds: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     only_before: int = 0
     only_after: int = 0
     unpaired: int = 0
-    file_changed: int = 0
+    image_changed: int = 0
     slots: int = 0
     moved: int = 0
     largest_contribution: float = 0.0
@@ -100,7 +120,7 @@ class DiffReport:
 
     @property
     def paired(self) -> int:
-        """Number of images that both sets have."""
+        """Number of images in both sets."""
         return sum(self.kinds.values())
 
     @property
@@ -109,7 +129,7 @@ class DiffReport:
         return self.paired - self.kinds["same"]
 
     def has(self, kind: str) -> bool:
-        """Return whether any image has a change of `kind` (`any`: of any kind) or worse, or is missing in a set."""
+        """Return whether any image has a change of `kind` (or `any`) or a larger one, or is missing in a set."""
         if self.only_before or self.only_after:
             return True
         last = KINDS[:-1].index("margin" if kind == "any" else kind)
@@ -118,7 +138,7 @@ class DiffReport:
     def add(self, change: ImageChange) -> None:
         """Count one image's change."""
         self.kinds[change.kind] += 1
-        self.file_changed += change.file_changed
+        self.image_changed += change.image_changed
         self.slots += change.slots
         self.moved += len(change.moved or ())
         self.largest_contribution = max(self.largest_contribution, change.contribution or 0.0)
@@ -132,7 +152,7 @@ class DiffReport:
             "only_before": self.only_before,
             "only_after": self.only_after,
             "unpaired": self.unpaired,
-            "file_changed": self.file_changed,
+            "image_changed": self.image_changed,
             "slots": self.slots,
             "slots_moved": self.moved,
             "largest_contribution_change": self.largest_contribution,
@@ -141,12 +161,12 @@ class DiffReport:
 
 
 def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, keep: int) -> DiffReport:
-    """Pair records by image and compare them; in memory are the names, and the `keep` worst pairs.
+    """Pair records by image and compare them; memory holds the names and the `keep` largest changes.
 
     Args:
         before, after: the two sets.
-        tolerance: contributions and margins that differ by no more count as equal.
-        keep: number of worst pairs to keep.
+        tolerance: largest difference of contributions and margins that counts as equal.
+        keep: number of changes to keep.
     """
     report = DiffReport(unpaired=before.unnamed + after.unnamed)
     heap: list[tuple[tuple[float, ...], int, ImageChange, Record, Record]] = []
@@ -158,7 +178,7 @@ def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, k
             change = compare_records(old, new, tolerance)
             report.add(change)
             if change.kind != "same" and keep:
-                # of equals the first stay
+                # of equal changes the first stay
                 entry = (change.severity(old.get("margin") or 0.0), -report.paired, change, old, new)
                 (heapq.heappush if len(heap) < keep else heapq.heappushpop)(heap, entry)
     report.only_after += sum(after.count(name) for name in after if before.count(name) == 0)
@@ -167,7 +187,7 @@ def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, k
 
 
 def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
-    """Return the change between two records of one image."""
+    """Return the change between two records of an image."""
     before, after = _label_or_code(old), _label_or_code(new)
     margin = _margin_change(old, new)
     moved: tuple[int, ...] | None = None
@@ -194,7 +214,7 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
     digests = old.get("image_sha256"), new.get("image_sha256")
     return ImageChange(
         new["image"] or "", new.get("image_index"), kind, before, after, moved, slots, largest, margin,
-        file_changed=None not in digests and digests[0] != digests[1],
+        image_changed=None not in digests and digests[0] != digests[1],
     )  # fmt: skip
 
 
@@ -219,3 +239,60 @@ def _is_moved(old: Slot, new: Slot) -> bool:
     if abs((u1 - u0) - width) <= _SAME_SIDE * width and abs((v1 - v0) - height) <= _SAME_SIDE * height:
         return old["cell"] != new["cell"]
     return not (x0 <= (u0 + u1) / 2 <= x1 and y0 <= (v0 + v1) / 2 <= y1)
+
+
+def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable[[Record], Image.Image | None]) -> str:
+    """Return the report as an HTML page without scripts: the largest changes with both overlays side by side.
+
+    Args:
+        report: the changes to show.
+        names: paths of the two models or results, shown relative to their common folder.
+        load_image: returns the oriented image of a record, or None if its file is not available.
+    """
+    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    counts = "".join(f"<tr><th scope='row'>{kind}</th><td>{report.kinds[kind]}</td></tr>" for kind in KINDS)
+    rest = (
+        f"{count_of(report.only_before, 'image')} only before, {report.only_after:,} only after; "
+        f"{report.moved:,} of {report.slots:,} slots moved; {count_of(report.image_changed, 'image file')} changed"
+    )
+    before, after = (name.removeprefix(find_common_folder(names)) for name in names)
+    folder = find_common_folder(change.image for change, _, _ in report.worst)
+    sections = "".join(_render_section(*worst, load_image, folder) for worst in report.worst)
+    none = "" if report.worst else "<p>Nothing changed.</p>"
+    return (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>What changed</title><style>{_STYLE}</style></head><body><main><h1>What changed</h1>"
+        f"<p>Before: {_escape(before)}<br>After: {_escape(after)}</p>"
+        f"<p>{report.changed} of {report.paired} images changed. {rest}.</p>"
+        f"<table><caption>Images by largest change</caption>{counts}</table>{none}{sections}"
+        "</main></body></html>\n"
+    )
+
+
+def _render_section(
+    change: ImageChange, old: Record, new: Record, load_image: Callable[[Record], Image.Image | None], folder: str
+) -> str:
+    figures = "".join(_render_figure(title, record, load_image) for title, record in (("Before", old), ("After", new)))
+    return (
+        f"<section><h2>{_escape(change.image.removeprefix(folder))}</h2><p>{change.kind}: {_escape(str(change))}</p>"
+        f"<div class='pair'>{figures}</div></section>"
+    )
+
+
+def _render_figure(title: str, record: Record, load_image: Callable[[Record], Image.Image | None]) -> str:
+    text = _escape(f"{title}: {format_line({**record, 'image': None}).removeprefix('image: ')}")
+    image = load_image(record) if "prediction" in record else None
+    shown = "<p>(no image: its file is missing or has changed)</p>" if "prediction" in record else ""
+    if image is not None:
+        overlay = draw_overlay(image, record)
+        overlay.thumbnail((_MAX_SIDE, _MAX_SIDE), Image.Resampling.BILINEAR)
+        data = base64.b64encode(encode_jpeg(overlay)).decode()
+        shown = f'<img alt="{text}" src="data:image/jpeg;base64,{data}">'
+    return f"<figure><figcaption>{text}</figcaption>{shown}</figure>"
+
+
+def _escape(text: str) -> str:
+    return escape(escape_unprintable(text), quote=True)

@@ -16,7 +16,7 @@ from opal_deploy._version import __version__
 from opal_deploy.cli.atlas import atlas
 from opal_deploy.cli.bench import bench
 from opal_deploy.cli.console import one_line, print_message
-from opal_deploy.cli.convert import convert
+from opal_deploy.cli.convert import convert, schema
 from opal_deploy.cli.demo import demo
 from opal_deploy.cli.diff import diff
 from opal_deploy.cli.doctor import doctor
@@ -27,7 +27,6 @@ from opal_deploy.cli.infer import infer
 from opal_deploy.cli.inspect import inspect
 from opal_deploy.cli.options import expand_options, refuse_urls
 from opal_deploy.cli.reproduce import reproduce
-from opal_deploy.cli.schema import schema
 from opal_deploy.cli.serve import serve
 from opal_deploy.cli.train import train
 from opal_deploy.cli.verify import verify

@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from opal_deploy.auditing.model_diff import KINDS, compare_results
-from opal_deploy.auditing.model_diff_page import render_page
+from opal_deploy.auditing.model_diff import KINDS, compare_results, render_page
 from opal_deploy.auditing.results_reader import RecordIndex
 from opal_deploy.errors import UsageError
 from opal_deploy.records.record import error_record
@@ -104,8 +103,8 @@ def test_images_are_paired_by_name_and_classes_by_label(tmp_path):
     assert kinds(compare(tmp_path, [record("a")], [other])) == {"same": 1}
     # another file under the same name
     report = compare(tmp_path, [record("a")], [record("a", "birch", image_sha256="1" * 64)])
-    assert report.file_changed == 1
-    assert "the image is another" in str(report.worst[0][0])
+    assert report.image_changed == 1
+    assert "the image file differs" in str(report.worst[0][0])
 
 
 def test_images_of_one_name_are_paired_by_their_places(tmp_path):

@@ -100,21 +100,17 @@ def archived(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_fa
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tgz", "zip"])
-@pytest.mark.parametrize("earlier", [False, True])
 def test_images_of_one_name_are_told_apart(
-    opal: Opal, archived: Path, exact_model: Path, tmp_path: Path, suffix: str, earlier: bool
+    opal: Opal, archived: Path, exact_model: Path, tmp_path: Path, suffix: str
 ) -> None:
     results = read_results(archived / suffix)
     assert [record["image_index"] for record in results] == [0, 2, 4, 6]
     out = tmp_path / "results.jsonl"
-    for record in results if earlier else []:
-        # as earlier versions wrote it
-        del record["image_index"]
     out.write_text("".join(json.dumps(record) + "\n" for record in results))
     images, options = (f"x.{suffix}", "empty"), ("--model", exact_model, "--all")
     # in any order and, with an index, wherever they lie
     calls = [(archived, images), (archived, images[::-1]), (archived / "in", [f"../{name}" for name in images])]
-    for cwd, given in calls[:2] if earlier else calls:
+    for cwd, given in calls:
         done = opal("verify", out, *given, *options, cwd=cwd)
         assert done.returncode == 0, done.stderr
     # a member that is another one now
@@ -131,16 +127,16 @@ def test_an_archive_that_was_not_given_is_a_wrong_call(
     opal: Opal, archived: Path, exact_model: Path, given: list[str], missing: str
 ) -> None:
     done = opal("verify", "tar", *given, "--model", exact_model, cwd=archived)
-    assert f"checking it takes {missing}, which was not given; give the images as `infer` had them" in one_line(done)
+    assert f"needs {missing}, which was not given; pass the images as for `infer`" in one_line(done)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("verify explanations", "give it with --model"),
-        ("verify {model} in", "only records are checked"),
-        ("diff {model} {model}", "a model answers images"),
-        ("diff explanations {model} in --fail-on x", "expected error, class"),
+        ("verify explanations", "specify it with --model"),
+        ("verify {model} in", "are only for results"),
+        ("diff {model} {model}", "comparing models needs images"),
+        ("diff explanations {model} in --fail-on x", "'x' is not one of 'error', 'class'"),
     ],
 )
 def test_a_wrong_call_is_refused(opal: Opal, run: Path, exact_model: Path, call: str, message: str) -> None:

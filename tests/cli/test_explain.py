@@ -46,7 +46,7 @@ def test_several_images_give_a_folder_of_sheets_and_a_bad_one_costs_only_itself(
     (tmp_path / "in/001.png").write_bytes(b"no image")
     done = run("explain in --out out --format svg --json", 3)
     assert "in/001.png: not_an_image" in done.stderr
-    assert "2 sheets in out, 1 images failed" in done.stderr
+    assert "2 sheets in out, 1 failed" in done.stderr
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["000000-000.png.svg", "000002-002.png.svg"]
     assert [document["sheet"] for document in json.loads(done.stdout)] == [f"out/{name}" for name in names]
@@ -96,7 +96,7 @@ def test_a_known_label_stands_beside_the_answer_with_a_mark(run: Callable, tmp_p
 
 def test_a_sheet_that_is_there_is_not_replaced_unasked(run: Callable, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("mine")
-    assert "a.png: it is there already" in run("explain in/000.png --out a.png", 2).stderr
+    assert "a.png: already exists" in run("explain in/000.png --out a.png", 2).stderr
     assert (tmp_path / "a.png").read_text() == "mine"
     run("explain in/000.png --out a.png --overwrite")
 
@@ -105,11 +105,11 @@ def test_a_sheet_that_is_there_is_not_replaced_unasked(run: Callable, tmp_path: 
     ("arguments", "code", "complaint"),
     [
         ("in/000.png --heatmap", 2, "exact.onnx: it was exported without attention maps"),
-        ("in --out a.png", 2, "--out a.png: a file, but there may be several images"),
-        ("in/000.png --out a.jpg", 2, "expected a file called .png or .svg"),
+        ("in --out a.png", 2, "--out a.png: is one file, but there may be several images"),
+        ("in/000.png --out a.jpg", 2, "expected a .png or .svg file"),
         ("in/000.png --out a.png --format svg", 2, "disagree"),
-        ("in/000.png --format pdf", 2, "--format 'pdf': expected png or svg"),
-        ("in/000.png --out in/000.png --overwrite", 2, "that is the image itself"),
+        ("in/000.png --format pdf", 2, "'pdf' is not one of 'png', 'svg'"),
+        ("in/000.png --out in/000.png --overwrite", 2, "is the image itself"),
         ("in/000.png --atlas in", 2, "in/atlas.json: cannot be read"),
         ("in/000.png --slot-names nowhere", 2, "nowhere: cannot be read"),
         ("nowhere.png", 2, "nowhere.png: no such file"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opal_deploy.cli.atlas import collect_images
+from opal_deploy.inference.atlas import collect_images
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.entries import Atlas

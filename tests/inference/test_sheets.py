@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.cli.atlas import collect_images
 from opal_deploy.errors import UsageError
+from opal_deploy.inference.atlas import collect_images
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sheets import Sheet, SheetBuilder, SheetOptions, with_attention
 from opal_deploy.inference.types import InferenceOptions, Request

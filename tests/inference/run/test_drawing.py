@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 from PIL import Image
 
-from opal_deploy.cli.atlas import collect_images
 from opal_deploy.errors import StoppedEarly
+from opal_deploy.inference.atlas import collect_images
 from opal_deploy.inference.drawings import DrawRequest
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerTimeout
@@ -192,11 +192,11 @@ def test_a_report_that_is_handed_on_does_not_tell_where_its_images_lie(tmp_path:
     page = (out / "report.html").read_text(encoding="utf-8")
     assert str(tmp_path) not in page
     assert all(f'"{name}"' in page for name in ("a/0.jpg", "b/1.jpg", "b/2.jpg"))
-    assert "paths from their common folder" in page
+    assert "relative to their common folder" in page
 
 
 def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path: Path) -> None:
     out = make_run(tmp_path / "out", 2, overlays=False)
     write_report(out, ReportOptions(limit=100), {})
     assert sources(out) == []
-    assert re.search("no (picture|image) kept", (out / "report.html").read_text(encoding="utf-8"))
+    assert re.search("image not kept", (out / "report.html").read_text(encoding="utf-8"))

@@ -1,0 +1,52 @@
+"""Results as COCO annotations or Label Studio tasks: the work of `opal-deploy convert`. Light to import."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from opal_deploy.errors import UsageError
+from opal_deploy.options import Option, Options, StrPath, keywords
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(Options):
+    """The options of `convert_results` and `opal-deploy convert`."""
+
+    to: Annotated[Literal["coco", "label-studio"], Option("COCO annotations, or Label Studio's JSON import.")]
+    out: Annotated[StrPath | None, Option("Output file.", default="standard output", cli=Path)] = None
+    categories: Annotated[Literal["class", "slot"], Option("coco: what categories stand for.")] = "class"
+    prefix: Annotated[str, Option("label-studio: text before each path, such as /data/local-files/?d=.")] = ""
+    config: Annotated[
+        StrPath | None, Option("label-studio: also write the labelling interface (XML) to this file.", cli=Path)
+    ] = None
+
+
+@keywords(ConvertOptions)
+def convert_results(results: StrPath, options: ConvertOptions) -> Any:
+    """Return a results.jsonl, or that of its folder, as a JSON document; write it to `out` if that is given.
+
+    Raises:
+        UsageError: the results cannot be read, or an option does not fit the format.
+    """
+    from opal_deploy.artifact.files import atomic_write
+    from opal_deploy.auditing.results_reader import find_results, read_all_records
+    from opal_deploy.records import label_config, to_coco, to_label_studio
+
+    if options.config is not None and options.to != "label-studio":
+        raise UsageError("--config: only --to label-studio has a labelling interface")
+    path = find_results(Path(results))
+    document: Any
+    if options.to == "label-studio":
+        document = to_label_studio(read_all_records(path), options.prefix)
+    else:
+        document = to_coco(read_all_records(path), options.categories)
+    if options.config is not None:
+        with atomic_write(Path(options.config)) as temporary:
+            temporary.write_text(label_config(read_all_records(path)), encoding="utf-8")
+    if options.out is not None:
+        with atomic_write(Path(options.out)) as temporary:
+            temporary.write_text(json.dumps(document, ensure_ascii=True) + "\n", encoding="utf-8")
+    return document

@@ -1,0 +1,148 @@
+"""The work of `opal-deploy diff`: what changed between two models, or two results of the same images.
+
+Light to import.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.logs import Log, Progress, log_line, no_progress
+from opal_deploy.options import CropFile, Device, MaxPixels, Option, Options, StrPath, Threads, keywords
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from opal_deploy.auditing.model_diff import DiffReport
+    from opal_deploy.records.record import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions(Options):
+    """The options of `diff` and `opal-deploy diff`."""
+
+    out: Annotated[
+        StrPath | None, Option("Write an HTML page of the largest changes, with both overlays.", cli=Path)
+    ] = None
+    worst: Annotated[int, Option("Largest changes on the page and in --json.", min=0)] = 20
+    tolerance: Annotated[
+        float, Option("Largest difference of contributions and margins that counts as equal.", min=0)
+    ] = 1e-3
+    fail_on: Annotated[
+        Literal["error", "class", "cell", "contribution", "margin", "any"] | None,
+        Option("Exit with 4 if any image has this kind of change or a larger one."),
+    ] = None
+    root: Annotated[StrPath, Option("Folder that the results' image names are relative to.", cli=Path)] = Path()
+    boxes: CropFile = None
+    device: Device = "auto"
+    threads: Threads = None
+    max_pixels: MaxPixels = 100_000_000
+    images: tuple[str, ...] = ()
+    log: Log = log_line
+    progress: Progress | None = None
+
+
+@keywords(DiffOptions)
+def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
+    """Compare two models on images, or two results of the same images, and write the page if `out` is given.
+
+    Args:
+        before: a model; or results.jsonl, or its folder.
+        after: the same, to compare with it.
+
+    Raises:
+        UsageError: a file cannot be read, or no image is in both results.
+    """
+    from opal_deploy.artifact.files import atomic_write
+    from opal_deploy.auditing.model_diff import compare_results, render_page
+    from opal_deploy.auditing.results_reader import RecordIndex, find_results, is_results
+    from opal_deploy.inference.decoding.budget import raise_pillow_limit
+
+    raise_pillow_limit(options.max_pixels)
+    sides: list[Path] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="opal-deploy-diff-")))
+        for number, side in enumerate(map(Path, (before, after))):
+            if is_results(side) or side.is_dir():
+                sides.append(find_results(side))
+                continue
+            if not options.images:
+                raise UsageError(f"{side}: comparing models needs images; list them after A and B")
+            sides.append(folder / f"{number}.jsonl")
+            _write_records(side, sides[-1], options)
+        indices = [RecordIndex(side) for side in sides]
+        for index in indices:
+            stack.callback(index.close)
+        report = compare_results(indices[0], indices[1], options.tolerance, options.worst)
+        if not report.paired:
+            raise UsageError(f"{before}, {after}: no image is in both; expected results of the same images")
+        if options.out is not None:
+            text = render_page(report, (str(before), str(after)), _image_loader(report, options))
+            with atomic_write(Path(options.out)) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+    return report
+
+
+def _write_records(model: Path, out: Path, options: DiffOptions) -> None:
+    """Write a model's records of the images to `out`."""
+    from opal_deploy.artifact.files import compute_sha256
+    from opal_deploy.inference.executor import predict_stream
+    from opal_deploy.inference.run.results import RecordWriter
+    from opal_deploy.inference.sources import discovery
+    from opal_deploy.inference.sources.annotations import read_boxes
+    from opal_deploy.inference.sources.counting import ImageCounter
+    from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.inference.types import InferenceOptions, build_requests
+    from opal_deploy.runtime.devices import default_batch, default_workers
+    from opal_deploy.runtime.select import open_sessions
+
+    images = list(options.images)
+    if "-" in images:
+        raise UsageError("-: standard input can be read only once; give a list as @FILE")
+    discovery.check_inputs(images)
+    crops = read_boxes(Path(options.boxes)) if options.boxes else None
+    sessions = open_sessions(model, device=options.device, threads=options.threads)
+    inference = InferenceOptions(
+        batch=default_batch(sessions[0]),
+        fixed_batch=True,
+        workers=default_workers(),
+        max_pixels=options.max_pixels,
+        isolate=True,
+        model_sha256=compute_sha256(model),
+    )
+    requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops)
+    progress = options.progress or no_progress
+    with RecordWriter(out) as writer, ImageCounter(images) as counter:
+        for result in predict_stream(requests, sessions, inference, print_message=options.log):
+            writer.write(result.record)
+            progress(writer.count, counter.total, model.name)
+
+
+def _image_loader(report: DiffReport, options: DiffOptions) -> Callable[[Record], Image | None]:
+    """Return a function that loads the images of the largest changes: from the images given, else by name."""
+    from opal_deploy.auditing.record_sources import RecordSources, locate
+    from opal_deploy.inference.explanation import load_record_image
+    from opal_deploy.inference.sources import discovery
+    from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.records.names import unescape_name
+
+    shown = [record for _, old, new in report.worst for record in (old, new)]
+    images = list(options.images)
+    sources = RecordSources(discovery.discover(images, Skipped(), sys.stdin) if images and shown else (), shown)
+
+    def load(record: Record) -> Image | None:
+        item = sources.find(record)
+        try:
+            source = locate(unescape_name(record["image"] or ""), Path(options.root)) if item is None else item.source
+        except ImageError:
+            return None
+        return load_record_image(record, source, options.max_pixels)
+
+    return load

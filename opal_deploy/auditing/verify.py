@@ -1,0 +1,240 @@
+"""The work of `opal-deploy verify`: a model against its test vectors, or recorded explanations against their model.
+
+Light to import.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.logs import Log, Progress, log_line, no_progress, one_line
+from opal_deploy.options import Device, ExpectSha256, Option, Options, StrPath, Threads, keywords
+
+if TYPE_CHECKING:
+    from opal_deploy.auditing.record_sources import RecordSources
+    from opal_deploy.auditing.verify_records import RecordsReport
+    from opal_deploy.inference.types import InferenceOptions
+    from opal_deploy.records.record import Record
+    from opal_deploy.runtime.session import Session
+
+# findings logged
+_LISTED = 10
+_RESULTS = "Only for results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(Options):
+    """The options of `verify` and `opal-deploy verify`."""
+
+    sample: Annotated[int, Option("Number of records to check.", min=1, panel=_RESULTS)] = 100
+    every: Annotated[bool, Option("Check all records.", flag="--all", panel=_RESULTS)] = False
+    seed: Annotated[int | None, Option("Seed of the sample.", default="a new one each time", panel=_RESULTS)] = None
+    root: Annotated[StrPath, Option("Folder that image names are relative to.", cli=Path, panel=_RESULTS)] = Path()
+    boxes: Annotated[StrPath | None, Option("The run's --boxes file.", cli=Path, panel=_RESULTS)] = None
+    labels: Annotated[
+        str | None, Option("Check labels too: `folders`, or a CSV file (image,label).", panel=_RESULTS)
+    ] = None
+    min_margin: Annotated[float | None, Option("The run's --min-margin, without run.json.", panel=_RESULTS)] = None
+    batch: Annotated[int | None, Option("The run's --batch.", min=1, panel=_RESULTS)] = None
+    device: Device = "auto"
+    threads: Threads = None
+    expect_sha256: ExpectSha256 = None
+    images: tuple[str, ...] = ()
+    log: Log = log_line
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome of `verify`: the document for JSON, and why the check failed (empty if it passed)."""
+
+    document: dict[str, Any]
+    failure: str = ""
+
+
+@keywords(VerifyOptions)
+def verify(target: StrPath, model: StrPath | None, options: VerifyOptions) -> Verification:
+    """Check a model against its test vectors, or a sample of recorded explanations against their model.
+
+    Args:
+        target: an exported model; or results.jsonl, or its folder.
+        model: the model that the results are said to come from; None to check a model.
+
+    Raises:
+        UsageError: the call does not fit the target, or a file cannot be read.
+        VerificationError: the model does not reproduce its test vectors.
+    """
+    from opal_deploy.auditing.results_reader import is_results
+
+    target = Path(target)
+    if is_results(target):
+        if model is None:
+            raise UsageError(f"{target}: records are checked against a model; specify it with --model")
+        return _verify_results(target, Path(model), options)
+    if options.images or model is not None:
+        raise UsageError(f"{target}: not a results.jsonl; --model and images are only for results")
+    return _verify_model(target, options)
+
+
+def _verify_model(path: Path, options: VerifyOptions) -> Verification:
+    from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
+    from opal_deploy.runtime.select import open_sessions
+    from opal_deploy.runtime.verification import verify_test_vectors
+
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file; expected an exported model or results.jsonl")
+    if model_kind(path) not in ("onnx", "engine"):
+        raise UsageError(f"{path}: only exported models carry test vectors; export the checkpoint, then verify that")
+    expected, log = options.expect_sha256, options.log
+    sha256 = check_sha256(path, expected) if expected is not None else compute_sha256(path)
+    session = open_sessions(path, device=options.device, threads=options.threads)[0]
+    comparison = verify_test_vectors(session, str(path))
+    log(f"{path}: {comparison.images} test vectors reproduced in {session.description}")
+    if comparison.max_cosine is not None:
+        log(
+            f"Largest differences: logit {comparison.max_logit:.2g}, cosine {comparison.max_cosine:.2g}, "
+            f"score {comparison.max_score:.2g}; {comparison.cells_different} of {comparison.cells} cells differ"
+        )
+        if not comparison.cells:
+            log("Cells were not compared: all cells of the test vectors are ties")
+    if session.metadata.unverified:
+        log(f"NOT VERIFIED on images: this model was {session.metadata.unverified}")
+    return Verification({"path": str(path), "sha256": sha256, "session": session.description, **comparison.to_dict()})
+
+
+def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verification:
+    from opal_deploy.artifact.files import check_sha256, compute_sha256
+    from opal_deploy.auditing.results_reader import find_results, read_run_options
+    from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
+    from opal_deploy.inference.decoding.budget import raise_pillow_limit
+    from opal_deploy.inference.sources.annotations import read_boxes, read_labels
+    from opal_deploy.runtime.select import open_sessions
+
+    path = find_results(target)
+    run = read_run_options(path)
+    if options.boxes is None and run.get("boxes") is not None:
+        raise UsageError(f"{path}: the run cropped to boxes ({run['boxes']}); specify the file with --boxes")
+    # a new seed each time: nobody can know in advance which records are checked
+    seed = secrets.randbelow(2**32) if options.seed is None else options.seed
+    total, lines = sample_lines(path, None if options.every else options.sample, seed)
+    if not total:
+        raise UsageError(f"{path}: contains no records")
+    sources = _find_sources(path, model, options, lines, recursive=run.get("recursive") is not False)
+    session = open_sessions(model, device=options.device, threads=options.threads)[0]
+    expected = options.expect_sha256
+    sha256 = compute_sha256(model) if expected is None else check_sha256(model, expected)
+    inference = _inference_options(run, options, session)
+    raise_pillow_limit(inference.max_pixels)
+    which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {seed})"
+    options.log(f"{path}: checking {which} with {model} in {session.description}")
+    top, progress = run.get("top"), options.progress or no_progress
+    check = CheckOptions(
+        sha256,
+        top=min(top, session.metadata.max_top) if isinstance(top, int) else None,
+        root=Path(options.root),
+        sources=sources,
+        boxes=read_boxes(Path(options.boxes)) if options.boxes else None,
+        labels=read_labels(options.labels) if options.labels else None,
+        inference=inference,
+    )
+    count = len(lines or ()) or total
+    report = verify_records(path, session, check, lines, lambda done: progress(done, count, ""))
+    _log_report(report, options.log)
+    document = {
+        "path": str(path), "model": str(model), "model_sha256": sha256, "session": session.description,
+        "seed": None if lines is None else seed, **report.to_dict(),
+    }  # fmt: skip
+    failure = ""
+    if report.different:
+        failure = (
+            f"{path}: {report.different} of {report.checked} checked records differ from what this model computes; "
+            f"the first: {report.findings[0]}"
+        )
+    return Verification(document, failure)
+
+
+def _inference_options(run: dict[str, Any], options: VerifyOptions, session: Session) -> InferenceOptions:
+    """Return how the run prepared images, with defaults for what run.json does not state."""
+    from opal_deploy.inference.types import InferenceOptions
+    from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
+    from opal_deploy.runtime.devices import default_batch, default_workers
+
+    decode, max_pixels = run.get("decode"), run.get("max_pixels")
+    min_margin, run_margin = options.min_margin, run.get("min_margin")
+    if min_margin is None and isinstance(run_margin, int | float):
+        min_margin = float(run_margin)
+    return InferenceOptions(
+        batch=options.batch or default_batch(session),
+        fixed_batch=True,
+        workers=default_workers(),
+        max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
+        min_margin=min_margin,
+        decode=Decoding(decode) if decode in list(Decoding) else Decoding.default,
+        isolate=True,
+    )
+
+
+def _find_sources(
+    path: Path, model: Path, options: VerifyOptions, lines: frozenset[int] | None, *, recursive: bool
+) -> RecordSources:
+    """Return the given images.
+
+    Raises:
+        UsageError: a record needs an archive, folder or list that was not given.
+    """
+    from opal_deploy.auditing.record_sources import RecordSources, find_container
+    from opal_deploy.auditing.results_reader import read_numbered_records
+    from opal_deploy.inference.sources import discovery
+    from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.records.names import readable_name
+
+    images = list(options.images)
+
+    def records() -> Iterator[tuple[int, Record]]:
+        for number, record in read_numbered_records(path):
+            # without images all records are looked at, so that the message names everything that is needed
+            if record is not None and (not images or lines is None or number in lines):
+                yield number, record
+
+    sources = RecordSources()
+    if images:
+        discovery.check_inputs(images)
+        items = discovery.discover(images, Skipped(), sys.stdin, recursive=recursive)
+        sources = RecordSources(items, None if lines is None else (record for _, record in records()))
+    found: set[str] = set()
+    missing: dict[str, tuple[int, str | None]] = {}
+    for number, record in records():
+        container = find_container(record, Path(options.root))
+        if container is not None and sources.find(record) is not None:
+            found.add(container)
+        elif container is not None:
+            missing.setdefault(container, (number, record["image"]))
+    absent = {container: where for container, where in missing.items() if container not in found}
+    if absent:
+        container, (number, name) = next(iter(absent.items()))
+        needed = shlex.join([str(path), *map(readable_name, list(absent)[:_LISTED]), "--model", str(model)])
+        raise UsageError(
+            f"{path}: line {number}, {name}: needs {container}, which was not given; pass the images as for `infer`, "
+            f"such as: opal-deploy verify {needed}"
+        )
+    return sources
+
+
+def _log_report(report: RecordsReport, log: Log) -> None:
+    equal = max(report.checked - report.different, 0)
+    log(f"{equal} of {report.checked} records match the model, {report.identical} of them bit for bit")
+    for finding in report.findings[:_LISTED]:
+        log(one_line(f"DIFFERENT: {finding}"))
+    if report.different > _LISTED:
+        log(f"and {report.different - _LISTED} more; --json lists them")
+    if report.not_repeatable:
+        log(f"{report.not_repeatable} errors of crashed, slow or missing decoders did not occur again")
+    if report.labels_unchecked:
+        log(f"The labels of {report.labels_unchecked} records were not checked; check them with --labels")
