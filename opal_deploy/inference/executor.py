@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Self, TypeAlias, TypeVar
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OpalError, OutOfMemory
@@ -100,7 +100,7 @@ def predict_batches(
         stack.enter_context(decoders)
         for session in sessions:
             stack.enter_context(pinned(session, decoders.pixels))
-        runners = [stack.enter_context(_SessionRunner(predictor, timer)) for predictor in predictors]
+        runners = [stack.enter_context(SessionRunner(predictor, timer)) for predictor in predictors]
         prepared = prefetch(
             (decoders.submit(batch) for batch in _batches(requests, options.batch)),
             ahead,
@@ -108,7 +108,7 @@ def predict_batches(
         )
         predicted = prefetch(
             # a loop's variable, and the tuples of zip, would hold the last batch's images
-            map(_SessionRunner.submit, itertools.cycle(runners), prepared),
+            map(SessionRunner.submit, itertools.cycle(runners), prepared),
             in_flight,
             lambda: timer.waiting("session"),
         )
@@ -124,21 +124,32 @@ def predict_batches(
         raise errors[0]
 
 
-_Predicted = tuple[PreparedBatch, BatchPredictor, Outputs | None]
+Predicted: TypeAlias = tuple[PreparedBatch, BatchPredictor, Outputs | None]
+Job: TypeAlias = tuple[PreparedBatch, Future[Predicted]]
 
 
-class _SessionRunner:
-    """The thread of one session, which has up to `depth` batches in flight where the session allows it."""
+class SessionRunner:
+    """The thread of one session, which keeps up to `depth` batches in flight where the session allows it."""
 
-    def __init__(self, predictor: BatchPredictor, timer: StageTimer) -> None:
+    def __init__(
+        self, predictor: BatchPredictor, timer: StageTimer, take: Callable[[bool], Job | None] | None = None
+    ) -> None:
+        """Start nothing yet; a context manager, which drops the jobs that have not begun.
+
+        Args:
+            predictor: of the session.
+            timer: gets the times of the stage `compute`.
+            take: returns the next job, or None to end the thread; with False it must not wait, and raises `queue.Empty`
+                for no job. None: the jobs come from `submit`.
+        """
         self._predictor, self._timer = predictor, timer
-        # None ends the thread
-        self._jobs: queue.SimpleQueue[tuple[PreparedBatch, Future[_Predicted]] | None] = queue.SimpleQueue()
-        self._in_flight: deque[tuple[object, PreparedBatch, Future[_Predicted]]] = deque()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._take = take or self._jobs.get
+        self._in_flight: deque[tuple[object, PreparedBatch, Future[Predicted]]] = deque()
         self._left = False
         self._thread = threading.Thread(target=self._work, name="session-runner", daemon=True)
 
-    def __enter__(self) -> _SessionRunner:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -147,9 +158,9 @@ class _SessionRunner:
         self._jobs.put(None)
         self._thread.join()
 
-    def submit(self, batch: PreparedBatch) -> Future[_Predicted]:
+    def submit(self, batch: PreparedBatch) -> Future[Predicted]:
         """Return the future of the batch's outputs."""
-        future: Future[_Predicted] = Future()
+        future: Future[Predicted] = Future()
         self._jobs.put((batch, future))
         return future
 
@@ -158,7 +169,7 @@ class _SessionRunner:
         while True:
             has_room = len(self._in_flight) < self._predictor.depth and not self._predictor.is_awaited
             try:
-                job = self._jobs.get(block=not self._in_flight) if has_room or not self._in_flight else ()
+                job = self._take(not self._in_flight) if has_room or not self._in_flight else ()
             except queue.Empty:
                 job = ()
             if job is None:
@@ -172,7 +183,7 @@ class _SessionRunner:
         while self._in_flight:
             self._collect()
 
-    def _begin(self, batch: PreparedBatch, future: Future[_Predicted]) -> None:
+    def _begin(self, batch: PreparedBatch, future: Future[Predicted]) -> None:
         try:
             handle = self._predictor.submit(batch.images, batch.pixels)
         except BaseException as error:  # somebody waits for the future

@@ -1,4 +1,4 @@
-"""A service that classifies images as they come, one by one, from any thread: for servers to build on.
+"""A service that classifies images as they arrive, from any thread: for servers to build on.
 
 >>> with opal_deploy.load("model.onnx").serve(batch=8) as service:  # doctest: +SKIP
 ...     record = service.submit("bird.jpg").result()
@@ -13,16 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
-
-import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.inference.decoding.pool import DecoderPool
-from opal_deploy.inference.decoding.slots import PreparedBatch
+from opal_deploy.inference.decoding.slots import PixelSlots, PreparedBatch
+from opal_deploy.inference.executor import Job, Predicted, SessionRunner
 from opal_deploy.inference.explanation import to_explanation
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
@@ -31,32 +32,32 @@ from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Record
-from opal_deploy.runtime.session import Session, check_batch
+from opal_deploy.runtime.session import Session, check_batch, pinned
 
 T = TypeVar("T")
-# stands for an image that came as pixels: there is nothing to decode, and no record is built of it
+# stands for an image that came as pixels, of which no record is built
 _PIXELS = Prepared(Request(None, b""))
 
 
-def _nothing() -> None:
-    """Release nothing: the pixels belong to the caller."""
+def _release_nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One image that is ready for a batch, and the future of its answer.
+class _Image:
+    """One image that is ready for a batch.
 
     Attributes:
-        future: of what `convert` makes of the result; of the image's row of the outputs where `convert` is None.
-        image: what is known of the image.
-        pixels: uint8 [1, H0, W0, 3].
+        future: gets what `convert` makes of the result, or the image's row of the outputs where `convert` is None.
+        prepared: the decoded image, without its pixels.
+        pixels: uint8 [H0, W0, 3].
         release: gives the memory of the pixels back.
         convert: makes the future's value of the result; None: no record is wanted.
         since: when the image was ready, by `time.monotonic`.
     """
 
     future: Future[Any]
-    image: Prepared
+    prepared: Prepared
     pixels: Pixels
     release: Callable[[], None]
     convert: Callable[[Result], Any] | None
@@ -64,24 +65,24 @@ class _Job:
 
 
 class ServiceObserver:
-    """Is told what a service does; every method may be called from any thread. This one takes no notice."""
+    """Observes a service, from any thread; this one ignores everything."""
 
     def prepared(self, seconds: float) -> None:
-        """An image was read, decoded and resized so many seconds after it was submitted."""
+        """Observe the time from an image's submission until it was read, decoded and resized."""
 
     def batch_began(self, waited: Sequence[float]) -> None:
-        """A batch begins, whose images have waited so many seconds each since they were ready."""
+        """Observe a batch, with the seconds that each of its images waited since it was ready."""
 
     def device_lost(self, error: StoppedEarly) -> None:
-        """A session can compute nothing more."""
+        """Observe that a session can compute nothing more."""
 
 
 class Service:
-    """Threads that gather images into batches as they come, and turn each into its record.
+    """Gathers images into batches as they arrive, and turns each into its record.
 
-    A batch holds the images that wait when a session becomes free, up to `options.batch`; an image that comes alone
-    waits up to `max_wait` for others. Images that come as files and images that come as pixels share batches. Every
-    method may be called from any thread; `close` ends the threads.
+    A batch holds the images that are waiting when a session becomes free, up to `options.batch`; an image waits up to
+    `max_wait` for others. On a GPU, full batches are added while others are in flight. Image files and pixels share
+    batches. Every method may be called from any thread; `close` ends the service's threads.
     """
 
     def __init__(
@@ -93,18 +94,18 @@ class Service:
         capacity: int = 256,
         timer: StageTimer = NO_OP_TIMER,
         observer: ServiceObserver | None = None,
-        print_message: Callable[[str], None] = lambda _: None,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Start the threads; `Model.serve` calls this.
 
         Args:
-            sessions: of one model; each runs on a thread of its own.
+            sessions: of one model; each runs on its own thread.
             options: how images are decoded, batched and predicted.
-            max_wait: seconds that an image waits at most until its batch is full.
-            capacity: images that may be in work, from `submit` to their record.
+            max_wait: maximum seconds that an image waits for its batch to fill.
+            capacity: maximum images in flight, from `submit` to their record.
             timer: gets the times of every stage.
-            observer: is told of every batch.
-            print_message: is called, from any thread, when memory was short and batches are smaller from then on.
+            observer: observes images and batches.
+            log: receives a line, from any thread, when memory was short and batches become smaller.
         """
         options = InferenceOptions() if options is None else options
         self.metadata = sessions[0].metadata
@@ -112,42 +113,44 @@ class Service:
         self._batch, self._max_wait = options.batch, max_wait
         self._observer = observer or ServiceObserver()
         self._state = threading.Condition()
-        self._closed, self._decoding, self._in_flight = False, 0, 0
-        # as long as `capacity` at most: an image holds its place until its answer is there
-        self._ready: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._decoders = DecoderPool(options, self.metadata.input_size, timer, slots=capacity, rows=1)
-        self._threads = [
-            threading.Thread(
-                target=self._work,
-                args=(BatchPredictor(session, options, timer, print_message),),
-                name=f"service-{index}",
-                daemon=True,
+        self._closed, self._in_flight = False, 0
+        # at most `capacity` images; None ends the sessions' threads
+        self._ready: queue.SimpleQueue[_Image | None] = queue.SimpleQueue()
+        predictors = [BatchPredictor(session, options, timer, log) for session in sessions]
+        with ExitStack() as stack:
+            # per session the batches in flight, and the one that is being gathered
+            count = sum(predictor.depth + 1 for predictor in predictors)
+            self._slots = PixelSlots(count, options.batch, self.metadata.input_size, shared=False)
+            for session in sessions:
+                stack.enter_context(pinned(session, self._slots.pixels))
+            self._decoders = stack.enter_context(
+                DecoderPool(options, self.metadata.input_size, timer, slots=capacity, rows=1)
             )
-            for index, session in enumerate(sessions)
-        ]
-        for thread in self._threads:
-            thread.start()
+            for predictor in predictors:
+                stack.enter_context(SessionRunner(predictor, timer, self._take_batch))
+            self._resources = stack.pop_all()
 
     @property
     def in_flight(self) -> int:
-        """The number of images in work, `capacity` at most."""
+        """The number of images in flight, at most `capacity`."""
         return self._in_flight
 
     def submit(self, image: Source, box: Box | None = None, *, wait: bool = True) -> Future[Record]:
         """Begin to classify one image.
 
         Args:
-            image: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB. An array or a PIL image must not be
-                changed until the future is done.
+            image: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB. An array or a PIL image must not change
+                until the future is done.
             box: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image.
-            wait: where `capacity` images are in work, wait until one is done; else raise.
+            wait: where `capacity` images are in flight, wait for one to finish; else raise.
 
         Returns:
-            A future of its record; an image that cannot be classified has an error record. It raises StoppedEarly if
-            the device was lost. It can be cancelled until its batch begins.
+            A future of the record; an image that cannot be classified has an error record. The future raises
+            StoppedEarly if the device was lost, and can be cancelled until the image's batch begins.
 
         Raises:
-            queue.Full: `capacity` images are in work, and `wait` is False. RuntimeError: the service is closed.
+            queue.Full: `capacity` images are in flight, and `wait` is False.
+            RuntimeError: the service is closed.
         """
         request = Request(source_name(image), image, box)
         return self._submit([request], lambda result: to_explanation(result.record), wait=wait)[0]
@@ -161,11 +164,11 @@ class Service:
         return self._submit(requests, lambda result: result, wait=wait)
 
     def submit_pixels(self, pixels: Pixels, *, wait: bool = True) -> list[Future[Outputs]]:
-        """Begin to compute the outputs of images that are prepared already, all or none of them.
+        """Begin to compute the outputs of prepared images, all or none of them.
 
         Args:
-            pixels: uint8 [N, H0, W0, 3], RGB, of the model's input size, which must not be changed until all is done.
-            wait: as `submit`.
+            pixels: uint8 [N, H0, W0, 3] RGB of the model's input size, which must not change until all are done.
+            wait: as for `submit`.
 
         Returns:
             A future of each image's row of the outputs, N = 1.
@@ -176,25 +179,18 @@ class Service:
         check_batch(pixels, self.metadata)
         self._acquire(len(pixels), wait=wait)
         futures: list[Future[Outputs]] = [Future() for _ in pixels]
-        with self._state:
-            if self._closed:
-                self._give_back(len(pixels))
-                raise RuntimeError("the service is closed")
-            for row, future in enumerate(futures):
-                self._ready.put(_Job(future, _PIXELS, pixels[row : row + 1], _nothing, None))
+        for row, future in zip(pixels, futures, strict=True):
+            self._ready.put(_Image(future, _PIXELS, row, _release_nothing, None))
         return futures
 
     def close(self) -> None:
-        """Refuse new images, finish those in work, and end the threads. May be called more than once."""
+        """Refuse new images, finish those in flight, and end the threads. May be called more than once."""
         with self._state:
-            first, self._closed = not self._closed, True
+            self._closed = True
             self._state.notify_all()
-            self._state.wait_for(lambda: not self._decoding)
-        if first:
-            self._ready.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._decoders.close()
+            self._state.wait_for(lambda: not self._in_flight)
+        self._ready.put(None)
+        self._resources.close()
 
     def __enter__(self) -> Service:
         return self
@@ -207,30 +203,20 @@ class Service:
     def _submit(self, requests: Sequence[Request], convert: Callable[[Result], T], *, wait: bool) -> list[Future[T]]:
         self._acquire(len(requests), wait=wait)
         futures: list[Future[T]] = []
-        begun: list[Future[PreparedBatch]] = []
         submitted = time.monotonic()
         try:
-            with self._state:
-                if self._closed:
-                    raise RuntimeError("the service is closed")
-                for request in requests:
-                    future: Future[T] = Future()
-                    # what is cancelled while it waits for a decoder is not decoded
-                    begun.append(self._decoders.submit([request], future.cancelled))
-                    futures.append(future)
-                    self._decoding += 1
+            for request in requests:
+                future: Future[T] = Future()
+                # an image that is cancelled while it waits for a decoder is not decoded
+                prepared = self._decoders.submit([request], future.cancelled)
+                futures.append(future)
+                prepared.add_done_callback(partial(self._add_ready, future, convert, submitted))
         except BaseException:
-            self._give_back(len(requests) - len(begun))
+            self._give_back(len(requests) - len(futures))
             raise
-        finally:
-            for prepared, future in zip(begun, futures, strict=True):
-                prepared.add_done_callback(
-                    lambda done, future=future: self._decoded(done, future, convert, submitted)  # type: ignore[misc]
-                )
         return futures
 
     def _acquire(self, images: int, *, wait: bool) -> None:
-        """Take places for so many images."""
         if images > self.capacity:
             raise ValueError(f"{images} images found; expected at most {self.capacity}")
         with self._state:
@@ -241,98 +227,109 @@ class Service:
                 raise RuntimeError("the service is closed")
             self._in_flight += images
 
-    def _give_back(self, images: int = 1) -> None:
+    def _give_back(self, images: int) -> None:
         with self._state:
             self._in_flight -= images
             self._state.notify_all()
 
-    def _decoded(
-        self,
-        done: Future[PreparedBatch],
-        future: Future[Any],
-        convert: Callable[[Result], Any],
-        submitted: float,
+    def _add_ready(
+        self, future: Future[Any], convert: Callable[[Result], Any], submitted: float, done: Future[PreparedBatch]
     ) -> None:
         error = done.exception()
         if error is None:
             batch = done.result()
             self._observer.prepared(time.monotonic() - submitted)
-            self._ready.put(_Job(future, batch.images[0], batch.pixels, batch.release, convert))
-        else:
-            # not the image's fault: its decoder could not be started, or it was cancelled
-            self._give_back()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-        with self._state:
-            self._decoding -= 1
-            self._state.notify_all()
+            self._ready.put(_Image(future, batch.images[0], batch.pixels[0], batch.release, convert))
+            return
+        # not the image's fault: its decoder could not be started, or the image was cancelled
+        self._give_back(1)
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)
 
-    def _work(self, predictor: BatchPredictor) -> None:
-        while jobs := self._gather_batch():
-            self._predict(predictor, jobs)
-            # or a quiet service would keep its last images
-            del jobs
+    def _take_batch(self, wait: bool) -> Job | None:
+        """Return the next batch for a session, None once the service is closed.
 
-    def _gather_batch(self) -> list[_Job]:
-        """Wait for the next batch and return it; empty once the service is closed and everything is done."""
-        jobs: list[_Job] = []
+        Raises:
+            queue.Empty: no full batch is ready, and `wait` is False.
+        """
+        images = self._gather(wait)
+        if not images:
+            return None
+        now = time.monotonic()
+        self._observer.batch_began([now - image.since for image in images])
+        slot = self._slots.acquire()
+        pixels = self._slots.pixels[slot]
+        for row, image in enumerate(images):
+            pixels[row] = image.pixels
+            image.release()
+        batch = PreparedBatch(tuple(image.prepared for image in images), pixels, partial(self._slots.release, slot))
+        predicted: Future[Predicted] = Future()
+        predicted.add_done_callback(partial(self._answer, images, batch))
+        return batch, predicted
+
+    def _gather(self, wait: bool) -> list[_Image]:
+        if not wait and self._ready.qsize() < self._batch:
+            # the device is busy, so that the batch may as well grow
+            raise queue.Empty
+        images: list[_Image] = []
         deadline = 0.0
-        while len(jobs) < self._batch:
+        while len(images) < self._batch:
             try:
-                # images that are there already are taken without waiting
-                job = self._ready.get(timeout=max(0.0, deadline - time.monotonic()) if jobs else None)
+                if images:
+                    image = self._ready.get(timeout=max(0.0, deadline - time.monotonic()))
+                else:
+                    image = self._ready.get(wait)
             except queue.Empty:
+                if not images:
+                    raise
                 break
-            if job is None:
-                # for the other threads, and for this one's next round
+            if image is None:
+                # for the other threads
                 self._ready.put(None)
                 break
-            if not job.future.set_running_or_notify_cancel():
-                job.release()
-                self._give_back()
+            if not image.future.set_running_or_notify_cancel():
+                image.release()
+                self._give_back(1)
                 continue
-            if not jobs:
-                deadline = time.monotonic() + self._max_wait
-            jobs.append(job)
-        return jobs
+            if not images:
+                deadline = time.monotonic() + (self._max_wait if wait else 0.0)
+            images.append(image)
+        return images
 
-    def _predict(self, predictor: BatchPredictor, jobs: list[_Job]) -> None:
-        now = time.monotonic()
-        self._observer.batch_began([now - job.since for job in jobs])
+    def _answer(self, images: list[_Image], batch: PreparedBatch, done: Future[Predicted]) -> None:
+        """Set the futures of a batch's images."""
         try:
-            answers = self._compute(predictor, jobs)
-        except Exception as error:  # a caller waits for each of these futures, and the next batch may succeed
+            _, predictor, outputs = done.result()
+            answers = _build_answers(images, batch, predictor, outputs)
+        except Exception as error:  # each future has a reader, and the next batch may succeed
             if isinstance(error, StoppedEarly) and not isinstance(error, OutOfMemory):
                 self._observer.device_lost(error)
-            self._give_back(len(jobs))
-            for job in jobs:
-                job.future.set_exception(error)
+            batch.release()
+            self._give_back(len(images))
+            for image in images:
+                image.future.set_exception(error)
             return
-        self._give_back(len(jobs))
-        for job, answer in zip(jobs, answers, strict=True):
-            job.future.set_result(answer)
+        batch.release()
+        self._give_back(len(images))
+        for image, answer in zip(images, answers, strict=True):
+            image.future.set_result(answer)
 
-    def _compute(self, predictor: BatchPredictor, jobs: list[_Job]) -> list[Any]:
-        """Return what the future of each job gets."""
-        images = [job.image for job in jobs]
-        try:
-            # images that came one by one become a batch here
-            pixels = np.concatenate([job.pixels for job in jobs])
-        finally:
-            for job in jobs:
-                job.release()
-        outputs = predictor.run(images, pixels)
-        answers: list[Any] = [
-            outputs.rows(row, row + 1) if outputs is not None and job.convert is None else None
-            for row, job in enumerate(jobs)
-        ]
-        rows = [row for row, job in enumerate(jobs) if job.convert is not None]
-        if rows:
-            taken = None if outputs is None else outputs.take(rows)
-            part = pixels if len(rows) == len(jobs) else pixels[rows]
-            results = predictor.build_results([images[row] for row in rows], part, taken)
-            for row, result in zip(rows, results, strict=True):
-                convert = jobs[row].convert
-                assert convert is not None  # one of `rows`
-                answers[row] = convert(result)
-        return answers
+
+def _build_answers(
+    images: Sequence[_Image], batch: PreparedBatch, predictor: BatchPredictor, outputs: Outputs | None
+) -> list[Any]:
+    """Return what the future of each image gets."""
+    answers: list[Any] = [
+        outputs.rows(row, row + 1) if outputs is not None and image.convert is None else None
+        for row, image in enumerate(images)
+    ]
+    rows = [row for row, image in enumerate(images) if image.convert is not None]
+    if rows:
+        taken = None if outputs is None else outputs.take(rows)
+        part = batch.pixels if len(rows) == len(images) else batch.pixels[rows]
+        results = predictor.build_results([batch.images[row] for row in rows], part, taken)
+        for row, result in zip(rows, results, strict=True):
+            convert = images[row].convert
+            assert convert is not None  # one of `rows`
+            answers[row] = convert(result)
+    return answers
