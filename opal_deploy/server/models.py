@@ -144,9 +144,7 @@ def start_model(
     """
     for session in sessions:
         _warm_up(session, options.batch)
-    service = Service(
-        sessions, options, max_wait=max_wait, capacity=capacity, timer=timer, observer=observer, log=log
-    )
+    service = Service(sessions, options, max_wait=max_wait, capacity=capacity, timer=timer, observer=observer, log=log)
     metadata = sessions[0].metadata
     sheets = None
     if metadata.evidence == "exact":

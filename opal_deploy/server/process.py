@@ -9,8 +9,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import ceil
+from pathlib import Path
 
 import h11
 import uvicorn
@@ -18,8 +19,18 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
-from opal_deploy.server.models import ServerState
+from opal_deploy.inference.decoding.budget import raise_pillow_limit
+from opal_deploy.inference.setup import check_model, load_model, parse_min_margin
+from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.preprocess.decode import parse_decoding
+from opal_deploy.runtime.devices import default_batch, default_workers
+from opal_deploy.server.app import create_app
+from opal_deploy.server.models import ServerState, start_model
+from opal_deploy.server.options import ServeOptions, read_token
+from opal_deploy.server.telemetry import MetricsTimer, ServerLog
 
+# images in flight per model, by default
+_QUEUED_BATCHES = 8
 # seconds for the head of a request to arrive
 _HEAD_SECONDS = 10.0
 # for a client to read why it was refused
@@ -28,6 +39,46 @@ _LINGER_SECONDS = 2.0
 _READ_SECONDS = 30.0
 # for requests already on their way when the server stops listening
 _LAST_CALL_SECONDS = 0.5
+
+
+def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
+    """Serve models by name until SIGTERM or Ctrl-C.
+
+    Raises:
+        UsageError: the address, the token or an option cannot be used.
+        ArtifactError: a model file does not exist or is damaged.
+        StoppedEarly: a device was lost.
+    """
+    raise_pillow_limit(options.max_pixels)
+    state = ServerState(options, token=read_token(options.token_file), log=ServerLog(options.log_format))
+    log, workers = state.log.message, options.workers or default_workers()
+    with contextlib.ExitStack() as stack:
+        # before the models are loaded, which may take minutes
+        listener = stack.enter_context(bind(options.host, options.port))
+        for name, path in models.items():
+            model = load_model(path, device=options.device, threads=options.threads, log=log)
+            metadata, margin = model.metadata, options.min_margin
+            check_model(path, metadata, explain=False, margin=margin is not None, boxed=True, top=options.top, log=log)
+            inference = InferenceOptions(
+                batch=options.batch or default_batch(model.sessions[0]), workers=workers,
+                max_pixels=options.max_pixels, decode=parse_decoding(options.decode), isolate=True,
+                decode_timeout=options.decode_timeout, top=options.top,
+                min_margin=None if margin is None else parse_min_margin(margin, path, metadata, log),
+                model_sha256=model.fingerprint["sha256"],
+            )  # fmt: skip
+            served = start_model(
+                name, path, model.sessions, inference, max_wait=options.max_wait / 1e3,
+                capacity=options.queue or _QUEUED_BATCHES * inference.batch, timer=MetricsTimer(state.metrics, name),
+                observer=state.observer(name), log=log,
+            )  # fmt: skip
+            stack.callback(served.close)
+            state.add(served)
+            log(f"{name}: {path} in {model.sessions[0].description}, batches of {inference.batch}")
+        if state.token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
+            log("Anyone who can reach this address can send requests: set --token-file, or use an authenticating proxy")
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        log(f"Listening on http://{host}:{listener.getsockname()[1]}")
+        run_server(create_app(state, draw_workers=workers), state, listener)
 
 
 def bind(host: str, port: int) -> socket.socket:

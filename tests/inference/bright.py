@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
-from opal_deploy.errors import StoppedEarly
+from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.records.record import Record
@@ -60,6 +61,40 @@ class BrightSession:
         scores = np.stack([1.001 - brightness] * 2 + [brightness + 0.001] * 2, axis=1).astype(np.float32)
         logits = -np.sqrt(np.maximum(2 - 2 * cosines(scores, 2, 1e-8), 0)).astype(np.float32)
         return Outputs(logits, np.repeat(cells.argmax(axis=1)[:, None], 4, axis=1).astype(np.int32), scores)
+
+
+class QueuedSession(BrightSession):
+    """A device with a queue, strict about its protocol; it reads a batch's images only when the batch is collected."""
+
+    depth = 3
+
+    def __init__(self, full_at: int | None = None) -> None:
+        super().__init__()
+        self.full_at, self.queue, self.longest = full_at, deque[ImageBatch](), 0
+        self.user: int | None = None
+
+    def run(self, images: ImageBatch) -> Outputs:
+        assert not self.queue
+        return super().run(images)
+
+    def submit(self, images: ImageBatch) -> object:
+        assert len(self.queue) < self.depth
+        assert self.user in (None, threading.get_ident())
+        self.user = threading.get_ident()
+        self.queue.append(images)
+        self.longest = max(self.longest, len(self.queue))
+        return images
+
+    def collect(self, handle: object) -> Outputs:
+        assert self.user == threading.get_ident()
+        images = self.queue.popleft()
+        assert images is handle
+        if not self.queue:
+            self.user = None
+        if len(self.batches) == self.full_at:
+            self.full_at = None
+            raise OutOfMemory("full")
+        return super().run(images)
 
 
 def predict(requests: Iterable[Request | Path], *sessions: Session, **options: Any) -> list[Record]:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +26,7 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import ImageBatch, Session
-from tests.inference.bright import BrightSession, code, own_threads, predict
+from tests.inference.bright import BrightSession, QueuedSession, code, own_threads, predict
 
 
 def shade(number: int) -> Image.Image:
@@ -339,40 +338,6 @@ def test_only_the_session_that_is_short_of_memory_takes_smaller_batches() -> Non
     assert names(predict(shades(range(16)), small, large, batch=4)) == list(range(16))
     assert sizes == [4, 2, 2, 2, 2]
     assert large.batches == [4, 4]
-
-
-class QueuedSession(BrightSession):
-    """A device with a queue, strict about its protocol; it reads a batch's images only when the batch is collected."""
-
-    depth = 3
-
-    def __init__(self, full_at: int | None = None) -> None:
-        super().__init__()
-        self.full_at, self.queue, self.longest = full_at, deque[ImageBatch](), 0
-        self.user: int | None = None
-
-    def run(self, images: ImageBatch) -> Outputs:
-        assert not self.queue
-        return super().run(images)
-
-    def submit(self, images: ImageBatch) -> object:
-        assert len(self.queue) < self.depth
-        assert self.user in (None, threading.get_ident())
-        self.user = threading.get_ident()
-        self.queue.append(images)
-        self.longest = max(self.longest, len(self.queue))
-        return images
-
-    def collect(self, handle: object) -> Outputs:
-        assert self.user == threading.get_ident()
-        images = self.queue.popleft()
-        assert images is handle
-        if not self.queue:
-            self.user = None
-        if len(self.batches) == self.full_at:
-            self.full_at = None
-            raise OutOfMemory("full")
-        return super().run(images)
 
 
 @pytest.mark.parametrize("full_at", [None, 0, 4])

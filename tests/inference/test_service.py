@@ -22,7 +22,7 @@ from opal_deploy.inference.explanation import Explanation
 from opal_deploy.inference.service import Service
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.records.record import Record
-from tests.inference.bright import BrightSession, own_threads
+from tests.inference.bright import BrightSession, QueuedSession, own_threads
 
 
 def array(shade: int) -> np.ndarray:
@@ -100,6 +100,46 @@ def test_waiting_images_go_in_full_batches_and_one_alone_by_itself() -> None:
         hold.set()
         assert [cell(future.result(30)) for future in [first, *rest]] == list(range(10))
     assert session.batches == [1, 4, 4, 1]
+
+
+class PinningSession(QueuedSession):
+    """A queue that reads from memory that was page-locked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.locked: dict[int, int] = {}
+        self.direct: list[bool] = []
+
+    def register_buffer(self, address: int, size: int) -> bool:
+        self.locked[address] = size
+        return True
+
+    def unregister_buffer(self, address: int) -> None:
+        del self.locked[address]
+
+    def submit(self, images: np.ndarray) -> object:
+        first, last = images.ctypes.data, images.ctypes.data + images.nbytes
+        self.direct.append(any(a <= first and last <= a + size for a, size in self.locked.items()))
+        return super().submit(images)
+
+
+def test_full_batches_are_in_flight_together_in_page_locked_memory() -> None:
+    hold = threading.Event()
+    session = PinningSession()
+    session.hold = hold
+    with Service([session], InferenceOptions(batch=2), max_wait=0.0) as service:
+        first = service.submit(array(0))
+        while not first.running():
+            time.sleep(0.001)
+        rest = [service.submit(array(shade)) for shade in range(1, 10)]
+        time.sleep(0.3)
+        hold.set()
+        assert [cell(future.result(30)) for future in [first, *rest]] == list(range(10))
+        # a batch that is not full waits until no other is in flight
+        assert session.longest == session.depth
+        assert session.batches == [1, 2, 2, 2, 2, 1]
+    assert all(session.direct)
+    assert not session.locked
 
 
 def test_an_image_waits_for_others_until_the_batch_is_full() -> None:
