@@ -1,4 +1,4 @@
-"""What a client cannot do to the server: send too much, too slowly, nonsense, or more than it can bear."""
+"""Limits: a client that sends too much, too slowly, or nonsense is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from PIL import Image
 
 from opal_deploy.server.admission import HttpError, inflate
 from opal_deploy.server.telemetry import ServerLog
-from opal_deploy.server.tensors import BadRequest, TensorSpec, parse_request
 from tests.inference.bright import BrightSession, wait_until
 
 INFER = "/v2/models/light/infer"
@@ -105,22 +104,14 @@ def test_a_malformed_request_is_refused_with_one_line(server: Any, call: dict[st
     ids=["none", "half a length", "cut off", "far too long", "too many"],
 )
 def test_elements_that_do_not_fill_their_bytes_are_refused(server: Any, elements: bytes) -> None:
-    header = {
-        "inputs": [
-            {
-                "name": "image",
-                "datatype": "BYTES",
-                "shape": [2, 1],
-                "parameters": {"binary_data_size": len(elements)},
-            }
-        ]
-    }
+    tensor = {"name": "image", "datatype": "BYTES", "shape": [2, 1]}
+    header = {"inputs": [tensor | {"parameters": {"binary_data_size": len(elements)}}]}
     response = httpx.post(f"{server.url}/v2/models/light_explain/infer", **binary(header, elements))
     assert response.status_code == 400
     assert response.json()["error"].startswith("input 'image': ")
 
 
-def test_hostile_pictures_cost_the_others_of_their_request_nothing(serving: Callable) -> None:
+def test_hostile_images_do_not_affect_the_others(serving: Callable) -> None:
     bomb = io.BytesIO()
     Image.new("1", (6000, 6000)).save(bomb, "PNG")
     pictures = [picture(40), b"junk", picture(200), bomb.getvalue(), picture(40)[:50], b"", picture(90)]
@@ -157,15 +148,6 @@ def test_a_body_that_inflates_too_far_is_refused(server: Any, encoding: str) -> 
     for damaged in (compress(PIXELS)[:-5], compress(PIXELS) + b"more"):
         with pytest.raises(HttpError, match="truncated or has trailing"):
             inflate(damaged, encoding, 100_000)
-
-
-def test_images_beyond_the_queue_are_refused_before_memory_is_taken_for_them() -> None:
-    # each empty element takes four bytes of the request, and ten times that once it is an object
-    with pytest.raises(BadRequest, match="3 images found; expected at most 2; send several requests"):
-        parse_request(
-            b'{"inputs":[{"name":"image","datatype":"BYTES","shape":[3,1],"parameters":{"binary_data_size":0}}]}',
-            None, [TensorSpec("image", "BYTES", (-1, 1))], [], max_images=2,
-        )  # fmt: skip
 
 
 def test_few_bodies_are_inflated_at_a_time(serving: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +216,7 @@ def test_too_many_requests_are_refused_before_their_bodies_are_read(serving: Cal
 
 def test_an_answer_that_takes_too_long_and_a_client_that_leaves_cost_no_work(serving: Callable) -> None:
     session = BrightSession()
-    with serving({"light": session}, batch=1, max_wait=0, limits={"request_timeout": 0.3}) as running:
+    with serving({"light": session}, batch=1, max_wait=0, limits={"request_timeout": 1.5}) as running:
         session.batches.clear()
         hold = session.hold = threading.Event()
         url, service = f"{running.url}/explain", running.state.models[0].service
@@ -245,7 +227,7 @@ def test_an_answer_that_takes_too_long_and_a_client_that_leaves_cost_no_work(ser
                 httpx.post(url, content=picture(), timeout=0.1)
             for future in late:
                 assert future.result().status_code == 504
-                assert "not answered within 0.3 s" in future.result().json()["error"]
+                assert "not answered within 1.5 s" in future.result().json()["error"]
         hold.set()
         wait_until(lambda: service.in_flight == 0)
         # the one whose batch had begun
@@ -313,13 +295,8 @@ def test_pixels_and_pictures_share_batches(serving: Callable) -> None:
     assert session.batches == [2]
 
 
-def test_the_head_of_a_request_is_not_waited_for_for_ever(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from opal_deploy.server import process
-
-    monkeypatch.setattr(process, "_HEAD_SECONDS", 0.2)
-    port = int(server.host.split(":")[1])
-    begun = time.monotonic()
-    with socket.create_connection(("127.0.0.1", port), 30) as client:
+def test_a_slow_head_is_given_up(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opal_deploy.server.process._HEAD_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", int(server.host.split(":")[1])), 30) as client:
         client.sendall(b"POST /explain HTTP/1.1\r\nHost")
         assert client.recv(100) == b""
-    assert time.monotonic() > begun

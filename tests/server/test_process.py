@@ -182,16 +182,7 @@ def test_health_follows_the_problem() -> None:
 def test_the_health_check_of_a_container_asks_its_server(request: pytest.FixtureRequest) -> None:
     with request.getfixturevalue("serving")({}) as server:
         port = server.url.rpartition(":")[2]
-        command = [
-            "/opt/bin/python",
-            "/opt/bin/opal-deploy",
-            "--debug",
-            "serve",
-            "m.onnx",
-            "--host=0.0.0.0",
-            "--port",
-            port,
-        ]
+        command = f"/opt/bin/python /opt/bin/opal-deploy --debug serve m.onnx --host=0.0.0.0 --port {port}".split()
         assert check_health(command) is None
         server.state.failed, server.state.problem = True, "the device was lost"
         assert "answers 503: " in str(check_health(command))

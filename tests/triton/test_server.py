@@ -55,14 +55,14 @@ def explain(
     client: Any,
     protocol: ModuleType,
     files: Sequence[bytes],
-    names: Sequence[str] | None = None,
+    names: Sequence[str | bytes] | None = None,
     boxes: Sequence[Box] | None = None,
     model: str = "opal_explain",
 ) -> list[dict[str, Any]]:
     """Return the records of image files."""
     inputs = [as_input(protocol, "image", np.array(files, np.object_)[:, None], "BYTES")]
     if names is not None:
-        encoded = [name.encode() for name in names]
+        encoded = [name if isinstance(name, bytes) else name.encode() for name in names]
         inputs.append(as_input(protocol, "name", np.array(encoded, np.object_)[:, None], "BYTES"))
     if boxes is not None:
         inputs.append(as_input(protocol, "box", np.array(boxes, np.float32), "FP32"))
@@ -120,13 +120,13 @@ def test_images_may_have_no_names_and_boxes(
     files = [path.read_bytes() for path in make_pictures(tmp_path, 3)]
     whole = (np.nan,) * 4
     with server.client(grpc) as client:
-        found = explain(client, grpc, files, ["a", "", "c"], [(10, 20, 60, 90), whole, (200, 0, 300, 10)])
+        found = explain(client, grpc, files, ["a", "", b"c\xff"], [(10, 20, 60, 90), whole, (200, 0, 300, 10)])
         unnamed = explain(client, grpc, files)
 
     expected = opal_deploy.load(exact_model, threads=1).explain(
         files, boxes=[(10, 20, 60, 90), None, (200, 0, 300, 10)]
     )
-    assert [record.pop("image") for record in found] == ["a", None, "c"]
+    assert [record.pop("image") for record in found] == ["a", None, "c\\xff"]
     assert found == [{key: value for key, value in record.items() if key != "image"} for record in expected]
     assert found[2]["error"]["code"] == "bad_box"
     assert unnamed[1] == expected[1]
@@ -162,5 +162,8 @@ def test_a_broken_request_harms_no_other(server: Server, make_pictures: PictureF
             client.infer("opal_explain", [lengthless])
         with pytest.raises(http.InferenceServerException, match=r"must be <= 64"):
             explain(client, http, many)
+
+        with pytest.raises(http.InferenceServerException, match="expected at most 4096"):
+            explain(client, http, many[:1], ["n" * 5000])
 
         assert [record["status"] for record in explain(client, http, [path.read_bytes()])] == ["ok"]
