@@ -120,15 +120,7 @@ def time_interleaved(
     progress: Progress = lambda *_: None,
     clock: Clock = time.perf_counter_ns,
 ) -> list[TargetRates]:
-    """Time two or more models in interleaved rounds.
-
-    Args:
-        targets: the models.
-        batch: images per call.
-        options: rounds and their length.
-        progress: gets the number of finished rounds and of all rounds.
-        clock: in nanoseconds.
-    """
+    """Time two or more models in interleaved rounds."""
     with ExitStack() as stack:
         calls = [stack.enter_context(rotate_inputs(target, batch, options.buffers)) for target in targets]
         return _time_interleaved(calls, batch, options, progress, clock)

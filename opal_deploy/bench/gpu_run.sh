@@ -123,7 +123,7 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
 from opal_deploy.bench.networks import build_random_network, update_batch_norms, write_engine, write_onnx
 from opal_deploy.errors import OpalError
-from opal_deploy.export.top_classes import add_top_outputs
+from opal_deploy.export.graph_edit import add_top_outputs
 from opal_deploy.model.checkpoint import save
 from opal_deploy.synthetic import example_images
 

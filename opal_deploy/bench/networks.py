@@ -130,15 +130,6 @@ def build_random_network(
 ) -> NamedNetwork:
     """Build a backbone with reproducible random weights; weights do not affect speed.
 
-    Args:
-        backbone: torchvision's name, or `timm:` and timm's.
-        stride: input pixels per cell, at which the backbone is cut; None keeps all layers.
-        keep_layers: keep all layers at this stride.
-        head: the head.
-        num_classes: C.
-        prototypes: m.
-        size: (H0, W0) in pixels.
-
     Raises:
         UsageError: no such backbone or stride, or an unsupported input size.
     """

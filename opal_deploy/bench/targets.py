@@ -155,12 +155,6 @@ def load_targets(
 
     ONNX files and engines have their own runtime and precision and are loaded once.
 
-    Args:
-        models: files.
-        networks: built from backbones.
-        setups: of checkpoints and networks; files take device, threads and precision of the first.
-        log: gets a line per model.
-
     Raises:
         UsageError: there is no model.
         OpalError: no model can run here; the last one's error.

@@ -176,13 +176,7 @@ def random_batches(count: int, batch: int, size: tuple[int, int], *, seed: int =
 
 
 def time_repeats(call: Call, options: TimingOptions, *, clock: Clock = time.perf_counter_ns) -> Timing:
-    """Time a call that returns when its work is done.
-
-    Args:
-        call: gets the iteration's number, so that it can rotate its inputs.
-        options: length and number of repeats.
-        clock: in nanoseconds.
-    """
+    """Time a call that takes its number and returns when its work is done; the clock counts nanoseconds."""
     warmed = warm_up(call, options.warmup, clock=clock)
     repeats, elapsed = [], []
     for _ in range(options.repeats):

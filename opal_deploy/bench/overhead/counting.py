@@ -86,12 +86,6 @@ def count_backbone(
 ) -> CountedBackbone:
     """Count a backbone; results are cached.
 
-    Args:
-        name: torchvision's, or `timm:` and timm's.
-        input_size: (H0, W0) in pixels.
-        stride: input pixels per cell, at which the network is cut; None cuts before its pooling.
-        keep_layers: keep all layers at this stride.
-
     Raises:
         UsageError: no such backbone or stride, its layers cannot be kept, or the stride does not divide the size.
         MissingExtra: ptflops is not installed.
