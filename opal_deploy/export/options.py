@@ -28,7 +28,9 @@ class EngineOptions(Options):
 
     builder: Annotated[
         Literal["tensorrt", "tensorrt-rtx"] | None,
-        Option("Builder.", default="TensorRT if it and a GPU are present, else TensorRT for RTX", panel=_ENGINES),
+        Option(
+            "Engine builder.", default="TensorRT if it and a GPU are present, else TensorRT for RTX", panel=_ENGINES
+        ),
     ] = None
     target: Annotated[
         str | Sequence[str],
@@ -43,13 +45,14 @@ class EngineOptions(Options):
         "1:64:256"
     )
     workspace: Annotated[
-        int | str | None, Option("Device memory that one layer may use, such as 4G.", panel=_ENGINES, cli=str)
+        int | str | None,
+        Option("Device memory that one layer may use, such as 4G.", default="all", panel=_ENGINES, cli=str),
     ] = None
     timing_cache: Annotated[
         StrPath | None, Option("File that keeps kernel timings between builds.", panel=_ENGINES, cli=Path)
     ] = None
     optimization_level: Annotated[
-        int | None, Option("0 builds fastest, 5 runs fastest.", min=0, max=5, panel=_ENGINES)
+        int | None, Option("0 builds fastest, 5 runs fastest.", min=0, max=5, default="the builder's", panel=_ENGINES)
     ] = None
     version_compatible: Annotated[
         bool, Option("The engine runs with newer TensorRT releases of its major version.", panel=_ENGINES)
@@ -148,7 +151,7 @@ class CheckpointOptions(Options):
 class ExportOptions(CheckpointOptions, EngineOptions):
     """All options of an export."""
 
-    trt: Annotated[bool, Option("Build TensorRT engines too; no GPU is needed.", panel=_ENGINES)] = False
+    trt: Annotated[bool, Option("Build TensorRT engines too; no GPU is needed.")] = False
     out: Annotated[
         StrPath | None, Option("File to write; with --trt a folder.", default="beside the source", cli=Path)
     ] = None
