@@ -44,7 +44,7 @@ UNBUILDABLE = {
     "none, with a GPU": (NONE, L4, None, [], r"opal-deploy\[trt-rtx\].*opal-deploy\[trt\]"),
     "an H200": (RTX, H200, None, [], r"sm90 \(H100, H200\).*install TensorRT.*ONNX Runtime"),
     "for an H100": (RTX, NO_GPU, None, ["h100"], "sm90 .*sm75, sm80, sm86, sm89, sm120, sm121;"),
-    "no GPU at all": (RTX, NO_GPU, None, ["pentium"], "'pentium': not a GPU that is known here"),
+    "no GPU at all": (RTX, NO_GPU, None, ["pentium"], "'pentium': unknown GPU"),
     "too old": (RTX, NO_GPU, None, ["sm70"], "run on sm75 and newer"),
     "current without one": (RTX, NO_GPU, None, ["current"], "no GPU here .no NVIDIA driver"),
     "forced and not installed": (RTX, L4, "tensorrt", [], r"tensorrt-cu13.*opal-deploy\[trt\]"),
