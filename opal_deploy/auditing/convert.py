@@ -32,7 +32,7 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
         UsageError: the results cannot be read, or an option does not fit the format.
     """
     from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.auditing.results_reader import find_results, read_all_records
+    from opal_deploy.auditing.results import find_results, read_all_records
     from opal_deploy.records import label_config, to_coco, to_label_studio
 
     if options.config is not None and options.to != "label-studio":

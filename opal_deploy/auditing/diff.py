@@ -62,7 +62,7 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
     """
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.auditing.model_diff import compare_results, render_page
-    from opal_deploy.auditing.results_reader import RecordIndex, find_results, is_results
+    from opal_deploy.auditing.results import RecordIndex, find_results, is_results
     from opal_deploy.inference.decoding.budget import raise_pillow_limit
 
     raise_pillow_limit(options.max_pixels)
@@ -127,7 +127,7 @@ def _write_records(model: Path, out: Path, options: DiffOptions) -> None:
 
 def _image_loader(report: DiffReport, options: DiffOptions) -> Callable[[Record], Image | None]:
     """Return a function that loads the images of the largest changes: from the images given, else by name."""
-    from opal_deploy.auditing.record_sources import RecordSources, locate
+    from opal_deploy.auditing.results import RecordSources, locate
     from opal_deploy.inference.explanation import load_record_image
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.items import Skipped

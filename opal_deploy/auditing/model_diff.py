@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from opal_deploy.auditing.results_reader import RecordIndex
+from opal_deploy.auditing.results import RecordIndex
 from opal_deploy.inference.explanation import format_line
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Record, Slot

@@ -1,12 +1,11 @@
-"""Comparison of a recorded explanation with one computed again, field by field.
+"""Comparison of a recorded explanation with a computed one, field by field.
 
-Discrete fields (names, classes, slots, digests, sizes, codes) must be equal, numbers equal within a tolerance: the same
-file on the same runtime gives the same bits, kernels of another machine sum in another order. Rounding decides ties:
+Discrete fields (names, classes, slots, digests, sizes, codes) must be equal, numbers within a tolerance: the same file
+on the same runtime gives the same bits, but kernels of other machines sum in another order. Rounding decides ties:
 
-    a cell     may be another one if its value is within `tie` of the largest, relative to it. Deciding that takes the
-               attention maps: for a model exported without `attention`, every other cell is a difference.
-    the class  may be another one if both margins are within twice the cosine's tolerance; the slots, which are then
-               those of another class, are not compared.
+    a cell     may differ if its value is within `tie` of the largest (relative). This needs the attention maps: without
+               `attention` among the model's outputs, every other cell is a difference.
+    the class  may differ if both margins are within twice the cosine's tolerance; slots are then not compared.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.gates import GATES, Gate
 
-# fields that no model computes: how the image was found, files written beside the record, what people said
+# fields that no model computes
 NOT_COMPUTED = frozenset({"image", "image_index", "overlay", "sheet", "drawing_error", "label"})
 _UNREADABLE = ("not_an_image", "truncated_image", "corrupt_image", "unsupported_image")
 _PROBABILITY = "calibrated_probability"
 # relative
 _BOX_TOLERANCE = 1e-6
 
-# returns whether the recorded [row, col] of a channel is as good as the computed one
+# returns whether the recorded [row, col] of a channel ties with the computed one
 IsTied = Callable[[int, Sequence[int]], bool]
 
 
@@ -131,7 +130,7 @@ def _compare_records(
             if not (close_call and other_class):
                 yield from _compare_evidence(old, new, tolerance, is_tied)
         elif key == "error":
-            # messages may change from version to version
+            # messages may change between versions
             yield from _compare_object(key, old, new, {"code": _compare_code, "message": lambda *_: iter(())})
         elif key == "margin":
             yield from _compare_number(key, old, new, 2 * tolerance.cosine)
@@ -145,9 +144,6 @@ def _class_id(record: dict[str, Any]) -> Any:
 
 
 def _compare_answer(field: str, old: Any, new: Mapping[str, Any], tolerance: Tolerance) -> Iterator[FieldDifference]:
-    if isinstance(old, dict) and _PROBABILITY not in old:
-        # versions that did not know the field wrote none
-        new = {key: value for key, value in new.items() if key != _PROBABILITY}
     yield from _compare_object(
         field,
         old,
@@ -161,7 +157,7 @@ def _compare_answer(field: str, old: Any, new: Mapping[str, Any], tolerance: Tol
 
 
 def _compare_answer_of_class(field: str, old: Any, answers: Any, tolerance: Tolerance) -> Iterator[FieldDifference]:
-    """Compare an answer with the computed one of the same class, whatever its rank."""
+    """Compare an answer with the computed answer of the same class at any rank."""
     same = [answer for answer in answers or [] if isinstance(old, dict) and answer["class_id"] == old.get("class_id")]
     if same:
         yield from _compare_answer(field, old, same[0], tolerance)
@@ -246,7 +242,7 @@ def _compare_object(
 
 
 def _compare_code(field: str, old: Any, new: Any) -> Iterator[FieldDifference]:
-    # which of these a damaged file is depends on the version of the library that gave up on it
+    # the code of a damaged file depends on the decoder's version
     if old != new and not (old in _UNREADABLE and new in _UNREADABLE):
         yield FieldDifference(field, old, new)
 
@@ -278,7 +274,7 @@ def _finite_number(value: Any) -> float | None:
 
 
 class _Absent:
-    """The value of a key that is not there."""
+    """The value of a missing key."""
 
     def __repr__(self) -> str:
         return "nothing"

@@ -18,7 +18,7 @@ from opal_deploy.logs import Log, Progress, log_line, no_progress, one_line
 from opal_deploy.options import Device, ExpectSha256, Option, Options, StrPath, Threads, keywords
 
 if TYPE_CHECKING:
-    from opal_deploy.auditing.record_sources import RecordSources
+    from opal_deploy.auditing.results import RecordSources
     from opal_deploy.auditing.verify_records import RecordsReport
     from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.records.record import Record
@@ -71,7 +71,7 @@ def verify(target: StrPath, model: StrPath | None, options: VerifyOptions) -> Ve
         UsageError: the call does not fit the target, or a file cannot be read.
         VerificationError: the model does not reproduce its test vectors.
     """
-    from opal_deploy.auditing.results_reader import is_results
+    from opal_deploy.auditing.results import is_results
 
     target = Path(target)
     if is_results(target):
@@ -111,7 +111,7 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
 
 def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verification:
     from opal_deploy.artifact.files import check_sha256, compute_sha256
-    from opal_deploy.auditing.results_reader import find_results, read_run_options
+    from opal_deploy.auditing.results import find_results, read_run_options
     from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
     from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.inference.sources.annotations import read_boxes, read_labels
@@ -189,8 +189,7 @@ def _find_sources(
     Raises:
         UsageError: a record needs an archive, folder or list that was not given.
     """
-    from opal_deploy.auditing.record_sources import RecordSources, find_container
-    from opal_deploy.auditing.results_reader import read_numbered_records
+    from opal_deploy.auditing.results import RecordSources, find_container, read_numbered_records
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.records.names import readable_name

@@ -1,4 +1,4 @@
-"""Recorded explanations computed again, from the model and the images."""
+"""Recorded explanations, computed again from the model and the images."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
-from opal_deploy.auditing.record_sources import RecordSources, locate
-from opal_deploy.auditing.results_reader import read_numbered_records
+from opal_deploy.auditing.results import RecordSources, locate, read_numbered_records
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.decoding.frames import FrameReader
 from opal_deploy.inference.executor import predict_stream
@@ -26,23 +25,23 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session
 from opal_deploy.storage.urls import is_url
 
-# errors that depend on how busy the machine was, or that only a cluster has
+# errors that depend on the load of the machine, or occur only in a cluster
 _NOT_REPEATABLE = ("decode_timeout", "decoder_crashed", "worker_died", "storage_unavailable")
-# depends on what is installed: HEIC needs a package of its own
+# depends on installed packages: HEIC needs its own
 _UNSUPPORTED = "unsupported_image"
-# all are counted
+# findings kept; all are counted
 _MAX_FINDINGS = 100
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A record that is not what was computed.
+    """A record that differs from what was computed.
 
     Attributes:
         line: number of the line in the file, from 1.
-        image: the record's image; None for a line that is no record.
+        image: the record's image; None for a line that is not a record.
         differences: the fields that differ.
-        why: the reason, where the fields were not compared one by one.
+        why: the reason, if fields were not compared.
     """
 
     line: int
@@ -51,7 +50,7 @@ class Finding:
     why: str = ""
 
     def __str__(self) -> str:
-        """Return one line for a person."""
+        """Return the finding in one line."""
         text = self.why or str(self.differences[0])
         more = f" (and {len(self.differences) - 1} more fields)" if len(self.differences) > 1 else ""
         return f"line {self.line}, {self.image}: {text}{more}"
@@ -77,11 +76,11 @@ class RecordsReport:
         records: number of lines in the file.
         checked: number of records computed again.
         identical: number of checked records that are equal to the last bit.
-        different: number of records that are not what was computed, and of lines that are no record.
-        not_repeatable: records of crashed or overdue decoders, and of files that could not be read where they were
-            made, that came out otherwise now; they do not count as different.
-        labels_unchecked: records with a `label` where no labels were given to check it.
-        findings: the first of the different ones.
+        different: number of records that differ, and of lines that are not records.
+        not_repeatable: number of errors of crashed, slow or missing decoders that did not occur again; they do not
+            count as different.
+        labels_unchecked: number of records whose `label` was not checked, as no labels were given.
+        findings: the first differences.
     """
 
     records: int = 0
@@ -93,7 +92,7 @@ class RecordsReport:
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, finding: Finding) -> None:
-        """Count one more; the first are kept."""
+        """Count a finding, and keep it if it is one of the first."""
         self.different += 1
         if len(self.findings) < _MAX_FINDINGS:
             self.findings.append(finding)
@@ -117,9 +116,9 @@ class CheckOptions:
 
     Attributes:
         model_sha256: digest of the model's file.
-        top: number of classes that a record should list; None: as many as each lists.
-        root: the folder that images' names are relative to.
-        sources: the images that were given; others are looked for under `root`.
+        top: number of classes that a record should list; None: not checked.
+        root: the folder that image names are relative to.
+        sources: the given images; others are looked up below `root`.
         boxes: the run's crops.
         labels: the true labels, to check `label`.
         inference: how the run prepared images, with its `min_margin`.
@@ -135,7 +134,7 @@ class CheckOptions:
 
 
 def sample_lines(path: Path, count: int | None, seed: int) -> tuple[int, frozenset[int] | None]:
-    """Return how many lines a file has, and which to check: None for all, else `count` of them, chosen by `seed`."""
+    """Return the number of lines, and the `count` line numbers to check, chosen by `seed`; None: all."""
     total = sum(1 for _ in read_numbered_records(path))
     if count is None or count >= total:
         return total, None
@@ -164,7 +163,7 @@ def verify_records(
     """
     inference, report = check.inference, RecordsReport()
     tolerance = Tolerance.for_model(session.metadata)
-    # as many classes as the model lists, so that any that a record names can be compared
+    # all classes that the model lists, so that any class in a record can be compared
     options = replace(inference, top=session.metadata.max_top, model_sha256=check.model_sha256, keep_pixels=True)
     pending: list[tuple[int, Record]] = []
 
@@ -184,11 +183,11 @@ def verify_records(
 
 
 def _select_records(path: Path, lines: frozenset[int] | None, report: RecordsReport) -> Iterator[tuple[int, Record]]:
-    """Yield the records to check; lines that are no record are reported whether they are to be checked or not."""
+    """Yield the records to check; lines that are not records are always reported."""
     for number, record in read_numbered_records(path):
         report.records += 1
         if record is None:
-            report.add(Finding(number, None, (), "it is not a whole record"))
+            report.add(Finding(number, None, (), "not a complete record"))
         elif lines is None or number in lines:
             yield number, record
 
@@ -196,7 +195,7 @@ def _select_records(path: Path, lines: frozenset[int] | None, report: RecordsRep
 def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> Request:
     name = record["image"]
     if not isinstance(name, str):
-        return Request(None, b"", error=ImageError("not_found", "the record names no image"))
+        return Request(None, b"", error=ImageError("not_found", "the record has no image name"))
     item = check.sources.find(record)
     if item is None:
         try:
@@ -231,7 +230,7 @@ def _compare(
 
     if recorded.get("model_sha256") != check.model_sha256:
         digest = FieldDifference("model_sha256", recorded.get("model_sha256"), check.model_sha256)
-        add("it was made by another model, or does not say by which", digest)
+        add("made by another model, or without a model digest", digest)
         return
     if recorded["status"] == "error" and recorded["error"].get("code") in _NOT_REPEATABLE:
         same_code = "error" in computed and computed["error"]["code"] == recorded["error"]["code"]
@@ -244,11 +243,11 @@ def _compare(
         digest = FieldDifference("image_sha256", recorded.get("image_sha256"), computed.get("image_sha256"))
         code = computed["error"]["code"] if "error" in computed else ""
         if code == "not_found":
-            why = "the image is not there"
+            why = "the image is missing"
         elif computed.get("image_sha256") is None:
             why = f"the image cannot be read now ({code})"
         else:
-            why = "the image is another one than was explained"
+            why = "the image differs from the one that was explained"
         add(why, digest)
         return
     differences = diff_records(recorded, computed, tolerance, _build_tie_test(result, session, tolerance))

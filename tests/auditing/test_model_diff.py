@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.auditing.model_diff import KINDS, compare_results, render_page
-from opal_deploy.auditing.results_reader import RecordIndex
+from opal_deploy.auditing.results import RecordIndex
 from opal_deploy.errors import UsageError
 from opal_deploy.records.record import error_record
 

@@ -88,9 +88,9 @@ def test_a_change_of_any_field_is_found_and_named(verify, records, answered):
         fields = [difference.field for difference in findings[line].differences]
         if path[0] in ("schema", "status"):
             # such a line is no record at all, or one of another kind
-            assert findings[line].why == "it is not a whole record" or fields == ["status"], path
+            assert findings[line].why == "not a complete record" or fields == ["status"], path
         elif path[0] == "image":
-            assert findings[line].why == "the image is not there"
+            assert findings[line].why == "the image is missing"
         elif path[0] == "top":
             # another number may mean another class, whose label and cosine are then wrong
             assert any(field.startswith(f"top[{path[1]}]") for field in fields), (path, fields)
@@ -118,7 +118,7 @@ def test_one_pixel_of_an_image_is_enough(verify, records):
     finally:
         path.write_bytes(before)
     assert finding.image == str(path)
-    assert "the image is another one than was explained" in str(finding)
+    assert "the image differs from the one that was explained" in str(finding)
 
 
 def test_untouched_records_are_what_the_model_computes(verify, records, answered, folder):

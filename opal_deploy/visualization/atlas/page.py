@@ -123,8 +123,8 @@ def _describe_labels(atlas: Atlas) -> str:
     if not wrong:
         return "Every prediction is correct."
     return (
-        f"Images count for their predicted class: {count_of(wrong, 'prediction is', 'predictions are')} wrong; the "
-        "patches of these images are marked and extra."
+        f"Images count for their predicted class: {count_of(wrong, 'prediction is', 'predictions are')} wrong. "
+        "Patches of these images are marked and listed in addition."
     )
 
 
@@ -145,7 +145,7 @@ def _describe_class(atlas: Atlas, class_id: int) -> str:
     text = f"Predicted for {count_of(images, 'image')}" + (f": {', '.join(parts)}." if parts else ".")
     if predictions:
         text += (
-            f" {shown - correct:,} of the class's {count_of(shown, 'image')} predicted as other classes "
+            f" Of {count_of(shown, 'image')} with this label, {shown - correct:,} predicted as other classes "
             f"({format_counts(predictions)})."
         )
     return text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.auditing.record_sources import RecordSources
+from opal_deploy.auditing.results import RecordSources
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.items import Item
 
@@ -39,5 +39,5 @@ def test_a_full_disk_is_told_in_a_line(monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", fail)
-    with pytest.raises(UsageError, match=r"No space left on device.*TMPDIR, or unpack"):
+    with pytest.raises(UsageError, match=r"No space left on device.*TMPDIR to a folder with room, or unpack"):
         RecordSources(members(1))

@@ -1,0 +1,286 @@
+"""Results read strictly (damaged lines are named, none is skipped), and the images that records were made of.
+
+An image with its own file is found by its name, below a root. Members of archives, and records that stand for a whole
+folder, list or archive, are found among the images that the same inputs name now. Members of a compressed tar, which
+can only be read from beginning to end, are kept in a temporary file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.inference.decoding.prepare import content_sha256
+from opal_deploy.inference.run.results import parse_record
+from opal_deploy.inference.run_files import RESULTS, RUN
+from opal_deploy.inference.sources.archives import is_archive_name
+from opal_deploy.inference.sources.items import Item
+from opal_deploy.records.names import escape_name, unescape_name
+from opal_deploy.records.record import Record
+from opal_deploy.storage.files import RemoteFile, parse_source
+from opal_deploy.storage.urls import is_url
+
+SUFFIX = ".jsonl"
+# a damaged file may have no line breaks
+_MAX_LINE = 16 << 20
+
+
+def is_results(path: Path) -> bool:
+    """Return whether a path stands for results rather than a model."""
+    return path.suffix == SUFFIX or (path / RESULTS).is_file()
+
+
+def find_results(path: Path) -> Path:
+    """Return the results.jsonl of a path: the file itself, or the one in that folder.
+
+    Raises:
+        UsageError: no such file.
+    """
+    results = path / RESULTS if path.is_dir() else path
+    if not results.is_file():
+        raise UsageError(f"{results}: no such file; expected results.jsonl of `opal-deploy infer`, or its folder")
+    return results
+
+
+def read_run_options(results: Path) -> dict[str, Any]:
+    """Return the options in the run.json beside a results.jsonl; empty without one."""
+    try:
+        document = json.loads((results.parent / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    options = document.get("run") if isinstance(document, dict) else None
+    return options if isinstance(options, dict) else {}
+
+
+def read_all_records(path: Path) -> Iterator[Record]:
+    """Yield every record of a file.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is not a record.
+    """
+    for line_number, record in read_numbered_records(path):
+        if record is None:
+            raise UsageError(
+                f"{path}: line {line_number} is not a whole record of `opal-deploy infer`; the file is damaged"
+            )
+        yield record
+
+
+def read_numbered_records(path: Path) -> Iterator[tuple[int, Record | None]]:
+    """Yield line numbers, from 1, with their records; None for a line that is not a record.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            for line_number, (_, line) in enumerate(_read_lines(stream), 1):
+                yield line_number, parse_record(line)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+class RecordIndex:
+    """Records of a file by image name; memory holds a name and an offset for each.
+
+    Attributes:
+        unnamed: number of records without a name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the file once.
+
+        Raises:
+            UsageError: the file cannot be read, or a line is not a record.
+        """
+        self._path = path
+        # offsets of each name's first record, and of further records with the same name
+        self._offsets: dict[str, int] = {}
+        self._later_offsets: dict[str, list[int]] = {}
+        self.unnamed = 0
+        try:
+            with path.open("rb") as stream:
+                for line_number, (offset, line) in enumerate(_read_lines(stream), 1):
+                    record = parse_record(line)
+                    if record is None:
+                        raise UsageError(f"{path}: line {line_number} is not a whole record; the file is damaged")
+                    self._add(record["image"], offset)
+            self._stream = path.open("rb")
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+    def _add(self, name: str | None, offset: int) -> None:
+        if name is None:
+            self.unnamed += 1
+        elif name in self._offsets:
+            self._later_offsets.setdefault(name, []).append(offset)
+        else:
+            self._offsets[name] = offset
+
+    def count(self, name: str) -> int:
+        """Return the number of records with a name."""
+        return (name in self._offsets) + len(self._later_offsets.get(name, ()))
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield each name once, in the order of the file."""
+        return iter(self._offsets)
+
+    def __getitem__(self, name: str) -> list[Record]:
+        """Return the records with a name, in input order; empty for an unknown name."""
+        offsets = [self._offsets[name], *self._later_offsets.get(name, ())] if name in self._offsets else []
+        # concatenated shards may be in another order
+        return sorted(map(self._read, offsets), key=lambda record: record.get("image_index", -1))
+
+    def _read(self, offset: int) -> Record:
+        self._stream.seek(offset)
+        record = parse_record(self._stream.readline(_MAX_LINE))
+        if record is None:
+            raise UsageError(f"{self._path}: changed while it was read; try again")
+        return record
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+def _read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    offset = 0
+    while line := stream.readline(_MAX_LINE):
+        yield offset, line
+        offset += len(line)
+
+
+class _SpooledImage(NamedTuple):
+    """An image's bytes in the temporary file; a `FileSource` that cannot be pickled."""
+
+    spool: BinaryIO
+    offset: int
+    size: int
+
+    def open(self) -> BinaryIO:
+        """See `FileSource.open`."""
+        self.spool.seek(self.offset)
+        return io.BytesIO(self.spool.read(self.size))
+
+
+class RecordSources:
+    """The images of the given inputs, found by record.
+
+    A record matches the image with its name; of several, one with its digest, preferably at its index, as inputs may be
+    fewer or in another order than in the run. A record without such an image matches the one at its index, if that has
+    the same path within its folder or archive, as inputs may have moved.
+    """
+
+    def __init__(self, items: Iterable[Item] = (), records: Iterable[Record] | None = None) -> None:
+        """Keep the images that `records` may match; None: all.
+
+        Raises:
+            UsageError: no room for the images of a compressed tar.
+        """
+        wanted = None if records is None else list(records)
+        names = None if wanted is None else {record["image"] for record in wanted}
+        indices = None if wanted is None else {record.get("image_index") for record in wanted}
+        self._by_name: dict[str, list[Item]] = {}
+        self._by_index: dict[int, Item] = {}
+        self._spool: BinaryIO | None = None
+        for item in items:
+            named = names is None or item.name in names
+            indexed = item.index is not None and (indices is None or item.index in indices)
+            if isinstance(item.content, bytes) and (named or indexed):
+                item = replace(item, content=self._write(item.content))
+            if named:
+                self._by_name.setdefault(item.name, []).append(item)
+            if item.index is not None and indexed:
+                self._by_index[item.index] = item
+
+    def find(self, record: Record) -> Item | None:
+        """Return the image of a record, which may hold any JSON; None if it was not given."""
+        item = self._find(record)
+        if item is None or not isinstance(item.content, _SpooledImage):
+            return item
+        # decode processes cannot open the temporary file
+        return replace(item, content=item.content.open().read())
+
+    def _write(self, content: bytes) -> _SpooledImage:
+        try:
+            if self._spool is None:
+                self._spool = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115  it lives as long as this
+                weakref.finalize(self, self._spool.close)
+            offset = self._spool.seek(0, io.SEEK_END)
+            self._spool.write(content)
+        except OSError as error:
+            reason = (
+                f"{tempfile.gettempdir()}: images of a compressed tar cannot be kept here ({error.strerror or error})"
+            )
+            raise UsageError(f"{reason}; set TMPDIR to a folder with room, or unpack the tar") from None
+        return _SpooledImage(self._spool, offset, len(content))
+
+    def _find(self, record: Record) -> Item | None:
+        name, index = record["image"], record.get("image_index")
+        if not isinstance(name, str):
+            return None
+        if same := sorted(self._by_name.get(name, []), key=lambda item: item.index != index):
+            # files with the same name are the same file
+            if len(same) == 1 or all(item.content is None for item in same):
+                return same[0]
+            digest = record.get("image_sha256")
+            return next((item for item in same if _hash(item) == digest), same[0])
+        moved = self._by_index.get(index) if isinstance(index, int) else None
+        if moved is None:
+            return None
+        relative = moved.relative if is_url(moved.relative) else str(Path(moved.relative))
+        tail = escape_name(relative).lstrip("/")
+        return moved if f"/{name}".endswith(f"/{tail}") else None
+
+
+def _hash(item: Item) -> str | None:
+    try:
+        return None if item.problem else content_sha256(item.source)
+    except ImageError:
+        return None
+
+
+def locate(name: str, root: Path) -> Path | RemoteFile:
+    """Return the path (below `root`) or remote file of an unescaped image name.
+
+    Raises:
+        ImageError: the URL's scheme is not supported, or its package is not installed.
+    """
+    source = parse_source(name)
+    return root / source if isinstance(source, Path) else source
+
+
+def find_container(record: Record, root: Path) -> str | None:
+    """Return the archive, folder or list that a record's image belongs to or stands for, as named in the record.
+
+    Args:
+        record: the record.
+        root: the folder that its name is relative to.
+
+    Returns:
+        The container's name; None for an image with its own file, even a missing one.
+    """
+    name = record["image"]
+    if not isinstance(name, str):
+        return None
+    plain = unescape_name(name)
+    stands_for_all = "error" in record and record["error"].get("code") == "no_images"
+    if is_url(plain):
+        # the first three parts are scheme and bucket
+        parts = plain.split("/")
+        outer = ("/".join(parts[:end]) for end in range(4, len(parts) + 1))
+        archive = next(filter(is_archive_name, outer), None)
+        return escape_name(archive) if archive is not None else name if stands_for_all else None
+    path = Path(plain)
+    for part in (*reversed(path.parents), path):
+        if is_archive_name(part.name) and not os.path.isdir(root / part):
+            return escape_name(str(part))
+    return name if stands_for_all or os.path.isdir(root / path) else None
