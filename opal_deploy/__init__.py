@@ -22,7 +22,7 @@ from opal_deploy.errors import (
 )
 
 if TYPE_CHECKING:
-    from opal_deploy.evaluation.api import evaluate_model
+    from opal_deploy.evaluation.api import evaluate_model, evaluate_models
     from opal_deploy.export.api import export_model
     from opal_deploy.inference.api import Model, load
     from opal_deploy.inference.infer import InferenceRun, run_inference
@@ -47,6 +47,7 @@ __all__ = [
     "VerificationError",
     "__version__",
     "evaluate_model",
+    "evaluate_models",
     "export_model",
     "json_schema",
     "load",
@@ -59,6 +60,7 @@ __all__ = [
 
 _LAZY = {
     "evaluate_model": "opal_deploy.evaluation.api",
+    "evaluate_models": "opal_deploy.evaluation.api",
     "export_model": "opal_deploy.export.api",
     "InferenceRun": "opal_deploy.inference.infer",
     "run_inference": "opal_deploy.inference.infer",

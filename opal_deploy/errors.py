@@ -1,17 +1,17 @@
-"""All exceptions that opal-deploy raises on purpose.
+"""Exceptions that opal-deploy raises on purpose.
 
-    OpalError                    base class; `exit_code` is what the CLI exits with
+    OpalError                    base class; `exit_code` is the exit code of the command line
     ├── UsageError          2    the call or one of its inputs is wrong
     │   ├── MissingExtra    2    a package of one of our extras is not installed
     │   ├── ArtifactError   2    a model file is missing, corrupt, or not ours
-    │   └── CheckpointError 2    a checkpoint does not fit what it is meant for
+    │   └── CheckpointError 2    a checkpoint does not fit its purpose
     ├── ImageError          3    one image cannot be used; it gets an error record
     ├── VerificationError   4    outputs differ from the reference; nothing was left behind
-    └── StoppedEarly        5    disk full, device lost, too many errors; can be resumed
+    └── StoppedEarly        5    disk full, device lost, too many errors; the run can be resumed
         └── OutOfMemory     5    a device's memory is full; a smaller batch may fit
 
-Messages are one line: what was wrong, what was found, what was expected, what to do.
-Any other exception that reaches the CLI is a bug of ours and exits with 1.
+A message is one line: what was wrong, what was found, what was expected, what to do.
+Any other exception that reaches the command line is a bug of ours; the exit code is 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ExitCode(IntEnum):
 
 
 class OpalError(Exception):
-    """The base class of all errors that are not bugs of ours."""
+    """Base class of all errors that are not bugs of ours."""
 
     exit_code: ExitCode = ExitCode.BUG
 
@@ -63,7 +63,7 @@ class MissingExtra(UsageError):
         super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'opal-deploy[{extra}]'")
 
     def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str, str]]:
-        # or it would be unpickled from its message alone
+        # by default an exception is unpickled from its message only
         return type(self), (self.package, self.extra, self.purpose)
 
 
@@ -90,7 +90,7 @@ class ImageError(OpalError):
         super().__init__(" ".join(message.split()))
 
     def __reduce__(self) -> tuple[type[ImageError], tuple[str, str]]:
-        # or it would be unpickled from its message alone
+        # by default an exception is unpickled from its message only
         return type(self), (self.code, str(self))
 
 
@@ -101,17 +101,17 @@ class VerificationError(OpalError):
 
 
 class StoppedEarly(OpalError):
-    """The run ended before its inputs did; what was written is complete and can be resumed."""
+    """The run ended before all inputs were processed; it can be resumed."""
 
     exit_code: ExitCode = ExitCode.STOPPED_EARLY
 
 
 class OutOfMemory(StoppedEarly):
-    """The memory of a device, or what the host may pin, is full; a smaller batch may fit."""
+    """A device's memory, or the host's page-locked memory, is full; a smaller batch may fit."""
 
 
 def require(package: str, extra: str, purpose: str, *, pip_name: str | None = None) -> None:
-    """Raise MissingExtra unless `package` can be found (without importing it)."""
+    """Raise MissingExtra unless `package` is installed; does not import it."""
     try:
         found = importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -121,7 +121,7 @@ def require(package: str, extra: str, purpose: str, *, pip_name: str | None = No
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of another library's error, at most 200 characters, or its type if it has no text.
+    """Return the first line of another library's error, at most 200 characters; without a message, its type.
 
     Terminal codes, such as those for bold text, are left out.
     """
@@ -131,6 +131,6 @@ def first_line(error: Exception) -> str:
 
 
 def suggest_names(name: str, names: Sequence[str]) -> str:
-    """Return `; near it: ...` with the known names most like an unknown one, to end an error with, or nothing."""
+    """Return `; did you mean ...?` with the known names most like an unknown one, or nothing: the end of an error."""
     close = difflib.get_close_matches(name, names, n=6)
-    return f"; near it: {', '.join(close)}" if close else ""
+    return f"; did you mean {', '.join(close)}?" if close else ""

@@ -1,28 +1,28 @@
-"""The callbacks of a long job: lines of text and progress. By default lines go to the logger `opal_deploy`."""
+"""Callbacks of long jobs: one for lines of text, one for progress."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 
-# receives one line for a person
+# receives one line of text
 Log = Callable[[str], None]
-# receives the number of items done, the number of all items where it is known, and a note on what is being done
+# receives the number of images done, the number of all images (None while unknown), and a note on the current step
 Progress = Callable[[int, int | None, str], None]
 
 _WARNINGS = ("warning: ", "NOT VERIFIED")
 
 
 def log_line(line: str) -> None:
-    """Send a line to the logger `opal_deploy`, a warning at level WARNING, all else at INFO.
+    """Send a line to the logger `opal_deploy`: warnings at level WARNING, everything else at INFO.
 
-    Python shows the former on stderr and drops the latter, unless a program sets its logging up.
+    Unless a program configures logging, Python prints the former to stderr and drops the latter.
     """
     logging.getLogger("opal_deploy").log(logging.WARNING if line.startswith(_WARNINGS) else logging.INFO, "%s", line)
 
 
 def no_log(line: str) -> None:
-    """Drop the line."""
+    """Ignore a line."""
 
 
 def no_progress(done: int, total: int | None, note: str) -> None:

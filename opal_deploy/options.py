@@ -211,6 +211,10 @@ MinMargin = Annotated[
         cli=str,
     ),
 ]
+DatasetName = Annotated[str | None, Option("The data set's name, as `train` takes it.", default="by its files")]
+Partition = Annotated[int, Option("Number of the official partition (DTD, SUN-397).", min=1, max=10)]
+SkipMissing = Annotated[bool, Option("Leave out images that the data set lists but lacks.")]
+CropToBoxes = Annotated[bool, Option("Crop to the data set's boxes.", flag="--boxes/--no-boxes")]
 AtlasFolder = Annotated[
     StrPath | None,
     Option("Folder of `opal-deploy atlas`; sheets show its patches of other images of the class.", cli=Path),

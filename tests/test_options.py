@@ -25,6 +25,7 @@ class DrawOptions(Options):
     size: Annotated[int, Option("Longest side in pixels.", min=1, max=4096)] = 224
     mode: Annotated[Literal["boxes", "heatmap"] | None, Option("What is drawn.", default="by the model")] = None
     target: Annotated[tuple[str, ...], Option("Repeatable.", cli=list[str])] = ()
+    sides: Annotated[tuple[Literal["left", "right"], ...], Option("Repeatable.", cli=list[str])] = ()
     out: Annotated[str | Path | None, Option("Output folder.", flag="--folder", cli=Path)] = None
     margin: Annotated[float | None, Option("Smallest margin.", cli=str, parse=lambda text: float(text[:-1]) / 100)] = (
         None
@@ -56,6 +57,7 @@ def test_an_unknown_keyword_is_refused() -> None:
         ({"size": 0}, "size 0: expected at least 1 and at most 4096"),
         ({"size": 5000}, "size 5000: expected at least 1"),
         ({"mode": "lines"}, "mode 'lines': expected one of boxes, heatmap"),
+        ({"sides": ["left", "top"]}, "sides 'top': expected one of left, right"),
     ],
 )
 def test_values_out_of_range_are_refused(values: dict[str, object], message: str) -> None:
@@ -82,6 +84,9 @@ def test_a_command_takes_the_fields_as_options() -> None:
     seen.clear()
     assert CliRunner().invoke(app, ["a.jpg"]).exit_code == 0
     assert seen == [("a.jpg", DrawOptions(), False)]
+    wrong = CliRunner().invoke(app, ["a.jpg", "--margin", "x%"])
+    assert isinstance(wrong.exception, UsageError)
+    assert str(wrong.exception).startswith("--margin 'x%': could not convert")
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
     assert "Default: by the model." in text
     assert "--fast" in text

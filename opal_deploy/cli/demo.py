@@ -152,8 +152,8 @@ def _report(out: Path, evaluation: Path, seconds: float) -> None:
         raise UsageError(
             "no test image was classified correctly, so its evidence shows nothing; train longer (--epochs)"
         )
-    deciding = pointing["deciding_part"]
-    ratio = deciding["mean"] / deciding["random"]
+    distinguishing = pointing["distinguishing_part"]
+    ratio = distinguishing["mean"] / distinguishing["random"]
     print_message()
     print_message(f"Accuracy: {accuracy:.1%} of {figures['test_images']} test images.")
     if accuracy < _GOOD_ACCURACY:
@@ -163,8 +163,8 @@ def _report(out: Path, evaluation: Path, seconds: float) -> None:
             "(--epochs), on more images (--train-per-class), or from another --seed."
         )
     print_message(
-        f"Evidence: {deciding['mean']:.1%} of it lies on a part that tells the species apart, {ratio:.1f} times as "
-        f"often as random cells of the creature do ({deciding['random']:.1%})."
+        f"Evidence: {distinguishing['mean']:.1%} on a part that distinguishes the species, {ratio:.1f} times the rate "
+        f"of random cells of the creature ({distinguishing['random']:.1%})."
     )
     if ratio < _GOOD_RATIO:
         print_message("That is hardly better than chance, although the answers may be right: train longer (--epochs).")

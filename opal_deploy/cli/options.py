@@ -14,7 +14,6 @@ import typer
 
 from opal_deploy.errors import UsageError
 from opal_deploy.options import Option, Options, default_of, describe, option_fields
-from opal_deploy.options import parse_rate as parse_rate
 from opal_deploy.runtime.devices import CPU_BATCH as CPU_BATCH
 from opal_deploy.runtime.devices import GPU_BATCH as GPU_BATCH
 from opal_deploy.runtime.devices import default_batch as default_batch
@@ -88,7 +87,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
             taken = {field.name: (option, values.pop(field.name)) for field, _, option in option_fields(kind) if option}
             given = {
                 # without a value the field's own default counts
-                field: option.parse(value) if option.parse and isinstance(value, str) else value
+                field: _parse(field, option, value) if option.parse and isinstance(value, str) else value
                 for field, (option, value) in taken.items()
                 if value is not None
             }
@@ -101,6 +100,15 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     )
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded
+
+
+def _parse(field: str, option: Option, text: str) -> Any:
+    assert option.parse is not None
+    try:
+        return option.parse(text)
+    except ValueError as error:
+        flag = option.flag.partition("/")[0] or f"--{field.replace('_', '-')}"
+        raise UsageError(f"{flag} {text!r}: {error}") from None
 
 
 def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect.Parameter:

@@ -1,8 +1,8 @@
-"""Annotations that evidence is held against: the objects and parts of images, as masks, boxes and points.
+"""Annotations that evidence is compared with: the objects and parts of images, as masks, boxes and points.
 
-They come from the generated data set (masks of the creatures, boxes of their parts, and which parts decide), from CUB
-(boxes of the birds, points on their parts), from any other data set with boxes, and from COCO files. All are in pixels
-of the whole image as a viewer shows it.
+They come from the generated data set (masks of the creatures, boxes of their parts, which parts are distinguishing),
+from CUB (boxes of the birds, points on their parts), from other data sets with boxes, and from COCO files. Coordinates
+are pixels of the whole image as a viewer shows it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Points = NDArray[np.float64]
 """Places in an image, (x, y) in its pixels: float64 [P, 2]."""
 
 MARGIN, MARGIN_SCALE = 15.0, 224
-"""Pixels by which a cell's centre may miss a part's point, where the model's view is scaled to so many pixels a side.
+"""Pixels by which a cell's centre may miss a part's point, with the model's view scaled to 224 x 224.
 
-The margin is that of the pointing game (Zhang et al. 2018; TorchRay's `PointingGame(tolerance=15)`).
+The margin of the pointing game (Zhang et al. 2018; TorchRay's `PointingGame(tolerance=15)`).
 """
 
 POINT_RULE = f"a part is hit within {MARGIN:g} pixels of its point where the input has {MARGIN_SCALE}x{MARGIN_SCALE}"
@@ -41,25 +41,25 @@ class Part:
 
     Attributes:
         name: such as `feet`.
-        places: where it is seen: boxes (x0, y0, x1, y1) around it or points (x, y) on it.
-        deciding: whether it tells the object's class from others; None where nobody knows.
-        variant: how this class's part is called, such as `boots`; empty where that is not known.
+        places: boxes (x0, y0, x1, y1) around it or points (x, y) on it.
+        distinguishing: whether it distinguishes the object's class from others; None if unknown.
+        variant: the name of this class's variant, such as `boots`; empty if unknown.
     """
 
     name: str
     places: tuple[tuple[float, ...], ...]
-    deciding: bool | None = None
+    distinguishing: bool | None = None
     variant: str = ""
 
 
 @dataclass(frozen=True)
 class ImageAnnotation:
-    """The annotation of one image; without an object and parts nothing is known of it.
+    """The annotation of one image; its object and parts may be unknown.
 
     Attributes:
         label: name of the image's class.
         boxes: of the objects of that class.
-        mask: returns the object's pixels, bool [height, width]; used instead of `boxes` where there is one.
+        mask: returns the object's pixels, bool [height, width]; takes precedence over `boxes`.
         parts: the visible parts.
     """
 
@@ -70,11 +70,16 @@ class ImageAnnotation:
 
     @property
     def has_object(self) -> bool:
-        """Whether it is known where the object is."""
+        """Whether the object's place is known."""
         return self.mask is not None or bool(self.boxes)
 
+    @property
+    def distinguishing(self) -> NDArray[np.bool_]:
+        """Which parts are known to be distinguishing, bool [Q]."""
+        return np.array([bool(part.distinguishing) for part in self.parts], np.bool_)
+
     def in_object(self, points: Points) -> NDArray[np.bool_]:
-        """Return which of P points lie in the object, bool [P]; none do where no object is known."""
+        """Return which of P points lie in the object, bool [P]; none if no object is known."""
         if self.mask is None:
             return np.asarray(_in_boxes(points, self.boxes).any(axis=1))
         mask = self.mask()
@@ -88,7 +93,7 @@ class ImageAnnotation:
 
         Args:
             points: P places.
-            geometry: of the image; its crop is scaled to the model's input, at whose scale the margin is given.
+            geometry: of the image; the margin is given at the scale of the model's input.
         """
         hits = np.zeros((len(points), len(self.parts)), np.bool_)
         x0, y0, x1, y1 = geometry.crop
@@ -100,7 +105,7 @@ class ImageAnnotation:
         return hits
 
     def foreground(self, geometry: Geometry, grid: tuple[int, int]) -> NDArray[np.bool_]:
-        """Return the cells whose centre lies in the object, bool [H * W]; all cells where there is none."""
+        """Return the cells whose centre lies in the object, bool [H * W]; all cells if there are none."""
         inside = self.in_object(geometry.cell_centres(grid))
         return inside if inside.any() else np.ones_like(inside)
 
@@ -110,7 +115,7 @@ class Annotations:
     """The annotations of a data set's N images.
 
     Attributes:
-        images: N annotations, some of which may know nothing.
+        images: N annotations, some of which may be empty.
         foreground: describes the cells of `ImageAnnotation.foreground`: "cells of the annotated boxes".
         part_rule: says when a part counts as hit; empty without parts.
     """
@@ -121,7 +126,7 @@ class Annotations:
 
     @property
     def known(self) -> bool:
-        """Whether anything is known of any image."""
+        """Whether any image has an annotated object or parts."""
         return any(image.has_object or image.parts for image in self.images)
 
 
@@ -136,15 +141,15 @@ def has_creatures(data: DataSet) -> bool:
 def annotate(
     data: DataSet, samples: Sequence[Sample], *, boxes: bool, parts: bool, objects: Path | None = None
 ) -> Annotations:
-    """Return what is known of N samples of a data set, row for row.
+    """Return the annotations of a data set's samples, row for row.
 
     Args:
         data: the data set.
-        samples: of that data set.
-        boxes: images are cropped to the samples' boxes, which then are the whole image and no longer an object in it.
+        samples: N samples.
+        boxes: images are cropped to the samples' boxes, so that these are not objects within the image.
         parts: read the parts of CUB and of the generated set.
-        objects: COCO file whose boxes are the objects. Where it has the image's class as a category, only the boxes of
-            that category count, else all do.
+        objects: COCO file whose boxes are the objects. If it has the image's class as a category, only the boxes of
+            that category count.
 
     Raises:
         UsageError: the part annotations or the COCO file are damaged, or lack the samples.
@@ -186,15 +191,14 @@ def _match_creatures(data: DataSet, samples: Sequence[Sample]) -> list[Annotatio
         name = display_path(sample.path, data.root).replace("\\", "/")
         if name not in by_image:
             raise UsageError(
-                f"{data.root / PARTS_FILE}: it has no annotation of {name}; take the image out, or leave the parts "
-                "out with --no-parts"
+                f"{data.root / PARTS_FILE}: it has no annotation of {name}; remove the image, or use --no-parts"
             )
         creatures.append(by_image[name])
     return creatures
 
 
 def _add_cub_parts(found: Annotations, located: cub.PartLocations) -> Annotations:
-    """Add the visible parts; the left and the right one are one part with two places, as in part purity."""
+    """Add the visible parts; a left and a right part are one part with two places, as in part purity."""
     names = [name.removeprefix("left ").removeprefix("right ") for name in located.names]
     images = []
     for image, points, visible in zip(found.images, located.points.tolist(), located.visible.tolist(), strict=True):
@@ -209,7 +213,7 @@ def _add_cub_parts(found: Annotations, located: cub.PartLocations) -> Annotation
 def _replace_objects(found: Annotations, path: Path, samples: Sequence[Sample]) -> Annotations:
     objects = read_objects(path)
     matches = [objects.matches(sample.path.as_posix()) for sample in samples]
-    # a name that several entries may mean is no annotation
+    # an ambiguous name is ignored
     found_objects = [objects[names[0]] if len(names) == 1 else [] for names in matches]
     categories = {thing.category for things in found_objects for thing in things}
     images = []
@@ -218,7 +222,7 @@ def _replace_objects(found: Annotations, path: Path, samples: Sequence[Sample]) 
         images.append(replace(image, boxes=tuple(thing.box for thing in own), mask=None))
     if not any(image.boxes for image in images):
         raise UsageError(
-            f"{path}: it has no box of any of the {len(samples)} images, such as {samples[0].path.name}; expected a "
+            f"{path}: no boxes for any of the {len(samples)} images, such as {samples[0].path.name}; expected a "
             "file_name that ends the image's path"
         )
     return Annotations(images, f"cells of the boxes in {path.name} (their centre in one)", found.part_rule)

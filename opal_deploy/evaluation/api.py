@@ -1,161 +1,137 @@
-"""The public `evaluate_model`, which `opal-deploy evaluate` calls."""
+"""Evaluate models: `evaluate_model`, `evaluate_models`, and the options that they share with `opal-deploy evaluate`."""
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from opal_deploy.errors import UsageError, require
-from opal_deploy.logs import Log, log_line
+from opal_deploy.logs import Log, Progress, log_line, no_progress
+from opal_deploy.options import (
+    CropToBoxes,
+    DatasetName,
+    Device,
+    Option,
+    Options,
+    Partition,
+    SkipMissing,
+    StrPath,
+    Threads,
+    keywords,
+    parse_rate,
+)
 
 if TYPE_CHECKING:
     from opal_deploy.evaluation.result import ModelEvaluation
     from opal_deploy.inference.api import Model
-    from opal_deploy.logs import Progress
 
-    Source = str | os.PathLike[str] | Model
+    Source = StrPath | Model
 
 Split = Literal["test", "val", "train", "all"]
+Baseline = Literal["blur", "mean", "noise"]
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 
-class EvaluateKeywords(TypedDict, total=False):
-    """The keywords of `evaluate_model`, for its two signatures."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(Options):
+    """Options of an evaluation.
 
-    dataset: str | None
-    partition: int
-    skip_missing: bool
-    split: Split
-    boxes: bool
-    parts: bool | None
-    annotations: str | os.PathLike[str] | None
-    target_error: float | None
-    faithfulness: bool
-    limit: int
-    fill: Sequence[str] | None
-    seed: int
-    device: str
-    threads: int | None
-    batch: int
-    out: str | os.PathLike[str] | None
-    overwrite: bool
-    record: bool
-    log: Log
-    progress: Progress | None
+    Attributes:
+        log: receives the lines that the command prints.
+        progress: receives the number of images done and in all.
+    """
+
+    dataset: DatasetName = None
+    partition: Partition = 1
+    skip_missing: SkipMissing = False
+    split: Annotated[Split, Option("Images to measure; `all` for a folder that was not used in training.")] = "test"
+    boxes: CropToBoxes = True
+    parts: Annotated[
+        bool | None,
+        Option(
+            "Prototype consistency, stability and part purity, and the pointing game on parts.",
+            flag="--parts/--no-parts",
+            default="where the data set has parts",
+        ),
+    ] = None
+    annotations: Annotated[
+        StrPath | None,
+        Option(
+            "COCO file with the objects' boxes, for the pointing game.",
+            default="the data set's boxes or masks",
+            cli=Path,
+        ),
+    ] = None
+    target_error: Annotated[
+        float | None,
+        Option(
+            "Choose a --min-margin for `infer` that keeps this error rate, such as 5%.",
+            cli=str,
+            parse=functools.partial(parse_rate, "--target-error"),
+        ),
+    ] = None
+    faithfulness: Annotated[
+        bool,
+        Option("Measure what removing evidence cells changes, and how stable cells are."),
+    ] = False
+    limit: Annotated[int, Option("Images for --faithfulness, evenly over classes.", min=1)] = 100
+    fill: Annotated[
+        tuple[Baseline, ...], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])
+    ] = BASELINES
+    seed: Annotated[int, Option("Seed of the noise and the random cells.", min=0)] = 0
+    device: Device = "auto"
+    threads: Threads = None
+    batch: Annotated[int, Option("Batch size.", min=1)] = 16
+    out: Annotated[StrPath | None, Option("Folder for evaluation.json, tables and plots.", cli=Path)] = None
+    overwrite: Annotated[bool, Option("Replace the evaluation in --out.")] = False
+    record: Annotated[
+        bool,
+        Option(
+            "Store the figures in the model's file, for `inspect` and `infer --explain`. With --split val also fit a "
+            "temperature for calibrated probabilities, if the model has none. Changes the file's digest.",
+        ),
+    ] = False
+    log: Log = log_line
+    progress: Progress = no_progress
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_error is not None and not 0 < self.target_error < 1:
+            raise UsageError(f"target_error {self.target_error}: expected a share between 0 and 1, such as 0.05")
+        # each baseline once
+        object.__setattr__(self, "fill", tuple(dict.fromkeys(self.fill)))
 
 
-@overload
-def evaluate_model(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path
-    model: Source, data: str | os.PathLike[str], **options: Unpack[EvaluateKeywords]
-) -> ModelEvaluation: ...
-
-
-@overload
-def evaluate_model(
-    model: Sequence[Source], data: str | os.PathLike[str], **options: Unpack[EvaluateKeywords]
-) -> list[ModelEvaluation]: ...
-
-
-def evaluate_model(
-    model: Source | Sequence[Source],
-    data: str | os.PathLike[str],
-    *,
-    dataset: str | None = None,
-    partition: int = 1,
-    skip_missing: bool = False,
-    split: Split = "test",
-    boxes: bool = True,
-    parts: bool | None = None,
-    annotations: str | os.PathLike[str] | None = None,
-    target_error: float | None = None,
-    faithfulness: bool = False,
-    limit: int = 100,
-    fill: Sequence[str] | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    threads: int | None = None,
-    batch: int = 16,
-    out: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
-    record: bool = False,
-    log: Log = log_line,
-    progress: Progress | None = None,
-) -> ModelEvaluation | list[ModelEvaluation]:
+@keywords(EvaluateOptions)
+def evaluate_model(model: Source, data: StrPath, options: EvaluateOptions) -> ModelEvaluation:
     """Measure accuracy and, for a model with prototypes, the quality of its explanations on a data set.
 
-    Does what `opal-deploy evaluate` does, with options of the same names; prints nothing.
-
-    Args:
-        model: an ONNX file, engine or checkpoint, or a model that `load` returned; or a sequence of them, which are
-            compared.
-        data: a data set as `train_model` takes it, with the model's classes.
-        dataset: the data set's name; None: recognized by its files.
-        partition: number of the official partition (DTD, SUN-397), 1 ... 10.
-        skip_missing: leave out images that the data set's lists name and that are not there.
-        split: the images to measure; `all` for a folder of images that were kept from training as a whole.
-        boxes: crop to the data set's boxes.
-        parts: measure on part locations; None: where the data set has them.
-        annotations: COCO file with the boxes that evidence should lie in; None: the data set's own boxes or masks.
-        target_error: choose a threshold of the margin with which at most this share of predictions is wrong, 0 ... 1.
-        faithfulness: remove evidence cells, and others as controls, and measure how predictions change.
-        limit: images that faithfulness is measured on.
-        fill: what removed cells are replaced by: `blur`, `mean`, `noise`; None: each in turn.
-        seed: of the noise and the random cells.
-        device: `auto`, `cpu`, `cuda` or `cuda:1`; a loaded model stays where it is.
-        threads: of the runtime on the CPU; None: as many as this process may use.
-        batch: images a forward pass.
-        out: folder for evaluation.json, tables and plots; None writes no files.
-        overwrite: replace an earlier evaluation in `out`.
-        record: keep what was measured in the model's own file, whose digest changes; with split `val` also the
-            temperature of calibrated probabilities, which is fitted for a model that has none.
-        log: called with each line that the command would print; by default they go to the logger `opal_deploy`.
-        progress: called with images done, in all (None while unknown), and a note on what is being done.
-
-    Returns:
-        What was measured; of a sequence of models a list in their order.
+    Does what `opal-deploy evaluate` does; prints nothing. `model` is an ONNX file, engine or checkpoint, or a model
+    that `load` returned, which stays on its device; `data` is a data set as `train_model` takes it, with the model's
+    classes.
 
     Raises:
         MissingExtra: PyTorch, scikit-learn or Matplotlib is not installed.
-        UsageError: data, models and options do not fit together, or an image cannot be used. Messages name options as
-            the command does (`--target-error`).
+        UsageError: data, model and options do not fit together, or an image cannot be used.
     """
+    return _evaluate([model], data, options)[0]
+
+
+@keywords(EvaluateOptions)
+def evaluate_models(models: Sequence[Source], data: StrPath, options: EvaluateOptions) -> list[ModelEvaluation]:
+    """Measure several models on one data set, and compare them; see `evaluate_model`."""
+    return _evaluate(models, data, options)
+
+
+def _evaluate(models: Sequence[Source], data: StrPath, options: EvaluateOptions) -> list[ModelEvaluation]:
     for package in ("torch", "sklearn", "matplotlib"):
         require(package, "train", "evaluation", pip_name={"sklearn": "scikit-learn"}.get(package))
-    from opal_deploy.evaluation.inputs import EvaluateOptions, EvaluationTarget, parse_baselines
+    from opal_deploy.evaluation.inputs import EvaluatedModel
     from opal_deploy.evaluation.measure import measure_models
-    from opal_deploy.inference.api import Model
-    from opal_deploy.logs import no_progress
 
-    is_one = isinstance(model, str | os.PathLike | Model)
-    models = [model] if isinstance(model, str | os.PathLike | Model) else list(model)
     if not models:
-        raise UsageError("no model to evaluate; give a path, a loaded model, or several of them")
-    options = EvaluateOptions(
-        dataset=dataset,
-        partition=partition,
-        skip_missing=skip_missing,
-        split=split,
-        boxes=boxes,
-        parts=parts,
-        annotations=None if annotations is None else Path(annotations),
-        seed=seed,
-        device=device,
-        threads=threads,
-        batch=batch,
-        faithfulness=faithfulness,
-        limit=limit,
-        baselines=parse_baselines(fill),
-        target_error=target_error,
-    )
-    results = measure_models(
-        [EvaluationTarget.of(each) for each in models],
-        Path(data),
-        options,
-        out=None if out is None else Path(out),
-        overwrite=overwrite,
-        record=record,
-        log=log,
-        report=progress or no_progress,
-    )
-    return results[0] if is_one else results
+        raise UsageError("no model to evaluate; give at least one path or loaded model")
+    return measure_models([EvaluatedModel.of(model) for model in models], Path(data), options)

@@ -1,15 +1,15 @@
-"""Temperature scaling: the fit of a temperature, and how well calibrated the probabilities are.
+"""Temperature scaling: fit a temperature, and measure how well calibrated the probabilities are.
 
 The probability of class c is softmax(logits / T)[c] (Guo et al., "On calibration of modern neural networks", ICML
-2017). Logits are minus distances, for the Euclidean head within [-sqrt(2), 0]: at T = 1 their softmax is nearly flat,
-and T comes out far below 1.
+2017). Logits are minus distances, within [-sqrt(2), 0] for the Euclidean head: their softmax is nearly flat at T = 1,
+and fitted temperatures are far below 1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,19 @@ from opal_deploy.artifact.outputs import DoubleArray, FloatArray, compute_probab
 MIN_IMAGES = 50
 # the temperatures among which the best is sought
 _LOWEST, _HIGHEST = 1e-4, 1e4
-# images at a time, so that the memory of many classes is bounded
+# images at a time, which bounds the memory with many classes
 _ROWS = 4_096
 _RESAMPLES = 1_000
 _SEED = 0
-# values drawn at a time, so that the memory of resampling many images is bounded
+# values drawn at a time, which bounds the memory with many images
 _MAX_DRAWN = 1 << 21
 
 
 def fit_temperature(logits: FloatArray, labels: NDArray[np.int64]) -> float | None:
-    """Return the temperature with the lowest mean of -log softmax(logits / T)[label]; None where there is none.
+    """Return the temperature with the lowest mean of -log softmax(logits / T)[label]; None if there is none.
 
-    The mean is convex in 1 / T, so that its derivative has one zero at most. It has none where every prediction is
-    right (the lower the temperature the better), or where the logits say less than chance (the higher the better).
+    The mean is convex in 1 / T, so its derivative has at most one zero. It has none if every prediction is correct
+    (lower is always better), or if the logits are worse than chance (higher is always better).
 
     Args:
         logits: [N, C], finite.
@@ -60,10 +60,10 @@ def fit_temperature(logits: FloatArray, labels: NDArray[np.int64]) -> float | No
 
 
 def calibrate(logits: FloatArray, labels: NDArray[np.int64]) -> Calibration:
-    """Fit the temperature of a model on validation images, and measure it on images left out of the fit.
+    """Fit a temperature on validation images, and measure it by cross-validation.
 
-    Each of five folds, with about as many wrong predictions each, is measured with the temperature that the other four
-    give; the temperature that is kept is that of all images.
+    Each of five folds, stratified by correctness, is measured with the temperature fitted on the other four; the
+    returned temperature is fitted on all images.
 
     Args:
         logits: [N, C], finite, of images that the model was not trained on.
@@ -71,7 +71,7 @@ def calibrate(logits: FloatArray, labels: NDArray[np.int64]) -> Calibration:
     """
     images = len(labels)
     if images < MIN_IMAGES:
-        return Calibration(images, reason=f"{images} validation images, and at least {MIN_IMAGES} are needed")
+        return Calibration(images, reason=f"{images} validation images, but at least {MIN_IMAGES} are needed")
     correct = logits.argmax(axis=1) == labels
     folds = np.empty(images, np.int64)
     folds[np.argsort(correct, kind="stable")] = np.arange(images) % NUM_FOLDS
@@ -80,9 +80,9 @@ def calibrate(logits: FloatArray, labels: NDArray[np.int64]) -> Calibration:
     temperatures = [value for value in fitted if value is not None]
     if temperature is None or len(temperatures) < NUM_FOLDS:
         wrong = images - int(correct.sum())
+        few = "too few" if 2 * wrong < images else "too many"
         return Calibration(
-            images,
-            reason=f"{wrong} of {images:,} validation images are misclassified, from which no temperature can be told",
+            images, reason=f"{wrong} of {images:,} validation images are misclassified, {few} to fit a temperature"
         )
     probabilities = np.empty(images)
     nll = 0.0
@@ -106,36 +106,26 @@ def calibrate(logits: FloatArray, labels: NDArray[np.int64]) -> Calibration:
 
 @dataclass(frozen=True)
 class CalibrationError:
-    """How far the probabilities of N labelled images are from the shares of right predictions.
+    """How far the probabilities of N labelled images are from the share of correct predictions.
 
     Attributes:
         temperature: T.
         nll: mean of -log(probability of the label), in nats.
         ece: expected calibration error of the predicted class's probability, 0 ... 1.
-        interval: 95 % confidence interval of `ece`, basic bootstrap over images.
+        low, high: 95 % confidence interval of `ece`, basic bootstrap over images.
         ece_perfect: see `perfect_calibration_error`.
-        confidence: mean probability of the predicted class, 0 ... 1; the accuracy if none is over or under the truth.
+        mean_probability: of the predicted class, 0 ... 1; equals the accuracy if calibrated.
+        bins: of the expected calibration error.
     """
 
     temperature: float
     nll: float
     ece: float
-    interval: tuple[float, float]
+    low: float
+    high: float
     ece_perfect: float
-    confidence: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {
-            "temperature": self.temperature,
-            "nll": self.nll,
-            "ece": self.ece,
-            "low": self.interval[0],
-            "high": self.interval[1],
-            "ece_perfect": self.ece_perfect,
-            "mean_probability": self.confidence,
-            "bins": NUM_BINS,
-        }
+    mean_probability: float
+    bins: int = NUM_BINS
 
 
 def measure_calibration(logits: FloatArray, labels: NDArray[np.int64], temperature: float) -> CalibrationError:
@@ -152,22 +142,22 @@ def measure_calibration(logits: FloatArray, labels: NDArray[np.int64], temperatu
         temperature,
         measured.nll,
         expected_calibration_error(predicted, correct),
-        calibration_error_interval(predicted, correct),
+        *calibration_error_interval(predicted, correct),
         perfect_calibration_error(predicted),
         float(predicted.mean()),
     )
 
 
 @dataclass(frozen=True)
-class CalibrationReport:
+class CalibrationFigures:
     """The calibration of a model on the images of an evaluation.
 
     Attributes:
         images: N.
-        accuracy: share of right predictions, 0 ... 1.
+        accuracy: share of correct predictions, 0 ... 1.
         uncalibrated: at temperature 1.
         calibrated: at the model's temperature; None for a model without one.
-        fitted: the calibration found on these images for a model without one; None where that was not sought.
+        fitted: the calibration fitted on these images, for a model without one; None if none was fitted.
     """
 
     images: int
@@ -177,25 +167,26 @@ class CalibrationReport:
     fitted: Calibration | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
-        parts = {"calibrated": self.calibrated, "uncalibrated": self.uncalibrated, "fitted": self.fitted}
-        figures = {name: part.to_dict() for name, part in parts.items() if part is not None}
-        return {"images": self.images, "accuracy": self.accuracy, **figures}
+        """Return the figures for JSON, without those that are None."""
+        document = {"images": self.images, "accuracy": self.accuracy, "uncalibrated": asdict(self.uncalibrated)}
+        if self.calibrated is not None:
+            document["calibrated"] = asdict(self.calibrated)
+        return document if self.fitted is None else {**document, "fitted": self.fitted.to_dict()}
 
 
-def report_calibration(
+def evaluate_calibration(
     logits: FloatArray, labels: NDArray[np.int64], metadata: Metadata, *, fit: bool = False
-) -> CalibrationReport:
+) -> CalibrationFigures:
     """Measure how well calibrated a model is on labelled images.
 
     Args:
         logits: [N, C], N at least 1, finite.
         labels: [N], class indices.
         metadata: the model's.
-        fit: calibrate a model that has no temperature; the images must be ones that it was not trained on.
+        fit: fit a temperature if the model has none; the model must not have been trained on these images.
     """
     temperature = metadata.temperature
-    return CalibrationReport(
+    return CalibrationFigures(
         len(labels),
         float((logits.argmax(axis=1) == labels).mean()),
         measure_calibration(logits, labels, 1.0),
@@ -204,26 +195,25 @@ def report_calibration(
     )
 
 
-def format_calibration(report: CalibrationReport, metadata: Metadata) -> Iterator[str]:
+def format_calibration(figures: CalibrationFigures, metadata: Metadata) -> Iterator[str]:
     """Yield the calibration of a model in a line or two."""
-    plain = report.uncalibrated
-    at_one = f"at temperature 1 it is {_format_error(plain)}, NLL {plain.nll:.4f}"
-    if report.calibrated is None:
-        why = describe_calibration(metadata.calibration) if report.fitted is None else report.fitted.describe()
+    plain = figures.uncalibrated
+    at_one = f"{_format_error(plain)} at temperature 1, NLL {plain.nll:.4f}"
+    if figures.calibrated is None:
+        why = describe_calibration(metadata.calibration) if figures.fitted is None else figures.fitted.describe()
         yield f"calibration: {why}"
-        yield f"expected calibration error of {report.images:,} images: {at_one}"
+        yield f"expected calibration error on {figures.images:,} images: {at_one}"
         return
-    error = report.calibrated
+    error = figures.calibrated
     yield (
-        f"expected calibration error {_format_error(error)} at the model's temperature {error.temperature:.4g}, where "
-        f"exact probabilities would show {error.ece_perfect:.1%}; mean probability {error.confidence:.1%} and "
-        f"{report.accuracy:.1%} of {report.images:,} right, NLL {error.nll:.4f}; {at_one}"
+        f"expected calibration error {_format_error(error)} at the model's temperature {error.temperature:.4g} "
+        f"(perfectly calibrated: {error.ece_perfect:.1%}), NLL {error.nll:.4f}; mean probability "
+        f"{error.mean_probability:.1%}, accuracy {figures.accuracy:.1%} on {figures.images:,} images; {at_one}"
     )
 
 
 def _format_error(error: CalibrationError) -> str:
-    low, high = (100 * bound for bound in error.interval)
-    return f"{error.ece:.1%} [{low:.1f}, {high:.1f}]"
+    return f"{error.ece:.1%} [{100 * error.low:.1f}, {100 * error.high:.1f}]"
 
 
 @dataclass(frozen=True)
@@ -248,15 +238,15 @@ def expected_calibration_error(
 ) -> float:
     """Return the expected calibration error with bins of equal mass, 0 ... 1.
 
-    The N images are sorted by the probability of their predicted class and cut into `num_bins` bins of as many images
-    each (one fewer in the last ones); ECE = sum over bins of n_b / N * |mean probability - share of right predictions|.
-    Bins of equal width (Guo et al.) leave most bins nearly empty where most probabilities are high; equal mass is the
-    better estimate (Roelofs et al., "Mitigating bias in calibration error estimation", AISTATS 2022).
+    The N images are sorted by the probability of their predicted class and cut into `num_bins` bins of equal size (the
+    last ones may have one image less); ECE = sum over bins of n_b / N * |mean probability - accuracy|.
+    Bins of equal width (Guo et al.) are nearly empty where most probabilities are high; equal mass is the better
+    estimate (Roelofs et al., "Mitigating bias in calibration error estimation", AISTATS 2022).
 
     Args:
         probabilities: float64 [N], of the predicted classes, N at least 1.
         correct: bool [N], whether the prediction is the label.
-        num_bins: of the images, N if there are fewer.
+        num_bins: at most N are used.
     """
     order = np.argsort(probabilities, kind="stable")
     return float(_binned_errors(probabilities[order][None], correct[order][None].astype(np.float64), num_bins)[0])
@@ -267,9 +257,9 @@ def calibration_error_interval(
 ) -> tuple[float, float]:
     """Return the confidence interval of `expected_calibration_error` by the basic bootstrap over images.
 
-    The error of a sample is larger than the truth's by chance, and that of a resample larger again: the basic bootstrap
-    (2 * estimate - quantiles) takes that bias off, where percentiles would double it. The interval is cut at 0 and
-    widened to hold the estimate. The generator's seed is fixed.
+    A sample's error exceeds the population's by chance, and a resample's exceeds the sample's: the basic bootstrap
+    (2 * estimate - quantiles) removes that bias, which percentiles would double. The interval is cut at 0 and widened
+    to hold the estimate. The generator's seed is fixed.
     """
     order = np.argsort(probabilities, kind="stable")
     sizes, hits = probabilities[order], correct[order].astype(np.float64)
@@ -288,10 +278,10 @@ def calibration_error_interval(
 
 
 def perfect_calibration_error(probabilities: DoubleArray, num_bins: int = NUM_BINS) -> float:
-    """Return the mean `expected_calibration_error` if every probability were exactly right.
+    """Return the mean `expected_calibration_error` of a perfectly calibrated model with these probabilities.
 
-    Each prediction is taken as right with its own probability, 1,000 times over, from a generator with a fixed seed.
-    The error is over 0 even so: with n images in a bin, their share of right ones is off by chance.
+    Simulates each prediction as correct with its own probability, 1,000 times, from a generator with a fixed seed. The
+    result is above 0: the accuracy within a bin of n images deviates by chance.
     """
     sizes = np.sort(probabilities)
     generator = np.random.default_rng(_SEED)

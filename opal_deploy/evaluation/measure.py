@@ -1,115 +1,97 @@
-"""Measure models: metrics, risk over coverage, pointing game and faithfulness, reported and written in turn."""
+"""Measure models one after another; log each figure and write each file as soon as it is known."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.measurements import ReceptiveField
-from opal_deploy.evaluation import pointing, risk
-from opal_deploy.evaluation import report as files
-from opal_deploy.evaluation.calibration import CalibrationReport, format_calibration, report_calibration
-from opal_deploy.evaluation.faithfulness.gradcam import GradCam
-from opal_deploy.evaluation.faithfulness.measure import (
+from opal_deploy.evaluation import files
+from opal_deploy.evaluation.api import EvaluateOptions
+from opal_deploy.evaluation.calibration import CalibrationFigures, evaluate_calibration, format_calibration
+from opal_deploy.evaluation.faithfulness import (
     Faithfulness,
-    choose_samples,
+    format_faithfulness,
     max_forward_passes,
     measure_faithfulness,
 )
-from opal_deploy.evaluation.faithfulness.rankings import choose_foreground
-from opal_deploy.evaluation.faithfulness.tables import format_lines
-from opal_deploy.evaluation.inputs import (
-    EvaluateOptions,
-    EvaluationInputs,
-    EvaluationTarget,
-    check_evidence,
-    read_inputs,
-)
+from opal_deploy.evaluation.inputs import EvaluatedModel, EvaluationInputs, check_model, read_inputs
 from opal_deploy.evaluation.metrics import measure_agreement
-from opal_deploy.evaluation.pointing import PointingGame
+from opal_deploy.evaluation.pointing import PointingGame, format_game, play_pointing_game
+from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
-from opal_deploy.evaluation.record import build_evaluation, check_recordable, record_evaluation
-from opal_deploy.evaluation.result import ModelEvaluation, format_metrics, format_table
-from opal_deploy.evaluation.session import EvaluationResult, evaluate_session
-from opal_deploy.logs import Log, Progress
+from opal_deploy.evaluation.result import ModelEvaluation, format_curve, format_metrics, format_table, format_threshold
+from opal_deploy.evaluation.session import EvaluationResult, choose_samples, evaluate_session
+from opal_deploy.logs import Progress
 from opal_deploy.model import checkpoint
 from opal_deploy.records.names import escape_name
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.torch_session import torch_device
-from opal_deploy.statistics import Threshold, choose_threshold, smallest_target
+from opal_deploy.statistics import Threshold, choose_threshold, compute_risk_curve, smallest_target
 
-# a measurement that takes longer than this prints an estimate of its time
+# a measurement that takes longer than this logs an estimate of its time
 _MAX_SILENT_S = 60.0
 
 
-def measure_models(
-    targets: Sequence[EvaluationTarget],
-    data: Path,
-    options: EvaluateOptions,
-    *,
-    out: Path | None,
-    overwrite: bool,
-    record: bool,
-    log: Log,
-    report: Progress,
-) -> list[ModelEvaluation]:
-    """Check all that can be checked first, then measure one model after the other; see `evaluate_model`."""
-    paths = [target.path for target in targets]
+def measure_models(models: Sequence[EvaluatedModel], data: Path, options: EvaluateOptions) -> list[ModelEvaluation]:
+    """Check everything first, then measure one model after another; see `evaluate_model`."""
+    paths = [model.path for model in models]
+    out = None if options.out is None else Path(options.out)
     if out is not None:
-        files.check_folder(out, data, overwrite=overwrite)
+        files.check_folder(out, data, overwrite=options.overwrite)
     # a list to pop from, so that the session of a measured model is freed
-    sessions = [targets[0].open(options)]
-    metadata = {target.path: target.read_metadata() for target in targets[1:]} | {paths[0]: sessions[0].metadata}
+    sessions = [models[0].open(options)]
+    metadata = {path: model.read_metadata() for path, model in zip(paths[1:], models[1:], strict=True)}
+    metadata = {paths[0]: sessions[0].metadata, **metadata}
     for path in paths:
-        check_evidence(path, metadata[path], options)
-        if record:
-            check_recordable(path, metadata[path])
-    inputs = read_inputs(data, {path: metadata[path] for path in paths}, options, log, report)
+        check_model(path, metadata[path], options)
+    inputs = read_inputs(data, metadata, options)
     folders: list[Path | None] = [None] * len(paths)
     if out is not None:
         files.create_folder(out)
         folders = [*files.model_folders(out, paths)]
 
     results: list[ModelEvaluation] = []
-    for target, folder in zip(targets, folders, strict=True):
-        session = sessions.pop() if sessions else target.open(options)
-        results.append(_ModelMeasurement(target.path, session, inputs, options, folder, log, report).run())
+    for model, folder in zip(models, folders, strict=True):
+        session = sessions.pop() if sessions else model.open(options)
+        results.append(_ModelMeasurement(model.path, session, inputs, options, folder).run())
         del session
     if len(results) > 1:
         if options.faithfulness:
-            results = _compare(results, log)
+            results = _compare(results, options)
         for line in format_table(results):
-            log(line)
+            options.log(line)
     documents = [result.to_dict() for result in results]
-    if record:
+    if options.record:
         for path, measured in zip(paths, documents, strict=True):
-            evaluation = build_evaluation(measured, inputs.data, options.split)
+            evaluation = files.build_evaluation(measured, inputs.data, options.split)
             fitted = measured["calibration"].get("fitted")
-            log(record_evaluation(path, evaluation, measured.get("receptive_field"), fitted))
+            options.log(files.record_evaluation(path, evaluation, measured.get("receptive_field"), fitted))
     if out is not None:
         files.write_evaluation(out, documents[0] if len(documents) == 1 else documents)
-        log(str(out))
+        options.log(str(out))
     return results
 
 
-def _compare(results: Sequence[ModelEvaluation], log: Log) -> list[ModelEvaluation]:
-    """Return the results with how far each model agrees with each model before it, and report that."""
+def _compare(results: Sequence[ModelEvaluation], options: EvaluateOptions) -> list[ModelEvaluation]:
+    """Return the results with each model's agreement with each model before it."""
     compared = []
     for number, result in enumerate(results):
         agreements = []
         for earlier in results[:number]:
-            pair = [(each.evaluation.outputs, each.metadata) for each in (earlier, result)]
-            agreement = measure_agreement(*pair)
+            agreement = measure_agreement(
+                (earlier.evaluation.outputs, earlier.metadata), (result.evaluation.outputs, result.metadata)
+            )
             agreements.append((earlier.path, agreement))
             same_cells, difference = agreement.same_cells, agreement.largest_cosine_difference
-            cells = "no comparable cells" if same_cells is None else f"{same_cells:.2%} of its cells"
+            cells = "cells not comparable" if same_cells is None else f"{same_cells:.2%} same cells"
             cosine = "" if difference is None else f", largest cosine difference {difference:.3g}"
-            log(
-                f"{result.path} and {earlier.path} agree on {agreement.same_class:.2%} of {agreement.images:,} "
-                f"answers and {cells}{cosine}"
+            options.log(
+                f"{result.path} and {earlier.path}: {agreement.same_class:.2%} same class, {cells}{cosine} "
+                f"({agreement.images:,} images)"
             )
         compared.append(replace(result, agreements=agreements))
     return compared
@@ -117,20 +99,17 @@ def _compare(results: Sequence[ModelEvaluation], log: Log) -> list[ModelEvaluati
 
 @dataclass(frozen=True)
 class _ModelMeasurement:
-    """The measurement of one model, whose files go to `folder`; None writes none."""
+    """The measurement of one model; its files go to `folder`, if any."""
 
     path: Path
     session: Session
     inputs: EvaluationInputs
     options: EvaluateOptions
     folder: Path | None
-    log: Log
-    report: Progress
 
     def run(self) -> ModelEvaluation:
-        """Measure the model, report each figure once it is known, and write the files."""
+        """Measure the model, log each figure as soon as it is known, and write the files."""
         options, inputs, metadata = self.options, self.inputs, self.session.metadata
-        advice = None if inputs.part_locations is None else "--no-parts needs about half of that"
         evaluation = evaluate_session(
             self.session,
             inputs.samples,
@@ -138,7 +117,7 @@ class _ModelMeasurement:
             batch=options.batch,
             parts=inputs.part_locations,
             seed=options.seed,
-            report=self._with_estimate(advice),
+            progress=self._with_estimate(None if inputs.part_locations is None else "--no-parts takes about half"),
             model=str(self.path),
         )
         if self.folder is not None:
@@ -146,90 +125,82 @@ class _ModelMeasurement:
         result = ModelEvaluation(
             self.path, self.session.description, options.split, options.boxes, metadata, evaluation, out=self.folder
         )
-        for line in format_metrics(result):
-            self.log(line)
+        self._log(format_metrics(result))
         calibration = self._measure_calibration(evaluation)
         field = self._find_receptive_field()
         threshold = self._measure_risk(evaluation)
-        game = self._play_pointing_game(evaluation)
         return replace(
             result,
             threshold=threshold,
             calibration=calibration,
             receptive_field=field,
-            pointing_game=game,
+            pointing_game=self._play_pointing_game(evaluation),
             faithfulness=self._measure_faithfulness(field) if options.faithfulness else None,
         )
 
-    def _measure_calibration(self, evaluation: EvaluationResult) -> CalibrationReport:
+    def _log(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.options.log(line)
+
+    def _measure_calibration(self, evaluation: EvaluationResult) -> CalibrationFigures:
         """Measure the calibration, and fit one on validation images for a model that has none."""
         inputs, metadata = self.inputs, self.session.metadata
         data = metadata.training.get("data")
-        # of other images than training set aside, it may have been trained on some
+        # the model may have been trained on some of another set of validation images
         same_images = not isinstance(data, dict) or data.get("val") in (None, len(inputs.samples))
         same_crop = metadata.crop == (inputs.data.crop if self.options.boxes else None)
         fit = self.options.split == "val" and same_images and same_crop
-        report = report_calibration(evaluation.outputs.logits, evaluation.labels, metadata, fit=fit)
-        for line in format_calibration(report, metadata):
-            self.log(line)
-        if self.options.split == "val" and not fit and report.calibrated is None:
-            self.log("no temperature was fitted: these are not the images, or not the crops, that training set aside")
-        return report
+        figures = evaluate_calibration(evaluation.outputs.logits, evaluation.labels, metadata, fit=fit)
+        self._log(format_calibration(figures, metadata))
+        if self.options.split == "val" and not fit and figures.calibrated is None:
+            self._log(["no temperature fitted: these images or crops are not the ones that training set aside"])
+        return figures
 
     def _measure_risk(self, evaluation: EvaluationResult) -> Threshold | None:
-        curve = risk.compute_margin_curve(evaluation)
-        if curve is None:
+        if evaluation.margins is None:
             return None
-        for line in risk.format_curve(curve):
-            self.log(line)
+        curve = compute_risk_curve(evaluation.margins, evaluation.outputs.logits.argmax(axis=1) == evaluation.labels)
+        self._log(format_curve(curve))
         threshold = None
         if self.options.target_error is not None:
             threshold = choose_threshold(curve.summary(), self.options.target_error)
-            for line in risk.format_threshold(threshold, smallest_target(curve.summary())):
-                self.log(line)
+            self._log([format_threshold(threshold, smallest_target(curve.summary()))])
         if self.folder is not None:
             files.write_risk(self.folder, curve, threshold)
         return threshold
 
     def _find_receptive_field(self) -> ReceptiveField | None:
-        """Return what a cell sees: as the model remembers it, or measured where a checkpoint does not."""
+        """Return the receptive field that the model's file stores; measure a checkpoint's if it is not stored."""
         metadata = self.session.metadata
         field = ReceptiveField.from_dict(metadata.receptive_field)
         if (field is None or field.effective is None) and model_kind(self.path) == "checkpoint":
             network = checkpoint.load(self.path).network.to(torch_device(self.options.device))
             field = measure_receptive_field(network, self.inputs.samples, boxes=self.options.boxes)
         if field is None:
-            self.log("receptive field: not recorded in this model; evaluate its checkpoint, or export that again")
+            self._log(["receptive field: not stored in this model; evaluate its checkpoint, or export that again"])
             return None
-        for line in field.describe(metadata.input_size):
-            self.log(line)
+        self._log(field.describe(metadata.input_size))
         return field
 
     def _play_pointing_game(self, evaluation: EvaluationResult) -> PointingGame | None:
-        """Play the pointing game where objects or parts are known."""
         metadata = self.session.metadata
         if not self.inputs.annotations.known or metadata.evidence != "exact":
             return None
-        game = pointing.play_pointing_game(evaluation, self.inputs.annotations, metadata)
+        game = play_pointing_game(evaluation, self.inputs.annotations, metadata)
         if game is None:
-            self.log("pointing game: not played, no right prediction has an annotation")
+            self._log(["pointing game: skipped, no correctly classified image has an annotation"])
             return None
-        for line in pointing.format_game(game):
-            self.log(line)
+        self._log(format_game(game))
         if self.folder is not None and game.part is not None:
             files.write_slot_parts(self.folder, game)
         return game
 
     def _measure_faithfulness(self, field: ReceptiveField | None) -> Faithfulness:
-        """Measure faithfulness; reports first how many forward passes it may take."""
         session, inputs, options = self.session, self.inputs, self.options
         chosen = choose_samples(inputs.samples, options.limit)
         effective = None if field is None else field.in_cells(session.metadata.grid)
-        passes = max_forward_passes(len(chosen), session.metadata, options.baselines)
-        self.log(
-            f"faithfulness: {len(chosen):,} images, at most {passes:,} forward passes (--limit and --fill make it "
-            "fewer)"
-        )
+        passes = max_forward_passes(len(chosen), session.metadata, options.fill)
+        self._log([f"faithfulness: {len(chosen):,} images, at most {passes:,} forward passes (see --limit and --fill)"])
         # exported models have no gradients
         heat_map = None
         if model_kind(self.path) == "checkpoint":
@@ -238,31 +209,30 @@ class _ModelMeasurement:
             session,
             inputs.samples,
             chosen,
-            choose_foreground(inputs.annotations, session.metadata.grid),
+            inputs.annotations,
             boxes=options.boxes,
-            baselines=options.baselines,
+            baselines=options.fill,
             heat_map=heat_map,
             batch=options.batch,
             seed=options.seed,
             center=0.5 if effective is None else effective.center,
-            report=self._with_estimate("fewer with --limit or --fill"),
+            progress=self._with_estimate("use --limit or --fill to shorten this"),
         )
-        for line in format_lines(faithfulness):
-            self.log(line)
+        self._log(format_faithfulness(faithfulness))
         if self.folder is not None:
             files.write_faithfulness(self.folder, faithfulness, escape_name(self.path.name))
         return faithfulness
 
     def _with_estimate(self, advice: str | None) -> Progress:
-        """Return a callback that reports, and once how long a slow measurement takes, with `advice` to shorten it."""
+        """Return a progress callback that logs once how long a slow measurement takes, with advice to shorten it."""
         first: tuple[float, int] | None = None
         estimated = False
 
-        def report(done: int, total: int | None, note: str) -> None:
+        def progress(done: int, total: int | None, note: str) -> None:
             nonlocal first, estimated
-            self.report(done, total, note)
+            self.options.progress(done, total, note)
             now = time.monotonic()
-            # the first batch also pays for loading and warming up
+            # the first batch includes loading and warming up
             if first is None:
                 first = now, done
             elif not estimated:
@@ -270,6 +240,6 @@ class _ModelMeasurement:
                 if total is not None:
                     left = (now - first[0]) * (total - done) / max(done - first[1], 1)
                     if advice and left > _MAX_SILENT_S:
-                        self.log(f"about {left / 60:.0f} more minutes; {advice}")
+                        self._log([f"about {left / 60:.0f} more minutes; {advice}"])
 
-        return report
+        return progress

@@ -1,8 +1,9 @@
-"""Metrics that need labels only, from a model's outputs; numpy and scikit-learn."""
+"""Metrics that need labels only, from a model's outputs."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -10,22 +11,9 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
-from opal_deploy.statistics import compute_risk_curve
+from opal_deploy.statistics import Mean, compute_risk_curve
 
 _TOP = 5
-
-RISK = "risk"
-"""The JSON key of the risk-coverage summary after its prefix: checkpoints keep `val_risk` for the metadata."""
-
-
-def accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-    """Return the share of images, 0 ... 1, whose largest logit is their label's.
-
-    Args:
-        logits: [N, C], N at least 1.
-        labels: [N], class indices.
-    """
-    return float((logits.argmax(axis=1) == labels).mean())
 
 
 def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: int) -> float:
@@ -38,20 +26,6 @@ def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: in
     """
     best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
     return float((best == labels[:, None]).any(axis=1).mean())
-
-
-def macro_f1(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-    """Return the unweighted mean, 0 ... 1, of the classes' F1 = 2 TP / (2 TP + FP + FN).
-
-    The mean is over classes that are a label or a prediction at least once, scikit-learn's default.
-
-    Args:
-        logits: [N, C], N at least 1.
-        labels: [N], class indices.
-    """
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, logits.argmax(axis=1), average="macro", zero_division=0.0))
 
 
 def margins(
@@ -72,42 +46,17 @@ def margins(
     return differences
 
 
-def confusion_matrix(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return counts int64 [C, C]: entry (t, p) is how many images of class t were predicted as class p.
-
-    Args:
-        logits: [N, C].
-        labels: [N], class indices.
-    """
-    num_classes = logits.shape[1]
-    flat = labels * num_classes + logits.argmax(axis=1)
-    counts = np.bincount(flat, minlength=num_classes * num_classes)
-    return counts.astype(np.int64).reshape(num_classes, num_classes)
-
-
-def cross_entropy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-    """Return the mean over images of -log softmax(logits)[label], in nats.
-
-    Args:
-        logits: [N, C], N at least 1.
-        labels: [N], class indices.
-    """
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    log_normaliser = np.log(np.exp(shifted).sum(axis=1))
-    return float((log_normaliser - shifted[np.arange(len(labels)), labels]).mean())
-
-
 def collapse_per_image(
     argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
 ) -> NDArray[np.float64]:
     """Return the spatial prototype collapse of each image (paper, Supp. D.1), float64 [N], 0 ... 1.
 
-    Per image of class c: 1 - (number of different cells among the true class's m channels - 1) / (m - 1).
+    For an image of class c: 1 - (number of different cells among the class's m channels - 1) / (m - 1).
 
     Args:
         argmax: [N, K], flat cell of each channel's maximum.
-        labels: [N], true classes.
-        prototypes_per_class: m; with one prototype nothing can collapse, and the score is 0.
+        labels: [N], class indices.
+        prototypes_per_class: m; a single prototype cannot collapse, and the score is 0.
     """
     m = prototypes_per_class
     if m == 1:
@@ -117,13 +66,6 @@ def collapse_per_image(
     different = 1 + (np.diff(cells, axis=1) != 0).sum(axis=1)  # [N]
     scores: NDArray[np.float64] = 1.0 - (different - 1) / (m - 1)
     return scores
-
-
-def spatial_prototype_collapse(
-    argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
-) -> float:
-    """Return the mean of `collapse_per_image` over N images, at least 1."""
-    return float(collapse_per_image(argmax, labels, prototypes_per_class).mean())
 
 
 @dataclass(frozen=True)
@@ -137,7 +79,7 @@ class Evaluation:
         spatial_prototype_collapse: mean over images, 0 ... 1 (paper, Supp. D.1); None for a network without slots.
         spatial_prototype_collapse_std: standard deviation over images, as the paper's table gives it.
         top5: top-5 accuracy, 0 ... 1; None with no more than 5 classes.
-        macro_f1: 0 ... 1.
+        macro_f1: mean F1, 0 ... 1, of the classes that are a label or a prediction at least once.
         risk: summary of the risk-coverage curve over the margin, see `RiskCurve.summary`; None without anchors.
     """
 
@@ -151,14 +93,14 @@ class Evaluation:
     risk: dict[str, Any] | None = None
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
-        """Return the metrics under their JSON keys, `<prefix>_accuracy` and so on; None is left out."""
+        """Return the metrics for JSON as `<prefix>_accuracy` and so on, without those that are None."""
         figures = {
             f"{prefix}_accuracy": self.accuracy,
             f"{prefix}_top5": self.top5,
             f"{prefix}_macro_f1": self.macro_f1,
             f"{prefix}_loss": self.loss,
             f"{prefix}_images": self.images,
-            f"{prefix}_{RISK}": self.risk,
+            f"{prefix}_risk": self.risk,
             "spatial_prototype_collapse": self.spatial_prototype_collapse,
             "spatial_prototype_collapse_std": self.spatial_prototype_collapse_std,
         }
@@ -172,7 +114,7 @@ def compute_metrics(
     prototypes_per_class: int = 1,
     margins: NDArray[np.float64] | None = None,
 ) -> Evaluation:
-    """Return every metric that these outputs suffice for.
+    """Return every metric that can be computed from these outputs.
 
     Args:
         logits: [N, C], N at least 1.
@@ -181,19 +123,22 @@ def compute_metrics(
         prototypes_per_class: m.
         margins: [N], see `metrics.margins`; None for a network without anchors.
     """
-    mean, std = None, None
+    from scipy.special import log_softmax
+    from sklearn.metrics import f1_score
+
+    predicted, mean, std = logits.argmax(axis=1), None, None
     if argmax is not None:
         collapse = collapse_per_image(argmax, labels, prototypes_per_class)
         mean, std = float(collapse.mean()), float(collapse.std())
-    risk = None if margins is None else compute_risk_curve(margins, logits.argmax(axis=1) == labels).summary()
+    risk = None if margins is None else compute_risk_curve(margins, predicted == labels).summary()
     return Evaluation(
         images=len(labels),
-        loss=cross_entropy(logits, labels),
-        accuracy=accuracy(logits, labels),
+        loss=-float(log_softmax(logits.astype(np.float64), axis=1)[np.arange(len(labels)), labels].mean()),
+        accuracy=float((predicted == labels).mean()),
         spatial_prototype_collapse=mean,
         spatial_prototype_collapse_std=std,
         top5=top_k_accuracy(logits, labels, _TOP) if logits.shape[1] > _TOP else None,
-        macro_f1=macro_f1(logits, labels),
+        macro_f1=float(f1_score(labels, predicted, average="macro", zero_division=0.0)),
         risk=risk,
     )
 
@@ -237,3 +182,26 @@ def measure_agreement(first: tuple[Outputs, Metadata], second: tuple[Outputs, Me
         equal = np.take_along_axis(a.argmax, block, axis=1) == np.take_along_axis(b.argmax, block, axis=1)
         same_cells = float(equal.mean())
     return Agreement(len(predicted), same_class, same_cells, largest_difference)
+
+
+def figures_to_dict(figures: Any) -> dict[str, Any]:
+    """Return a dataclass of figures for JSON, with its attributes' names as keys."""
+    return {field.name: _to_json(getattr(figures, field.name)) for field in fields(figures)}
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Mean):
+        return value.to_dict()
+    if is_dataclass(value):
+        return figures_to_dict(value)
+    if isinstance(value, dict):
+        return {key: _to_json(each) for key, each in value.items()}
+    return [_to_json(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def format_columns(rows: list[list[str]]) -> Iterator[str]:
+    """Yield the rows of a table as aligned lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield "  ".join([row[0].ljust(widths[0]), *numbers]).rstrip()

@@ -1,19 +1,19 @@
-"""The pointing game (Zhang et al. 2018): whether the evidence of right predictions lies on the object and its parts.
+"""The pointing game (Zhang et al. 2018): whether the evidence of correct predictions lies on the object and its parts.
 
-A cell of the evidence hits a region if its centre lies in it (for a part that is known as a point: near it, see
-`annotations.MARGIN`). The share of hits stands beside its expectation for random cells, which is exact, a mean over
-cells: for the object all cells of the image, for parts the cells whose centre lies in the object, since a method that
-merely finds the object scores like these.
+A cell of the evidence hits a region if its centre lies in it (for a part annotated as a point: near it, see
+`annotations.MARGIN`). The share of hits is compared with its exact expectation for random cells: all cells of the
+image for the object, and the cells whose centre lies in the object for parts, since a method that merely finds the
+object scores like these.
 
 Zhang et al., Top-Down Neural Attention by Excitation Backprop, International Journal of Computer Vision 126, 2018. They
-point once an image, at a map's maximum; here every slot of the predicted class points once.
+point once per image, at a map's maximum; here every slot of the predicted class points once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,12 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Points
+from opal_deploy.evaluation.metrics import figures_to_dict
 from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.statistics import Mean, mean_with_interval
 
-POINTING = "pointing_game"
-"""The JSON key of the summary."""
-
-# the most classes whose parts the terminal lists, and the parts of a class
+# the most classes whose parts are printed, and the most parts per class
 _MAX_CLASSES, _MAX_PARTS = 20, 3
 
 
@@ -38,11 +36,11 @@ class ImageHits:
 
     Attributes:
         annotation: of the image.
-        in_object: bool [m]; None where no object is known.
+        in_object: bool [m]; None if no object is known.
         on_parts: bool [m, Q].
-        random_object: share of all cells that lie in the object; None where no object is known.
+        random_object: share of all cells that lie in the object; None if no object is known.
         random_parts: [Q], share of the foreground cells on each part.
-        random_any, random_deciding: share of the foreground cells on some part, on some deciding part.
+        random_any, random_distinguishing: share of the foreground cells on any part, on any distinguishing part.
     """
 
     annotation: ImageAnnotation
@@ -51,12 +49,7 @@ class ImageHits:
     random_object: float | None
     random_parts: NDArray[np.float64]
     random_any: float
-    random_deciding: float
-
-    @property
-    def deciding(self) -> NDArray[np.bool_]:
-        """Which parts decide, bool [Q]."""
-        return np.array([bool(part.deciding) for part in self.annotation.parts], np.bool_)
+    random_distinguishing: float
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class Share:
 
     Attributes:
         hits: mean over images of the share of an image's cells that hit, with its interval (images are the unit).
-        random: the same, expected of random cells.
+        random: its expectation for random cells.
     """
 
     hits: Mean
@@ -78,20 +71,21 @@ class Share:
 
 @dataclass(frozen=True)
 class PartShare:
-    """How often the evidence of a class lies on one part, over the right predictions in which the part is visible.
+    """How often the evidence of a class lies on one part, over the correct predictions in which the part is visible.
 
     Attributes:
-        part: its name; `variant`: what it is called in this class, or empty.
-        deciding: whether it tells the class from others; None where nobody knows.
+        part: its name.
+        variant: the name of this class's variant of the part, or empty.
+        distinguishing: whether it distinguishes the class from others; None if unknown.
         images: share of images in which at least one cell of the evidence hits it.
         evidence: share of cells that hit it.
-        random: the same, expected of random foreground cells.
+        random: expectation of `evidence` for random foreground cells.
         slots: share of images in which the first, second, ... slot hits it.
     """
 
     part: str
     variant: str
-    deciding: bool | None
+    distinguishing: bool | None
     images: float
     evidence: float
     random: float
@@ -105,43 +99,38 @@ class PartShare:
 
 @dataclass(frozen=True)
 class PointingGame:
-    """The pointing game over the right predictions of a data set.
+    """The pointing game over the correct predictions of a data set.
 
     Attributes:
-        images: right predictions whose object or parts are known.
-        unknown: right predictions of which nothing is known; they are left out.
-        cells: cells of evidence an image, m.
-        object, part, deciding_part: shares of hits in the object, on some part, on some deciding part; None where the
-            annotations do not know it.
-        classes: class -> its parts, the most hit first; classes without right predictions are left out.
+        images: correct predictions with an annotated object or parts.
+        images_without_annotation: correct predictions that are left out.
+        cells_per_image: cells of evidence, m.
+        object, part, distinguishing_part: shares of hits in the object, on any part, on any distinguishing part; None
+            if the annotations do not have it.
+        classes: class -> its parts, the most hit first; classes without correct predictions are left out.
         rules: what counts as a hit and as foreground, for a person.
+        confidence: of the intervals.
     """
 
     images: int
-    unknown: int
-    cells: int
+    images_without_annotation: int
+    cells_per_image: int
     object: Share | None
     part: Share | None
-    deciding_part: Share | None
+    distinguishing_part: Share | None
     classes: dict[str, list[PartShare]]
     rules: str
+    confidence: float = 0.95
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the summary for JSON; what is not known is null."""
-        shares = {"object": self.object, "part": self.part, "deciding_part": self.deciding_part}
-        return {
-            "images": self.images,
-            "images_without_annotation": self.unknown,
-            "cells_per_image": self.cells,
-            **{name: None if share is None else share.to_dict() for name, share in shares.items()},
-            "classes": {name: [asdict(part) for part in parts] for name, parts in self.classes.items()},
-            "confidence": 0.95,
-            "rules": self.rules,
-        }
+        """Return the summary for JSON; unknown shares are null."""
+        shares = {"object": self.object, "part": self.part, "distinguishing_part": self.distinguishing_part}
+        known = {name: None if share is None else share.to_dict() for name, share in shares.items()}
+        return figures_to_dict(self) | known
 
 
 def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, grid: tuple[int, int]) -> ImageHits:
-    """Hold the evidence of one image against its annotation.
+    """Compare the evidence of one image with its annotation.
 
     Args:
         annotation: of the image.
@@ -152,7 +141,6 @@ def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, 
     cells = geometry.cell_centres(grid)
     known = annotation.has_object
     chance = annotation.on_parts(cells[annotation.foreground(geometry, grid)], geometry)  # [foreground cells, Q]
-    deciding = np.array([bool(part.deciding) for part in annotation.parts], np.bool_)
     return ImageHits(
         annotation,
         annotation.in_object(points) if known else None,
@@ -160,17 +148,17 @@ def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, 
         float(annotation.in_object(cells).mean()) if known else None,
         chance.mean(axis=0),
         float(chance.any(axis=1).mean()),
-        float(chance[:, deciding].any(axis=1).mean()),
+        float(chance[:, annotation.distinguishing].any(axis=1).mean()),
     )
 
 
-def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, unknown: int = 0) -> PointingGame | None:
+def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, left_out: int = 0) -> PointingGame | None:
     """Return the summary of the images' hits; None without images.
 
     Args:
         hits: of images with the same number of cells.
         annotations: the data set's, which describe the rules.
-        unknown: right predictions of which nothing is known.
+        left_out: number of correct predictions without annotation.
     """
     if not hits:
         return None
@@ -178,22 +166,27 @@ def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, unknown:
     for hit in hits:
         by_class[hit.annotation.label].append(hit)
     parted = [hit for hit in hits if hit.annotation.parts]
-    decided = [hit for hit in parted if any(part.deciding is not None for part in hit.annotation.parts)]
+    known = [hit for hit in parted if any(part.distinguishing is not None for part in hit.annotation.parts)]
     random_cells = f"random {annotations.foreground}"
     return PointingGame(
         len(hits),
-        unknown,
+        left_out,
         len(hits[0].on_parts),
         _share([(hit.in_object, hit.random_object) for hit in hits]),
         _share([(np.asarray(hit.on_parts.any(axis=1)), hit.random_any) for hit in parted]),
-        _share([(np.asarray(hit.on_parts[:, hit.deciding].any(axis=1)), hit.random_deciding) for hit in decided]),
+        _share(
+            [
+                (np.asarray(hit.on_parts[:, hit.annotation.distinguishing].any(axis=1)), hit.random_distinguishing)
+                for hit in known
+            ]
+        ),
         {name: _part_shares(by_class[name]) for name in sorted(by_class)},
         "; ".join(filter(None, (annotations.part_rule, random_cells))),
     )
 
 
-def _share(pairs: Sequence[tuple[NDArray[np.bool_] | None, float | None]]) -> Share | None:
-    """Return the share of (hits [m] of an image, expectation for random cells); None without any."""
+def _share(pairs: Sequence[tuple[NDArray[Any] | None, float | None]]) -> Share | None:
+    """Return the share over pairs of an image's hits, bool [m], and their expectation for random cells, if any."""
     known = [(hits, chance) for hits, chance in pairs if hits is not None and chance is not None]
     if not known:
         return None
@@ -216,7 +209,7 @@ def _part_shares(hits: Sequence[ImageHits]) -> list[PartShare]:
             PartShare(
                 name,
                 part.variant,
-                part.deciding,
+                part.distinguishing,
                 float(on_part.any(axis=1).mean()),
                 float(on_part.mean()),
                 float(np.mean([hit.random_parts[number] for hit, number in places])),
@@ -227,41 +220,42 @@ def _part_shares(hits: Sequence[ImageHits]) -> list[PartShare]:
 
 
 def play_pointing_game(result: EvaluationResult, annotations: Annotations, metadata: Metadata) -> PointingGame | None:
-    """Return the pointing game of an evaluated model's right predictions, image by image as in `annotations`.
+    """Return the pointing game of an evaluated model; `annotations` has one entry per image.
 
-    None if no right prediction has an annotation, or if single cells are not the model's evidence.
+    None if no correct prediction has an annotation, or if single cells are not the model's evidence.
     """
     argmax = result.outputs.argmax
     if metadata.evidence != "exact" or argmax is None:
         return None
-    m, hits, unknown = metadata.prototypes_per_class, [], 0
-    right = result.outputs.logits.argmax(axis=1) == result.labels
-    for number in np.flatnonzero(right).tolist():
+    m, hits, left_out = metadata.prototypes_per_class, [], 0
+    correct = result.outputs.logits.argmax(axis=1) == result.labels
+    for number in np.flatnonzero(correct).tolist():
         annotation, geometry = annotations.images[number], result.geometries[number]
         if not (annotation.has_object or annotation.parts):
-            unknown += 1
+            left_out += 1
             continue
         label = int(result.labels[number])
         cells = argmax[number, label * m : (label + 1) * m]
         points = geometry.cell_centres(metadata.grid)[cells]
         hits.append(count_hits(annotation, points, geometry, metadata.grid))
-    return summarize_hits(hits, annotations, unknown)
+    return summarize_hits(hits, annotations, left_out)
 
 
 def format_game(game: PointingGame) -> Iterator[str]:
-    """Yield the shares as a line, the rules as another, and for each of a few classes the parts that its slots hit."""
+    """Yield the shares, the rules, and for a few classes the parts that their slots hit."""
     shares = [
         f"{title} {format_share(share)}"
         for title, share in (
             ("in the object", game.object),
             ("on a part", game.part),
-            ("on a deciding part", game.deciding_part),
+            ("on a distinguishing part", game.distinguishing_part),
         )
         if share is not None
     ]
-    yield f"pointing game, {game.images:,} right predictions, {game.cells} cells each: {', '.join(shares)}"
-    left_out = f"; {game.unknown:,} right predictions without annotation left out" if game.unknown else ""
-    yield f"  [95 % interval over images]; {game.rules}{left_out}"
+    yield f"pointing game, {game.images:,} correct predictions, {game.cells_per_image} cells each: {', '.join(shares)}"
+    left_out = game.images_without_annotation
+    note = f"; {left_out:,} correct predictions without annotation left out" if left_out else ""
+    yield f"  [95 % interval over images]; {game.rules}{note}"
     if len(game.classes) <= _MAX_CLASSES:
         for name, parts in game.classes.items():
             if parts:
@@ -275,24 +269,24 @@ def format_share(share: Share) -> str:
 
 
 def format_parts(parts: Sequence[PartShare]) -> str:
-    """Return the parts that hold evidence in most images of a class; those that decide first, if that is known."""
+    """Return the parts that hold evidence in most images of a class; known distinguishing parts come first."""
 
     def listed(some: Sequence[PartShare]) -> str:
         return ", ".join(f"{part.title} {100 * part.images:.0f} %" for part in some)
 
     most_hit = sorted(parts, key=lambda part: -part.images)
-    others = [part for part in most_hit if part.images > 0 and not part.deciding][:_MAX_PARTS]
-    deciding = [part for part in most_hit if part.deciding]
-    if not deciding:
+    others = [part for part in most_hit if part.images > 0 and not part.distinguishing][:_MAX_PARTS]
+    distinguishing = [part for part in most_hit if part.distinguishing]
+    if not distinguishing:
         return f"{listed(others) or 'no part'} of its images"
-    return f"deciding {listed(deciding)}; others {listed(others) or 'none'}"
+    return f"distinguishing {listed(distinguishing)}; others {listed(others) or 'none'}"
 
 
 def slot_table(game: PointingGame) -> tuple[list[str], list[list[str | int | float]]]:
-    """Return header and rows of slot_parts.csv: a row for each slot of each class, a column for each part.
+    """Return header and rows of slot_parts.csv: one row per class and slot, one column per part.
 
-    An entry is the share of the class's right predictions with the part visible in which the slot hits it; empty where
-    the part is never visible.
+    An entry is the share of images in which the slot hits the part, over the class's correct predictions in which the
+    part is visible; empty if it is never visible.
     """
     names = sorted({part.part for parts in game.classes.values() for part in parts})
     rows: list[list[str | int | float]] = []
@@ -300,6 +294,6 @@ def slot_table(game: PointingGame) -> tuple[list[str], list[list[str | int | flo
         by_name = {part.part: part.slots for part in parts}
         rows += [
             [class_name, slot, *(by_name[name][slot] if name in by_name else "" for name in names)]
-            for slot in range(game.cells)
+            for slot in range(game.cells_per_image)
         ]
     return ["class", "slot", *names], rows

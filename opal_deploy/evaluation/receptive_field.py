@@ -1,7 +1,7 @@
 """The effective receptive field of a trained network's cells, measured with gradients.
 
 After Luo, Li, Urtasun and Zemel, "Understanding the effective receptive field in deep convolutional neural networks"
-(NeurIPS 2016): most of what a score depends on lies in a small part of what it can depend on.
+(NeurIPS 2016): a score depends mostly on a small part of its theoretical receptive field.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from torch import Tensor
 
 from opal_deploy.artifact.measurements import ENERGY_SHARE, ReceptiveField
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.faithfulness.measure import choose_samples
-from opal_deploy.evaluation.predictions import prepared_batches
-from opal_deploy.inference.types import Request
+from opal_deploy.evaluation.session import choose_samples, prepared_batches
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.receptive_field import compute_receptive_field
 from opal_deploy.preprocess.resize import normalise
@@ -34,29 +32,28 @@ def measure_receptive_field(network: OpalNetwork, samples: list[Sample], *, boxe
 
     Args:
         network: trained; left in evaluation mode.
-        samples: the images are 16 of them, evenly over the classes, or all if there are no more; at least one.
+        samples: at least one; up to 16 of them are used, evenly over the classes.
         boxes: crop to the samples' boxes.
 
     Raises:
-        UsageError: names an image that cannot be used.
+        UsageError: an image cannot be used.
     """
     field = compute_receptive_field(network.backbone, network.config.input_size)
     if network.config.head.evidence != "exact":
         return field
     chosen = [samples[index] for index in choose_samples(samples, _IMAGES)]
-    requests = (Request(str(sample.path), sample.path, sample.box if boxes else None) for sample in chosen)
-    batches = [pixels for pixels, _ in prepared_batches(requests, network.config.input_size, _BATCH, workers=2)]
-    return measure_effective_field(network, np.concatenate(batches), field)
+    batches = prepared_batches(chosen, network.config.input_size, boxes=boxes, batch=_BATCH)
+    return measure_effective_field(network, np.concatenate([pixels for pixels, _ in batches]), field)
 
 
 def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], field: ReceptiveField) -> ReceptiveField:
     """Return `field` with the effective receptive field of a trained network, measured on images.
 
     For each image and each slot of its predicted class, the gradient of the slot's score at its cell with respect to
-    the normalised input is squared, summed over colours, and divided by its sum over pixels: each slot of each image
-    counts alike. `effective_offset` is the mean of these shares' centroids, over slots, images and both axes, less
-    `stride` times the cell. `effective` is the side of the smallest square of whole pixels around that centre of the
-    cell in which the mean of the shares reaches 90 %; it may reach beyond the image, where there is no energy.
+    the normalised input is squared, summed over colours, and divided by its sum over pixels, so that all slots of all
+    images have equal weight. `effective_offset` is the mean centroid of these shares, over slots, images and both axes,
+    minus `stride` times the cell. `effective` is the side of the smallest square of whole pixels around that centre in
+    which the mean of the shares reaches 90 %; it may reach beyond the image, where there is no energy.
 
     Args:
         network: with `exact` evidence; left in evaluation mode.

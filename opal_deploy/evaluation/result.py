@@ -1,4 +1,4 @@
-"""What `evaluate_model` returns, and its text: a few lines a model, and one table of several."""
+"""The result of `evaluate_model`, and its text: a few lines per model, and a table of several models."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import pluralize
-from opal_deploy.evaluation.calibration import CalibrationReport
-from opal_deploy.evaluation.faithfulness.measure import Faithfulness
-from opal_deploy.evaluation.metrics import Agreement, Evaluation
+from opal_deploy.evaluation.calibration import CalibrationFigures
+from opal_deploy.evaluation.faithfulness import Faithfulness
+from opal_deploy.evaluation.metrics import Agreement, Evaluation, format_columns
 from opal_deploy.evaluation.parts import PartFigures
-from opal_deploy.evaluation.pointing import POINTING, PointingGame
+from opal_deploy.evaluation.pointing import PointingGame
 from opal_deploy.evaluation.session import EvaluationResult
-from opal_deploy.statistics import Threshold
+from opal_deploy.statistics import RiskCurve, Threshold
 
 
 @dataclass(frozen=True)
 class ModelEvaluation:
-    """What was measured of one model.
+    """The figures of one model.
 
     Attributes:
-        path: of the model.
+        path: the model's file.
         session: the runtime that ran it: engine, device, threads, precision.
         split: of the data set.
         boxes: whether images were cropped to their boxes.
-        metadata: of the model.
+        metadata: the model's.
         evaluation: metrics, labels, outputs and margins of the images.
-        threshold: the least margin for `target_error`; None where that was not asked for.
-        calibration: how far the probabilities are from the shares of right predictions; None where not measured.
-        receptive_field: what a cell of the model sees; None where it is not known.
-        pointing_game: whether evidence lies on objects and parts; None where it was not played.
-        faithfulness: what removing evidence changes; None where it was not measured.
-        agreements: path and agreement of each model that was measured before this one; None where not compared.
-        out: the folder of the files that were written; None without.
+        threshold: the smallest margin for `target_error`; None if that was not asked for.
+        calibration: how far the probabilities are from the observed accuracy; None if not measured.
+        receptive_field: of the model's cells; None if unknown.
+        pointing_game: whether evidence lies on objects and parts; None if not measured.
+        faithfulness: what removing evidence changes; None if not measured.
+        agreements: path and agreement of each model measured before this one; None if not compared.
+        out: the folder of the written files, if any.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class ModelEvaluation:
     metadata: Metadata
     evaluation: EvaluationResult
     threshold: Threshold | None = None
-    calibration: CalibrationReport | None = None
+    calibration: CalibrationFigures | None = None
     receptive_field: ReceptiveField | None = None
     pointing_game: PointingGame | None = None
     faithfulness: Faithfulness | None = None
@@ -60,7 +60,7 @@ class ModelEvaluation:
 
     @property
     def accuracy(self) -> float:
-        """The share of images whose class was predicted, 0 ... 1."""
+        """The share of correctly classified images, 0 ... 1."""
         return self.metrics.accuracy
 
     @property
@@ -74,7 +74,7 @@ class ModelEvaluation:
             "threshold": self.threshold,
             "calibration": self.calibration,
             "receptive_field": self.receptive_field,
-            POINTING: self.pointing_game,
+            "pointing_game": self.pointing_game,
             "faithfulness": self.faithfulness,
         }
         document: dict[str, Any] = {
@@ -98,11 +98,11 @@ class ModelEvaluation:
 def format_metrics(result: ModelEvaluation) -> Iterator[str]:
     """Yield the metrics of one model in a few lines."""
     metrics, parts = result.metrics, result.parts
-    crop = "" if result.boxes else ", boxes left out"
+    crop = "" if result.boxes else ", not cropped to boxes"
     images = pluralize(metrics.images, f"{result.split} image", f"{result.split} images")
-    yield (f"{result.path} in {result.session}, {images}{crop}")
+    yield f"{result.path} in {result.session}, {images}{crop}"
     top5 = "" if metrics.top5 is None else f", top-5 {metrics.top5:.2%}"
-    yield (f"accuracy {metrics.accuracy:.2%}{top5}, macro F1 {metrics.macro_f1:.2%}, cross-entropy {metrics.loss:.4f}")
+    yield f"accuracy {metrics.accuracy:.2%}{top5}, macro F1 {metrics.macro_f1:.2%}, cross-entropy {metrics.loss:.4f}"
     if metrics.spatial_prototype_collapse is not None:
         spread = _percent(100 * metrics.spatial_prototype_collapse, 100 * (metrics.spatial_prototype_collapse_std or 0))
         yield f"spatial prototype collapse {spread} % (mean and standard deviation over images)"
@@ -152,11 +152,41 @@ def format_table(results: Sequence[ModelEvaluation]) -> Iterator[str]:
                 _percent(parts.purity, parts.purity_std),
             ]
     columns = [column for column in zip(*rows, strict=True) if any(cell != "-" for cell in column[1:])]
-    widths = [max(map(len, column)) for column in columns]
     yield ""
-    for row in zip(*columns, strict=True):
-        numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        yield "  ".join([row[0].ljust(widths[0]), *numbers])
+    yield from format_columns([list(row) for row in zip(*columns, strict=True)])
+
+
+def format_curve(curve: RiskCurve) -> Iterator[str]:
+    """Yield the risk-coverage curve as a line."""
+    summary = curve.summary()
+    shares = ", ".join(
+        f"{share:.1%} at {100 * float(rate):g} %" for rate, share in summary["coverage_at_error"].items()
+    )
+    yield (
+        f"risk-coverage over the margin: error {curve.error:.2%} without abstaining ({curve.images:,} images), AURC "
+        f"{curve.aurc:.4f}; coverage by error rate on these images: {shares}"
+    )
+
+
+def format_threshold(threshold: Threshold, smallest: float | None = None) -> str:
+    """Return the threshold chosen for an error rate as a line, or the reason why there is none.
+
+    Args:
+        threshold: as chosen.
+        smallest: the smallest error rate that these images support; None if none.
+    """
+    target = f"an error rate of at most {100 * threshold.target:g} %"
+    if threshold.min_margin is None:
+        advice = (
+            "no rate works" if smallest is None else f"--target-error {100 * smallest:g}% is the smallest that works"
+        )
+        return f"no --min-margin is known to give {target}: {threshold.reason}; {advice}"
+    return (
+        f"--min-margin {threshold.min_margin!r} for {target}: answers {threshold.coverage:.1%} of "
+        f"{threshold.images:,} images, {threshold.wrong} of {threshold.answered:,} wrong; with "
+        f"{threshold.confidence:.0%} confidence at most {100 * threshold.bound:.2f} % wrong on similar images "
+        "(one-sided Clopper-Pearson bound)"
+    )
 
 
 def _percent(value: float | None, spread: float | None = None, *, digits: int = 1) -> str:

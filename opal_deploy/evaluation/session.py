@@ -1,8 +1,11 @@
-"""Metrics of a deployed model: a data set run in any session, of a checkpoint, an ONNX file or an engine."""
+"""Run a labelled data set through a session, and compute the metrics of its outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,27 +15,30 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, from_session
+from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
 from opal_deploy.evaluation.parts import PartFigures, PartMeter
-from opal_deploy.evaluation.predictions import predict_samples
-from opal_deploy.logs import Progress
+from opal_deploy.inference.decoding.prepare import prepare
+from opal_deploy.inference.executor import prefetch
+from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request
+from opal_deploy.logs import Progress, no_progress
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import ImageBatch, Session
 
-_NOT_CROPPED = "the protocol crops to the boxes; leave --no-boxes out"
+# threads that decode images
+_WORKERS = 2
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The metrics and outputs of a model on N images.
+    """Metrics and outputs of a model on N images.
 
     Attributes:
         evaluation: the metrics that need labels only.
         parts: the figures that need part locations; None without.
         labels: [N], class indices.
-        outputs: of the model, without attention maps.
-        geometries: of the images.
+        outputs: the model's outputs without attention maps.
+        geometries: one per image.
         margins: [N], see `metrics.margins`; None for a model without anchors.
     """
 
@@ -54,51 +60,107 @@ def evaluate_session(
     *,
     boxes: bool = True,
     batch: int = 16,
-    workers: int = 2,
     parts: PartLocations | None = None,
     seed: int = 0,
-    report: Progress | None = None,
+    progress: Progress = no_progress,
     model: str = "the model",
 ) -> EvaluationResult:
     """Evaluate a session on `samples` (at least one).
 
     Args:
-        session: of a model whose classes are those of the samples' labels.
-        boxes: crop to the samples' boxes; False shows what leaving them out costs.
-        batch: images a forward pass.
-        workers: threads that decode.
-        parts: of the samples; None leaves consistency, stability and purity out.
+        session: of a model with the samples' classes.
+        samples: the labelled images.
+        boxes: crop to the samples' boxes.
+        batch: batch size.
+        parts: the samples' part locations; None leaves out consistency, stability and purity.
         seed: of stability's noise, 0 or more.
-        report: called with images done and in all.
+        progress: receives the number of images done and in all.
         model: the name in error messages.
 
     Raises:
-        UsageError: names an image that cannot be used, or the first whose logits are not finite.
+        UsageError: an image cannot be used, or the logits for an image are not finite.
     """
     metadata = session.metadata
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
-    run: Callable[[ImageBatch], Outputs] = session.run
-    meter = None
-    if parts is not None:
-        source = from_session(session)
-        if not boxes:
-            reasons = dict.fromkeys((CONSISTENCY, STABILITY, PURITY), _NOT_CROPPED)
-            source = replace(source, unavailable={**reasons, **source.unavailable})
-        meter = PartMeter(source, parts, labels, seed=seed)
-        run = source.run
-    outputs, geometries = predict_samples(
-        run,
-        samples,
-        metadata.input_size,
-        boxes=boxes,
-        batch=batch,
-        workers=workers,
-        watch=meter,
-        report=report,
-        model=model,
-    )
+    meter = None if parts is None else PartMeter(session, parts, labels, cropped=boxes, seed=seed)
+    run: Callable[[ImageBatch], Outputs] = session.run if meter is None else meter.run
+    batches: list[Outputs] = []
+    geometries: list[Geometry] = []
+    for pixels, batch_geometries in prepared_batches(samples, metadata.input_size, boxes=boxes, batch=batch):
+        outputs, done = run(pixels), len(geometries)
+        _check_finite(outputs, samples[done : done + len(pixels)], model)
+        if meter is not None:
+            meter.add(done, pixels, outputs)
+        # attention maps are too large to keep
+        batches.append(replace(outputs, attention=None))
+        geometries += batch_geometries
+        progress(len(geometries), len(samples), "evaluating")
+    outputs = Outputs.concatenate(batches)
     m = metadata.prototypes_per_class
     top2_margins = None if outputs.scores is None else margins(outputs.logits, outputs.scores, m, metadata.epsilon)
     evaluation = compute_metrics(outputs.logits, labels, outputs.argmax, m, top2_margins)
     part_figures = meter.figures(outputs.scores, outputs.argmax, geometries) if meter else None
     return EvaluationResult(evaluation, part_figures, labels, outputs, geometries, top2_margins)
+
+
+def _check_finite(outputs: Outputs, samples: list[Sample], model: str) -> None:
+    """Raise UsageError if a row of logits is not finite; argmax and means would hide it."""
+    finite = np.isfinite(outputs.logits).all(axis=1)
+    if not finite.all():
+        raise UsageError(
+            f"{model}: its logits for {samples[int(finite.argmin())].path} are not finite numbers; its weights are "
+            "damaged or its precision is too low: use an earlier checkpoint, or export fp32"
+        )
+
+
+def prepared_batches(
+    samples: Sequence[Sample], size: tuple[int, int], *, boxes: bool = True, batch: int
+) -> Iterator[tuple[Pixels, list[Geometry]]]:
+    """Yield uint8 [n, H0, W0, 3] for up to `batch` samples at a time, prepared as in inference, with their geometries.
+
+    Raises:
+        UsageError: an image cannot be used.
+    """
+
+    def prepared(sample: Sample) -> Prepared:
+        request = Request(str(sample.path), sample.path, sample.box if boxes else None)
+        return prepare(request, size, InferenceOptions())
+
+    with ThreadPoolExecutor(_WORKERS, "decode") as pool:
+        ready = prefetch((pool.submit(prepared, sample) for sample in samples), 2 * batch)
+        while group := list(itertools.islice(ready, batch)):
+            images = [_check_usable(entry) for entry in group]
+            yield np.stack([pixels for pixels, _ in images]), [geometry for _, geometry in images]
+
+
+def _check_usable(entry: Prepared) -> tuple[Pixels, Geometry]:
+    if entry.pixels is None or entry.geometry is None:
+        raise UsageError(f"{entry.request.name}: {entry.error or 'unusable'}; remove it from the data set")
+    return entry.pixels, entry.geometry
+
+
+def choose_samples(samples: Sequence[Sample], limit: int) -> list[int]:
+    """Return ascending indices of `limit` samples, or of all if there are fewer; deterministic.
+
+    The counts of classes differ by at most one, except where a class has no images left; within a class the choice is
+    spread evenly over its images.
+    """
+    by_class: dict[int, list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        by_class[sample.label].append(index)
+    shares = dict.fromkeys(sorted(by_class), 0)
+    remaining = min(limit, len(samples))
+    while remaining:
+        open_classes = [label for label in shares if shares[label] < len(by_class[label])]
+        if remaining < len(open_classes):
+            open_classes = [open_classes[i] for i in _spread(len(open_classes), remaining)]
+        for label in open_classes:
+            shares[label] += 1
+        remaining -= len(open_classes)
+    chosen = [by_class[label][i] for label, share in shares.items() for i in _spread(len(by_class[label]), share)]
+    return sorted(chosen)
+
+
+def _spread(number: int, share: int) -> list[int]:
+    """Return `share` different indices spread evenly over `number`."""
+    return [int(index) for index in (np.arange(share) * number) // max(share, 1)]

@@ -41,7 +41,7 @@ def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, 
     out = tmp_path / "demo"
     printed, figures = run_demo(opal, out, "--epochs", 2, "--train-per-class", 8)
     assert [line.split()[2] for line in printed.splitlines() if line.startswith("$ opal-deploy")] == [*COMMANDS]
-    assert figures["pointing_game"]["deciding_part"]["count"] == figures["pointing_game"]["images"]
+    assert figures["pointing_game"]["distinguishing_part"]["count"] == figures["pointing_game"]["images"]
     records = [json.loads(line) for line in (out / "explanations" / "results.jsonl").read_text().splitlines()]
     assert len(records) == 8 * 15
     assert all(record["status"] == "ok" and record["model_sha256"] for record in records)
@@ -62,6 +62,6 @@ def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, 
 @pytest.mark.timeout(1200)
 def test_its_answers_are_right_for_the_right_reason(opal, tmp_path):
     _, figures = run_demo(opal, tmp_path / "demo")
-    deciding = figures["pointing_game"]["deciding_part"]
+    distinguishing = figures["pointing_game"]["distinguishing_part"]
     assert figures["test_accuracy"] >= 0.95
-    assert deciding["mean"] >= 2.5 * deciding["random"]
+    assert distinguishing["mean"] >= 2.5 * distinguishing["random"]

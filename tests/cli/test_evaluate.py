@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from opal_deploy import evaluate_model, load
-from opal_deploy.cli.evaluate import evaluate
+from opal_deploy import evaluate_model, evaluate_models, load
 from opal_deploy.errors import UsageError
 
 Metrics = Callable[..., Any]
@@ -84,49 +83,55 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def metrics(capsys: pytest.CaptureFixture[str]) -> Metrics:
-    """Evaluate models and return the JSON document."""
+def lines() -> list[str]:
+    """The lines that `metrics` logged."""
+    return []
 
-    def run(data: Path, *models: Path, **options: object) -> Any:
-        evaluate(data, list(models), **{"threads": 1, "batch": 5, "as_json": True, **options})  # type: ignore[arg-type]
-        return json.loads(capsys.readouterr().out)
+
+@pytest.fixture
+def metrics(lines: list[str]) -> Metrics:
+    """Evaluate models and return what `--json` prints."""
+
+    def run(data: Path, *models: Path, **options: Any) -> Any:
+        results = evaluate_models(models, data, **{"threads": 1, "batch": 5, "log": lines.append, **options})
+        documents = [result.to_dict() for result in results]
+        return documents[0] if len(documents) == 1 else documents
 
     return run
 
 
 def test_checkpoint_and_export_agree_in_one_table_and_a_list(
-    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, model: Path, opal: Callable[..., Any]
 ) -> None:
     checkpoint = model.with_suffix(".pt")
-    evaluate(folder, [checkpoint, model], threads=1, as_json=True)
-    printed = capsys.readouterr()
+    printed = opal("evaluate", folder, "--model", checkpoint, "--model", model, "--threads", "1", "--json")
 
-    reference, exported = json.loads(printed.out)
+    reference, exported = json.loads(printed.stdout)
     assert [reference["model"], exported["model"]] == [str(checkpoint), str(model)]
     assert exported["test_loss"] == pytest.approx(reference["test_loss"], abs=1e-6)
     for name in ("test_accuracy", "test_macro_f1", "spatial_prototype_collapse", "spatial_prototype_collapse_std"):
         assert exported[name] == reference[name]
-    # gradients come with the checkpoint alone
+    # only a checkpoint has gradients
     assert (reference["receptive_field"]["images"], exported["receptive_field"]["images"]) == (12, 0)
     assert reference["receptive_field"]["size"] == exported["receptive_field"]["size"] == 527
     # four classes, no parts
     assert not {"test_top5", "prototype_consistency", "part_purity", "unavailable"} & exported.keys()
 
-    first = printed.err.splitlines()[0]
+    first = printed.stderr.splitlines()[0]
     assert first == f"read as imagefolder from {folder}: 4 classes, 12 images to train on, 12 to validate, 12 to test"
-    header, *rows = printed.err.splitlines()[-3:]
+    header, *rows = printed.stderr.splitlines()[-3:]
     # a metric that no model has gets no column
     assert header.split() == ["model", "top-1", "macro", "F1", "loss", "collapse"]
     assert [row.split()[0] for row in rows] == [str(checkpoint), str(model)]
     assert rows[0].split()[1:] == rows[1].split()[1:]
 
 
-def test_the_function_measures_what_the_command_prints_and_prints_nothing(
+def test_the_function_takes_a_loaded_model_reports_progress_and_prints_nothing(
     folder: Path, model: Path, metrics: Metrics, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = metrics(folder, model)
-    lines: list[str] = []
     notes: list[tuple[int, int | None]] = []
+    lines: list[str] = []
     result = evaluate_model(
         load(model, device="cpu", threads=1), str(folder), batch=5, log=lines.append,
         progress=lambda done, total, note: notes.append((done, total)),
@@ -135,8 +140,7 @@ def test_the_function_measures_what_the_command_prints_and_prints_nothing(
     assert (result.accuracy, result.metrics.images) == (document["test_accuracy"], 12)
     assert f"accuracy {result.accuracy:.2%}" in "\n".join(lines)
     assert notes[-1] == (12, 12)
-    (whole,) = evaluate_model([model], folder, split="all", threads=1)
-    assert whole.metrics.images == 36
+    assert evaluate_model(model, folder, split="all", threads=1).metrics.images == 36
     assert capsys.readouterr() == ("", "")
     with pytest.raises(UsageError, match="no such model"):
         evaluate_model(folder / "none.onnx", folder)
@@ -151,7 +155,7 @@ def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_othe
     path = tmp_path / "model.pt"
     shutil.copy(model.with_suffix(".pt"), path)
     document = metrics(folder, path, split="val", record=True)["calibration"]
-    assert document["fitted"]["reason"] == "12 validation images, and at least 50 are needed"
+    assert document["fitted"]["reason"] == "12 validation images, but at least 50 are needed"
     stored = checkpoints.load(path)
     assert stored.calibration == Calibration.from_dict(document["fitted"])
     # only such images calibrate
@@ -175,11 +179,11 @@ def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(
     folder: Path, model: Path, metrics: Metrics, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    document = metrics(folder, model, out=out, target_error="80%")
+    document = metrics(folder, model, out=out, target_error=0.8)
 
     assert json.loads((out / "evaluation.json").read_text()) == document
     rows = _rows(out / "confusion.csv")
-    assert [row.pop("truth") for row in rows] == LABELS
+    assert [row.pop("label") for row in rows] == LABELS
     assert {tuple(row) for row in rows} == {tuple(LABELS)}
     counts = [[int(cell) for cell in row.values()] for row in rows]
     assert [sum(row) for row in counts] == [3, 3, 3, 3]
@@ -218,35 +222,33 @@ def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(
 
 
 def test_a_model_without_prototypes_has_neither_collapse_nor_cosines_and_its_crop_is_compared_with_the_data(
-    folder: Path, linear: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, linear: Path, metrics: Metrics, lines: list[str], tmp_path: Path
 ) -> None:
     from opal_deploy.model import checkpoint as checkpoints
 
     path = tmp_path / "cropped.pt"
     checkpoints.save(path, replace(checkpoints.load(linear), crop="boxes"))
-    evaluate(folder, [path], threads=1, out=tmp_path / "out", dataset="imagefolder", as_json=True)
-    printed = capsys.readouterr()
-    assert f"warning: {path} says it was trained on images cropped" in printed.err
-    assert "spatial_prototype_collapse" not in json.loads(printed.out)
+    document = metrics(folder, path, out=tmp_path / "out", dataset="imagefolder")
+    assert f"warning: {path} was trained on images cropped to boxes" in "\n".join(lines)
+    assert "spatial_prototype_collapse" not in document
     predictions = _rows(tmp_path / "out" / "predictions.csv")
     assert {(row["cosine"], row["margin"]) for row in predictions} == {("", "")}
 
 
 def test_a_folder_without_splits_is_measured_whole_if_asked_for(
-    folder: Path, linear: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, linear: Path, metrics: Metrics, lines: list[str], tmp_path: Path
 ) -> None:
     from opal_deploy.model import checkpoint as checkpoints
 
     whole = folder / "train"
-    with pytest.raises(UsageError, match=r"no test images; give --split all for all 12 if they were kept"):
-        evaluate(whole, [linear], threads=1, dataset="imagefolder")
+    with pytest.raises(UsageError, match=r"no test images; give --split all for all 12 if none was used in training"):
+        metrics(whole, linear, dataset="imagefolder")
     checkpoints.save(
         tmp_path / "trained.pt", replace(checkpoints.load(linear), training={"data": {"root": str(folder)}})
     )
-    evaluate(whole, [tmp_path / "trained.pt"], split="all", threads=1, dataset="imagefolder", as_json=True)
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["all_images"] == sum(1 for path in whole.rglob("*") if path.is_file())
-    assert f"was trained on images in {folder}, perhaps on some" in printed.err
+    document = metrics(whole, tmp_path / "trained.pt", split="all", dataset="imagefolder")
+    assert document["all_images"] == sum(1 for path in whole.rglob("*") if path.is_file())
+    assert f"was trained on images in {folder}, perhaps on these" in "\n".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -254,14 +256,15 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(
     [
         ({"dataset": "birds"}, "no data set is called 'birds'"),
         ({"parts": True}, r"no part locations .*; leave --parts out"),
+        ({"batch": 0}, "batch 0: expected at least 1"),
         ({"second": "nothing.onnx"}, r"nothing.onnx: no such model"),
         ({"out": "data/train/metrics"}, "would become part of the data set"),
-        ({"fill": ["grey"]}, "--fill 'grey': expected blur, mean, noise"),
-        ({"target_error": "often"}, "--target-error 'often': expected a percentage"),
-        ({"target_error": "5%"}, "12 labelled images cannot show .* even without errors, 59 are needed"),
+        ({"fill": ["grey"]}, "fill 'grey': expected one of blur, mean, noise"),
+        ({"target_error": 5.0}, "target_error 5.0: expected a share between 0 and 1"),
+        ({"target_error": 0.05}, "12 labelled images cannot show .* even without errors, 59 are needed"),
         (
             {"second": ["0", "1", "3", "2"]},
-            "4 classes each, but number 3 is '3' to the model and '2' in the data set; they must be",
+            "4 classes each, but number 3 is '3' in the model and '2' in the data set; they must be",
         ),
         ({"second": ["0", "1", "2"]}, r"knows 3 classes .0, ....,.* has 4 .* they must be the same, in the same order"),
     ],
@@ -308,9 +311,9 @@ def test_logits_that_are_not_finite_are_refused(folder: Path, linear: Path, metr
         (None, None, True, None),
         ("boxes", "boxes", True, None),
         (None, "boxes", False, None),
-        ("boxes", None, True, "cropped to their boxes and is measured on whole ones; the data set has no boxes"),
-        ("boxes", "boxes", False, "cropped to their boxes and is measured on whole ones; see --boxes"),
-        (None, "boxes", True, "whole images and is measured on images cropped to their boxes; see --no-boxes"),
+        ("boxes", None, True, "images cropped to boxes but is measured on whole ones; the data set has no boxes"),
+        ("boxes", "boxes", False, "images cropped to boxes but is measured on whole ones; see --boxes"),
+        (None, "boxes", True, "whole images but is measured on crops; see --no-boxes"),
     ],
 )
 def test_another_crop_than_in_training_is_a_warning(
@@ -324,9 +327,7 @@ def test_another_crop_than_in_training_is_a_warning(
     from opal_deploy.evaluation.inputs import describe_crop_mismatch
 
     text = describe_crop_mismatch(Path("model.pt"), trained, replace(read_dataset(folder), crop=cropped), boxes=boxes)
-    assert text.endswith(warning or "")
-    assert text.startswith("model.pt says it was trained on " if warning else text)
-    assert bool(text) == (warning is not None)
+    assert text == ("" if warning is None else f"model.pt was trained on {warning}")
 
 
 def test_names_that_are_not_utf8_are_written_as_infer_writes_them(
@@ -340,21 +341,19 @@ def test_names_that_are_not_utf8_are_written_as_infer_writes_them(
 
     predictions = _rows(tmp_path / "out" / "predictions.csv")
     assert [row["image"].split("/")[1] for row in predictions if row["label"] not in LABELS] == [r"cl\xff"] * 3
-    assert [row["truth"] for row in _rows(tmp_path / "out" / "confusion.csv")] == ["0", "1", "2", r"cl\xff"]
+    assert [row["label"] for row in _rows(tmp_path / "out" / "confusion.csv")] == ["0", "1", "2", r"cl\xff"]
     assert (tmp_path / "out" / "confusion.png").is_file()
 
 
 def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(
-    folder: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, model: Path, metrics: Metrics, lines: list[str], tmp_path: Path
 ) -> None:
     models, out = [model.with_suffix(".pt"), model], tmp_path / "out"
-    evaluate(folder, models, threads=1, faithfulness=True, limit=4, fill=["mean"], out=out, as_json=True)
-    printed = capsys.readouterr()
-    checkpoint, exported = json.loads(printed.out)
+    checkpoint, exported = metrics(folder, *models, faithfulness=True, limit=4, fill=["mean"], out=out)
 
     assert checkpoint["faithfulness"]["images"] == exported["faithfulness"]["images"] == 4
     names = ["contribution", "reverse", "random", "runner-up", "another class"]
-    rankings = [{row["order"]: row for row in each["faithfulness"]["removal"]} for each in (checkpoint, exported)]
+    rankings = [{row["ranking"]: row for row in each["faithfulness"]["rankings"]} for each in (checkpoint, exported)]
     assert set(names) <= rankings[1].keys()
     # Grad-CAM needs gradients
     assert rankings[0].keys() - rankings[1].keys() == {"grad-cam"}
@@ -370,16 +369,17 @@ def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(
     assert (agreement["with"], agreement["same_class"], agreement["same_cells"]) == (str(models[0]), 1.0, 1.0)
     assert agreement["largest_cosine_difference"] < 1e-5
 
-    assert "faithfulness: 4 images, at most" in printed.err
-    assert "random cells of the whole image (no foreground is known)" in printed.err
-    assert "agree on 100.00% of 12 answers and 100.00% of its cells" in printed.err
+    text = "\n".join(lines)
+    assert "faithfulness: 4 images, at most" in text
+    assert "random cells of the whole image (no foreground is known)" in text
+    assert "100.00% same class, 100.00% same cells" in text
     written = json.loads((out / "model.onnx" / "faithfulness.json").read_text())
     assert written == exported["faithfulness"]
     assert (out / "model.pt" / "faithfulness.png").read_bytes().startswith(PNG)
 
 
 def test_the_generated_set_has_parts_and_foreground(
-    metrics: Metrics, tmp_path: Path, capsys: pytest.CaptureFixture[str], opal: Callable[..., Any]
+    metrics: Metrics, lines: list[str], tmp_path: Path, opal: Callable[..., Any]
 ) -> None:
     from opal_deploy.synthetic import generate_dataset
 
@@ -387,14 +387,12 @@ def test_the_generated_set_has_parts_and_foreground(
         tmp_path / "data", num_species=4, train_per_class=1, val_per_class=1, test_per_class=3, size=(96, 96)
     )
     path, out = _save(tmp_path / "model.pt", list(data.classes), 2), tmp_path / "out"
-    evaluate(data.root, [path], threads=1, faithfulness=True, limit=2, fill=["mean"], out=out, as_json=True)
-    printed = capsys.readouterr()
-    document = json.loads(printed.out)
+    document = metrics(data.root, path, faithfulness=True, limit=2, fill=["mean"], out=out)
 
     assert "random cells of the creature" in document["faithfulness"]["random_control"]
-    # random weights predict at least one of twelve rightly here
+    # random weights predict at least one of twelve correctly here
     assert document["pointing_game"]["images"] == round(12 * document["test_accuracy"]) > 0
-    assert "on a deciding part" in printed.err
+    assert "on a distinguishing part" in "\n".join(lines)
     assert {row["slot"] for row in _rows(out / "slot_parts.csv")} == {"0", "1"}
 
     # infer says what was measured, once it is recorded in the model

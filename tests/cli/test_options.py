@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from opal_deploy.artifact.onnx_file import read_metadata
-from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.setup import parse_min_margin
+from opal_deploy.options import parse_rate
 from opal_deploy.statistics import choose_threshold, compute_risk_curve
 
 

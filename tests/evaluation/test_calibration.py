@@ -1,4 +1,4 @@
-"""The fit of a temperature and calibration errors, against definitions, torch's minimiser and simulated truth."""
+"""The fit of a temperature and calibration errors, against definitions, torch's minimiser and simulated labels."""
 
 import numpy as np
 import pytest
@@ -58,12 +58,12 @@ def test_exact_probabilities_show_only_what_chance_makes_and_wrong_ones_more():
     logits, labels = draw(600, seed=3)
     exact = measure_calibration(logits, labels, TRUE_TEMPERATURE)
     assert exact.ece == pytest.approx(exact.ece_perfect, abs=0.02)
-    assert exact.interval[0] < 0.02
+    assert exact.low < 0.02
     sharp = measure_calibration(logits, labels, TRUE_TEMPERATURE / 4)
     accuracy = (logits.argmax(axis=1) == labels).mean()
-    assert sharp.confidence > accuracy + 0.1
-    assert sharp.interval[0] > exact.ece
-    assert sharp.interval[0] < sharp.ece < sharp.interval[1]
+    assert sharp.mean_probability > accuracy + 0.1
+    assert sharp.low > exact.ece
+    assert sharp.low < sharp.ece < sharp.high
     # 40 images a bin, the standard deviation of the share of right ones is at most sqrt(0.25 / 40) = 0.08
     assert 0 < perfect_calibration_error(np.full(600, 0.5)) < 0.08
 
@@ -83,7 +83,7 @@ def test_a_calibration_is_measured_on_images_left_out_of_its_fit():
 @pytest.mark.parametrize(
     ("images", "label", "reason"),
     [
-        (49, None, "49 validation images, and at least 50"),
+        (49, None, "49 validation images, but at least 50"),
         (80, np.argmax, "0 of 80 validation"),
         (80, np.argmin, "80 of 80 validation"),
     ],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from opal_deploy.evaluation import consistency
+from opal_deploy.evaluation import parts
 
 RED = np.array([[0.0, 1.0, 0.5], [0.25, 0.0, 2.0], [1.0, 0.75, 0.125]], np.float32)
 # cv2.resize(RED, (8, 8), interpolation=cv2.INTER_CUBIC) of OpenCV 5.0.0
@@ -45,19 +45,19 @@ def _hot(cells):
     ids=["one cell", "of equals the first", "in one row", "border", "neighbour"],
 )
 def test_peaks(cells, rows, columns):
-    y, x = consistency.peak_locations(_hot(cells))[0, 0]
+    y, x = parts.peak_locations(_hot(cells))[0, 0]
     assert rows[0] <= y <= rows[1]
     assert columns[0] <= x <= columns[1]
 
 
 def test_maps_are_upsampled_as_opencv_does():
-    assert consistency.upsample(RED[None, None], 8)[0, 0] == pytest.approx(OPENCV, abs=3e-7)
-    assert consistency.peak_locations(RED[None, None], 8)[0, 0].tolist() == [3, 7]
+    assert parts.upsample(RED[None, None], 8)[0, 0] == pytest.approx(OPENCV, abs=3e-7)
+    assert parts.peak_locations(RED[None, None], 8)[0, 0].tolist() == [3, 7]
 
 
 def test_each_image_has_the_maps_of_its_own_class():
     attention = np.arange(2 * 6 * 4, dtype=np.float32).reshape(2, 6, 2, 2)
-    chosen = consistency.true_class_maps(attention, np.array([2, 0]), 2)
+    chosen = parts.true_class_maps(attention, np.array([2, 0]), 2)
     assert chosen.tolist() == [attention[0, 4:6].tolist(), attention[1, 0:2].tolist()]
 
 
@@ -80,7 +80,7 @@ def test_each_image_has_the_maps_of_its_own_class():
     ],
 )
 def test_a_visible_part_in_the_region_is_hit(centre, point, visible, expected):
-    hits = consistency.part_hits(np.array([[centre]]), np.array([[point]]), np.array([[visible]]))
+    hits = parts.part_hits(np.array([[centre]]), np.array([[point]]), np.array([[visible]]))
     assert hits.tolist() == [[[expected]]]
 
 
@@ -103,7 +103,7 @@ SEEN = [[True]] * 5
     ids=["5 of 5", "4 of 5", "3 of 5", "where visible", "never visible", "one part only", "mean over prototypes"],
 )
 def test_consistency(hit, visible, labels, expected):
-    assert consistency.consistency(np.array(hit), np.array(visible), np.array(labels)) == expected
+    assert parts.prototype_consistency(np.array(hit), np.array(visible), np.array(labels)) == expected
 
 
 def test_stability_counts_images_without_a_changed_hit_and_is_the_mean_over_prototypes():
@@ -111,27 +111,27 @@ def test_stability_counts_images_without_a_changed_hit_and_is_the_mean_over_prot
     noisy = clean.copy()
     noisy[2, 0, 14] = False
     labels = np.zeros(4, np.int64)
-    assert consistency.stability(clean, clean, labels) == 100.0
+    assert parts.prototype_stability(clean, clean, labels) == 100.0
     # a hit that noise adds is a change too
-    assert consistency.stability(clean, noisy, labels) == consistency.stability(noisy, clean, labels) == 75.0
+    assert parts.prototype_stability(clean, noisy, labels) == parts.prototype_stability(noisy, clean, labels) == 75.0
     clean = np.zeros((4, 2, 3), bool)
     noisy = clean.copy()
     noisy[0, :, 0] = True  # both prototypes on the only image of class 1
-    assert consistency.stability(clean, noisy, np.array([1, 4, 4, 4])) == 50.0
+    assert parts.prototype_stability(clean, noisy, np.array([1, 4, 4, 4])) == 50.0
 
 
 def test_noise_depends_on_seed_and_image_not_on_the_batch():
     images = np.zeros((5, 3, 8, 8), np.float32)
-    whole = consistency.add_noise(images, 0, seed=7)
-    parts = [consistency.add_noise(images[:2], 0, seed=7), consistency.add_noise(images[2:], 2, seed=7)]
-    assert np.array_equal(whole, np.concatenate(parts))
-    assert not np.array_equal(whole, consistency.add_noise(images, 0, seed=8))
+    whole = parts.add_noise(images, 0, seed=7)
+    batches = [parts.add_noise(images[:2], 0, seed=7), parts.add_noise(images[2:], 2, seed=7)]
+    assert np.array_equal(whole, np.concatenate(batches))
+    assert not np.array_equal(whole, parts.add_noise(images, 0, seed=8))
     assert len({noise.tobytes() for noise in whole}) == 5
 
 
 def test_noise_is_clipped_gaussian_and_added():
     images = np.full((2, 3, 64, 64), 1.5, np.float32)
-    noise = consistency.add_noise(images, 0, seed=0) - 1.5
+    noise = parts.add_noise(images, 0, seed=0) - 1.5
     assert np.abs(noise).max() == pytest.approx(0.25, abs=1e-6)
     # N(0, 0.2) is beyond 1.25 standard deviations 21.1 % of the time
     assert (np.abs(noise) > 0.2499).mean() == pytest.approx(0.211, abs=0.01)

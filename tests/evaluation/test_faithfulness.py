@@ -13,9 +13,9 @@ from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation
-from opal_deploy.evaluation.faithfulness.measure import check_evidence, max_forward_passes, measure_faithfulness
-from opal_deploy.evaluation.faithfulness.rankings import choose_foreground
-from opal_deploy.evaluation.faithfulness.tables import draw_curves, format_lines
+from opal_deploy.evaluation.faithfulness import format_faithfulness, max_forward_passes, measure_faithfulness
+from opal_deploy.evaluation.files import draw_curves
+from opal_deploy.evaluation.inputs import check_single_cells
 
 GRID, CELL = (4, 4), 8
 INPUT_SIZE = (GRID[0] * CELL, GRID[1] * CELL)
@@ -99,13 +99,12 @@ def painted(folder, cells):
 
 def _measure(session, samples, **options):
     annotations = Annotations([ImageAnnotation("shown")] * len(samples), "cells")
-    foreground = choose_foreground(annotations, GRID)
     chosen = options.pop("chosen", range(len(samples)))
-    return measure_faithfulness(session, samples, list(chosen), foreground, **options)
+    return measure_faithfulness(session, samples, list(chosen), annotations, **options)
 
 
 def _by_ranking(measured, baseline):
-    return {figures.ranking: figures for figures in measured.rankings if figures.baseline == baseline}
+    return {figures.ranking: figures for figures in measured.rankings if figures.fill == baseline}
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +153,8 @@ def test_the_evidence_falls_at_once_and_its_reverse_late(measured, baseline):
     assert evidence.deletion[1] < reverse.deletion[1] - 0.02
     assert evidence.insertion[1] > reverse.insertion[1] + 0.02
     assert evidence.deletion[2] == pytest.approx(reverse.deletion[2], abs=1e-12)
-    assert reverse.advantage.deletion.interval[0] > 0
-    assert reverse.advantage.insertion.interval[0] > 0
+    assert reverse.advantage.deletion_area.interval[0] > 0
+    assert reverse.advantage.insertion_area.interval[0] > 0
     # the same cells in the end: nothing to compare
     assert reverse.advantage.drop is None
 
@@ -170,8 +169,8 @@ def test_controls_show_nothing_and_the_evidence_beats_them(measured, baseline, c
     assert other.drop.interval == pytest.approx((0.0, 0.0), abs=1e-12)
     assert (other.evidence_share, other.class_kept, other.cells) == (0.0, 1.0, 2.0)
     assert other.advantage.drop.value == pytest.approx(evidence.drop.value, abs=1e-12)
-    assert other.advantage.deletion.interval[0] > 0.1
-    assert other.advantage.insertion.interval[0] > 0.05
+    assert other.advantage.deletion_area.interval[0] > 0.1
+    assert other.advantage.insertion_area.interval[0] > 0.05
     # the class is lost with its evidence only
     assert evidence.class_kept == 0.0
 
@@ -192,7 +191,7 @@ def test_evidence_that_is_made_up_is_no_better_than_controls(tmp_path):
 
     for control in ("random", "runner-up", "another class"):
         advantage = rankings[control].advantage
-        for difference in (advantage.deletion, advantage.insertion, advantage.drop):
+        for difference in (advantage.deletion_area, advantage.insertion_area, advantage.drop):
             assert difference.interval[0] < 0 < difference.interval[1]
 
 
@@ -211,7 +210,7 @@ def test_forward_passes_are_counted_and_within_the_estimate(two_cell_images):
     session = KnownSession(two_cells)
     done = []
     measured = _measure(
-        session, two_cell_images, baselines=("mean",), batch=5, report=lambda *what: done.append((what[0], what[1]))
+        session, two_cell_images, baselines=("mean",), batch=5, progress=lambda *what: done.append((what[0], what[1]))
     )
 
     assert measured.forward_passes == sum(session.batches)
@@ -266,7 +265,7 @@ def test_a_cell_follows_a_flip_by_the_centre_of_what_it_sees(tmp_path, center, s
 
 
 def test_text_plot_and_json_are_complete(measured, tmp_path):
-    text = "\n".join(format_lines(measured))
+    text = "\n".join(format_faithfulness(measured))
     for part in (
         "12 of 12 images",
         "2.0 different cells",
@@ -276,9 +275,9 @@ def test_text_plot_and_json_are_complete(measured, tmp_path):
     ):
         assert part in text
     document = json.loads(json.dumps(measured.to_dict()))
-    assert len(document["removal"]) == 3 * 5
-    row = next(row for row in document["removal"] if (row["fill"], row["order"]) == ("mean", "random"))
-    drop = row["evidence_better_by"]["drop"]
+    assert len(document["rankings"]) == 3 * 5
+    row = next(row for row in document["rankings"] if (row["fill"], row["ranking"]) == ("mean", "random"))
+    drop = row["advantage"]["drop"]
     assert drop["low"] <= drop["mean"]
     assert drop["count"] == 12
     assert document["forward_passes"] == measured.forward_passes
@@ -289,7 +288,7 @@ def test_text_plot_and_json_are_complete(measured, tmp_path):
 @pytest.mark.parametrize(("evidence", "why"), [("map", "averages over all cells"), ("none", "has no prototypes")])
 def test_a_model_without_single_cells_is_refused(evidence, why):
     with pytest.raises(UsageError, match=f"m.onnx: it {why}.*needs a model with evidence exact"):
-        check_evidence(replace(METADATA, evidence=evidence), "m.onnx")
+        check_single_cells(replace(METADATA, evidence=evidence), "m.onnx")
 
 
 def test_logits_that_are_not_finite_are_refused(tmp_path):

@@ -1,6 +1,5 @@
 """Part purity by hand; consistency, stability and purity of a perfect detector, a network and its export."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,15 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.networks import update_batch_norms
-from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.datasets import cub
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.attention_maps import MapSource, from_session
-from opal_deploy.evaluation.parts import TOP, PartMeter, measure_parts, merge_sides, patch_boxes, purity_by_channel
+from opal_deploy.evaluation.api import evaluate_model
+from opal_deploy.evaluation.parts import TOP, PartMeter, merge_sides, patch_boxes, purity_by_channel
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
@@ -25,7 +23,7 @@ from opal_deploy.export.files import plan_targets
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
-from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
+from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -176,8 +174,19 @@ def _measure(session, data, **options):
     return evaluate_session(session, data.test, parts=parts, **options)
 
 
+def _session(network, data):
+    return TorchSession(Checkpoint(network, data.class_names), device="cpu", threads=1)
+
+
+def _metadata(num_classes=6):
+    names = tuple(str(number) for number in range(num_classes))
+    return Metadata(names, M, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", GRID, (224, 224))
+
+
 class _Detector:
     """Channel k of a 7 x 7 map shines where part `k % m` is, whatever the noise."""
+
+    metadata, description = _metadata(), "a rule"
 
     def __init__(self, parts, num_classes):
         cells = np.clip(parts.truncated_input_points(224)[:, :M] // 32, 0, 6)  # [N, m, (x, y)]
@@ -188,6 +197,9 @@ class _Detector:
         self._clean = self._noisy = 0
 
     def run(self, images):
+        return self.run_with_attention(images)
+
+    def run_with_attention(self, images):
         self._clean += len(images)
         return self._outputs(self._clean - len(images), self._clean)
 
@@ -210,13 +222,12 @@ def test_a_perfect_detector_scores_a_hundred():
     parts = PartLocations(names, points, visible, np.tile([0.0, 0.0, 200.0, 200.0], (40, 1)))
     labels = np.arange(40) % 6
     detector = _Detector(parts, num_classes=6)
-    source = MapSource(M, (7, 7), (224, 224), (0.5,) * 3, (0.5,) * 3, detector.run, detector.run_normalised)
-    meter = PartMeter(source, parts, labels)
+    meter = PartMeter(detector, parts, labels)
     scores, cells = [], []
     for first in range(0, 40, 16):
         pixels = np.zeros((min(16, 40 - first), 224, 224, 3), np.uint8)
         outputs = detector.run(pixels)
-        meter(first, pixels, outputs)
+        meter.add(first, pixels, outputs)
         scores.append(outputs.scores)
         cells.append(outputs.argmax)
 
@@ -231,31 +242,30 @@ def test_a_perfect_detector_scores_a_hundred():
     assert clipped.purity < 100.0
 
 
-def test_network_checkpoint_and_export_agree(data, network, checkpoint, exported):
-    expected = measure_parts(network, data)
+def test_checkpoint_and_export_agree(data, checkpoint, exported):
     reference = _measure(TorchSession(checkpoint, device="cpu", threads=1), data)
     deployed = _measure(exported, data)
 
-    assert reference.parts == expected
-    assert deployed.parts == expected
+    assert deployed.parts == reference.parts
     assert deployed.outputs.attention is None
     assert deployed.evaluation.accuracy == reference.evaluation.accuracy
-    assert expected.unavailable == {}
+    assert reference.parts.unavailable == {}
     # otherwise the agreement would be one of nothing with nothing
-    assert 0.0 < expected.consistency < 100.0
-    assert expected.purity > 0.0
+    assert 0.0 < reference.parts.consistency < 100.0
+    assert reference.parts.purity > 0.0
 
 
 def test_the_batch_changes_nothing_and_the_seed_only_the_noise(data, network):
-    figures = measure_parts(network, data, batch=32)
-    assert measure_parts(network, data, batch=5) == figures
-    other = measure_parts(network, data, seed=1)
+    session = _session(network, data)
+    figures = _measure(session, data, batch=32).parts
+    assert _measure(session, data, batch=5).parts == figures
+    other = _measure(session, data, seed=1).parts
     assert replace(other, stability=figures.stability) == figures
 
 
 def test_average_pooling_has_maps_to_measure(data):
     network = _network(data.num_classes, HeadConfig(prototypes_per_class=M, pooling="avg", cws=False))
-    figures = measure_parts(network, data)
+    figures = _measure(_session(network, data), data).parts
     assert figures.unavailable == {}
     assert None not in (figures.consistency, figures.stability, figures.purity)
 
@@ -284,16 +294,16 @@ NO_FLOAT = f"no float32 input, which noise is added to; {AGAIN} --input float32"
             {"input_size": (224, 448)},
             dict.fromkeys(
                 FIGURES,
-                "its input is 224x448 and the protocol's regions are defined on 224x224; train it with --size 224",
+                "its input is 224x448, but the protocol's regions are defined on 224x224; train it with --size 224",
             ),
         ),
     ],
     ids=["no attention", "normalised in the graph", "no prototypes", "another size"],
 )  # fmt: skip
-def test_a_figure_that_cannot_be_measured_has_a_reason(exported, changes, reasons):
+def test_a_figure_that_cannot_be_measured_has_a_reason(data, exported, changes, reasons):
     metadata = replace(exported.metadata, **changes)
     session = SimpleNamespace(metadata=metadata, run=exported.run, run_normalised=exported.run_normalised)
-    assert from_session(session).unavailable == reasons
+    assert PartMeter(session, cub.read_parts(data.root, data.test), np.zeros(12, np.int64)).unavailable == reasons
 
 
 def test_what_can_be_measured_is_measured_all_the_same(data, exported):
@@ -307,31 +317,15 @@ def test_what_can_be_measured_is_measured_all_the_same(data, exported):
     assert list(parts.to_dict()["unavailable"]) == ["prototype_stability"]
 
 
-def test_a_network_without_figures_and_data_without_parts_or_tests_are_refused(data, network):
-    def of(head, side):
-        return OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", data.num_classes, (side, side), head))
-
-    for refused, samples, message in (
-        (of(HeadConfig(prototypes_per_class=M), 96), data, r"its input is 96x96 .* train it with --size 224"),
-        (of(LINEAR_BASELINE, 224), data, r"no prototypes \(evidence none\)"),
-        (network, replace(data, layout="imagefolder"), r"no part locations \(parts/part_locs.txt of CUB\)"),
-        (network, replace(data, test=[]), "no test images"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            measure_parts(refused, samples)
-
-
-def test_the_command_gives_the_same_figures(birds, data, network, checkpoint, capsys):
-    evaluate(birds, [checkpoint], dataset="cub", device="cpu", threads=1, as_json=True)
-    document = json.loads(capsys.readouterr().out)
-    figures = measure_parts(network, data)
+def test_the_function_gives_the_same_figures_as_shares(birds, data, checkpoint):
+    options = {"device": "cpu", "threads": 1, "log": lambda line: None}
+    document = evaluate_model(checkpoint, birds, dataset="cub", **options).to_dict()
+    figures = _measure(TorchSession(checkpoint, device="cpu", threads=1), data).parts
     assert document.items() >= figures.to_dict().items()
-    # shares in JSON, percent as in the paper elsewhere
-    assert document["prototype_consistency"] == (figures.consistency or 0) / 100
+    assert document["prototype_consistency"] == figures.consistency / 100
     assert "test_top5" in document
 
-    evaluate(birds, [checkpoint], device="cpu", threads=1, parts=False, as_json=True)
-    without = json.loads(capsys.readouterr().out)
+    without = evaluate_model(checkpoint, birds, parts=False, **options).to_dict()
     assert not {"prototype_consistency", "prototype_stability", "part_purity"} & without.keys()
     assert document.items() >= without.items()
 
@@ -340,7 +334,7 @@ def test_the_command_gives_the_same_figures(birds, data, network, checkpoint, ca
 def test_the_real_birds(cub_mini):
     data = read_dataset(cub_mini)
     few = replace(data, test=data.test[::16])
-    figures = measure_parts(_network(data.num_classes, HeadConfig()), few)
+    figures = _measure(_session(_network(data.num_classes, HeadConfig()), data), few).parts
     assert figures.images == len(few.test) == 16
     assert figures.prototypes == 5 * len({sample.label for sample in few.test})
     assert all(0.0 <= figure <= 100.0 for figure in (figures.consistency, figures.stability, figures.purity))

@@ -11,10 +11,10 @@ import torch
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.faithfulness.gradcam import GradCam
-from opal_deploy.evaluation.faithfulness.measure import choose_samples
-from opal_deploy.evaluation.faithfulness.perturbation import BASELINES, baseline_image, replace_cells
-from opal_deploy.evaluation.faithfulness.rankings import build_rankings, evidence_cells
+from opal_deploy.evaluation.api import BASELINES
+from opal_deploy.evaluation.perturbation import baseline_image, replace_cells
+from opal_deploy.evaluation.rankings import GradCam, build_rankings, evidence_cells
+from opal_deploy.evaluation.session import choose_samples
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise

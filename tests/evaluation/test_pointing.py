@@ -33,7 +33,7 @@ def test_hits_and_random_cells_are_counted_by_their_centres():
     assert hits.in_object is not None
     assert hits.in_object.tolist() == [True, True, True, False]
     assert hits.on_parts.tolist() == [[True, False], [False, True], [False, False], [False, False]]
-    assert (hits.random_object, hits.random_any, hits.random_deciding) == (4 / 16, 2 / 4, 1 / 4)
+    assert (hits.random_object, hits.random_any, hits.random_distinguishing) == (4 / 16, 2 / 4, 1 / 4)
     # the same object as a mask
     mask = np.zeros((80, 80), np.bool_)
     mask[20:60, 20:60] = True
@@ -91,34 +91,40 @@ def test_images_are_the_unit_and_only_right_predictions_with_annotations_count()
         [0, 0, 0, 1, 0],
     )
     assert game is not None
-    assert (game.images, game.unknown, game.cells) == (3, 1, 2)
+    assert (game.images, game.images_without_annotation, game.cells_per_image) == (3, 1, 2)
     assert game.object is not None
     assert game.part is not None
-    assert game.deciding_part is not None
+    assert game.distinguishing_part is not None
     assert game.object.hits.value == pytest.approx(np.mean([1, 0.5, 1]))
     assert game.part.hits.value == pytest.approx(np.mean([1, 0.5, 0.5]))
     assert (game.part.hits.count, game.part.random) == (3, pytest.approx(np.mean([0.5, 0.5, 0.25])))
-    assert game.deciding_part.hits.value == pytest.approx(np.mean([0.5, 0.5, 0]))
+    assert game.distinguishing_part.hits.value == pytest.approx(np.mean([0.5, 0.5, 0]))
     beak, tail = game.classes["a"]
     # where the beak is visible it is always hit, by the first slot
-    assert (beak.part, beak.deciding, beak.images, beak.evidence, beak.slots) == ("beak", True, 1.0, 0.5, (1.0, 0.0))
+    assert (beak.part, beak.distinguishing, beak.images, beak.evidence, beak.slots) == (
+        "beak",
+        True,
+        1.0,
+        0.5,
+        (1.0, 0.0),
+    )
     assert (tail.part, tail.images, tail.slots) == ("tail", pytest.approx(2 / 3), (0.0, pytest.approx(2 / 3)))
     assert pointing.slot_table(game)[1] == [["a", 0, 1.0, 0.0], ["a", 1, 0.0, tail.slots[1]]]
     document = json.loads(json.dumps(game.to_dict()))
     assert (document["object"]["random"], document["images_without_annotation"]) == (0.25, 1)
     text = list(pointing.format_game(game))
     assert "in the object 83.3 % [" in text[0]
-    assert "1 right predictions without annotation left out" in text[1]
-    assert text[2] == "  a: deciding beak 100 %; others tail 67 %"
+    assert "1 correct predictions without annotation left out" in text[1]
+    assert text[2] == "  a: distinguishing beak 100 %; others tail 67 %"
 
     none_hit = [replace(part, images=0.0) for part in (beak, tail)]
-    assert pointing.format_parts(none_hit) == "deciding beak 0 %; others none"
-    assert pointing.format_parts([replace(beak, deciding=None), tail]) == "beak 100 %, tail 67 % of its images"
+    assert pointing.format_parts(none_hit) == "distinguishing beak 0 %; others none"
+    assert pointing.format_parts([replace(beak, distinguishing=None), tail]) == "beak 100 %, tail 67 % of its images"
 
     # objects without parts; no right prediction; no single cells
     game = _play([replace(MIDDLE, parts=())], [[on_beak, off]], [0])
     assert game is not None
-    assert (game.part, game.deciding_part, list(pointing.format_game(game))[2:]) == (None, None, [])
+    assert (game.part, game.distinguishing_part, list(pointing.format_game(game))[2:]) == (None, None, [])
     assert _play([MIDDLE], [[on_beak, off]], [1]) is None
     nothing = _result(np.zeros((1, 6)), np.zeros(1, np.int64), np.zeros(1, np.int64))
     assert play_pointing_game(nothing, Annotations([MIDDLE], ""), replace(METADATA, evidence="map")) is None
@@ -134,7 +140,7 @@ def data(tmp_path_factory):
 def test_records_and_outputs_of_creatures_give_the_same_game(data):
     labels = np.array([sample.label for sample in data.test])
     annotations = annotate(data, data.test, boxes=True, parts=True)
-    # every slot looks at the cell that holds the centre of a deciding part
+    # every slot looks at the cell that holds the centre of a distinguishing part
     creatures = {str(data.root / each.image): each for each in read_annotations(data.root)}
     cells = np.zeros((len(labels), 6), np.int64)
     for row, sample in enumerate(data.test):
@@ -145,12 +151,12 @@ def test_records_and_outputs_of_creatures_give_the_same_game(data):
     metadata = replace(METADATA, grid=(16, 16))
     game = play_pointing_game(_result(cells, labels, predicted), annotations, metadata)
     assert game is not None
-    assert game.deciding_part is not None
-    assert game.deciding_part.hits.value > 2 * game.deciding_part.random > 0
+    assert game.distinguishing_part is not None
+    assert game.distinguishing_part.hits.value > 2 * game.distinguishing_part.random > 0
     assert {part.title for part in game.classes["bimlu"]} >= {"spike (crest)", "flippers (feet)"}
-    assert [part.part for part in game.classes["bimlu"] if part.deciding]
+    assert [part.part for part in game.classes["bimlu"] if part.distinguishing]
 
-    with pytest.raises(UsageError, match=r"no annotation of test/new\.png; take the image out, or leave"):
+    with pytest.raises(UsageError, match=r"no annotation of test/new\.png; remove the image, or use --no-parts"):
         annotate(data, [replace(data.test[0], path=data.root / "test" / "new.png")], boxes=True, parts=True)
 
 
@@ -182,7 +188,7 @@ def test_objects_of_a_coco_file_count_where_their_category_is_the_class_or_none_
     # the first image's class occurs, elsewhere; its own box is of something else
     assert objects(["animal", *classes[1:]]) == [0] + [1] * 8
     assert objects(["animal"], names[:1]) == [1] + [0] * 8
-    with pytest.raises(UsageError, match=r"objects\.json: it has no box of any of the 9 images, such as 0000\.png"):
+    with pytest.raises(UsageError, match=r"objects\.json: no boxes for any of the 9 images, such as 0000\.png"):
         objects(["animal"], ["other.png"])
 
 

@@ -14,7 +14,8 @@ from opal_deploy.artifact.measurements import describe_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.evaluation.record import build_evaluation, check_recordable, record_evaluation
+from opal_deploy.evaluation.files import build_evaluation, record_evaluation
+from opal_deploy.evaluation.inputs import check_recordable
 from opal_deploy.model import checkpoint
 from tests.builders import build_sidecar
 
@@ -24,14 +25,14 @@ DOCUMENT = {
     "part_purity": 0.6,
     "pointing_game": {
         "object": None, "part": {"mean": 0.634, "low": 0.6, "high": 0.667, "count": 201, "random": 0.141},
-        "deciding_part": None, "images": 201, "rules": "", "classes": {"a": []},
+        "distinguishing_part": None, "images": 201, "rules": "", "classes": {"a": []},
     },
     "faithfulness": {
         "images": 60, "random_control": "random cells",
-        "removal": [
-            {"fill": "blur", "order": "contribution", "class_kept": 0.5},
-            {"fill": "blur", "order": "random", "class_kept": 0.98, "evidence_better_by": {"drop": {"mean": 0.3}}},
-            {"fill": "mean", "order": "contribution", "class_kept": 0.4},
+        "rankings": [
+            {"fill": "blur", "ranking": "contribution", "class_kept": 0.5},
+            {"fill": "blur", "ranking": "random", "class_kept": 0.98, "advantage": {"drop": {"mean": 0.3}}},
+            {"fill": "mean", "ranking": "contribution", "class_kept": 0.4},
         ],
         "stability": [{"change": "JPEG quality 75", "same_cell": {"mean": 0.88}},
                       {"change": "horizontal flip", "same_cell": {"mean": 0.23}}],
@@ -146,7 +147,7 @@ def test_models_that_cannot_keep_it_are_refused(exact_model):
     check_recordable(exact_model, metadata)
     with pytest.raises(UsageError, match=r"no single cell is its evidence \(evidence map\); leave --record out"):
         check_recordable(exact_model, replace(metadata, evidence="map"))
-    with pytest.raises(UsageError, match="a bare state dict has no place for an evaluation; export it"):
+    with pytest.raises(UsageError, match="a bare state dict cannot store an evaluation; export it"):
         check_recordable(Path("m.pt"), replace(metadata, source={"format": "authors"}))
     with pytest.raises(ArtifactError, match="its evaluation is not one that evaluate --record wrote"):
         Metadata.from_json(replace(metadata, evaluation={"images": 3}).to_json())

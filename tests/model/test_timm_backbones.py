@@ -68,7 +68,7 @@ def test_synchronised_batch_norm_keeps_the_activations_that_timm_puts_into_it():
         pytest.param("maxvit_tiny_tf_224", None, "certain sizes only.*480", id="windows of 7 cells"),
         pytest.param("mambaout_femto", None, "no grid", id="channels last"),
         pytest.param("hrnet_w18_small", 16, "stride 16: .* it has 32, 4, 2", id="parallel branches"),
-        pytest.param("resnt18", None, "no such network; near it: resnet18", id="typo"),
+        pytest.param("resnt18", None, "no such network; did you mean resnet18", id="typo"),
         pytest.param("resnet18.a7_in1k", None, "a7_in1k.* it has a1_in1k, ", id="tag"),
     ],
 )

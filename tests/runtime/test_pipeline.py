@@ -212,7 +212,7 @@ def test_options_reach_the_provider_are_told_and_gated_by_the_files_own_vectors(
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["prefer_nwhc=1"], "near it: prefer_nhwc"),
+        (["prefer_nwhc=1"], "did you mean prefer_nhwc"),
         (["prefer_nhwc"], "expected NAME=VALUE"),
         (["prefer_nhwc=yes"], "one of 0, 1"),
         (["cudnn_conv_algo_search=FAST"], "one of EXHAUSTIVE, HEURISTIC, DEFAULT"),

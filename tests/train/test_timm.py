@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from opal_deploy.artifact.onnx_file import read_metadata
-from opal_deploy.evaluation import attention_maps
-from opal_deploy.evaluation.faithfulness.gradcam import GradCam
+from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.epoch import TrainStep
 from opal_deploy.train.images import Batches, TrainImages
@@ -64,7 +64,7 @@ def test_every_step_normalises_as_the_network_says(squares):
     step = TrainStep(network, optimizer, MixedPrecision("cpu", None), group, config.mean, config.std)
     step.step(torch.from_numpy(white), torch.tensor([0, 1]), 2)
     GradCam(network)(white, np.array([0, 1]))
-    attention_maps.from_network(network).run(white)
+    TorchSession(checkpoint.Checkpoint(network, ["a", "b", "c"]), device="cpu").run(white)
     for inputs in seen:
         assert inputs.amax((0, 2, 3)).tolist() == inputs.amin((0, 2, 3)).tolist() == [2.0, 1.0, 0.5]
     assert len(seen) == 3
@@ -84,7 +84,7 @@ def test_a_runs_folder_has_no_colon():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--backbone", "timm:resnt18"), "near it: resnet18"),
+        (("--backbone", "timm:resnt18"), "did you mean resnet18"),
         (("--backbone", "timm:resnet18", "--weights", "tv_in2k"), "no tag of timm's for resnet18 (a1_in1k, "),
     ],
 )

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.artifact.files import write_json
-from opal_deploy.datasets.cub import has_parts
+from opal_deploy.datasets.cub import has_parts, read_parts
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import OpalError, UsageError
-from opal_deploy.evaluation.attention_maps import CONSISTENCY, STABILITY
-from opal_deploy.evaluation.parts import measure_parts
+from opal_deploy.evaluation.parts import CONSISTENCY, STABILITY
+from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.logs import Progress
-from opal_deploy.model.checkpoint import load
+from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.train.distributed import is_main_process
 from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.recipe import MACHINE_OPTIONS, Recipe
@@ -163,7 +163,9 @@ def _needs_parts(run: Run, metrics: set[MetricName]) -> bool:
 
 
 def _measure_parts(run: Run, data: DataSet) -> None:
-    write_json(run.folder / PARTS_FILE, measure_parts(load(run.files.best).network, data).to_dict())
+    session = TorchSession(run.files.best, device=run.options.device)
+    result = evaluate_session(session, data.test, batch=32, parts=read_parts(data.root, data.test))
+    write_json(run.folder / PARTS_FILE, result.parts.to_dict() if result.parts else {})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,20 +1,22 @@
-"""Rankings of cells for removal: the evidence, its reverse, and controls with as many cells.
+"""Rankings of cells for removal: the evidence, its reverse, and controls with as many cells, Grad-CAM's among them.
 
-Random controls are drawn from cells that show the object, since removing background would be too easy to beat.
+The random control draws from cells that show the object, since removing background would be too easy to beat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, embedding
-from opal_deploy.evaluation.annotations import Annotations
-from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.session import ImageBatch
 
 CONTRIBUTION, REVERSE, RANDOM = "contribution", "reverse", "random"
 RUNNER_UP, ANOTHER, GRAD_CAM = "runner-up", "another class", "grad-cam"
@@ -45,8 +47,7 @@ class Rankings:
 def evidence_cells(class_id: int, outputs: Outputs, row: int, metadata: Metadata) -> tuple[int, ...]:
     """Return the different cells of a class's slots by their contribution to the class's cosine, the largest first.
 
-    Slots that share a cell add up. This is the slots' `contribution` for the Euclidean head, and what the measured
-    cosine is made of whatever the distance.
+    Slots that share a cell add up. For the Euclidean head this is the slots' `contribution`.
     """
     if outputs.scores is None or outputs.argmax is None:
         raise ValueError("a model without slots has no cells")
@@ -56,7 +57,7 @@ def evidence_cells(class_id: int, outputs: Outputs, row: int, metadata: Metadata
     sums: dict[int, float] = {}
     for cell, part in zip(outputs.argmax[row, block].tolist(), parts.tolist(), strict=True):
         sums[cell] = sums.get(cell, 0.0) + part
-    # of equal sums the first slot's cell
+    # a stable sort: of equal sums the first slot's cell
     return tuple(sorted(sums, key=lambda cell: -sums[cell]))
 
 
@@ -72,9 +73,9 @@ def build_rankings(
 ) -> Rankings:
     """Return the rankings of image `row` of a batch.
 
-    `random` draws from foreground cells that are not evidence; a small creature may have fewer than d.
-    `runner-up` and `another class` take the cells of those classes' slots as they are, evidence or not: a class that
-    looks at the same places is a fair rival. Where it has fewer than d cells, random ones that are not evidence follow.
+    `random` draws from foreground cells that are not evidence; a small object may have fewer than d.
+    `runner-up` and `another class` take the cells of those classes' slots, evidence or not: a class that looks at the
+    same places is a fair rival. If it has fewer than d cells, random cells that are not evidence follow.
     `reverse` needs at least two cells.
 
     Args:
@@ -83,7 +84,7 @@ def build_rankings(
         metadata: of the model.
         foreground: bool [H * W].
         seed: 0 or more.
-        index: of the image in its data set; random cells depend on `seed` and `index` only.
+        index: of the image in the split; random cells depend on `seed` and `index` only.
         heat_map: float32 [H * W], by Grad-CAM; None leaves that ranking out.
     """
     rng = np.random.default_rng((_STREAM, seed, index))
@@ -110,27 +111,35 @@ def build_rankings(
     return Rankings(predicted, {name: cells for name, cells in rankings.items() if cells})
 
 
-@dataclass(frozen=True)
-class Foreground:
-    """The cells that the random control draws from.
+class HeatMap(Protocol):
+    """Computes the relevance of every cell for a class."""
 
-    Attributes:
-        name: describes the random cells for a person.
-        cells: returns bool [H * W] for an image's index in its data set and its geometry.
+    def __call__(self, images: ImageBatch, classes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return relevances float32 [n, H * W] for images uint8 [n, H0, W0, 3] and class ids [n]."""
+        ...
+
+
+class GradCam:
+    """Grad-CAM (Selvaraju et al. 2017) of the classes' logits at the features before the projection.
+
+    Maps are not rectified: the peaks are the same, and maps without positive values still have an order.
     """
 
-    name: str
-    cells: Callable[[int, Geometry], NDArray[np.bool_]]
+    def __init__(self, network: OpalNetwork) -> None:
+        self._network = network.eval()
+        self._device = next(network.parameters()).device
 
-
-def choose_foreground(annotations: Annotations, grid: tuple[int, int]) -> Foreground:
-    """Return the best known foreground of N images: cells whose centre lies in the object, else every cell.
-
-    Args:
-        annotations: of the N images.
-        grid: (H, W).
-    """
-    return Foreground(
-        f"random {annotations.foreground}",
-        lambda index, geometry: annotations.images[index].foreground(geometry, grid),
-    )
+    def __call__(self, images: ImageBatch, classes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the maps of the given classes; see `HeatMap`."""
+        config = self._network.config
+        pixels = torch.from_numpy(normalise(images, config.mean, config.std)).to(self._device)
+        with torch.no_grad():
+            features = self._network.backbone(pixels)
+        with torch.enable_grad():
+            features = features.detach().requires_grad_()  # [n, D, H, W]
+            logits = self._network.head(features)
+            selected = logits.gather(1, torch.from_numpy(classes).to(self._device)[:, None]).sum()
+            (gradient,) = torch.autograd.grad(selected, features)
+        weights = gradient.mean(dim=(2, 3), keepdim=True)
+        heat_map: NDArray[np.float32] = (weights * features.detach()).sum(1).flatten(1).float().cpu().numpy()
+        return heat_map

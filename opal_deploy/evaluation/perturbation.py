@@ -1,31 +1,35 @@
-"""Deletion and insertion: the cosine of the predicted class while cells are removed from an image, or put back.
+"""Perturbed images: the cosine while cells are removed or put back, and the cells while the image hardly changes.
 
-Each baseline that removed cells are painted with is unnatural in its own way, so three are offered.
+Each baseline that removed cells are painted with is unnatural in its own way, so there are three.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.faithfulness.rankings import Rankings
+from opal_deploy.evaluation.api import Baseline
+from opal_deploy.evaluation.rankings import Rankings
 from opal_deploy.runtime.session import Session
-
-Baseline = Literal["blur", "mean", "noise"]
-BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 ImageArray = NDArray[np.uint8]
 
-# first word of the noise's seeds: a stream of its own
-_STREAM = 12
+# first words of the seeds of the noise baseline and of the noise that stability is measured with
+_BASELINE_STREAM, _NOISE_STREAM = 12, 13
+
+FLIP = "horizontal flip"
+
+Change = Callable[[ImageArray, int], ImageArray]
+"""Changes an image, given its index in the split."""
 
 
 class Perturber:
@@ -66,8 +70,8 @@ class Perturber:
         outputs = self._session.run(images)
         if not np.isfinite(outputs.logits).all():
             raise UsageError(
-                "the model's logits for an image with cells removed are not finite numbers, so its faithfulness cannot "
-                "be measured; its precision is too low, export fp32"
+                "the model's logits for an image with removed cells are not finite numbers; its precision is too low: "
+                "export fp32"
             )
         return outputs
 
@@ -75,11 +79,11 @@ class Perturber:
 def baseline_image(
     image: ImageArray, baseline: Baseline, grid: tuple[int, int], *, seed: int, index: int
 ) -> ImageArray:
-    """Return the image that removed cells are taken from: uint8 [H0, W0, 3].
+    """Return the image that removed cells are painted from: uint8 [H0, W0, 3].
 
-    `blur`: Gaussian, with a standard deviation of half a cell's smaller side: a cell's colours stay, its shapes go.
-    `mean`: the image's mean colour. `noise`: normal, of the image's mean and standard deviation in each channel; it
-    depends on `seed` and `index`, the image's number, only.
+    `blur`: Gaussian, with a standard deviation of half a cell's smaller side, which keeps a cell's colours but not its
+    shapes. `mean`: the image's mean colour. `noise`: normal, with the image's mean and standard deviation per channel;
+    depends only on `seed` and the image's `index`.
     """
     if baseline == "blur":
         radius = min(image.shape[0] / grid[0], image.shape[1] / grid[1]) / 2
@@ -87,7 +91,7 @@ def baseline_image(
     mean = image.mean(axis=(0, 1))
     if baseline == "mean":
         return np.full_like(image, np.rint(mean).astype(np.uint8))
-    drawn = np.random.default_rng((_STREAM, seed, index)).standard_normal(image.shape)
+    drawn = np.random.default_rng((_BASELINE_STREAM, seed, index)).standard_normal(image.shape)
     noise: ImageArray = np.rint(mean + image.std(axis=(0, 1)) * drawn).clip(0, 255).astype(np.uint8)
     return noise
 
@@ -173,7 +177,7 @@ def perturbation_curves(
         perturber: of the model.
         images: uint8 [n, H0, W0, 3].
         rankings: one per image.
-        indices: of the images in their data set.
+        indices: of the images in the split.
         grid: (H, W).
         baselines: at least one.
         seed: of the noise baseline, 0 or more.
@@ -222,3 +226,98 @@ def perturbation_curves(
                 )
         curves.append(curves_of_image)
     return curves
+
+
+@dataclass(frozen=True)
+class SlotStability:
+    """One image under one change. Shares are of the m slots of the class predicted for the unchanged image.
+
+    Attributes:
+        same_cell: share of slots with the same cell; after a flip, the cell nearest to the mirrored one's centre.
+        within_one_cell: share of slots with the same cell or one of its eight neighbours.
+        same_class: whether the predicted class is the same.
+    """
+
+    same_cell: float
+    within_one_cell: float
+    same_class: bool
+
+
+def image_changes(seed: int) -> dict[str, Change]:
+    """Return the changes of the model's input by name; noise depends only on `seed` and the image's index."""
+    return {
+        "JPEG quality 90": lambda image, _: _compress_jpeg(image, 90),
+        "JPEG quality 75": lambda image, _: _compress_jpeg(image, 75),
+        "JPEG quality 50": lambda image, _: _compress_jpeg(image, 50),
+        "resize by a pixel": lambda image, _: _resize_by_a_pixel(image),
+        "noise, 2 counts": lambda image, index: _add_noise(image, 2.0, seed, index),
+        "noise, 5 counts": lambda image, index: _add_noise(image, 5.0, seed, index),
+        FLIP: lambda image, _: image[:, ::-1],
+    }
+
+
+def measure_stability(
+    perturber: Perturber,
+    images: NDArray[np.uint8],
+    unchanged: Outputs,
+    indices: Sequence[int],
+    metadata: Metadata,
+    seed: int,
+    center: float = 0.5,
+) -> list[dict[str, SlotStability]]:
+    """Return the stability of n images under every change, by name.
+
+    Args:
+        perturber: of the model.
+        images: uint8 [n, H0, W0, 3].
+        unchanged: the model's outputs for `images`.
+        indices: of the images in the split.
+        metadata: of the model.
+        seed: of the noise.
+        center: centre of a cell's receptive field, in cells from the corner of its box (0.5: the box's own centre).
+    """
+    stabilities: list[dict[str, SlotStability]] = [{} for _ in images]
+    for name, change in image_changes(seed).items():
+        changed = np.stack([change(image, index) for image, index in zip(images, indices, strict=True)])
+        outputs = perturber.run(changed)
+        for row, by_change in enumerate(stabilities):
+            by_change[name] = _compare(unchanged, outputs, row, metadata, center if name == FLIP else None)
+    return stabilities
+
+
+def _compare(
+    before: Outputs, after: Outputs, row: int, metadata: Metadata, mirrored_center: float | None
+) -> SlotStability:
+    if before.argmax is None or after.argmax is None:
+        raise ValueError("a model without slots has no cells")
+    m, width = metadata.prototypes_per_class, metadata.grid[1]
+    predicted = int(before.logits[row].argmax())
+    block = slice(predicted * m, (predicted + 1) * m)
+    (old_row, old_col), (new_row, new_col) = (
+        divmod(cells[row, block], width) for cells in (before.argmax, after.argmax)
+    )
+    if mirrored_center is not None:
+        old_col = np.rint(width - 2 * mirrored_center - old_col).clip(0, width - 1)
+    distance = np.maximum(np.abs(new_row - old_row), np.abs(new_col - old_col))
+    return SlotStability(
+        float((distance == 0).mean()), float((distance <= 1).mean()), int(after.logits[row].argmax()) == predicted
+    )
+
+
+def _compress_jpeg(image: ImageArray, quality: int) -> ImageArray:
+    stream = io.BytesIO()
+    Image.fromarray(image).save(stream, "JPEG", quality=quality)
+    return np.asarray(Image.open(stream).convert("RGB"))
+
+
+def _resize_by_a_pixel(image: ImageArray) -> ImageArray:
+    """Return the image resized to one pixel more each way, and back."""
+    height, width = image.shape[:2]
+    larger = Image.fromarray(image).resize((width + 1, height + 1), Image.Resampling.BILINEAR)
+    return np.asarray(larger.resize((width, height), Image.Resampling.BILINEAR))
+
+
+def _add_noise(image: ImageArray, sigma: float, seed: int, index: int) -> ImageArray:
+    # the same noise at every strength
+    drawn = np.random.default_rng((_NOISE_STREAM, seed, index)).standard_normal(image.shape)
+    return np.rint(image + sigma * drawn).clip(0, 255).astype(np.uint8)

@@ -7,14 +7,17 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation import risk
-from opal_deploy.evaluation.report import (
+from opal_deploy.evaluation.files import (
     check_folder,
     create_folder,
+    curve_table,
     draw_confusion_matrix,
+    draw_curve,
     model_folders,
     write_evaluation,
 )
+from opal_deploy.evaluation.inputs import check_support
+from opal_deploy.evaluation.result import format_threshold
 from opal_deploy.statistics import choose_threshold, compute_risk_curve, smallest_target
 
 
@@ -36,7 +39,7 @@ def test_a_single_wrong_cell_of_two_hundred_classes_can_be_seen(tmp_path):
     counts[150, 20] = 7
     drawn = _drawn(counts, names, tmp_path / "one.png")
     rows, cols = np.nonzero(_dark(drawn[:, : int(0.8 * drawn.shape[1])]))  # without the scale
-    # a block of pixels, low on the left: truths are rows, from the top
+    # a block of pixels, low on the left: labels are rows, from the top
     assert 4 <= np.ptp(rows) + 1 <= 10
     assert 4 <= np.ptp(cols) + 1 <= 10
     assert rows.mean() > 0.6 * len(drawn)
@@ -52,10 +55,12 @@ def test_rows_are_normalised(tmp_path):
     assert _dark(rare)[200:height].sum() == _dark(frequent)[200:height].sum() > 0
 
 
-def test_any_name_can_be_drawn(tmp_path):
-    # warnings are errors here: mathematics, a script that the font lacks, a very long name
+def test_any_name_is_drawn_at_both_axes(tmp_path):
+    # mathematics, a script that the font lacks, a very long name: warnings are errors here
     names = ["$x^{$", "鳥", "x" * 300, "<b>&amp;", "cl\udcff"]
-    draw_confusion_matrix(np.eye(5, dtype=np.int64), names, tmp_path / "names.png")
+    named, plain = (_drawn(np.eye(5, dtype=np.int64), each, tmp_path / "n.png") for each in (names, ["a"] * 5))
+    # the long name takes room that one letter does not
+    assert _dark(named).sum() < 0.9 * _dark(plain).sum()
 
 
 def test_several_models_have_a_folder_each(tmp_path):
@@ -85,14 +90,17 @@ def test_a_folder_in_the_data_set_is_refused(tmp_path, below):
         check_folder(tmp_path / "data" / below, tmp_path / "data", overwrite=True)
 
 
-def test_too_few_images_for_an_error_rate_are_refused():
-    risk.check_support(59, 0.05)
+def test_too_few_images_for_an_error_rate_are_refused_with_the_rate_that_they_support():
+    check_support(59, 0.05)
     with pytest.raises(UsageError, match=r"--target-error 5%: 58 labelled images .* 59 are needed; give more images"):
-        risk.check_support(58, 0.05)
+        check_support(58, 0.05)
+    with pytest.raises(UsageError, match=r"or a rate of 3\.7% or more$"):
+        check_support(80, 0.01)
+    check_support(80, 0.037)
 
 
 def test_the_table_has_a_row_for_each_threshold():
-    header, rows = risk.curve_table(compute_risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]))
+    header, rows = curve_table(compute_risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]))
     assert header == ["min_margin", "answered", "coverage", "wrong", "error"]
     assert rows == [[0.5, 1, 0.25, 0, 0.0], [0.3, 3, 0.75, 1, 1 / 3], [0.1, 4, 1.0, 1, 0.25]]
 
@@ -100,26 +108,20 @@ def test_the_table_has_a_row_for_each_threshold():
 def test_a_printed_threshold_can_be_typed_back():
     curve = compute_risk_curve(np.linspace(1.0, 1 / 3, 80), np.ones(80, np.bool_))
     threshold = choose_threshold(curve.summary(), 0.05)
-    (line,) = risk.format_threshold(threshold)
+    line = format_threshold(threshold)
     assert float(line.split()[1]) == threshold.min_margin == curve.margins[-1]
     assert "answers 100.0% of 80 images, 0 of 80 wrong" in line
-    assert "with 95% confidence at most 3.68 %" in line
+    assert "with 95% confidence at most 3.68 % wrong" in line
     smallest = smallest_target(curve.summary())
-    (refusal,) = risk.format_threshold(choose_threshold(curve.summary(), 0.01), smallest)
+    refusal = format_threshold(choose_threshold(curve.summary(), 0.01), smallest)
     assert "no --min-margin is known to give an error rate of at most 1 %: 80 labelled images cannot" in refusal
     assert refusal.endswith("--target-error 3.7% is the smallest that works")
     assert choose_threshold(curve.summary(), 0.037).min_margin is not None
-
-
-def test_too_few_images_name_the_rate_that_they_could_support():
-    with pytest.raises(UsageError, match=r"or a rate of 3\.7% or more$"):
-        risk.check_support(80, 0.01)
-    risk.check_support(80, 0.037)
 
 
 @pytest.mark.parametrize("target", [None, 0.2, 0.01], ids=["no target", "threshold", "no threshold"])
 def test_the_curve_is_drawn_with_and_without_a_threshold(tmp_path, target):
     curve = compute_risk_curve(np.linspace(1.0, 0.0, 80), np.arange(80) < 70)
     threshold = None if target is None else choose_threshold(curve.summary(), target)
-    risk.draw_curve(curve, threshold, tmp_path / "curve.png")
+    draw_curve(curve, threshold, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
