@@ -1,10 +1,12 @@
-"""MkDocs hooks: pages generated from the code, so that they cannot drift from it."""
+"""MkDocs hooks: pages generated from the code, so that they stay in step with it."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from inspect import Parameter, formatannotation
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import typer
 from mkdocs.config.defaults import MkDocsConfig
@@ -12,16 +14,30 @@ from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 from opal_deploy.cli import app
+from opal_deploy.evaluation.api import EvaluateOptions
+from opal_deploy.export.options import ExportOptions
+from opal_deploy.options import Options, default_of, option_fields
 from opal_deploy.records.schema import json_schema
+from opal_deploy.records.tables import COLUMNS
 from opal_deploy.runtime.gates import GATES, WIDEST
+
+
+# functions by the options class of their keywords
+_FUNCTIONS: dict[str, type[Options]] = {
+    "evaluate_model": EvaluateOptions,
+    "export_model": ExportOptions,
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are generated: the commands, the fields of a record, the limits of the gates."""
     pages = {
         "reference/cli.md": _commands(),
-        "reference/records.md": _fill(files, "reference/records.md", "fields", _fields()),
-        "precision.md": _fill(files, "precision.md", "gates", _gates()),
+        "reference/records.md": _fill(files, "reference/records.md", fields=_fields(), columns=_columns()),
+        "reference/python.md": _fill(
+            files, "reference/python.md", **{name: _keywords(options) for name, options in _FUNCTIONS.items()}
+        ),
+        "precision.md": _fill(files, "precision.md", gates=_gates()),
     }
     for path, text in pages.items():
         existing = files.get_file_from_path(path)
@@ -32,40 +48,71 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _commands() -> str:
-    """Every command with its options, as `--help` has them."""
+    """Return every command with its options, as `--help` shows them."""
     command = typer.main.get_command(app)
     context = typer.Context(command, info_name="opal-deploy")
     text = get_docs_for_click(obj=command, ctx=context, name="opal-deploy", title="Commands")
     head, heading, bench = text.partition("## `opal-deploy bench`")
     text = _with_summaries(head, command) + heading + _with_summaries(bench, command.commands["bench"])
-    # placeholders such as DATA/<class>/*.jpg are no HTML
+    # escape placeholders such as DATA/<class>/*.jpg
     return re.sub(r"<(?=[a-z]+>/)", "&lt;", text)
 
 
 def _with_summaries(text: str, group: Any) -> str:
-    """Complete the summaries in the list of a group's commands, which the generator cuts off."""
+    """Return the list of a group's commands with whole summaries, which the generator cuts off."""
     for name, command in group.commands.items():
         line = f"* `{name}`: " + (command.help or "").partition("\n")[0].strip()
         text = re.sub(rf"^\* `{name}`: .*$", lambda _, line=line: line, text, flags=re.MULTILINE)
     return text
 
 
-def _fill(files: Files, path: str, name: str, text: str) -> str:
-    """The hand-written page with `text` in place of `{{ name }}`."""
+def _fill(files: Files, path: str, **texts: str) -> str:
+    """Return the hand-written page with each text in place of its `{{ name }}`."""
     page = files.get_file_from_path(path)
     assert page is not None
-    placeholder = f"{{{{ {name} }}}}"
-    assert placeholder in page.content_string, f"{path} has no {placeholder}"
-    return page.content_string.replace(placeholder, text)
+    content = page.content_string
+    for name, text in texts.items():
+        placeholder = f"{{{{ {name} }}}}"
+        assert placeholder in content, f"{path} has no {placeholder}"
+        content = content.replace(placeholder, text)
+    return content
+
+
+def _keywords(options: type[Options]) -> str:
+    """Return the keywords of a function as a table, from the options class that declares them."""
+    rows = ["| keyword | type | default | meaning |", "|---|---|---|---|"]
+    for field, annotation, option in option_fields(options):
+        if option is not None:
+            default = option.default or (f"`{value!r}`" if (value := default_of(field)) is not Parameter.empty else "")
+            meaning = option.help.replace("|", "\\|")
+            rows.append(f"| `{field.name}` | {_annotation(annotation)} | {default} | {meaning} |")
+    return "\n".join(rows)
+
+
+def _annotation(annotation: Any) -> str:
+    """Return a keyword's type: choices one by one, everything else as in code without `None`."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{choice!r}`" for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"sequence of {_annotation(get_args(annotation)[0])}"
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [_annotation(each) for each in get_args(annotation) if each is not type(None)]
+        return " or ".join(dict.fromkeys("path" if "PathLike" in kind else kind for kind in kinds))
+    return f"`{formatannotation(annotation)}`"
+
+
+def _columns() -> str:
+    """Return the names of a table's columns."""
+    return ", ".join(f"`{name}`" for name in COLUMNS)
 
 
 def _fields() -> str:
-    """The fields of a record as tables, from the JSON schema."""
+    """Return the fields of a record as tables, from the JSON schema."""
     return "\n\n".join(_tables(json_schema()))
 
 
 def _gates() -> str:
-    """The limits of every precision's gate as a table."""
+    """Return the limits of every precision's gate as a table."""
     rows = [
         "| gate | cosine | logit | score | tie | the predicted class's cells | all cells |",
         "|---|---|---|---|---|---|---|",
@@ -79,7 +126,7 @@ def _gates() -> str:
 
 
 def _tables(schema: dict[str, Any]) -> list[str]:
-    """One table of fields for the record, and one for each object that it contains."""
+    """Return a table of fields for the record, and one for each object that it contains."""
     found = []
     for title, part in (("A record", schema), *schema.get("$defs", {}).items()):
         if "properties" not in part:

@@ -172,5 +172,6 @@ def test_a_function_has_the_options_of_its_command(name: str) -> None:
     assert parameters.keys() - options.keys() == {"log", "progress"}
     for option, default in options.items():
         if option in parameters and parameters[option].kind is inspect.Parameter.KEYWORD_ONLY and default is not False:
-            assert parameters[option].default == default, option
+            expected = parameters[option].default
+            assert (list(expected) if isinstance(expected, tuple) else expected) == default, option
     assert name in dir(opal_deploy)

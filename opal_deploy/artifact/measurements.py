@@ -10,7 +10,7 @@ The document `Metadata.evaluation`, without what was not measured:
     model, runtime               the file that was measured and what ran it: an export carries its checkpoint's figures
     data, split, images, boxes   the data set's folder, its split, how many images, whether they were cropped to boxes
     accuracy                     0 ... 1
-    pointing_game                shares `object`, `part`, `deciding_part`, each {mean, low, high, count, random} or null
+    pointing_game                `object`, `part`, `distinguishing_part`: {mean, low, high, count, random} or null
     faithfulness                 {images, removal: [{fill, changed, changed_random}], same_cell: {change: share}}
     prototype_consistency, prototype_stability, part_purity
 
@@ -41,7 +41,7 @@ ENERGY_SHARE = 0.9
 EVALUATION_KEYS: dict[str, type] = {
     "when": str, "opal_deploy": str, "model": str, "data": str, "split": str, "images": int, "accuracy": float,
 }  # fmt: skip
-_SHARES = (("object", "in the object"), ("part", "on a part"), ("deciding_part", "on a deciding part"))
+_SHARES = (("object", "in the object"), ("part", "on a part"), ("distinguishing_part", "on a distinguishing part"))
 # of the changes that faithfulness makes to images, those that the line names
 _CHANGES = {"JPEG quality 75": "JPEG (quality 75)", "horizontal flip": "mirroring"}
 
