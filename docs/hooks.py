@@ -21,7 +21,6 @@ from opal_deploy.records.schema import json_schema
 from opal_deploy.records.tables import COLUMNS
 from opal_deploy.runtime.gates import GATES, WIDEST
 
-
 # functions by the options class of their keywords
 _FUNCTIONS: dict[str, type[Options]] = {
     "evaluate_model": EvaluateOptions,
