@@ -168,7 +168,6 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     try:
         config = NetworkConfig.from_dict(raw["config"])
         stored_names, state = list(raw["class_names"]), dict(raw["state_dict"])
-        # checkpoints of earlier versions have neither
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
         calibration = Calibration.from_dict(raw.get("calibration") or {})
     except (AttributeError, KeyError, TypeError, ValueError, ArtifactError) as error:

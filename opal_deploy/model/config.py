@@ -163,9 +163,8 @@ class NetworkConfig:
             num_classes=int(raw["num_classes"]),
             input_size=(int(size[0]), int(size[1])),
             head=HeadConfig(**raw["head"]),
-            # checkpoints of earlier versions have none of these
-            stride=raw.get("stride"),
-            keep_layers=bool(raw.get("keep_layers", False)),
-            mean=tuple(raw.get("mean", IMAGENET_MEAN)),
-            std=tuple(raw.get("std", IMAGENET_STD)),
+            stride=raw["stride"],
+            keep_layers=bool(raw["keep_layers"]),
+            mean=tuple(raw["mean"]),
+            std=tuple(raw["std"]),
         )

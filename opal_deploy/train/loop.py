@@ -70,7 +70,7 @@ class TrainResult:
         epochs: one record per epoch.
         val: metrics of the best weights on the validation split.
         test: metrics of the best weights on the test split; None where the data set has none.
-        calibration: of the best weights, on the validation split; None in runs of earlier versions.
+        calibration: calibration of the best weights on the validation split.
         last: the checkpoint of the last epoch.
         config: the content of config.json: options, data set, weights, versions.
     """
@@ -80,7 +80,7 @@ class TrainResult:
     epochs: list[EpochRecord]
     val: Evaluation
     test: Evaluation | None
-    calibration: Calibration | None
+    calibration: Calibration
     last: Path
     config: dict[str, Any]
 
@@ -93,8 +93,7 @@ class TrainResult:
         """Return paths and metrics as plain values for JSON, without the configuration."""
         document = asdict(replace(self, config={}))
         del document["config"]
-        calibration = None if self.calibration is None else self.calibration.to_dict()
-        return {**document, "calibration": calibration, "best": str(self.best), "last": str(self.last)}
+        return {**document, "calibration": self.calibration.to_dict(), "best": str(self.best), "last": str(self.last)}
 
 
 def _no_log(line: str) -> None: ...
@@ -399,6 +398,6 @@ def _load_finished_result(run_dir: TrainRunDirectory, run_config: dict[str, Any]
     metrics = best["metrics"]
     test = parse_evaluation(metrics, "test") if "test_loss" in metrics else None
     val = parse_evaluation(metrics, "val")
-    calibration = Calibration.from_dict(best.get("calibration") or {})
+    calibration = Calibration(**best["calibration"])
     epochs, config = run_dir.read_epochs(), best["training"]
     return TrainResult(run_dir.best, metrics["epoch"], epochs, val, test, calibration, run_dir.last, config)

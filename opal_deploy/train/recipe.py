@@ -52,7 +52,7 @@ _MACHINE = {
     "device": str, "workers": int, "compile": bool, "cache_megabytes": int, "save_every": int, "tensorboard": bool,
 }  # fmt: skip
 _DATA = {"dataset": str, "partition": int, "skip_missing": bool}
-_SECTIONS: dict[str, dict[str, type]] = {
+SECTIONS: dict[str, dict[str, type]] = {
     "data": _DATA, "model": _MODEL, "head": _HEAD, "training": _TRAINING, "machine": _MACHINE,
 }  # fmt: skip
 _CHOICES = {"kind": get_args(HeadKind)}
@@ -229,7 +229,7 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
     changes = {section: {k: v for k, v in keys.items() if v is not None} for section, keys in overrides.items()}
     if problems := [problem for section, keys in changes.items() for problem in _find_wrong_values(section, keys)]:
         raise UsageError("; ".join(problems))
-    merged: Sections = {section: {**raw.get(section, {}), **changes.get(section, {})} for section in _SECTIONS}
+    merged: Sections = {section: {**raw.get(section, {}), **changes.get(section, {})} for section in SECTIONS}
     model, data = merged["model"], merged["data"]
     backbone = model.get("backbone", TrainOptions.backbone)
     options = TrainOptions(
@@ -249,8 +249,8 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
 def _find_problems(raw: dict[str, Any]) -> list[str]:
     problems = []
     for section, keys in raw.items():
-        if section not in _SECTIONS or not isinstance(keys, dict):
-            problems.append(f"{section!r} is none of its sections ({', '.join(_SECTIONS)})")
+        if section not in SECTIONS or not isinstance(keys, dict):
+            problems.append(f"{section!r} is none of its sections ({', '.join(SECTIONS)})")
             continue
         problems += _find_wrong_values(section, keys)
     head = raw.get("head")
@@ -260,7 +260,7 @@ def _find_problems(raw: dict[str, Any]) -> list[str]:
 
 
 def _find_wrong_values(section: str, keys: dict[str, Any]) -> list[str]:
-    problems, known = [], _SECTIONS[section]
+    problems, known = [], SECTIONS[section]
     for key, value in keys.items():
         if key not in known:
             problems.append(f"[{section}] knows no {key!r} ({', '.join(known)})")

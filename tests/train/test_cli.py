@@ -37,7 +37,7 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
     assert "warning: 1 of 31 files cannot be used, left out: red/bad.jpg (zero bytes)" in done.stderr
     assert f"read as imagefolder from {folder}: 3 classes, 24 images to train on, 6 to validate" in done.stderr
     assert "the data set has no test images" in done.stderr
-    assert done.stderr.endswith(f"next: opal-deploy export {first / 'best.pt'}\n")
+    assert done.stderr.endswith(f"Next: opal-deploy export {first / 'best.pt'}\n")
     assert checkpoint.load(first / "best.pt").class_names == ["blue", "green", "red"]
 
     again = opal("train", folder, "--recipe", first / "recipe.toml", "--out", second)
@@ -80,7 +80,7 @@ def test_the_function_trains_what_the_command_trains_and_prints_nothing(squares,
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"head": "opals"}, "kind = 'opals': expected opal or linear or plain"),
+        ({"head": "opals"}, "head 'opals': expected one of opal, linear, plain"),
         ({"epochs": "3"}, "epochs = '3': expected a whole number"),
         ({"distance": "l9"}, "l9"),
         ({"size": (64, 0)}, "expected two whole numbers"),

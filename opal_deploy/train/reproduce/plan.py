@@ -210,11 +210,8 @@ def _measured_rate(out: Path, options: TrainOptions) -> float | None:
             rate = float(json.loads(path.read_text(encoding="utf-8"))["images_per_second"])
             stored = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
             same = stored["options"]["input_size"] == list(options.input_size)
-            # runs of earlier versions have neither
-            same &= stored["options"].get("stride") == options.stride
-            same &= stored["options"].get("keep_layers", False) == options.keep_layers
-            same &= stored["options"]["precision"] == options.precision
-            same &= stored["options"]["batch_size"] == options.batch_size
+            for name in ("stride", "keep_layers", "precision", "batch_size"):
+                same &= stored["options"][name] == getattr(options, name)
             # a run on a CPU says nothing about GPU hours
             same &= stored["device"].startswith("cuda")
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -14,6 +14,7 @@ from opal_deploy.cli.reproduce import reproduce
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.synthetic import generate_dataset
+from opal_deploy.train.options import ReproduceOptions
 from opal_deploy.train.reproduce import results
 
 
@@ -24,19 +25,19 @@ def creatures(tmp_path_factory):
     return root
 
 
-SMALL = {"backbone": "shufflenet_v2_x0_5", "weights": "none", "epochs": 1, "batch_size": 6, "size": "64"}
+SMALL = {"backbone": "shufflenet_v2_x0_5", "weights": "none", "epochs": 1, "batch_size": 6, "size": 64}
 
 
 def test_a_table_is_trained_once_and_printed(creatures, tmp_path, capsys):
     arguments = {"data": [f"mine={creatures}"], "seeds": "0", "out": tmp_path / "runs", "output": "json", **SMALL}
-    reproduce("collapse", **arguments)
+    reproduce("collapse", ReproduceOptions(**arguments))
     first = json.loads(capsys.readouterr().out)
     assert [row["row"] for row in first["rows"]] == ["Proj.+GMP+Orth.", "Proj.+GMP+CWS+Orth. (OPAL)"]
     for row in first["rows"]:
         summary = json.loads((Path(row["runs"][0]) / "summary.json").read_text())
         assert row["cells"][0]["ours"]["values"] == [100 * summary["spatial_prototype_collapse"]]
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
-    reproduce("collapse", **arguments)
+    reproduce("collapse", ReproduceOptions(**arguments))
     assert json.loads(capsys.readouterr().out) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()} == written
 
@@ -51,14 +52,14 @@ def test_a_run_that_diverges_does_not_stop_the_others(creatures, tmp_path, capsy
 
     monkeypatch.setattr(results, "fit", diverging)
     with pytest.raises(StoppedEarly, match=r"1 of the runs failed: mine, Proj\.\+GMP\+Orth\., seed 0"):
-        reproduce("collapse", data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL)
+        reproduce("collapse", ReproduceOptions(data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL))
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("Proj.+GMP+Orth.")).split()[1] == "-"
     assert next(line for line in lines if line.startswith("Proj.+GMP+CWS+Orth.")).split()[2] != "-"
 
 
 def test_a_dry_run_needs_no_images_and_trains_nothing(tmp_path, capsys):
-    reproduce("prototypes", out=tmp_path, seeds="0,1", dry_run=True)
+    reproduce("prototypes", ReproduceOptions(out=tmp_path, seeds="0,1", dry_run=True))
     found = capsys.readouterr()
     assert len(found.out.splitlines()) == 5 * 5 * 2
     assert "50 runs, 50 to do" in found.err
@@ -68,7 +69,7 @@ def test_a_dry_run_needs_no_images_and_trains_nothing(tmp_path, capsys):
 
 def test_a_table_about_parts_needs_parts_before_anything_is_trained(creatures, tmp_path):
     with pytest.raises(UsageError, match="it has no part locations"):
-        reproduce("parts", data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL)
+        reproduce("parts", ReproduceOptions(data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL))
     assert not list(tmp_path.iterdir())
 
 
@@ -89,7 +90,7 @@ SEEDS = "expected different whole numbers"
 )
 def test_data_sets_and_seeds_that_are_none(data, seeds, message, tmp_path):
     with pytest.raises(UsageError, match=message):
-        reproduce("ablation", data=data, seeds=seeds, out=tmp_path)
+        reproduce("ablation", ReproduceOptions(data=data, seeds=seeds, out=tmp_path))
 
 
 @pytest.mark.slow

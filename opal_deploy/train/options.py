@@ -1,0 +1,194 @@
+"""The options of training, each declared once: for `train`, `train_model`, `reproduce` and the reference page.
+
+An option that is None is the recipe's (`train.recipe`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from opal_deploy.logs import Log, Progress, log_line
+from opal_deploy.model.config import Distance, HeadKind, Pooling
+from opal_deploy.options import Option, Options, StrPath, parse_size
+from opal_deploy.train.recipe import SECTIONS, Augment, Schedule, Sections, TrainingPrecision
+
+_DATA, _HEAD, _MACHINE = "Data", "Head", "Machine"
+# options whose key in a recipe has another name
+_RECIPE_KEYS = {"size": "input_size", "head": "kind", "prototypes": "prototypes_per_class"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOverrides(Options):
+    """Options that override a recipe, in one run or in all runs of a table."""
+
+    backbone: Annotated[
+        str | None, Option("A torchvision CNN classifier, or timm:NAME (extra timm).", default="convnext_tiny")
+    ] = None
+    weights: Annotated[
+        StrPath | None,
+        Option(
+            "Initial weights of the backbone: a .pth or .safetensors file, a torchvision name or timm tag "
+            "(downloaded), imagenet for the library's usual ones, or none for random ones.",
+            default="imagenet", cli=str,
+        ),
+    ] = None  # fmt: skip
+    size: Annotated[
+        int | tuple[int, int] | None,
+        Option("Input size in pixels: 224, or 224x448 (height x width).", default="224", cli=str, parse=parse_size),
+    ] = None
+    stride: Annotated[
+        int | None,
+        Option(
+            "Input pixels per cell: 32, 16 or 8. The backbone ends at its last feature map with this stride.",
+            min=1, default="all layers, 32",
+        ),
+    ] = None  # fmt: skip
+    keep_layers: Annotated[
+        bool | None,
+        Option(
+            "With --stride: keep all pretrained layers; those after this stride get stride 1.",
+            flag="--keep-layers/--no-keep-layers",
+        ),
+    ] = None
+    epochs: Annotated[int | None, Option("Number of epochs.", min=1, default="30")] = None
+    batch_size: Annotated[int | None, Option("Batch size over all processes.", min=1, default="64")] = None
+    lr: Annotated[float | None, Option("Adam's initial learning rate.", default="1e-4")] = None
+    augment: Annotated[Augment | None, Option("Augmentation of the training images.", default="paper")] = None
+    device: Annotated[str | None, Option("auto, cpu, cuda or cuda:N.", default="auto", panel=_MACHINE)] = None
+    precision: Annotated[
+        TrainingPrecision | None,
+        Option(
+            "Precision of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU.", default="auto", panel=_MACHINE
+        ),
+    ] = None
+    workers: Annotated[
+        int | None, Option("Processes that prepare images.", min=0, default="by the machine", panel=_MACHINE)
+    ] = None
+
+    def to_sections(self) -> Sections:
+        """Return the options that are given, by the recipe's sections and keys."""
+        sections: Sections = {section: {} for section in SECTIONS}
+        for name, value in self.keywords().items():
+            key = _RECIPE_KEYS.get(name, name)
+            for section, keys in SECTIONS.items():
+                if key in keys and value is not None:
+                    sections[section][key] = _to_toml_value(key, value)
+        return sections
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRunOptions(RecipeOverrides):
+    """The options of `train_model` and `train`."""
+
+    recipe: Annotated[
+        StrPath,
+        Option(
+            "paper, grounded or grounded-resnet50 (finer cells), or a .toml file such as a run's own recipe.toml. "
+            "Options override it; their defaults are those of paper.",
+            cli=str,
+        ),
+    ] = "paper"
+    dataset: Annotated[
+        str | None,
+        Option(
+            "cub, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, cub100 or imagefolder.",
+            default="recognised by its files", panel=_DATA,
+        ),
+    ] = None  # fmt: skip
+    partition: Annotated[
+        int | None, Option("Official partition (DTD, SUN-397).", min=1, max=10, default="1", panel=_DATA)
+    ] = None
+    skip_missing: Annotated[
+        bool | None, Option("Leave out missing images.", flag="--skip-missing/--no-skip-missing", panel=_DATA)
+    ] = None
+    head: Annotated[
+        HeadKind | None,
+        Option(
+            "linear: the paper's baseline, a dense layer on pooled features normalised to length 1. plain: the "
+            "network's own classifier, as it is usually fine-tuned.",
+            default="opal", panel=_HEAD,
+        ),
+    ] = None  # fmt: skip
+    prototypes: Annotated[int | None, Option("Prototypes per class, m.", min=1, default="5", panel=_HEAD)] = None
+    distance: Annotated[
+        Distance | None, Option("Distance between embedding and anchors.", default="l2", panel=_HEAD)
+    ] = None
+    pooling: Annotated[
+        Pooling | None, Option("Pooling over cells.", default="max, for the linear baseline avg", panel=_HEAD)
+    ] = None
+    cws: Annotated[
+        bool | None, Option("Ablation: without channel-wise softmax.", flag="--cws/--no-cws", panel=_HEAD)
+    ] = None
+    projection: Annotated[
+        bool | None, Option("Ablation: without 1x1 convolution.", flag="--projection/--no-projection", panel=_HEAD)
+    ] = None
+    anchors: Annotated[
+        bool | None,
+        Option("Ablation: a dense layer instead of anchors.", flag="--anchors/--no-anchors", panel=_HEAD),
+    ] = None
+    schedule: Annotated[
+        Schedule | None,
+        Option("Learning rate: constant, or falling to 0 along a cosine.", default="constant"),
+    ] = None
+    agreement: Annotated[
+        float | None,
+        Option(
+            "Weight of a term that asks an image and its mirror image for the same cells; doubles the time.",
+            min=0, default="0",
+        ),
+    ] = None  # fmt: skip
+    seed: Annotated[int | None, Option("Seed of weights, order and augmentation.", min=0, default="0")] = None
+    tf32: Annotated[bool | None, Option("Allow TF32 on the GPU.", flag="--tf32/--no-tf32", panel=_MACHINE)] = None
+    compile: Annotated[
+        bool | None, Option("Run steps through torch.compile.", flag="--compile/--no-compile", panel=_MACHINE)
+    ] = None
+    cache_megabytes: Annotated[
+        int | None, Option("Memory for decoded images, in megabytes.", min=0, default="1024", panel=_MACHINE)
+    ] = None
+    save_every: Annotated[
+        int | None, Option("Steps between saves within an epoch; 0: none.", min=0, default="0", panel=_MACHINE)
+    ] = None
+    tensorboard: Annotated[
+        bool | None, Option("Log for TensorBoard.", flag="--tensorboard/--no-tensorboard", panel=_MACHINE)
+    ] = None
+    out: Annotated[StrPath | None, Option("Run directory.", default="runs/<name of DATA>", cli=Path)] = None
+    resume: Annotated[bool, Option("Continue the run in --out, or start one.")] = False
+    overwrite: Annotated[bool, Option("Replace the run in --out.")] = False
+    log: Log = log_line
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions(RecipeOverrides):
+    """The options of `reproduce`."""
+
+    data: Annotated[
+        tuple[str, ...],
+        Option(
+            "NAME=FOLDER, repeatable: the paper's cub, cars, pets, dogs, flowers, imagenet, caltech101, dtd, sun397, "
+            "or any other name for a data set of your own.",
+            cli=list[str],
+        ),
+    ] = ()
+    row: Annotated[tuple[str, ...], Option("Only rows whose name contains this text, repeatable.", cli=list[str])] = ()
+    seeds: Annotated[str, Option("Seeds, separated by commas.")] = "0,1,2"
+    recipe: Annotated[str, Option("paper, or a .toml file.")] = "paper"
+    out: Annotated[Path, Option("Folder of all runs; tables share it.")] = Path("runs/reproduce")
+    dry_run: Annotated[bool, Option("List the runs and estimate their GPU hours.")] = False
+    show: Annotated[bool, Option("Train nothing; print the table of finished runs.")] = False
+    tflops: Annotated[float, Option("Sustained TFLOP/s assumed by --dry-run.", min=0.001)] = 10.0
+    output: Annotated[
+        Literal["text", "json", "markdown"], Option("Format of the table on stdout.", flag="--format")
+    ] = "text"
+    chart: Annotated[
+        Path | None, Option("For `prototypes`: plot accuracy over m (Fig. 4), ours and the paper's; .png or .svg.")
+    ] = None
+
+
+def _to_toml_value(key: str, value: Any) -> Any:
+    if key == "input_size":
+        return [value, value] if isinstance(value, int) else list(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
