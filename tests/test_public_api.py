@@ -154,8 +154,10 @@ def test_the_page_of_the_documentation_runs_as_it_stands(tmp_path: Path) -> None
     code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if not line.startswith(("read as", "epoch"))]
-    assert len(lines) == 5, lines
+    # how many predictions are uncertain depends on the machine
+    varying = ("read as", "epoch", "creatures/test/")
+    lines = [line for line in done.stdout.splitlines() if not line.startswith(varying)]
+    assert len(lines) == 6, lines
     assert done.stderr == ""
 
 

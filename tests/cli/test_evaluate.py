@@ -399,7 +399,7 @@ def test_the_generated_set_has_parts_and_foreground(
     explain = ("infer", data.root / "test" / "bimlu", "--model", path, "--explain", "--out", tmp_path / "explained")
     assert "Evidence: not yet measured whether the boxes show what drives the prediction" in opal(*explain).stderr
     assert "pointing_game" not in metrics(data.root, path, parts=False, record=True)
-    line = "where it lies was not measured (no boxes, masks or parts)"
+    line = "where the evidence lies was not measured (no boxes, masks or parts)"
     assert f"Evidence: {line}" in opal(*explain, "--overwrite").stderr
     assert line in (tmp_path / "explained" / "report.html").read_text()
     assert line in opal("inspect", path).stderr
