@@ -175,5 +175,5 @@ def test_a_function_has_the_options_of_its_command(name: str) -> None:
     for option, default in options.items():
         if option in parameters and parameters[option].kind is inspect.Parameter.KEYWORD_ONLY and default is not False:
             expected = parameters[option].default
-            assert (list(expected) if isinstance(expected, tuple) else expected) == default, option
+            assert ((list(expected) or None) if isinstance(expected, tuple) else expected) == default, option
     assert name in dir(opal_deploy)
