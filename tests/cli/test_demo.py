@@ -45,7 +45,7 @@ def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, 
     records = [json.loads(line) for line in (out / "explanations" / "results.jsonl").read_text().splitlines()]
     assert len(records) == 8 * 15
     assert all(record["status"] == "ok" and record["model_sha256"] for record in records)
-    assert "120 of 120 are what the model computes" in printed
+    assert "120 of 120 records match the model" in printed
     assert "was not checked" not in printed
     # so short a training is no success, and is called none
     assert figures["test_accuracy"] < 0.95
