@@ -29,7 +29,7 @@ def test_help_needs_nothing_but_typer(opal: Opal, command: str | None) -> None:
 
 def test_help_lists_every_command_and_the_exit_codes_and_the_version_is_the_packages(opal: Opal) -> None:
     shown = opal("--help").stdout
-    named = set(re.findall(r"^ *opal-deploy ([a-z]+)\b", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
+    named = set(re.findall(r"^ {4}opal-deploy ([a-z]+)\b", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
     assert len(named) > 1
     assert named <= set(re.findall(r"^\W*([a-z]+) ", shown, re.MULTILINE))
     assert "130 interrupted" in shown

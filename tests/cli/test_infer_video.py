@@ -44,7 +44,7 @@ def test_each_chosen_frame_has_a_record_that_can_be_verified(
     assert len({record["image_sha256"] for record in records}) == 3
     assert (tmp_path / "out" / records[1]["overlay"]).name == "000001-a.mp4_frame_000010.jpg"
     checked = call("verify", "out", "--all")
-    assert "7 of 7 are what the model computes" in checked.stderr, checked.stderr
+    assert "7 of 7 records match the model" in checked.stderr, checked.stderr
     # a frame is itself under its name, in another run too
     assert call("infer", "in/a.mp4#frame=20", "--out", "one").returncode == 0
     (one,) = read_results(tmp_path / "one")
