@@ -113,7 +113,7 @@ def test_records_of_a_bucket_are_verified_by_their_names(
     opal("infer", "s3://photos/in", "s3://photos/in.zip", *command, "--no-isolate", "--out", tmp_path / "out")
     results = tmp_path / "out" / "results.jsonl"
     refused = opal("verify", results, *command)
-    assert "checking it takes s3://photos/in.zip, which was not given" in refused.stderr
+    assert "needs s3://photos/in.zip, which was not given" in refused.stderr
     report = opal("verify", results, "s3://photos/in.zip", *command, "--all", "--json")
     assert report.returncode == 0, report.stderr
     assert json.loads(report.stdout)["identical"] == 12

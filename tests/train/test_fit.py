@@ -107,7 +107,7 @@ def test_risk_curve_and_calibration_are_kept_from_training_to_inspect(run, squar
     shown = capsys.readouterr().err
     assert "6 val images: error" in next(line for line in shown.splitlines() if line.startswith("risk"))
     assert "levels" not in shown
-    assert "calibration  not calibrated: 6 validation images, and at least 50 are needed" in shown
+    assert "calibration  not calibrated: 6 validation images, but at least 50 are needed" in shown
 
 
 def test_squares_are_learnt(squares, tmp_path):
