@@ -12,7 +12,7 @@ from opal_deploy import train_model
 from opal_deploy.errors import ExitCode, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.options import parse_size
-from opal_deploy.train.setup import default_num_workers
+from opal_deploy.train.machine import default_num_workers
 
 SMALL = ("--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64")
 

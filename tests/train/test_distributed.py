@@ -20,10 +20,10 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import loop
-from opal_deploy.train.distributed import ProcessGroup
+from opal_deploy.train.epoch import evaluate
 from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.machine import ProcessGroup
 from opal_deploy.train.recipe import TrainOptions
-from opal_deploy.train.validation import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_killed_run_of_two_processes_goes_on(opal_process, folder, tmp_path):
     assert not (run / "summary.json").exists()
     refused = opal_process(*_arguments(folder, run, "--resume"))
     assert refused.returncode == 2
-    assert "2 processes were running and now are 1" in refused.stderr
+    assert "processes was 2 and is 1" in refused.stderr
     assert _train(folder, run, "--resume").returncode == 0
     whole, resumed = (checkpoint.load(tmp_path / name / "best.pt").network.state_dict() for name in ("whole", "run"))
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
@@ -129,7 +129,7 @@ _train(*sys.argv[1:], "--save-every", "1")
 def test_more_processes_than_images_are_refused(folder, tmp_path, monkeypatch):
     group = ProcessGroup(torch.device("cpu"), rank=0, size=2)
     monkeypatch.setattr(loop, "join_process_group", lambda device: nullcontext(group))
-    with pytest.raises(UsageError, match="at least 2 images for each are needed; start fewer"):
+    with pytest.raises(UsageError, match="each needs at least 2 images; start fewer processes"):
         loop.fit(read_dataset(folder), TrainOptions(batch_size=3), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -159,9 +159,9 @@ def test_an_epoch_can_be_entered_at_any_batch(tmp_path):
 
 
 def test_one_gpu_cannot_be_asked_for_by_several_processes(monkeypatch):
-    from opal_deploy.train import distributed
+    from opal_deploy.train import machine
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(distributed, "torch_device", torch.device)
-    with pytest.raises(UsageError, match="each takes a GPU of its own"), distributed.join_process_group("cuda:1"):
+    monkeypatch.setattr(machine, "torch_device", torch.device)
+    with pytest.raises(UsageError, match="each takes a GPU of its own"), machine.join_process_group("cuda:1"):
         pass

@@ -16,18 +16,17 @@ from opal_deploy.cli.inspect import inspect
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.statistics import choose_threshold
 from opal_deploy.train import loop
-from opal_deploy.train.distributed import join_process_group
-from opal_deploy.train.epoch import TrainStep
+from opal_deploy.train.epoch import TrainStep, evaluate
 from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.loop import DivergenceError, fit
+from opal_deploy.train.machine import MixedPrecision, join_process_group
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.run_directory import FILES
-from opal_deploy.train.setup import MixedPrecision
-from opal_deploy.train.validation import Evaluation, evaluate
 from tests.authors import AuthorsModel
 
 # the smallest network of torchvision's with a whole number of pixels a cell: 1.4 million weights
@@ -42,7 +41,7 @@ def run(squares, tmp_path_factory):
     lines = []
     steps = []
     out = tmp_path_factory.mktemp("runs") / "deeper" / "x"
-    result = fit(squares, OPTIONS, out, report=lambda done, total, note: steps.append(done), log=lines.append)
+    result = fit(squares, OPTIONS, out, progress=lambda done, total, note: steps.append(done), log=lines.append)
     return result, lines, steps
 
 
@@ -178,7 +177,7 @@ def test_impossible_options_are_refused_before_anything_is_written(squares, tmp_
 
 def test_a_data_set_put_together_in_code_needs_validation(tmp_path):
     bare = DataSet(tmp_path, "code", ["a", "b"], [Sample(tmp_path / "x.png", 0)], [], [])
-    with pytest.raises(UsageError, match="needs training and validation images"):
+    with pytest.raises(UsageError, match="training and validation images are needed"):
         fit(bare, OPTIONS, tmp_path / "out")
 
 

@@ -11,8 +11,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
-from opal_deploy.train.images import Batches, TrainImages, normalize
-from opal_deploy.train.transforms import PaperAugmentation
+from opal_deploy.train.images import Batches, PaperAugmentation, TrainImages, normalize
 
 
 def _nothing(done, total, note): ...

@@ -6,7 +6,7 @@ import torch
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.mirror_agreement import MirrorAgreement, measure_disagreement
+from opal_deploy.train.epoch import MirrorAgreement, measure_disagreement
 from opal_deploy.train.recipe import TrainOptions
 
 # two classes of one slot each: the labelled class's is the second channel

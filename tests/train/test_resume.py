@@ -20,7 +20,7 @@ import torch
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.train import checkpoint_manager
+from opal_deploy.train import run_directory
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
 
@@ -88,7 +88,7 @@ def ended(_ended, tmp_path):
 @pytest.mark.parametrize("write", [1, 2, 3, 5, 6])
 def test_ending_before_any_write_and_resuming_ends_bit_identical(squares, whole, tmp_path, monkeypatch, write):
     done = 0
-    save = checkpoint_manager.save
+    save = run_directory.save
 
     def save_or_die(*arguments, **options):
         nonlocal done
@@ -98,7 +98,7 @@ def test_ending_before_any_write_and_resuming_ends_bit_identical(squares, whole,
         save(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_manager, "save", save_or_die)
+        patch.setattr(run_directory, "save", save_or_die)
         options = replace(OPTIONS, save_every=2)
         with pytest.raises(_Killed):
             fit(squares, options, tmp_path / "run", resume=True)
@@ -164,11 +164,11 @@ def test_another_run_is_refused_with_what_differs(squares, whole):
     with pytest.raises(UsageError, match=r"lr was 0\.001 and is 0\.002; give --resume with the options"):
         fit(squares, replace(OPTIONS, lr=2e-3), whole, resume=True)
     fewer = replace(squares, train=squares.train[1:])
-    with pytest.raises(UsageError, match="the images, labels, boxes or splits of the data set are others"):
+    with pytest.raises(UsageError, match="the images, labels, boxes or splits of the data set have changed"):
         fit(fewer, OPTIONS, whole, resume=True)
-    with pytest.raises(UsageError, match="the run is finished after 2 epochs and cannot be given 5"):
+    with pytest.raises(UsageError, match="the run is finished after 2 epochs and cannot be extended to 5"):
         fit(squares, replace(OPTIONS, epochs=5), whole, resume=True)
-    with pytest.raises(UsageError, match="give one of them"):
+    with pytest.raises(UsageError, match="give only one of them"):
         fit(squares, OPTIONS, whole, resume=True, overwrite=True)
 
 
@@ -205,7 +205,7 @@ def test_a_disk_that_is_full_at_once_keeps_nothing_and_says_so(squares, tmp_path
     def full(*arguments, **options):
         raise UsageError("best.pt: cannot be written (No space left on device); choose another place")
 
-    monkeypatch.setattr(checkpoint_manager, "save", full)
+    monkeypatch.setattr(run_directory, "save", full)
     with pytest.raises(StoppedEarly, match=r"\(No space left on device\); nothing was kept yet, "):
         fit(squares, OPTIONS, tmp_path / "run")
 
@@ -246,7 +246,7 @@ def test_a_damaged_record_without_a_checkpoint_is_one_line(squares, tmp_path, te
 def test_a_best_checkpoint_that_is_gone_is_found_before_training_goes_on(squares, ended):
     (ended / "best.pt").unlink()
     lines = []
-    with pytest.raises(UsageError, match=r"best\.pt: it is not the checkpoint of epoch 1, the best of this run"):
+    with pytest.raises(UsageError, match=r"best\.pt: not the checkpoint of epoch 1, the best of this run"):
         fit(squares, OPTIONS, ended, resume=True, log=lines.append)
     assert lines == []
 

@@ -15,13 +15,11 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.train.distributed import ProcessGroup
-from opal_deploy.train.epoch import TrainStep
+from opal_deploy.train.epoch import TrainStep, evaluate
 from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.machine import MixedPrecision, ProcessGroup
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.reproduce.plan import run_folder_name
-from opal_deploy.train.setup import MixedPrecision
-from opal_deploy.train.validation import evaluate
 
 
 def test_a_timm_network_trains_exports_and_explains(opal, squares, lite0_weights, tmp_path):

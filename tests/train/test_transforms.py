@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import _apply_op
 
-from opal_deploy.train.transforms import PaperAugmentation, apply_geometric, apply_photometric, sample_resized_crop
+from opal_deploy.train.images import PaperAugmentation, apply_geometric, apply_photometric, sample_resized_crop
 
 
 def _noise(height, width, seed=0):

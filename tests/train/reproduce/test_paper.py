@@ -8,7 +8,8 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import recipe
-from opal_deploy.train.reproduce import averages, paper
+from opal_deploy.train.reproduce import plan as paper
+from opal_deploy.train.reproduce import results
 from opal_deploy.train.reproduce.plan import make_plan
 
 SOURCE = Path(__file__).parents[3].parent / "shared" / "paper" / "opal.tex"
@@ -46,7 +47,7 @@ def test_every_figure_is_the_papers(name, source):
 def test_averages_come_to_what_the_text_prints(table, source, tmp_path):
     names = [column.dataset for column in paper.load_table(table).columns]
     plan = make_plan(paper.load_table(table), names, [0], recipe.load_recipe("paper"), {}, tmp_path)
-    found = averages.measure_averages(plan)
+    found = results.measure_averages(plan)
     assert found
     assert all(f"{average.mean.paper:+.2f}" in source for average in found)
     if table == "backbones":

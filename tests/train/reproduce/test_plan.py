@@ -8,7 +8,8 @@ from PIL import Image
 
 from opal_deploy.errors import UsageError
 from opal_deploy.train import recipe
-from opal_deploy.train.reproduce import figure, paper, render
+from opal_deploy.train.reproduce import plan as paper
+from opal_deploy.train.reproduce import render
 from opal_deploy.train.reproduce.plan import estimate_hours, make_plan
 from opal_deploy.train.reproduce.results import collect_metric, run_plan
 
@@ -57,18 +58,18 @@ def test_a_whole_table_of_one_seed_comes_first(tmp_path):
 def test_a_data_set_of_ones_own_is_a_column_without_the_papers_figures(tmp_path):
     plan = _plan("ablation", tmp_path, ("mine",))
     assert [(column.dataset, column.metric) for column in plan.columns] == [("mine", "accuracy")]
-    assert "left out: cub, cars, pets, dogs, flowers" in render.to_text(plan)
+    assert "no folder given: cub, cars, pets, dogs, flowers" in render.to_text(plan)
 
 
 def test_rows_can_be_chosen_by_name(tmp_path):
     assert [run.row.name for run in _plan("prototypes", tmp_path, only=("m=1",)).runs] == ["OPAL m=1"]
     assert [run.row.name for run in _plan("prototypes", tmp_path, only=("opal",)).runs][:2] == ["OPAL m=1", "OPAL m=3"]
-    with pytest.raises(UsageError, match=r"no row of prototypes is named like m=7: it has Baseline"):
+    with pytest.raises(UsageError, match=r"no row of prototypes matches m=7; expected one of Baseline"):
         _plan("prototypes", tmp_path, only=("m=7",))
 
 
 def test_what_a_table_varies_cannot_be_fixed(tmp_path):
-    with pytest.raises(UsageError, match="backbone is what the table backbones varies"):
+    with pytest.raises(UsageError, match="the table backbones varies backbone; leave it out"):
         _plan("backbones", tmp_path, overrides={"model": {"backbone": "resnet18"}})
 
 
@@ -101,7 +102,7 @@ def test_departures_are_those_of_the_runs_that_were_done_whatever_is_asked_for_n
     assert plan.deviations == (
         "epochs 1 instead of 30",
         "precision bf16 instead of fp32",
-        "cub is 10 classes, 300 images to train and validate on and 243 to test instead of 200, 5,994 and 5,794",
+        "cub has 10 classes, 300 training and validation images and 243 test images instead of 200, 5,994 and 5,794",
     )
 
 
@@ -109,8 +110,8 @@ def test_a_finished_run_of_other_options_is_refused(tmp_path):
     plan = _plan("methods", tmp_path)
     for run in plan.runs:
         _finish(replace(run, options=replace(run.options, epochs=1, lr=0.1)), test_accuracy=0.5)
-    with pytest.raises(UsageError, match=r"a finished run of other options: epochs was 1 and is 30; lr was 0\.1 and"):
-        run_plan(plan, {}, report=lambda done, total, note: None, log=lambda line: None)
+    with pytest.raises(UsageError, match=r"a finished run with other options: epochs was 1 and is 30; lr was 0\.1 and"):
+        run_plan(plan, {}, progress=lambda done, total, note: None, log=lambda line: None)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"test_accuracy": "x"}', '{"test_accuracy": NaN}'])
@@ -121,7 +122,7 @@ def test_a_damaged_summary_is_named(text, tmp_path):
     (run.folder / "summary.json").write_text(text)
     with pytest.raises(UsageError, match=r"summary\.json: .*remove its folder and reproduce again"):
         render.to_text(plan)
-    assert estimate_hours(run, tmp_path, paper.dataset_sizes()["cub"]) is not None
+    assert estimate_hours(run, tmp_path, 10) is not None
 
 
 def test_means_and_spreads_are_over_seeds(tmp_path):
@@ -139,7 +140,7 @@ def test_means_and_spreads_are_over_seeds(tmp_path):
         "OPAL 85.0 ± 1.0 (+2.0) 85.6 ± 0.2 (+1.4)"
     )
     assert "83.0 (1 of 3)" in next(line for line in lines if line.startswith("Baseline"))
-    assert "2 of 6 runs are not finished" in lines[-1]
+    assert "unfinished: 2 of 6 runs" in lines[-1]
     document = render.to_json(plan)
     cell = document["rows"][-1]["cells"][0]
     assert cell["ours"]["values"] == pytest.approx([84.0, 86.0, 85.0])
@@ -169,7 +170,7 @@ def test_the_figure_has_a_panel_for_each_data_set_and_their_average(tmp_path, su
     for run in plan.runs[:-1]:
         _finish(run, test_accuracy=0.8)
     path = tmp_path / f"fig4{suffix}"
-    figure.draw_prototypes(plan, path)
+    render.draw_prototypes(plan, path)
     if suffix == ".png":
         with Image.open(path) as image:
             assert image.size == (3 * 600, 2 * 480)
@@ -179,9 +180,9 @@ def test_the_figure_has_a_panel_for_each_data_set_and_their_average(tmp_path, su
         titles = ("CUB-200-2011", "Oxford-IIIT Pet", "mine", "average", "OPAL, ours", "baseline, paper")
         assert all(f"<!-- {title} -->" in text for title in titles)
     with pytest.raises(UsageError, match="only `prototypes`"):
-        figure.check_chart(_plan("ablation", tmp_path), path)
+        render.check_chart(_plan("ablation", tmp_path), path)
     with pytest.raises(UsageError, match=r"ends in \.png or \.svg"):
-        figure.check_chart(plan, tmp_path / "fig4.pdf")
+        render.check_chart(plan, tmp_path / "fig4.pdf")
 
 
 def test_collapse_spreads_over_images_as_in_the_paper(tmp_path):
@@ -203,23 +204,22 @@ def test_markdown_is_a_table(tmp_path):
 
 def test_hours_come_from_counted_operations(tmp_path):
     run = _run(_plan("backbones", tmp_path), "ResNet-50")
-    size = paper.dataset_sizes()["cub"]
-    found = estimate_hours(run, tmp_path, size, tflops=100.0)
+    found = estimate_hours(run, tmp_path, tflops=100.0)
     # ResNet-50 without its dense layer: 4.09 G multiply-accumulates (He et al. 2016; torchvision's page)
     train, val = 5994 - 1198, 1198
     flops = 2 * 4.087e9 * (30 * (3 * train + val) + 5794)
     assert found is not None
     assert found.hours == pytest.approx(flops / 100e12 / 3600, rel=0.01)
     assert not found.measured
-    assert estimate_hours(run, tmp_path, None) is None
+    assert estimate_hours(replace(run, dataset="mine"), tmp_path, 10) is None
 
 
 def test_a_finished_run_replaces_the_assumption(tmp_path):
     plan = _plan("methods", tmp_path)
     _finish(_run(plan, "OPAL"), test_accuracy=0.5, images_per_second=1000.0)
-    found = estimate_hours(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.dataset_sizes()["cub"])
+    found = estimate_hours(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, 10)
     assert found is not None
     assert found.measured
     _finish(_run(plan, "OPAL"), {"device": "cpu"}, test_accuracy=0.5, images_per_second=1000.0)
-    assert not estimate_hours(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.dataset_sizes()["cub"]).measured
+    assert not estimate_hours(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, 10).measured
     assert found.hours == pytest.approx(30 * (4796 + 1198 / 3) / 1000 / 3600, rel=1e-3)

@@ -68,7 +68,7 @@ def test_a_dry_run_needs_no_images_and_trains_nothing(tmp_path, capsys):
 
 
 def test_a_table_about_parts_needs_parts_before_anything_is_trained(creatures, tmp_path):
-    with pytest.raises(UsageError, match="it has no part locations"):
+    with pytest.raises(UsageError, match="the table parts needs part locations"):
         reproduce("parts", ReproduceOptions(data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL))
     assert not list(tmp_path.iterdir())
 
