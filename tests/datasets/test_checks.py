@@ -73,7 +73,7 @@ class TestMissingImages:
         for part in (
             "1 of 8 listed images is missing: images/001.Auk/3.png",
             "images/002.Jay/0.png (no decoder recognises it as an image)",
-            "1 image is in no list and not used: images/002.Jay/new.png",
+            "skipped 1 image that no list names: images/002.Jay/new.png",
             "images/001.Auk/1.png = images/001.Auk/2.png",
         ):
             assert part in str(caught.value)
@@ -111,13 +111,11 @@ def test_images_in_no_list_are_a_warning(tmp_path):
         draw(tmp_path / "images" / name)
     (tmp_path / "images" / "notes.txt").write_text("no image")
     (line,) = read_dataset(tmp_path).warnings
-    assert line == "1 image is in no list and not used: images/001.Auk/extra.jpg"
+    assert line == "skipped 1 image that no list names: images/001.Auk/extra.jpg"
 
 
 IN_ONE_CLASS = "1 pair of images is listed twice or byte-identical, in one split and class"
-IN_TWO_SPLITS = (
-    "1 pair of images is listed or byte-identical in two splits, so that one is measured on what another has seen"
-)
+IN_TWO_SPLITS = "1 pair of images is listed or byte-identical in two splits, which biases results"
 WITH_TWO_LABELS = "1 pair of images is listed or byte-identical with two labels"
 
 

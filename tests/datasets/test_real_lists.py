@@ -54,7 +54,7 @@ def test_pets_in_a_folder_of_another_name(shared_data):
     assert data.num_classes == 37
     assert data.class_names[:3] == ["Abyssinian", "American Bulldog", "American Pit Bull Terrier"]
     assert all(s.path.is_relative_to(root) for s in data.train)
-    assert data.warnings == ["1 image is in no list and not used: images/Abyssinian_34.jpg"]
+    assert data.warnings == ["skipped 1 image that no list names: images/Abyssinian_34.jpg"]
 
 
 def test_full_pets_lists_with_few_images(shared_data, tmp_path):

@@ -10,7 +10,7 @@ from tests.datasets.layouts import deny, write_class_folders, write_cub
 
 
 def test_unknown_name_lists_the_names(tmp_path):
-    with pytest.raises(UsageError, match=r"no data set is called 'birds'; choose one of cub, cub100, .*imagefolder"):
+    with pytest.raises(UsageError, match=r"unknown data set 'birds'; choose one of cub, cub100, .*imagefolder"):
         read_dataset(tmp_path, "birds")
 
 
@@ -27,9 +27,9 @@ def test_missing_or_empty_folder_is_one_line(tmp_path, name):
 @pytest.mark.parametrize("name", DATASET_NAMES)
 @pytest.mark.parametrize("partition", [0, 2, 11])
 def test_partition_that_does_not_exist(tmp_path, name, partition):
-    message = f"has no partition {partition}.*only dtd, sun397 have"
+    message = f"has no partition {partition}, only a single split; --partition is for dtd, sun397"
     if name in ("dtd", "sun397"):
-        message = f"has the partitions 1 to 10, {partition} is none" if partition != 2 else "lacks"
+        message = f"has no partition {partition}; expected 1 to 10" if partition != 2 else "lacks"
     with pytest.raises(UsageError, match=message):
         read_dataset(tmp_path, name, partition=partition)
 

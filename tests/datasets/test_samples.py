@@ -79,9 +79,7 @@ def test_description_is_one_line(tmp_path):
     one, many = [Sample(tmp_path, 0)], [Sample(tmp_path, 1)] * 1500
     cropped = DataSet(tmp_path, "cub", ["a", "b"], one, [], many, crop="boxes")
     assert cropped.describe() == (
-        f"cub from {tmp_path}: 2 classes, 1 image to train on, 0 to validate, 1,500 to test, cropped to their boxes"
+        f"cub from {tmp_path}: 2 classes, 1 training image, 0 validation, 1,500 test, cropped to their boxes"
     )
     whole = DataSet(tmp_path, "imagefolder", ["a", "b"], one * 8, one * 2, [])
-    assert whole.describe() == (
-        f"imagefolder from {tmp_path}: 2 classes, 8 images to train on, 2 to validate, 0 to test"
-    )
+    assert whole.describe() == f"imagefolder from {tmp_path}: 2 classes, 8 training images, 2 validation, 0 test"

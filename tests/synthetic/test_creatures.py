@@ -5,7 +5,8 @@ import pytest
 from PIL import Image, ImageFilter
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic import MAX_SPECIES, VARIANTS, draw_background, draw_creature, list_species
+from opal_deploy.synthetic.creatures import MAX_SPECIES, VARIANTS, draw_creature, list_species
+from opal_deploy.synthetic.shapes import draw_background
 
 SIDE = 224
 KINDS = list_species(MAX_SPECIES)
@@ -113,7 +114,7 @@ def test_creatures_cover_a_moderate_share_and_name_the_parts_that_distinguish_th
 
 
 @pytest.mark.parametrize(
-    ("size", "hide", "reason"), [((224, 31), [], "at least 32"), ((64, 64), ["horn"], "no such part to hide: horn")]
+    ("size", "hide", "reason"), [((224, 31), [], "at least 32"), ((64, 64), ["horn"], "unknown part to hide: horn")]
 )
 def test_what_cannot_be_drawn_is_refused(size, hide, reason):
     with pytest.raises(UsageError, match=reason):

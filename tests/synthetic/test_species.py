@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from opal_deploy.synthetic import MAX_SPECIES, VARIANTS, list_species
+from opal_deploy.synthetic.creatures import MAX_SPECIES, VARIANTS, list_species
 from opal_deploy.synthetic.shapes import part_polygons
 
 
