@@ -164,9 +164,9 @@ def test_all_layers_are_kept_at_a_finer_stride_and_only_the_later_strides_become
 @pytest.mark.parametrize(
     ("name", "stride", "message"),
     [
-        ("convnext_tiny", 16, r"features\.6\.1 of convnext_tiny makes 27x27 cells of 28x28 for want of padding"),
+        ("convnext_tiny", 16, r"features\.6\.1 of convnext_tiny makes 27x27 cells of 28x28 for lack of padding"),
         ("timm:resnet50d", 16, r"layer4\.0\.downsample\.0 .* 27x27"),  # its shortcut's pooling
-        ("resnet18", 32, "ends at stride 32, .* leave --keep-layers out"),
+        ("resnet18", 32, "already end at stride 32; leave --keep-layers out"),
         ("resnet18", None, "--keep-layers without --stride"),
         ("resnet18", 12, "it has 32, 16, 8, 4, 2"),
         ("timm:hrnet_w18_small", 4, "does not run at stride 4"),

@@ -231,7 +231,7 @@ class TestAuthors:
             pytest.param(torch.eye(12)[:4], "not the paper's orthonormal anchors", id="one slot each"),
             pytest.param(torch.linspace(-1, 2, 48).view(4, 12), "not the paper's orthonormal anchors", id="learned"),
             pytest.param(torch.zeros(4, 13), "do not fit together", id="13 channels"),
-            pytest.param(torch.zeros(5, 12), "12 channels are no multiple of 5 classes", id="5 classes"),
+            pytest.param(torch.zeros(5, 12), "12 channels are not a multiple of 5 classes", id="5 classes"),
             pytest.param(torch.zeros(12), "do not fit together", id="a row"),
             pytest.param(torch.zeros(4, 12, 1), "do not fit together", id="3 dimensions"),
         ],
@@ -244,7 +244,7 @@ class TestAuthors:
         assert "final_conv_layer.weight" in refusal(save(plain))
         head = {key: value for key, value in authors.items() if not key.startswith("backbone.")}
         body = {f"backbone.block{i}.weight": torch.zeros(3, 3) for i in range(5)}
-        assert "no torchvision network is like its 5 backbone parameters" in refusal(save(head | body))
+        assert "no torchvision network has its 5 backbone parameters" in refusal(save(head | body))
 
 
 class Payload:

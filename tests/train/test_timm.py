@@ -84,7 +84,7 @@ def test_a_runs_folder_has_no_colon():
     ("options", "message"),
     [
         (("--backbone", "timm:resnt18"), "did you mean resnet18"),
-        (("--backbone", "timm:resnet18", "--weights", "tv_in2k"), "no tag of timm's for resnet18 (a1_in1k, "),
+        (("--backbone", "timm:resnet18", "--weights", "tv_in2k"), "no timm tag for resnet18 (a1_in1k, "),
     ],
 )
 def test_a_wrong_name_ends_training_with_one_line(opal, squares, tmp_path, options, message):
