@@ -135,7 +135,7 @@ def stratified_split(
     labels: list[int],
     class_names: list[str],
     *,
-    root: Path | None = None,
+    root: Path,
     part: str = "validation",
     advice: str = "add images, or give a val/ folder beside train/",
 ) -> tuple[list[int], list[int]]:
@@ -157,19 +157,18 @@ def stratified_split(
     require("sklearn", "train", "a data set without an official split", pip_name="scikit-learn")
     from sklearn.model_selection import StratifiedShuffleSplit
 
-    where = "" if root is None else f"{root}: "
     counts = Counter(labels)
     singles = [name for label, name in enumerate(class_names) if counts[label] == 1]
     if singles:
         raise UsageError(
-            f"{where}no {part} split possible, classes with a single image: {shorten_list(singles)}; {advice}"
+            f"{root}: no {part} split possible, classes with a single image: {shorten_list(singles)}; {advice}"
         )
     splitter = StratifiedShuffleSplit(n_splits=1, test_size=SPLIT_FRACTION, random_state=SPLIT_SEED)
     try:
         first, second = next(splitter.split(labels, labels))
     except ValueError as error:
         raise UsageError(
-            f"{where}no {part} split possible, {pluralize(len(labels), 'image is', 'images are')} too few for "
+            f"{root}: no {part} split possible, {pluralize(len(labels), 'image is', 'images are')} too few for "
             f"{pluralize(len(class_names), 'class', 'classes')} ({error}); {advice}"
         ) from None
     return sorted(int(i) for i in first), sorted(int(i) for i in second)

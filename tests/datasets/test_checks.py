@@ -136,15 +136,7 @@ class TestDoubledImages:
                 [f"{IN_TWO_SPLITS}: a.png (train) = b.png (test)", f"{WITH_TWO_LABELS}: a.png (Auk) = b.png (Jay)"],
             ),
         ],
-        ids=[
-            "different",
-            "in one class",
-            "one line twice",
-            "in two splits",
-            "a line in two splits",
-            "two labels",
-            "both",
-        ],
+        ids=["different", "one class", "one line twice", "two splits", "a line in two splits", "two labels", "both"],
     )
     def test_each_kind_says_what_it_is(self, tmp_path, splits, expected):
         """Of `a` and `b`, which are one image, and `c`, which is another."""
@@ -176,8 +168,3 @@ class TestDoubledImages:
             (tmp_path / name).write_bytes(name.encode() * 5000)
         monkeypatch.setattr(checks, "_hash_file", lambda path: pytest.fail(f"read {path} in full"))
         assert checks.find_identical_files(paths[:3]) == [], "unlike files are not read in full"
-
-
-def test_files_are_looked_at_a_few_at_a_time_and_in_their_order(monkeypatch):
-    monkeypatch.setattr(checks, "_CHUNK_SIZE", 3)
-    assert list(checks.map_in_threads(lambda n: n * n, range(10))) == [n * n for n in range(10)]

@@ -32,13 +32,6 @@ class TestImageFolder:
         found = read_dataset(tmp_path)
         assert (len(found.train), len(found.val), len(found.test)) == (8, 4, 6)
 
-    def test_without_val_a_fifth_of_each_class_is_set_aside(self, tmp_path):
-        write_class_folders(tmp_path / "train", count=10)
-        found = read_dataset(tmp_path)
-        assert [s.label for s in found.val] == [0, 0, 1, 1]
-        assert not {s.path for s in found.train} & {s.path for s in found.val}
-        assert found.test == []
-
     @pytest.mark.parametrize(
         ("folders", "messages"),
         [

@@ -1,4 +1,4 @@
-"""A data set's description, and the stratified split, which is the authors'."""
+"""The stratified split is the authors'."""
 
 from pathlib import Path
 
@@ -8,18 +8,7 @@ from sklearn.model_selection import StratifiedShuffleSplit
 from torchvision.datasets import ImageFolder
 
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet, Sample, split_off_validation, stratified_split
-from opal_deploy.errors import UsageError
-
-
-def test_split_is_scikit_learns_with_the_authors_seed():
-    labels = [int(v) for v in np.random.default_rng(3).integers(0, 4, 200)]
-    train, val = stratified_split(labels, list("abcd"))
-    splitter = StratifiedShuffleSplit(n_splits=1, test_size=0.2, random_state=42)
-    expected_train, expected_val = next(splitter.split(np.zeros(200), labels))
-    assert set(train) == set(expected_train)
-    assert set(val) == set(expected_val)
-
+from opal_deploy.datasets.samples import DataSet, Sample, split_off_validation
 
 NAMES = ("wren", "Jay", "auk", "Bee eater")
 
@@ -60,26 +49,3 @@ def test_validation_images_of_real_lists_are_the_authors(name, shared_data, tmp_
         (tmp_path / sample.path.parent.name).mkdir(exist_ok=True)
         (tmp_path / sample.path.parent.name / sample.path.name).touch()
     assert {s.path.name for s in data.val} == _scikit_learns_validation_images(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("labels", "names", "root", "message"),
-    [
-        ([0] * 10 + [1], ["a", "lonely"], None, "^no validation split .* with a single image: lonely; add images"),
-        ([0] * 10 + [1], ["a", "lonely"], Path("birds"), "^birds: no validation split possible, classes with a single"),
-        ([0, 0, 1, 1, 2, 2], ["a", "b", "c"], None, "6 images are too few for 3 classes"),
-    ],
-)
-def test_impossible_split(labels, names, root, message):
-    with pytest.raises(UsageError, match=message):
-        stratified_split(labels, names, root=root)
-
-
-def test_description_is_one_line(tmp_path):
-    one, many = [Sample(tmp_path, 0)], [Sample(tmp_path, 1)] * 1500
-    cropped = DataSet(tmp_path, "cub", ["a", "b"], one, [], many, crop="boxes")
-    assert cropped.describe() == (
-        f"cub from {tmp_path}: 2 classes, 1 training image, 0 validation, 1,500 test, cropped to their boxes"
-    )
-    whole = DataSet(tmp_path, "imagefolder", ["a", "b"], one * 8, one * 2, [])
-    assert whole.describe() == f"imagefolder from {tmp_path}: 2 classes, 8 training images, 2 validation, 0 test"

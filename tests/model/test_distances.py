@@ -144,13 +144,3 @@ def test_no_tensor_of_forward_or_backward_is_larger_than_the_embedding(distance)
     with LargestTensor() as largest:
         compute_distances(z, m, distance).sum().backward()
     assert largest.elements <= n * num_classes * m
-
-
-@each_distance
-def test_no_tensor_of_the_whole_head_is_larger_than_the_attention_map(distance):
-    n, num_classes, m, cells = 64, 1000, 5, 49
-    head = OpalHead(8, num_classes, HeadConfig(distance=distance))
-    features = torch.rand(n, 8, 7, 7, device="meta")
-    with LargestTensor() as largest:
-        head.to("meta")(features)
-    assert largest.elements == n * num_classes * m * cells

@@ -17,15 +17,11 @@ from opal_deploy.train.machine import default_num_workers
 SMALL = ("--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64")
 
 
-@pytest.mark.parametrize(("text", "expected"), [("224", (224, 224)), ("224x448", (224, 448)), ("32X64", (32, 64))])
-def test_size_is_one_number_or_height_x_width(text, expected):
-    assert parse_size(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "x", "224x", "0", "-224", "1x2x3", "big", "224.0"])
-def test_other_sizes_are_refused(text):
-    with pytest.raises(UsageError, match="expected a number of pixels"):
-        parse_size(text)
+def test_size_is_one_number_or_height_x_width():
+    assert [parse_size(text) for text in ("224", "224x448", "32X64")] == [(224, 224), (224, 448), (32, 64)]
+    for text in ("", "x", "224x", "0", "-224", "1x2x3", "big", "224.0"):
+        with pytest.raises(UsageError, match="expected a number of pixels"):
+            parse_size(text)
 
 
 def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp_path):

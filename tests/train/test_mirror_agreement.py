@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.epoch import MirrorAgreement, measure_disagreement
-from opal_deploy.train.recipe import TrainOptions
 
 # two classes of one slot each: the labelled class's is the second channel
 LABELS = torch.tensor([1])
@@ -46,22 +44,3 @@ def test_training_on_it_brings_the_mirrored_cell_back():
     # in evaluation mode the first half is the plain network's
     torch.testing.assert_close(model(images, labels)[0][:4], network(images))
     assert losses[-1] < 0.5 * losses[0]
-
-
-def test_the_cosine_falls_from_the_rate_to_zero():
-    options = TrainOptions(lr=0.4, schedule="cosine")
-    assert [options.learning_rate(share) for share in (0, 0.5, 1)] == pytest.approx([0.4, 0.2, 0])
-    assert TrainOptions(lr=0.4).learning_rate(0.9) == 0.4
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"agreement": 0.1, "head": HeadConfig(pooling="avg")}, "this head has none"),
-        ({"agreement": -1.0}, "at least 0"),
-        ({"schedule": "step"}, "expected one of constant, cosine"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(changes, message):
-    with pytest.raises(UsageError, match=message):
-        TrainOptions(**changes).check()
