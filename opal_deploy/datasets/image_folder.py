@@ -74,20 +74,16 @@ def _read_image_folder(root: Path) -> Listing:
     problems: list[str] = []
     warnings: list[str] = []
     search = ImageSearch(root)
-    search.note_stray_files(root)
-    for folder in splits.values():
+    for folder in (root, *splits.values()):
         search.note_stray_files(folder)
-    if splits:
-        unused = [f.name for f in subfolders(root) if f not in splits.values()]
-        if unused:
-            warnings.append(f"skipped folders beside train/: {shorten_list(unused)}")
+    if splits and (unused := [f.name for f in subfolders(root) if f not in splits.values()]):
+        warnings.append(f"skipped folders beside train/: {shorten_list(unused)}")
     train = _list_samples(search, train_root, class_names)
     others: dict[str, list[Sample]] = {"val": [], "test": []}
     for split, folder in splits.items():
         if split == "train":
             continue
-        unknown = [f.name for f in subfolders(folder) if f.name not in class_names]
-        if unknown:
+        if unknown := [f.name for f in subfolders(folder) if f.name not in class_names]:
             problems.append(f"classes in {folder.name}/ that train/ does not have: {shorten_list(unknown)}")
         others[split] = _list_samples(search, folder, class_names)
         if not others[split]:

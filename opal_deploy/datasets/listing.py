@@ -72,11 +72,8 @@ def build_listing(
     """Return a listing of whole images; labels without a class become a problem.
 
     Args:
-        layout: the adapter's name.
-        folder: the data set's folder.
-        class_names: C names in the order of the labels.
-        splits: `train`, and where the data set has them `val` and `test`.
-        problems, warnings, image_folders: as for Listing and DataSet.
+        splits: `train`, and possibly `val` and `test`.
+        layout, folder, class_names, problems, warnings, image_folders: as for DataSet and Listing.
     """
     problems = list(problems)
     samples: dict[str, list[Sample]] = {}
@@ -106,12 +103,6 @@ def has_files(folder: Path, *names: str) -> bool:
     return not missing_files(folder, names)
 
 
-def first_existing(folder: Path, *names: str) -> Path:
-    """Return the first of these files or folders that exists, or the first path where none does."""
-    paths = [folder / name for name in names]
-    return next((path for path in paths if path.exists()), paths[0])
-
-
 def require_files(folder: Path, title: str, missing: list[str], advice: str = "") -> None:
     """Raise UsageError with all the names, if any, that a data set's folder is missing."""
     if missing:
@@ -123,13 +114,7 @@ def require_files(folder: Path, title: str, missing: list[str], advice: str = ""
 
 
 def unreadable_error(error: OSError, path: Path, advice: str = "make it readable, or move it elsewhere") -> UsageError:
-    """Return the operating system's error as one line.
-
-    Args:
-        error: the error.
-        path: the path that was read, for errors without a file name.
-        advice: what to do, completing "...; ".
-    """
+    """Return the operating system's error as one line; `path` is for errors without a file name."""
     name = error.filename if isinstance(error.filename, str | bytes) else str(path)
     return UsageError(f"{os.fsdecode(name)}: cannot be read ({error.strerror or error}); {advice}")
 

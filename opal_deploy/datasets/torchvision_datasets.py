@@ -25,7 +25,6 @@ from opal_deploy.datasets.listing import (
     LabeledPath,
     Listing,
     build_listing,
-    first_existing,
     has_files,
     missing_files,
     read_all,
@@ -125,7 +124,7 @@ def _is_cars(folder: Path) -> bool:
 
 
 def _read_cars(folder: Path) -> Listing:
-    test_labels = first_existing(folder, _CARS_TEST_LABELS, f"devkit/{_CARS_TEST_LABELS}")
+    test_labels = folder / ("devkit" if has_files(folder, f"devkit/{_CARS_TEST_LABELS}") else "") / _CARS_TEST_LABELS
     missing = missing_files(
         folder, ("devkit/cars_meta.mat", "devkit/cars_train_annos.mat", "cars_train/", "cars_test/")
     )

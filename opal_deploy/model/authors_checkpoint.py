@@ -67,17 +67,10 @@ class Assumptions:
     crop: str | None = None
 
 
-@dataclass(frozen=True)
-class AuthorsCheckpoint:
-    """An authors' checkpoint: the network's configuration, its state dict under our keys, and the assumed settings."""
-
-    config: NetworkConfig
-    state: dict[str, Tensor]
-    assumed: dict[str, Any]
-
-
-def parse(path: Path, raw: dict[str, Tensor], assumptions: Assumptions) -> AuthorsCheckpoint:
-    """Read a state dict; `path` is for errors.
+def parse(
+    path: Path, raw: dict[str, Tensor], assumptions: Assumptions
+) -> tuple[NetworkConfig, dict[str, Tensor], dict[str, Any]]:
+    """Return a state dict's network configuration, its tensors under our keys, and the assumed settings.
 
     Raises:
         CheckpointError: keys or shapes are not those of the format.
@@ -95,20 +88,19 @@ def parse(path: Path, raw: dict[str, Tensor], assumptions: Assumptions) -> Autho
     is_dense = _ANCHORS not in state and any(key in state for key in _DENSE)
     has_projection = not is_dense or any(key in state for key in _PROJECTION)
     head_keys = (*(_PROJECTION if has_projection else ()), *(_DENSE if is_dense else (_ANCHORS,)))
-    backbone, missing, unexpected, mismatched = _infer_backbone(path, body)
-    missing += [key for key in head_keys if key not in state]
-    unexpected += [key for key in state if key not in head_keys and not key.startswith("backbone.")]
-    if missing or unexpected or mismatched:
-        raise CheckpointError(
-            f"{path} does not fit {backbone}, the most similar torchvision network: "
-            f"{backbones.format_key_errors(sorted(missing), sorted(unexpected), sorted(mismatched))}"
-        )
+    backbone = _infer_backbone(path, body)
+    shapes = {key: value.shape for key, value in state.items() if not backbones.is_counter(key)}
+    expected = {f"backbone.{key}": shape for key, shape in _body_shapes(backbone).items()}
+    # the shapes of the head are checked below, against each other
+    expected |= {key: shapes.get(key, torch.Size()) for key in head_keys}
+    if errors := backbones.describe_key_errors(expected, shapes):
+        raise CheckpointError(f"{path} does not fit {backbone}, the most similar torchvision network: {errors}")
     classifier = state["classifier.weight"] if is_dense else state.pop(_ANCHORS)
     head = _infer_head(path, classifier, state.get("final_conv_layer.weight"), assumptions, is_dense=is_dense)
     assumed: dict[str, Any] = {} if is_dense else {"distance": head.distance}
     assumed |= {"pooling": head.pooling, "cws": head.cws, "input_size": list(assumptions.input_size)}
     config = NetworkConfig(backbone, classifier.shape[0], assumptions.input_size, head)
-    return AuthorsCheckpoint(config, _rename_keys(state), assumed)
+    return config, _rename_keys(state), assumed
 
 
 def _infer_head(
@@ -152,20 +144,16 @@ def _infer_prototypes(path: Path, classifier: Tensor, projection: Tensor) -> int
     return channels // num_classes
 
 
-def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str], list[str], list[str]]:
-    """Return the torchvision network most similar to these parameters, with all keys that do not fit.
-
-    Returns:
-        Its name, then the keys that are missing, unexpected, and of another shape.
-    """
-    shapes = {key: value.shape for key, value in body.items() if not _is_counter(key)}
+def _infer_backbone(path: Path, body: dict[str, Tensor]) -> str:
+    """Return the name of the torchvision network most similar to these parameters before its pooling."""
+    shapes = {key: value.shape for key, value in body.items() if not backbones.is_counter(key)}
     others = [name for name in torchvision_backbones.list_networks() if name not in PAPER_BACKBONES]
     nearest, fewest = "", len(shapes)
     for name in (*PAPER_BACKBONES, *others):
         full = _body_shapes(name)
         wrong = len(full.keys() ^ shapes.keys()) + sum(full[k] != shapes[k] for k in full.keys() & shapes.keys())
         if wrong < fewest:
-            nearest, fewest, fitting = name, wrong, full
+            nearest, fewest = name, wrong
         if not wrong:
             break
     if not nearest:
@@ -173,27 +161,14 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str]
             f"{path}: no torchvision network has its {len(shapes)} backbone parameters ({_sample_keys(shapes)}); "
             f"the authors use {', '.join(PAPER_BACKBONES)}"
         )
-    return (
-        nearest,
-        [f"backbone.{key}" for key in fitting.keys() - shapes.keys()],
-        [f"backbone.{key}" for key in shapes.keys() - fitting.keys()],
-        [
-            f"backbone.{key} {list(shapes[key])} instead of {list(fitting[key])}"
-            for key in shapes.keys() & fitting.keys()
-            if shapes[key] != fitting[key]
-        ],
-    )
+    return nearest
 
 
 @functools.cache
 def _body_shapes(name: str) -> dict[str, torch.Size]:
     """Return the shapes of a torchvision network's parameters before its pooling."""
     state = torchvision_backbones.build_network(name, "meta").state_dict()
-    return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not _is_counter(k)}
-
-
-def _is_counter(key: str) -> bool:
-    return key.endswith("num_batches_tracked")
+    return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not backbones.is_counter(k)}
 
 
 def _sample_keys(state: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import copy
 import itertools
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -207,18 +207,9 @@ def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module 
     if classifier is not None:
         other = library.build_network(backbone.name, "meta", _OTHER_CLASSES).state_dict()
         expected |= {k: v for k, v in classifier.state_dict().items() if network[k].shape == other[k].shape}
-    known = set(network) | set(expected)
-    missing = sorted(expected.keys() - state.keys() - _counters(expected))
-    unexpected = sorted(state.keys() - known)
-    mismatched = sorted(
-        f"{key} {list(state[key].shape)} instead of {list(expected[key].shape)}"
-        for key in expected.keys() & state.keys()
-        if state[key].shape != expected[key].shape
-    )
-    if missing or unexpected or mismatched:
+    if errors := describe_key_errors(get_shapes(expected), get_shapes(state), ignored=network):
         raise CheckpointError(
-            f"{origin} does not fit {backbone.name}: {format_key_errors(missing, unexpected, mismatched)}; "
-            "give weights of that network or another --backbone"
+            f"{origin} does not fit {backbone.name}: {errors}; give weights of that network or another --backbone"
         )
     for module in (backbone.body, *([] if classifier is None else [classifier])):
         keys = module.state_dict().keys() & expected.keys() & state.keys()
@@ -281,14 +272,41 @@ def load_torch_file(path: Path) -> Any:
         ) from None
 
 
-def format_key_errors(missing: list[str], unexpected: list[str], mismatched: list[str]) -> str:
-    """Return one line that counts the missing, unexpected and mismatched keys of a state dict, and names some."""
-    parts = [
-        f"{len(keys)} {kind}: {', '.join(keys[:_MAX_KEYS])}{', ...' if len(keys) > _MAX_KEYS else ''}"
-        for kind, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+def describe_key_errors(
+    expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size], ignored: Collection[str] = ()
+) -> str:
+    """Return one line about the missing, unexpected and mismatched keys of a state dict; empty if it fits.
+
+    BatchNorm's step counters may be missing: exporters often drop them, and inference ignores them.
+
+    Args:
+        expected, found: shapes by key.
+        ignored: keys that are not unexpected.
+    """
+    errors = {
+        "missing": [key for key in expected.keys() - found.keys() if not is_counter(key)],
+        "unexpected": list(found.keys() - expected.keys() - set(ignored)),
+        "of another shape": [
+            f"{key} {list(found[key])} instead of {list(expected[key])}"
+            for key in expected.keys() & found.keys()
+            if found[key] != expected[key]
+        ],
+    }
+    return "; ".join(
+        f"{len(keys)} {kind}: {', '.join(sorted(keys)[:_MAX_KEYS])}{', ...' if len(keys) > _MAX_KEYS else ''}"
+        for kind, keys in errors.items()
         if keys
-    ]
-    return "; ".join(parts)
+    )
+
+
+def get_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of a state dict by key."""
+    return {key: value.shape for key, value in state.items()}
+
+
+def is_counter(key: str) -> bool:
+    """Return whether a key is one of BatchNorm's step counters."""
+    return key.endswith("num_batches_tracked")
 
 
 @cache
@@ -306,11 +324,6 @@ def _find_cut(name: str, stride: int | None, keep_layers: bool = False) -> Cut:
             "(--no-keep-layers if a recipe has it), or give a smaller --stride"
         )
     return find_unstrided_cut(name, network, cut.stride, options)
-
-
-def _counters(state: dict[str, Any]) -> set[str]:
-    """Return the keys of BatchNorm's step counters, which exporters often drop and inference ignores."""
-    return {key for key in state if key.endswith("num_batches_tracked")}
 
 
 def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:

@@ -193,15 +193,14 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
 def _load_authors(
     path: Path, raw: dict[str, Tensor], class_names: list[str] | None, assumptions: Assumptions
 ) -> Checkpoint:
-    parsed = authors_checkpoint.parse(path, raw, assumptions)
-    network = OpalNetwork(parsed.config)
-    _load_state(path, network, parsed.state)
-    num_classes, assumed = parsed.config.num_classes, parsed.assumed
+    config, state, assumed = authors_checkpoint.parse(path, raw, assumptions)
+    network = OpalNetwork(config)
+    _load_state(path, network, state)
     if class_names is None:
-        class_names, assumed = [f"class {i}" for i in range(num_classes)], {**assumed, "class_names": "numbered"}
+        class_names, assumed = [f"class {i}" for i in range(config.num_classes)], {**assumed, "class_names": "numbered"}
     return Checkpoint(
         network,
-        _check_class_names(path, class_names, num_classes),
+        _check_class_names(path, class_names, config.num_classes),
         crop=assumptions.crop,
         source={"format": "authors", "assumed": assumed},
     )
@@ -209,18 +208,10 @@ def _load_authors(
 
 def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> None:
     """Load a state dict strictly; one error names every wrong key."""
-    own = network.state_dict()
-    missing = sorted(k for k in own.keys() - state.keys() if not k.endswith("num_batches_tracked"))
-    unexpected = sorted(state.keys() - own.keys())
-    mismatched = sorted(
-        f"{key} {list(state[key].shape)} instead of {list(own[key].shape)}"
-        for key in own.keys() & state.keys()
-        if own[key].shape != state[key].shape
-    )
-    if missing or unexpected or mismatched:
+    shapes = backbones.get_shapes(network.state_dict())
+    if errors := backbones.describe_key_errors(shapes, backbones.get_shapes(state)):
         raise CheckpointError(
-            f"{path} does not fit {network.config.backbone} with {network.config.num_classes} classes: "
-            f"{backbones.format_key_errors(missing, unexpected, mismatched)}"
+            f"{path} does not fit {network.config.backbone} with {network.config.num_classes} classes: {errors}"
         )
     network.load_state_dict(state, strict=False)
 

@@ -209,10 +209,12 @@ def _find_coarsening_modules(model: nn.Module, stride: int) -> tuple[str, ...]:
     found: dict[str, None] = {}  # in the order they run, once each
 
     def record(path: str, inputs: Any, output: Any) -> None:
-        if _is_map(inputs) and inputs[0].shape[2] * stride <= _PROBE_SIZE and output.shape[2] < inputs[0].shape[2]:
+        is_map = bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() == 4
+        if is_map and inputs[0].shape[2] * stride <= _PROBE_SIZE and output.shape[2] < inputs[0].shape[2]:
             found[path] = None
 
-    _run_with_hooks(model, _sliding_modules(model), record)
+    sliding = [path for path, each in model.named_modules() if hasattr(each, "stride") and not list(each.children())]
+    _run_with_hooks(model, sliding, record)
     return tuple(found)
 
 
@@ -237,14 +239,6 @@ def _check_tiling(name: str, model: nn.Module, stride: int, modules: Sequence[st
             f"--keep-layers: {name} does not run at stride {stride} with all of its layers ({first_line(error)}); "
             "leave --keep-layers out"
         ) from None
-
-
-def _sliding_modules(model: nn.Module) -> list[str]:
-    return [path for path, each in model.named_modules() if hasattr(each, "stride") and not list(each.children())]
-
-
-def _is_map(inputs: Any) -> bool:
-    return bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() == 4
 
 
 def _run_with_hooks(model: nn.Module, modules: Iterable[str], hook: Callable[[str, Any, Any], None]) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +37,6 @@ _GPU_STEPS_BETWEEN_READS = 10
 # attention lies in [0, 1]: times 20, a cell that leads by a third of that range takes nearly all
 _SHARPNESS = 20.0
 _SMALLEST = 1e-6
-
-_Number = TypeVar("_Number", np.int32, np.float64)
 
 
 class NonFiniteLossError(Exception):
@@ -290,15 +288,5 @@ def predict(
             progress(done, len(batches.images), "evaluating")
     if group is not None:
         parts = [part for share in group.all_gather(parts) for part in share]
-    return LabelledOutputs(
-        np.concatenate([part.logits for part in parts]),
-        np.concatenate([part.labels for part in parts]),
-        _concatenate([part.argmax for part in parts]),
-        _concatenate([part.margins for part in parts]),
-    )
-
-
-def _concatenate(arrays: list[NDArray[_Number] | None]) -> NDArray[_Number] | None:
-    """Return the arrays as one, or None where the network has no such output."""
-    present = [array for array in arrays if array is not None]
-    return np.concatenate(present) if present else None
+    whole: list[Any] = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
+    return LabelledOutputs(*whole)

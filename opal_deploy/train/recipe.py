@@ -1,6 +1,6 @@
 """The options of a training run, and recipes: TOML files that hold them. Plain data; imports no torch.
 
-    [data]      dataset, partition, skip_missing
+    [data]      partition, skip_missing, dataset
     [model]     backbone, weights, input_size, stride, keep_layers
     [head]      kind, prototypes_per_class, distance, pooling, cws, projection, anchors, epsilon
     [training]  epochs, batch_size, lr, schedule, agreement, augment, seed, precision, tf32
@@ -51,7 +51,7 @@ _TRAINING = {
 _MACHINE = {
     "device": str, "workers": int, "compile": bool, "cache_megabytes": int, "save_every": int, "tensorboard": bool,
 }  # fmt: skip
-_DATA = {"dataset": str, "partition": int, "skip_missing": bool}
+_DATA = {"partition": int, "skip_missing": bool, "dataset": str}
 SECTIONS: dict[str, dict[str, type]] = {
     "data": _DATA, "model": _MODEL, "head": _HEAD, "training": _TRAINING, "machine": _MACHINE,
 }  # fmt: skip
@@ -136,24 +136,21 @@ class Recipe:
         require("tomli_w", "train", "saving a recipe", pip_name="tomli-w")
         import tomli_w
 
-        o = self.options
-        data: dict[str, Any] = {key: getattr(self, key) for key in ("partition", "skip_missing")}
-        if self.dataset is not None:
-            data["dataset"] = self.dataset
-        head = {"kind": "plain"} if o.head.plain else {key: getattr(o.head, key) for key in _HEAD if key != "kind"}
-        sections: Sections = {
-            "data": data,
-            "model": {
-                "backbone": o.backbone,
-                "weights": RANDOM if o.weights is None else o.weights,
-                "input_size": list(o.input_size),
-                **({} if o.stride is None else {"stride": o.stride}),
-                **({"keep_layers": True} if o.keep_layers else {}),
-            },
-            "head": head,
-            "training": {key: getattr(o, key) for key in _TRAINING},
-            "machine": {key: getattr(o, key) for key in _MACHINE if getattr(o, key) is not None},
+        options, head = self.options, self.options.head
+        values = {
+            **vars(self),
+            **vars(options),
+            **vars(head),
+            "weights": options.weights or RANDOM,
+            "input_size": list(options.input_size),
+            "keep_layers": options.keep_layers or None,
         }
+        sections = {
+            section: {key: values[key] for key in keys if values.get(key) is not None}
+            for section, keys in SECTIONS.items()
+        }
+        if head.plain:
+            sections["head"] = {"kind": "plain"}
         return tomli_w.dumps(sections)
 
 

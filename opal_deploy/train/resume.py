@@ -52,7 +52,14 @@ def restore_run(
             "give another --out, or --overwrite"
         )
     try:
-        progress = _restore_state(last, network, train_step, group)
+        state = last[RESUME_KEY]
+        progress = TrainState.from_dict(state["progress"])
+        network.load_state_dict(last["state_dict"])
+        train_step.optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"]:
+            train_step.scaler.load_state_dict(state["scaler"])
+        if len(state["random"]) != group.size or "cpu" not in state["random"][group.rank]:
+            raise ValueError("random state of other processes")
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:120]
         raise CheckpointError(
@@ -74,25 +81,10 @@ def restore_run(
             "put it back, or start again with --overwrite"
         )
     # last, because building a network draws from the same generator
-    random = last[RESUME_KEY]["random"][group.rank]
+    random = state["random"][group.rank]
     torch.set_rng_state(random["cpu"])
     if group.device.type == "cuda" and "cuda" in random:
         torch.cuda.set_rng_state(random["cuda"], group.device)
-    return progress
-
-
-def _restore_state(
-    last: dict[str, Any], network: OpalNetwork, train_step: TrainStep, group: ProcessGroup
-) -> TrainState:
-    """Restore everything but the random generators; any exception means that the state is damaged."""
-    state = last[RESUME_KEY]
-    progress = TrainState.from_dict(state["progress"])
-    network.load_state_dict(last["state_dict"])
-    train_step.optimizer.load_state_dict(state["optimizer"])
-    if state["scaler"]:
-        train_step.scaler.load_state_dict(state["scaler"])
-    if len(state["random"]) != group.size or "cpu" not in state["random"][group.rank]:
-        raise ValueError("random state of other processes")
     return progress
 
 

@@ -99,11 +99,6 @@ class TrainRunDirectory:
                 "give --resume to continue it, another --out, or --overwrite"
             )
 
-    def remove_temporary_files(self) -> None:
-        """Remove the temporary files of processes killed while writing; the caller holds the lock."""
-        for name in FILES:
-            remove_temporary_files(self.root / name)
-
     def clear(self) -> None:
         """Make the directory and remove an older run's files.
 
@@ -207,7 +202,9 @@ class CheckpointManager:
     def start(self, recipe: str, *, is_new: bool) -> None:
         """Write config.json and recipe.toml; remove temporary files and, for a new run, those of an older one."""
         if self._group.is_main:
-            self.run_dir.remove_temporary_files()
+            # of processes killed while writing; this one holds the lock
+            for name in FILES:
+                remove_temporary_files(self.run_dir.root / name)
             if is_new:
                 self.run_dir.clear()
             with _stop_when_full(TrainState()):

@@ -1,6 +1,5 @@
 """Several processes do what one does with the same global batch."""
 
-import csv
 import os
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from opal_deploy.train.epoch import evaluate
 from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.machine import ProcessGroup
 from opal_deploy.train.recipe import TrainOptions
+from opal_deploy.train.run_directory import TrainRunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,6 @@ def _train(folder, out, *options):
     )
 
 
-def _epochs(out):
-    with (out / "metrics.csv").open() as stream:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(stream)]
-
-
 def test_two_processes_train_as_one_does(opal, folder, tmp_path):
     one, two = opal(*_arguments(folder, tmp_path / "one")), _train(folder, tmp_path / "two")
     assert one.returncode == 0, one.stderr
@@ -68,11 +63,10 @@ def test_two_processes_train_as_one_does(opal, folder, tmp_path):
     assert two.stderr.count("epoch 1/2") == one.stderr.count("epoch 1/2") == 1
     assert {path.name for path in (tmp_path / "two").iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
 
-    for a, b in zip(_epochs(tmp_path / "one"), _epochs(tmp_path / "two"), strict=True):
-        assert b["train_loss"] == pytest.approx(a["train_loss"], rel=1e-4)
-        assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-4)
-        assert b["train_accuracy"] == a["train_accuracy"]
-        assert b["val_accuracy"] == a["val_accuracy"]
+    epochs = [TrainRunDirectory(tmp_path / name).read_epochs() for name in ("one", "two")]
+    for a, b in zip(*epochs, strict=True):
+        assert (b.train_loss, b.val_loss) == pytest.approx((a.train_loss, a.val_loss), rel=1e-4)
+        assert (b.train_accuracy, b.val_accuracy) == (a.train_accuracy, a.val_accuracy)
     first, second = (checkpoint.load(tmp_path / name / "best.pt") for name in ("one", "two"))
     assert second.metrics["val_images"] == 7
     assert second.metrics["test_images"] == 5

@@ -7,7 +7,6 @@ columns in the plan, and is known once every one of them is.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -90,8 +89,12 @@ def run_plan(
     """
     metrics = {column.metric for column in plan.columns}
     for run in plan.runs:
-        if run.is_finished:
-            _check_finished_run(run)
+        stored = run.read_stored_config() if run.is_finished else {}
+        if stored and (differences := describe_differences(stored, {"options": asdict(run.options)}, MACHINE_OPTIONS)):
+            raise UsageError(
+                f"{run.folder}: holds a finished run with other options: {'; '.join(differences)}; "
+                "give the same options, another --out, or remove that folder"
+            )
     todo = [run for run in plan.runs if not run.is_finished or _needs_parts(run, metrics)]
     # all data sets are checked before the first run, which takes hours
     data: dict[str, DataSet] = {}
@@ -121,15 +124,6 @@ def run_plan(
     return failures
 
 
-def _check_finished_run(run: Run) -> None:
-    stored = run.read_stored_config()
-    if stored and (differences := describe_differences(stored, {"options": asdict(run.options)}, MACHINE_OPTIONS)):
-        raise UsageError(
-            f"{run.folder}: holds a finished run with other options: {'; '.join(differences)}; "
-            "give the same options, another --out, or remove that folder"
-        )
-
-
 def collect_metric(plan: TrainingPlan, row: PaperRow, column: Column) -> MeasuredMetric | None:
     """Return a metric over a row's finished runs; None without any."""
     values, spreads = [], []
@@ -149,13 +143,10 @@ def collect_metric(plan: TrainingPlan, row: PaperRow, column: Column) -> Measure
 def _read_metric(run: Run, name: MetricName) -> tuple[float | None, float | None]:
     """Return a run's metric and its standard deviation over images, both in per cent."""
     if name in _PART_METRICS:
-        path = run.folder / PARTS_FILE
-        return _read_number(_read_json(path), _PART_METRICS[name], path), None
-    path = run.files.summary
-    summary = _read_json(path)
-    key = {"accuracy": "test_accuracy", "collapse": "spatial_prototype_collapse"}[name]
-    value = _read_number(summary, key, path)
-    spread = _read_number(summary, "spatial_prototype_collapse_std", path) if name == "collapse" else None
+        return _read_json(run.folder / PARTS_FILE).get(_PART_METRICS[name]), None
+    summary = _read_json(run.files.summary)
+    value = summary.get({"accuracy": "test_accuracy", "collapse": "spatial_prototype_collapse"}[name])
+    spread = summary.get("spatial_prototype_collapse_std") if name == "collapse" else None
     return (None if value is None else 100.0 * value), (None if spread is None else 100.0 * spread)
 
 
@@ -172,22 +163,14 @@ def _measure_parts(run: Run, data: DataSet) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON file of a run, empty without such a file."""
     if not path.is_file():
         return {}
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable ({error}); remove its folder and reproduce again") from None
-    if not isinstance(document, dict):
-        raise UsageError(f"{path}: not the metrics of a run; remove its folder and reproduce again")
     return document
-
-
-def _read_number(document: dict[str, Any], name: str, path: Path) -> float | None:
-    value = document.get(name)
-    if value is None or (isinstance(value, int | float) and math.isfinite(value)):
-        return value
-    raise UsageError(f"{path}: {name} is {value!r}, not a finite number; remove its folder and reproduce again")
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,26 @@
-"""Which runs a table needs, what is shown of them, and what they may take."""
+"""The paper's tables: which runs they need, what is shown of them, what they may take, and the paper's numbers."""
 
 import json
+import re
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.train import recipe
-from opal_deploy.train.reproduce import plan as paper
+from opal_deploy.logs import no_log, no_progress
+from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.train.recipe import TrainOptions, load_recipe, resolve_recipe
 from opal_deploy.train.reproduce import render
-from opal_deploy.train.reproduce.plan import estimate_hours, make_plan
-from opal_deploy.train.reproduce.results import collect_metric, run_plan
+from opal_deploy.train.reproduce.plan import estimate_hours, load_table, make_plan, run_folder_name, table_names
+from opal_deploy.train.reproduce.results import collect_metric, measure_averages, run_plan
 
-PAPER = recipe.load_recipe("paper")
+PAPER = load_recipe("paper")
 
 
 def _plan(name, out, datasets=("cub",), seeds=(0,), **more):
-    return make_plan(paper.load_table(name), datasets, seeds, PAPER, more.pop("overrides", {}), out, **more)
+    return make_plan(load_table(name), datasets, seeds, PAPER, more.pop("overrides", {}), out, **more)
 
 
 def _finish(run, record=None, **summary):
@@ -42,11 +45,17 @@ def test_tables_share_their_runs(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", paper.table_names())
+@pytest.mark.parametrize("name", table_names())
 def test_different_rows_have_different_folders(name, tmp_path):
     runs = _plan(name, tmp_path, ("dtd",) if name == "beyond" else ("cub",), (0, 1)).runs
     assert len({run.folder for run in runs}) == len(runs)
     assert len({run.options for run in runs}) == len(runs)
+
+
+def test_a_runs_folder_has_no_colon():
+    assert run_folder_name(TrainOptions("timm:resnet18.tv_in1k")) == "timm-resnet18.tv_in1k-opal-m5-l2-seed0"
+    kept = TrainOptions("resnet50", stride=16, keep_layers=True)
+    assert run_folder_name(kept) == "resnet50-stride16-all-layers-opal-m5-l2-seed0"
 
 
 def test_a_whole_table_of_one_seed_comes_first(tmp_path):
@@ -111,15 +120,14 @@ def test_a_finished_run_of_other_options_is_refused(tmp_path):
     for run in plan.runs:
         _finish(replace(run, options=replace(run.options, epochs=1, lr=0.1)), test_accuracy=0.5)
     with pytest.raises(UsageError, match=r"a finished run with other options: epochs was 1 and is 30; lr was 0\.1 and"):
-        run_plan(plan, {}, progress=lambda done, total, note: None, log=lambda line: None)
+        run_plan(plan, {}, progress=no_progress, log=no_log)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"test_accuracy": "x"}', '{"test_accuracy": NaN}'])
-def test_a_damaged_summary_is_named(text, tmp_path):
+def test_a_damaged_summary_is_named(tmp_path):
     plan = _plan("methods", tmp_path)
     run = _run(plan, "OPAL")
     _finish(run)
-    (run.folder / "summary.json").write_text(text)
+    (run.folder / "summary.json").write_text("{")
     with pytest.raises(UsageError, match=r"summary\.json: .*remove its folder and reproduce again"):
         render.to_text(plan)
     assert estimate_hours(run, tmp_path, 10) is not None
@@ -223,3 +231,95 @@ def test_a_finished_run_replaces_the_assumption(tmp_path):
     _finish(_run(plan, "OPAL"), {"device": "cpu"}, test_accuracy=0.5, images_per_second=1000.0)
     assert not estimate_hours(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, 10).measured
     assert found.hours == pytest.approx(30 * (4796 + 1198 / 3) / 1000 / 3600, rel=1e-3)
+
+
+# paper.toml says what the paper says, digit by digit ------------------------------------------------------------------
+
+SOURCE = Path(__file__).parents[3].parent / "shared" / "paper" / "opal.tex"
+# a figure, with its standard deviation where it has one; differences to the baseline begin with an arrow instead
+_FIGURE = re.compile(r"(\d+\.\d)\}?\s*(?:\{\\tiny\$\\pm\$(\d+\.\d)\})?")
+
+
+@pytest.fixture(scope="module")
+def source():
+    if not SOURCE.is_file():
+        pytest.skip(f"no {SOURCE}")
+    return SOURCE.read_text(encoding="utf-8")
+
+
+def _printed(source, label):
+    table = source[source.index(rf"\label{{{label}}}") :]
+    table = table[table.index(r"\midrule") : table.index(r"\bottomrule")]
+    # differences to the baseline: an arrow, then a number
+    table = re.sub(r"\$\\(?:up|down)arrow\$[\d.]+|%.*", "", table)
+    found = _FIGURE.findall(re.sub(r"\\vskip \S+", "", table))
+    return [(float(mean), float(std) if std else None) for mean, std in found]
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", table_names())
+def test_every_figure_is_the_papers(name, source):
+    table = load_table(name)
+    ours = [(number.mean, number.std) for row in table.rows for number in row.paper]
+    assert ours == _printed(source, table.label)
+    assert all(len(row.paper) == len(table.columns) for row in table.rows)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("table", ["methods", "backbones", "ablation", "prototypes"])
+def test_averages_come_to_what_the_text_prints(table, source, tmp_path):
+    found = measure_averages(_plan(table, tmp_path, [column.dataset for column in load_table(table).columns]))
+    assert found
+    assert all(f"{average.mean.paper:+.2f}" in source for average in found)
+    if table == "backbones":
+        assert "39 out of 45" in source
+        assert (found[0].not_worse.paper, found[0].count) == (39, 45)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["tab:sota_comparison", "tab:backbone_scalability", "tab:ablation_full"])
+def test_differences_to_the_baseline_are_those_that_the_paper_prints(name, source):
+    table = next(t for t in map(load_table, table_names()) if t.label == f"{name}_supp")
+    text = source[source.index(rf"\label{{{name}}}") :]
+    text = text[text.index(r"\midrule") : text.index(r"\bottomrule")]
+    printed = [
+        0.0 if equal else float(points) * (1 if arrow == "up" else -1)
+        for arrow, points, equal in re.findall(r"\$\\(up|down)arrow\$([\d.]+)|(- 0\.0)", text)
+    ]
+    ours = [
+        round(number.mean - base.mean, 1)
+        for row in table.rows
+        if row.baseline
+        for number, base in zip(row.paper, row.baseline.paper, strict=True)
+    ]
+    assert ours == printed
+
+
+def _heads(name):
+    rows = [row for row in load_table(name).rows if row.run]
+    return [resolve_recipe(PAPER, row.run).options.head for row in rows]
+
+
+def test_the_ablation_is_all_eleven_variants():
+    heads = _heads("ablation")
+    assert len(set(heads)) == 11
+    assert heads[0] == LINEAR_BASELINE
+    assert heads[-1] == HeadConfig()
+    parts = [(h.projection, h.pooling == "max", h.cws, h.anchors) for h in heads]
+    assert [sum(on) for on in parts] == [0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4]
+
+
+def test_rows_train_what_their_names_say():
+    assert [head.prototypes_per_class for head in _heads("prototypes")[1:]] == [1, 3, 5, 10]
+    assert [head.distance for head in _heads("distances")[1:]] == ["l1", "l3", "linf", "kl", "tropical", "l2"]
+    assert [head.cws for head in _heads("collapse")] == [False, True]
+    without = _heads("components")[0]
+    assert (without.cws, without.pooling, without.anchors) == (False, "avg", True)
+    backbones = [row.run["model"]["backbone"] for row in load_table("backbones").rows if row.run]
+    assert backbones[::2] == backbones[1::2]
+    assert len(set(backbones)) == 9
+
+
+def test_an_unknown_table_names_those_there_are():
+    with pytest.raises(UsageError, match="table 'ablations': expected one of methods, backbones, ablation"):
+        load_table("ablations")
