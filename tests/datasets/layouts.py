@@ -85,13 +85,8 @@ BREEDS = {"n02085782-Chihuahua": 2, "n02085936-Zebra_dog": 1}
 
 
 def annotate_dog(path, *boxes):
-    corners = ("xmin", "ymin", "xmax", "ymax")
-    objects = "".join(
-        "<object><name>dog</name><bndbox>"
-        + "".join(f"<{corner}>{value}</{corner}>" for corner, value in zip(corners, box, strict=True))
-        + "</bndbox></object>"
-        for box in boxes
-    )
+    corners = "<xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax>"
+    objects = "".join(f"<object><name>dog</name><bndbox>{corners.format(*box)}</bndbox></object>" for box in boxes)
     write_lines(path, [f"<annotation><folder>x</folder>{objects}</annotation>"])
 
 
