@@ -1,6 +1,5 @@
 """The closed forms of the six distances against their definitions, written out in float64."""
 
-
 import pytest
 import torch
 from torch import Tensor
