@@ -33,7 +33,7 @@ def reproduce(
     """
     for package in ("torch", "torchvision", "matplotlib"):
         require(package, "train", "opal-deploy reproduce")
-    from opal_deploy.train.reproduce.figure import check_chart
+    from opal_deploy.train.reproduce.render import check_chart
     from opal_deploy.train.reproduce.results import run_plan
 
     sources = _parse_sources(list(options.data))
@@ -45,12 +45,12 @@ def reproduce(
         return
     failures: list[OpalError] = []
     # torchrun runs this command in every process; one of them prints
-    from opal_deploy.train.distributed import is_main_process
+    from opal_deploy.train.machine import is_main_process
 
     is_main = is_main_process()
     if not options.show:
         with progress("reproducing") as advance:
-            failures = run_plan(plan, sources, report=advance, log=print_message if is_main else discard_message)
+            failures = run_plan(plan, sources, progress=advance, log=print_message if is_main else discard_message)
     if is_main:
         _print_table(plan, options)
         if failures:
@@ -62,8 +62,7 @@ def reproduce(
 
 def _make_plan(table: str, options: ReproduceOptions, sources: Mapping[str, DatasetSource]) -> TrainingPlan:
     from opal_deploy.train.recipe import load_recipe
-    from opal_deploy.train.reproduce.paper import load_table
-    from opal_deploy.train.reproduce.plan import make_plan
+    from opal_deploy.train.reproduce.plan import load_table, make_plan
 
     paper_table = load_table(table)
     datasets = list(sources)
@@ -80,14 +79,13 @@ def _make_plan(table: str, options: ReproduceOptions, sources: Mapping[str, Data
 
 def _print_table(plan: TrainingPlan, options: ReproduceOptions) -> None:
     from opal_deploy.train.reproduce import render
-    from opal_deploy.train.reproduce.figure import draw_prototypes
 
     if options.output == "json":
         print_json(render.to_json(plan))
     else:
         print(render.to_text(plan) if options.output == "text" else render.to_markdown(plan), end="", flush=True)
     if options.chart is not None:
-        draw_prototypes(plan, options.chart)
+        render.draw_prototypes(plan, options.chart)
         print_message(f"{options.chart}: written")
 
 
@@ -119,11 +117,11 @@ def _parse_seeds(text: str) -> list[int]:
 
 
 def _print_runs(plan: TrainingPlan, out: Path, tflops: float) -> None:
-    from opal_deploy.train.reproduce.plan import estimate_hours, official_size
+    from opal_deploy.train.reproduce.plan import estimate_hours
 
     hours, unknown, measured = 0.0, 0, 0
     for run in plan.runs:
-        duration = estimate_hours(run, out, official_size(run.dataset), tflops)
+        duration = estimate_hours(run, out, tflops)
         state = "finished" if run.is_finished else "to do"
         if duration is None:
             time = "hours unknown"

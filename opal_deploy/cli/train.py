@@ -44,7 +44,7 @@ def train(
 
 def _is_main_process() -> bool:
     """Return whether this process prints: under torchrun every process runs the command."""
-    from opal_deploy.train.distributed import is_main_process
+    from opal_deploy.train.machine import is_main_process
 
     return is_main_process()
 

@@ -3,21 +3,22 @@
 Start at `registry.read_dataset`: from a folder to a checked `samples.DataSet`. Nothing here opens pixels for training;
 a sample is a path, a label and possibly a box.
 
-    registry               the known data sets; finds the adapter, reads, checks, splits
+    registry               the known data sets: finds the adapter, reads, checks, splits
     samples                DataSet, Sample, the stratified split, wording of messages
     listing                Listing and Adapter; readers of official lists and their usual errors
     checks                 missing, unreadable, unlisted and duplicate files
-    image_folder           one folder per class
-    cub, cub100, dogs, imagenet, caltech101     data sets whose lists are read here
+    image_folder           one folder per class; Caltech-101
+    cub, dogs, imagenet    data sets whose lists are read here; cub100 is in `cub`
     torchvision_datasets   cars, pets, flowers, dtd and sun397, whose lists torchvision reads
+    boxes                  boxes that data sets publish, for `--boxes`
 
 How to add a data set: write a module with
 
 1. a docstring that shows the files as officially unpacked and says where the splits come from,
 2. `_is_<name>(folder) -> bool`, true only for a folder that is unmistakably this data set,
-3. `_read_<name>(folder, partition) -> Listing`, which reads the official lists, raises UsageError for absent or damaged
-   files, and lists everything else that is wrong in `Listing.problems`,
+3. `_read_<name>(folder) -> Listing` (with partitions, `(folder, partition)`), which reads the official lists, raises
+   UsageError for absent or damaged files, and lists all other problems in `Listing.problems`,
 4. `<NAME> = Adapter(...)`, which `registry` adds to the known ones.
 
-Checking files, splitting and reporting are then the same as for all others.
+Checks, splits and messages are then those of all data sets.
 """

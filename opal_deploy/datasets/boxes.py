@@ -1,8 +1,8 @@
-"""Boxes of images as data sets publish them, for images that are used without the rest of their data set.
+"""Boxes as data sets publish them, for images that are used without the rest of their data set.
 
     bounding_boxes.txt    CUB-200-2011: <image id> <x> <y> <width> <height>, with images.txt beside it
-    Annotation/           Stanford Dogs: a folder of XML files in PASCAL VOC's format, one an image, of the image's name
-                          (without its suffix, with or without `.xml`); Oxford-IIIT Pet's annotations/xmls/ too
+    Annotation/           Stanford Dogs: a folder of PASCAL VOC XML files, one per image, named like the image (without
+                          its suffix, with or without `.xml`); also Oxford-IIIT Pet's annotations/xmls/
 
 Boxes are (x0, y0, x1, y1) in pixels of the image, as training crops to them.
 """
@@ -15,10 +15,9 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-from opal_deploy.datasets.cub import read_table
-from opal_deploy.datasets.dogs import find_folders, read_annotation
+from opal_deploy.datasets.cub import read_table, to_corners
+from opal_deploy.datasets.dogs import ANNOTATION_ERRORS, find_folders, read_annotation
 from opal_deploy.datasets.samples import pluralize, shorten_list
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Box
@@ -29,7 +28,7 @@ _CUB_LINE = re.compile(r"\s*\d+(\s+[-+.\deE]+){4}\s*$")
 
 
 def find_box_file(root: Path) -> Path | None:
-    """Return CUB's file or Stanford Dogs' folder of boxes in a data set's folder; None where there is neither."""
+    """Return CUB's file or Stanford Dogs' folder of boxes in a data set's folder; None without either."""
     if (root / CUB_BOXES).is_file():
         return root / CUB_BOXES
     images, annotation = find_folders(root)
@@ -37,10 +36,9 @@ def find_box_file(root: Path) -> Path | None:
 
 
 def format_box_option(training: Mapping[str, Any]) -> str:
-    """Return the shell option `--boxes FILE` for the boxes that a model's training cropped to.
+    """Return the shell option `--boxes FILE` for the boxes that training cropped to, by the training summary.
 
-    Args:
-        training: the training summary. If its data set has no such file here, FILE is a placeholder.
+    FILE is a placeholder if the data set has no such file here.
     """
     data = training.get("data")
     root = data.get("root") if isinstance(data, dict) else None
@@ -51,35 +49,31 @@ def format_box_option(training: Mapping[str, Any]) -> str:
 
 
 def is_cub_boxes(text: str) -> bool:
-    """Return whether a text begins as CUB's bounding_boxes.txt does: a line of an id and four numbers."""
+    """Return whether a text starts like CUB's bounding_boxes.txt, with a line of an id and four numbers."""
     return _CUB_LINE.match(text.lstrip().partition("\n")[0]) is not None
 
 
 def read_cub_boxes(path: Path) -> list[tuple[str, Box]]:
-    """Return (path under the images' folder, box) of every image of CUB's bounding_boxes.txt.
+    """Return (path under the images' folder, box) of every image in CUB's bounding_boxes.txt.
 
     Raises:
-        UsageError: images.txt is not beside it, does not name some of its ids, or a table is not CUB's.
+        UsageError: images.txt is not beside the file or lacks some of its ids, or a table is not CUB's.
     """
     names_path = path.with_name(CUB_IMAGES)
     if not names_path.is_file():
         raise UsageError(
-            f"{path}: boxes by image id, as CUB has them, but {CUB_IMAGES}, which names the images, is not beside it; "
-            "copy it there, or give a CSV file (image,x,y,width,height)"
+            f"{path}: CUB's boxes by image id, but {CUB_IMAGES}, which names the images, is not beside it; copy it "
+            "there, or give a CSV file (image,x,y,width,height)"
         )
     boxes, names = read_table(path, 4), read_table(names_path, 1)
     if unknown := [key for key in boxes if key not in names]:
         ids = pluralize(len(unknown), "image id", "image ids")
         raise UsageError(f"{path}: {ids} that {names_path.name} beside it does not name: {shorten_list(unknown)}")
-    rows = []
-    for key, values in boxes.items():
-        x, y, width, height = map(float, values)
-        rows.append((names[key][0], (x, y, x + width, y + height)))
-    return rows
+    return [(names[key][0], to_corners(values)) for key, values in boxes.items()]
 
 
 def read_annotation_folder(folder: Path) -> dict[str, list[Box]]:
-    """Return image path without suffix to the one or more boxes of every annotation below a folder, sorted by name.
+    """Return the boxes of every annotation below a folder, by image path without suffix, sorted.
 
     Raises:
         UsageError: the folder holds no annotation, or one that cannot be read or has no box.
@@ -89,14 +83,14 @@ def read_annotation_folder(folder: Path) -> dict[str, list[Box]]:
     for path in found:
         try:
             boxes[path.relative_to(folder).with_suffix("").as_posix()] = read_annotation(path)
-        except (OSError, ElementTree.ParseError, ValueError, LookupError) as error:
+        except ANNOTATION_ERRORS as error:
             raise UsageError(
-                f"{path}: not an annotation with a box ({error}); expected a folder of PASCAL VOC's XML files, one an "
-                "image, and nothing else, such as Stanford Dogs' Annotation/"
+                f"{path}: not an annotation with a box ({error}); expected a folder of PASCAL VOC XML files only, one "
+                "per image, such as Stanford Dogs' Annotation/"
             ) from None
     if not boxes:
         raise UsageError(
-            f"{folder}: no annotations in it; expected PASCAL VOC's XML files (Stanford Dogs' Annotation/), or give a "
-            "CSV or COCO file"
+            f"{folder}: contains no annotations; give PASCAL VOC XML files (Stanford Dogs' Annotation/), or a CSV or "
+            "COCO file"
         )
     return boxes

@@ -1,13 +1,12 @@
 """Checks of a data set's files, all reported at once and before the first epoch.
 
-    missing       listed, but no file: an error, or left out where the user asked for that
+    missing       listed, but no file: an error, or left out on request
     unreadable    a file without an image header: left out with a warning
     unlisted      an image in the data set's folder that no list names: a warning
-    duplicate     listed twice, or two files with the same bytes: a warning; which of the two is right is not decided
-                  here, and official lists stay official
+    duplicate     listed twice, or two files with the same bytes: a warning; both stay, as official lists have them
 
-Image headers are read, pixels are not, except of EXIF-rotated images with boxes. Files are read in threads, because
-most of the time is spent waiting, above all on a network drive.
+Only image headers are read, except for EXIF-rotated images with boxes. Files are read in threads, because most of the
+time is spent waiting, above all on a network drive.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
         progress: called while image headers are read.
 
     Raises:
-        UsageError: one line with the lists' problems, missing images, classes or splits that have nothing left, and,
-            after those, everything else that was found.
+        UsageError: one line with the lists' problems, missing images, classes or splits with nothing left, and then all
+            other findings.
     """
     data = listing.data
     samples = [*data.train, *data.val, *data.test]
@@ -65,7 +64,7 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
     existing = [sample for sample in samples if exists[sample.path]]
     reasons = _check_each(existing, _header_problem, progress)
     unreadable = {path: reason for path, reason in reasons.items() if reason is not None}
-    # a split that lacks only missing images, which are an error of their own, is not called empty as well
+    # missing images are an error of their own: they do not also make a split empty
     usable = _without_paths(data, {*missing, *unreadable} if skip_missing else unreadable)
 
     if missing:
@@ -82,7 +81,7 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
         warnings.append(f"{len(unreadable):,} of {files} cannot be used, left out: {names}")
     if unlisted := sorted(set(_walk_images(listing.image_folders)) - exists.keys()):
         names = shorten_list([display_path(path, data.root) for path in unlisted])
-        warnings.append(f"{pluralize(len(unlisted), 'image is', 'images are')} in no list and not used: {names}")
+        warnings.append(f"skipped {pluralize(len(unlisted), 'image', 'images')} that no list names: {names}")
 
     if data.num_classes < 2:
         problems.append(f"{pluralize(data.num_classes, 'class', 'classes')} found, at least 2 are needed")
@@ -101,7 +100,7 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
     if problems:
         also = [*warnings[len(data.warnings) :], *duplicate_warnings(usable)]
         raise UsageError(
-            f"{data.root}: {'; '.join(problems)}; {listing.advice}{'; found too: ' if also else ''}{'; '.join(also)}"
+            f"{data.root}: {'; '.join(problems)}; {listing.advice}{'; also found: ' if also else ''}{'; '.join(also)}"
         )
     return replace(usable, warnings=warnings, skipped=[*missing, *unreadable])
 
@@ -132,7 +131,7 @@ def _walk_images(folders: tuple[Path, ...]) -> Iterator[Path]:
 
 
 def _header_problem(sample: Sample) -> str | None:
-    """Return why a file cannot be used, from its header alone; None for a good file."""
+    """Return why a file cannot be used, judged by its header; None for a good file."""
     try:
         with Image.open(sample.path) as image:
             if image.width * image.height > MAX_PIXELS:
@@ -156,7 +155,7 @@ def _explain_header(path: Path, error: Exception) -> str:
 
 
 def duplicate_warnings(data: DataSet) -> list[str]:
-    """Return a line each for duplicate images in one split and class, in two splits, and with two labels."""
+    """Return lines about duplicate images in one split and class, in two splits, and with two labels."""
     occurrences: dict[Path, list[tuple[str, Sample]]] = defaultdict(list)
     for split, samples in (("train", data.train), ("val", data.val), ("test", data.test)):
         for sample in samples:
@@ -178,7 +177,7 @@ def duplicate_warnings(data: DataSet) -> list[str]:
                 same.append(f"{a} = {b}")
     lines = {
         "listed twice or byte-identical, in one split and class": same,
-        "listed or byte-identical in two splits, so that one is measured on what another has seen": splits,
+        "listed or byte-identical in two splits, which biases results": splits,
         "listed or byte-identical with two labels": labels,
     }
     return [
@@ -205,7 +204,7 @@ def _split_by_key(group: list[Path], keys: Iterator[Hashable]) -> list[list[Path
     parts: dict[Hashable, list[Path]] = defaultdict(list)
     for path in group:
         parts[next(keys)].append(path)
-    # a file that cannot be read is equal to no other; the header check names it
+    # unreadable files equal no other; the header check names them
     parts.pop(None, None)
     return [part for part in parts.values() if len(part) > 1]
 

@@ -1,4 +1,4 @@
-"""CUB-200-2011: 200 species of birds, cropped to their boxes in training and in test, as in the paper.
+"""CUB-200-2011: 200 species of birds, cropped to their boxes in training and in test, as in the paper; and a subset.
 
     images.txt              <image id> <path under images/>
     image_class_labels.txt  <image id> <class id>
@@ -8,8 +8,12 @@
     parts/parts.txt         <part id> <name>
     parts/part_locs.txt     <image id> <part id> <x> <y> <1 if visible>, pixels of the whole image
 
-Ids count from 1. The official split, which has no validation images. The fifteen parts serve evaluation only
+Ids count from 1. The official split, which has no validation images. The fifteen parts are for evaluation only
 (`read_parts`) and may be absent.
+
+`cub100` is a course's subset: 100 classes, images resized to 227x227, comma-separated tables, ids from 0, no boxes.
+There the flag is 1 for TEST and 0 for training: the subset's README calls it "is training", but counts 2,999 training
+images, as many as there are zeros.
 """
 
 from __future__ import annotations
@@ -41,94 +45,102 @@ from opal_deploy.datasets.listing import (
 )
 from opal_deploy.datasets.samples import DataSet, Sample, pluralize, shorten_list
 from opal_deploy.errors import UsageError
+from opal_deploy.preprocess.geometry import Box
 
-# table name, and the number of values that a line has after the id
-_TABLES = {
-    "images.txt": 1,
-    "image_class_labels.txt": 1,
-    "train_test_split.txt": 1,
-    "bounding_boxes.txt": 4,
-    "classes.txt": 1,
-}
+_IMAGES, _LABELS, _SPLIT, _CLASSES = "images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"
+_BOXES = "bounding_boxes.txt"
 _PART_NAMES = Path("parts") / "parts.txt"
 _PART_LOCATIONS = Path("parts") / "part_locs.txt"
 
-_ADVICE = "unpack the official archive again, or mend its tables"
-_PARTS_ADVICE = "mend it, or leave the parts out with --no-parts"
+_ADVICE = "unpack the official archive again, or fix its tables"
+_PARTS_ADVICE = "fix it, or leave the parts out with --no-parts"
 
-# an image id with a comma behind it, as in the format of `cub100`
+# an image id with a comma after it, as in `cub100`
 _COMMA = re.compile(r"\s*\d+\s*,")
 
 
 def _is_cub(folder: Path) -> bool:
-    return has_cub_tables(folder) and not is_comma_separated(folder)
+    return _has_tables(folder) and not _is_comma_separated(folder)
 
 
-def has_cub_tables(folder: Path) -> bool:
-    """Return whether the folder has the tables that CUB and its subset `cub100` share; no ImageFolder has them."""
-    return has_files(folder, "images.txt", "image_class_labels.txt")
+def _is_cub100(folder: Path) -> bool:
+    return _has_tables(folder) and _is_comma_separated(folder)
 
 
-def is_comma_separated(folder: Path) -> bool:
-    """Return whether images.txt has commas after its ids."""
-    with (folder / "images.txt").open(encoding="utf-8-sig", errors="replace") as file:
+def _has_tables(folder: Path) -> bool:
+    """Return whether the folder has the tables that CUB and `cub100` share; no ImageFolder has them."""
+    return has_files(folder, _IMAGES, _LABELS)
+
+
+def _is_comma_separated(folder: Path) -> bool:
+    with (folder / _IMAGES).open(encoding="utf-8-sig", errors="replace") as file:
         return _COMMA.match(file.readline()) is not None
 
 
-def _read_cub(folder: Path) -> Listing:
-    """Read the tables; an image that some table lacks becomes a problem.
+def _read_cub(folder: Path, *, subset: bool = False) -> Listing:
+    """Read the tables of CUB, or of `cub100`; an image that some table lacks becomes a problem.
 
     Raises:
-        UsageError: tables are missing or not in CUB's format.
+        UsageError: tables are missing or in another format.
     """
-    require_files(
-        folder,
-        "CUB-200-2011",
-        missing_files(folder, _TABLES),
-        "unpack the official archive again, or give the images as DATA/train/<class> and DATA/test/<class>",
-    )
-    tables = read_all({name: partial(read_table, folder / name, values) for name, values in _TABLES.items()})
-    labels = {class_id: label for label, class_id in enumerate(tables["classes.txt"])}
+    names = [_IMAGES, _LABELS, _SPLIT, *([] if subset else [_BOXES]), _CLASSES]
+    title = "the 100-class subset of CUB" if subset else "CUB-200-2011"
+    advice = "unpack the official archive again, or give the images as DATA/train/<class> and DATA/test/<class>"
+    require_files(folder, title, missing_files(folder, names), advice)
+    separator = "," if subset else None
+    readers = {name: partial(read_table, folder / name, 4 if name == _BOXES else 1, separator) for name in names}
+    tables = read_all(readers)
+    classes = tables[_CLASSES]
+    labels = {class_id: label for label, class_id in enumerate(sorted(classes, key=int))}
+    # by flag
     splits: dict[str, list[Sample]] = {"0": [], "1": []}
-    for image_id, (name,) in tables["images.txt"].items():
-        others = (tables[table].get(image_id) for table in ("image_class_labels.txt", "train_test_split.txt"))
-        class_id, flag = (values[0] if values else "" for values in others)
-        box = tables["bounding_boxes.txt"].get(image_id)
-        if box is None or class_id not in labels or flag not in splits or not is_path_inside(name):
+    for image_id, (name,) in tables[_IMAGES].items():
+        class_id, flag = (tables[table].get(image_id, [""])[0] for table in (_LABELS, _SPLIT))
+        box = None if subset else tables[_BOXES].get(image_id)
+        if not (subset or box) or class_id not in labels or flag not in splits or not is_path_inside(name):
             continue  # reported by _find_mismatches
-        x, y, width, height = (float(value) for value in box)
-        splits[flag].append(Sample(folder / "images" / name, labels[class_id], (x, y, x + width, y + height)))
-    class_names = [values[0] for values in tables["classes.txt"].values()]
-    return Listing(
-        DataSet(folder, "cub", class_names, splits["1"], [], splits["0"], crop="boxes"),
-        _find_mismatches(tables),
-        (folder / "images",),
-        _ADVICE,
-    )
+        splits[flag].append(Sample(folder / "images" / name, labels[class_id], to_corners(box) if box else None))
+    class_names = [classes[class_id][0] for class_id in labels]
+    train, test = (splits["0"], splits["1"]) if subset else (splits["1"], splits["0"])
+    data = DataSet(folder, "cub100", class_names, train, [], test)
+    if not subset:
+        data = replace(data, layout="cub", crop="boxes")
+    return Listing(data, _find_mismatches(tables), (folder / "images",), _ADVICE)
 
 
-def read_table(path: Path, num_values: int) -> dict[str, list[str]]:
-    """Return id to values of one of CUB's tables, in the file's order; a single value may hold spaces.
+def read_table(
+    path: Path, num_values: int, separator: str | None = None, *, num_ids: int = 1, advice: str = _ADVICE
+) -> dict[str, list[str]]:
+    """Return ids (joined by spaces) to values of one of CUB's tables, in the file's order.
+
+    Args:
+        path: the table.
+        num_values: values per line after the ids. A single value is text and may hold spaces; several are numbers.
+        separator: None for spaces and tabs.
+        num_ids: ids at the beginning of each line.
+        advice: what to do about a damaged table, completing "...; ".
 
     Raises:
-        UsageError: it cannot be read, or is not in CUB's format.
+        UsageError: the table cannot be read, or is in another format.
     """
     rows: dict[str, list[str]] = {}
-    for number, line in enumerate(read_text(path, _ADVICE).splitlines(), 1):
+    for number, line in enumerate(read_text(path, advice).splitlines(), 1):
         if not line.strip():
             continue
-        key, *values = line.split(maxsplit=1) if num_values == 1 else line.split()
-        values = [value.strip() for value in values]
-        is_box = num_values == 4
-        # an id that is no plain number means another format, such as the comma-separated one of `cub100`
-        if not is_decimal(key) or len(values) != num_values or key in rows or (is_box and not _are_finite(values)):
+        words = [word.strip() for word in line.split(separator, maxsplit=1 if num_values == 1 else -1)]
+        ids, values = words[:num_ids], words[num_ids:]
+        key = " ".join(ids)
+        is_valid = all(map(is_decimal, ids)) and key not in rows and len(values) == num_values and all(values)
+        if not is_valid or (num_values > 1 and not _are_finite(values)):
+            expected = f"{pluralize(num_ids, 'new numeric id', 'new numeric ids')} and {num_values}"
             raise UsageError(
-                f"{path}, line {number}: {line.strip()[:80]!r} is not CUB's format, a new numeric id and "
-                f"{pluralize(num_values, 'value', 'values')} separated by spaces; {_ADVICE}"
+                f"{path}, line {number}: {line.strip()[:80]!r} is not CUB's format, {expected} "
+                f"{'value' if num_values == 1 else 'numbers'} separated by {'a comma' if separator else 'spaces'}; "
+                f"{advice}"
             )
         rows[key] = values
     if not rows:
-        raise UsageError(f"{path}: the table is empty; {_ADVICE}")
+        raise UsageError(f"{path}: the table is empty; {advice}")
     return rows
 
 
@@ -139,25 +151,32 @@ def _are_finite(values: list[str]) -> bool:
         return False
 
 
+def to_corners(box: Sequence[str]) -> Box:
+    """Return (x0, y0, x1, y1) for a row (x, y, width, height) of bounding_boxes.txt."""
+    x, y, width, height = map(float, box)
+    return x, y, x + width, y + height
+
+
 def _find_mismatches(tables: dict[str, dict[str, list[str]]]) -> list[str]:
-    images, classes = tables["images.txt"], tables["classes.txt"]
-    problems = find_escaping_paths((name for (name,) in images.values()), "images.txt", "images")
-    problems += find_duplicate_names([name for (name,) in classes.values()], "classes.txt")
-    for name in ("image_class_labels.txt", "train_test_split.txt", "bounding_boxes.txt"):
-        table = tables[name]
+    images, classes = tables[_IMAGES], tables[_CLASSES]
+    problems = find_escaping_paths((name for (name,) in images.values()), _IMAGES, "images")
+    problems += find_duplicate_names([name for (name,) in classes.values()], _CLASSES)
+    for name, table in tables.items():
+        if name in (_IMAGES, _CLASSES):
+            continue
         extra = [key for key in table if key not in images]
         missing = [key for key in images if key not in table]
-        problems += find_id_mismatches(name, "images.txt", extra, missing)
-    flags = sorted({values[0] for values in tables["train_test_split.txt"].values()} - {"0", "1"})
-    if flags:
-        problems.append(f"train_test_split.txt holds {shorten_list(flags)} beside 0 and 1")
-    unknown = sorted({values[0] for values in tables["image_class_labels.txt"].values()} - classes.keys())
-    if unknown:
-        problems.append(f"class ids that classes.txt does not name: {shorten_list(unknown)}")
+        problems += find_id_mismatches(name, _IMAGES, extra, missing)
+    if flags := sorted({flag for (flag,) in tables[_SPLIT].values()} - {"0", "1"}):
+        problems.append(f"{_SPLIT} holds {shorten_list(flags)} beside 0 and 1")
+    if unknown := sorted({class_id for (class_id,) in tables[_LABELS].values()} - classes.keys()):
+        problems.append(f"class ids that {_CLASSES} does not name: {shorten_list(unknown)}")
     return problems
 
 
-CUB = Adapter("cub", "CUB-200-2011", _is_cub, lambda folder, partition: _read_cub(folder), ("CUB_200_2011",))
+CUB = Adapter("cub", "CUB-200-2011", _is_cub, _read_cub, ("CUB_200_2011",))
+_SUBSET_TITLE = "the 100-class subset of CUB-200-2011 at 227x227"
+CUB100 = Adapter("cub100", _SUBSET_TITLE, _is_cub100, partial(_read_cub, subset=True), ("cub100_227px",))
 
 
 # parts ----------------------------------------------------------------------------------------------------------------
@@ -180,11 +199,9 @@ class PartLocations:
     boxes: NDArray[np.float64]
 
     def input_points(self, size: int, crops: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return float64 [N, P, 2], (x, y) of the parts on crops resized to size x size pixels; may lie outside.
+        """Return float64 [N, P, 2], (x, y) of the parts on crops [N, 4] resized to size x size; may lie outside.
 
-        Args:
-            size: of the input.
-            crops: [N, 4], (x0, y0, x1, y1) of the part of each image that the model sees.
+        A crop is (x0, y0, x1, y1), the region of the image that the model sees.
         """
         corner, extent = crops[:, None, :2], crops[:, None, 2:] - crops[:, None, :2]
         points: NDArray[np.float64] = size * ((self.points - corner) / extent)
@@ -193,8 +210,8 @@ class PartLocations:
     def truncated_input_points(self, size: int) -> NDArray[np.int64]:
         """Return int64 [N, P, 2], (x, y) of the parts on their boxes, with part, box and result truncated toward zero.
 
-        This is the rounding of the published evaluation protocol (Huang et al. 2023). Its frame is the whole box, where
-        the box leaves the image too.
+        This is the rounding of the published evaluation protocol (Huang et al. 2023). Its frame is the whole box, even
+        where the box leaves the image.
         """
         boxes = np.trunc(self.boxes)
         truncated = replace(self, points=np.trunc(self.points))
@@ -203,7 +220,7 @@ class PartLocations:
 
 
 def has_parts(data: DataSet) -> bool:
-    """Return whether a data set is CUB with part locations, which `read_parts` can read.
+    """Return whether a data set is CUB with part locations.
 
     Raises:
         UsageError: the folder may not be read.
@@ -224,72 +241,30 @@ def read_parts(root: Path, samples: Sequence[Sample]) -> PartLocations:
     Raises:
         UsageError: a table is missing or not CUB's, or lacks some of the images.
     """
-    part_names = _read_part_names(root / _PART_NAMES)
-    ids_by_name = {name: int(key) for key, name in _read_id_names(root / "images.txt")}
+    part_names = read_table(root / _PART_NAMES, 1, advice=_PARTS_ADVICE)
+    ids_by_name = {name: key for key, (name,) in read_table(root / _IMAGES, 1, advice=_PARTS_ADVICE).items()}
     ids = []
     for sample in samples:
         name = sample.path.relative_to(root / "images").as_posix()
         if name not in ids_by_name:
-            raise UsageError(f"{root}: images.txt does not have {name}, so its parts are unknown; {_PARTS_ADVICE}")
+            raise UsageError(f"{root}: {_IMAGES} lacks {name}, so its parts are unknown; {_PARTS_ADVICE}")
         ids.append(ids_by_name[name])
-    boxes_path = root / "bounding_boxes.txt"
-    boxes = _read_rows(boxes_path, [[(i,)] for i in ids], num_ids=1)  # [N, 1, 4]
-    part_keys = [[(i, part) for part in part_names] for i in ids]
-    locations = _read_rows(root / _PART_LOCATIONS, part_keys, num_ids=2)  # [N, P, 3]
-    small = [str(i) for i, box in zip(ids, boxes[:, 0], strict=True) if min(box[2:]) < 1]
-    if small:
+    boxes = _read_rows(root / _BOXES, [[i] for i in ids], 4, num_ids=1)[:, 0]
+    part_keys = [[f"{i} {part}" for part in part_names] for i in ids]
+    locations = _read_rows(root / _PART_LOCATIONS, part_keys, 3, num_ids=2)
+    if small := [i for i, box in zip(ids, boxes, strict=True) if min(box[2:]) < 1]:
         raise UsageError(
-            f"{boxes_path}: boxes of less than a pixel for image ids {shorten_list(small)}; {_PARTS_ADVICE}"
+            f"{root / _BOXES}: boxes of less than a pixel for image ids {shorten_list(small)}; {_PARTS_ADVICE}"
         )
-    return PartLocations(tuple(part_names.values()), locations[..., :2], locations[..., 2] == 1, boxes[:, 0])
+    names = tuple(name for (name,) in part_names.values())
+    return PartLocations(names, locations[..., :2], locations[..., 2] == 1, boxes)
 
 
-def _read_rows(path: Path, keys: Sequence[Sequence[tuple[int, ...]]], num_ids: int) -> NDArray[np.float64]:
-    """Return float64 [N, P, values]: a numeric table's rows by the `num_ids` ids that begin them, `keys` [N][P]."""
-    table = _read_numbers(path, columns=5)
-    row_numbers = {tuple(map(int, row[:num_ids])): number for number, row in enumerate(table)}
-    missing = [str(row[0][0]) for row in keys if any(key not in row_numbers for key in row)]
-    if missing:
+def _read_rows(path: Path, keys: list[list[str]], num_values: int, *, num_ids: int) -> NDArray[np.float64]:
+    """Return float64 [N, P, num_values], the numbers of a table for `keys` [N][P]."""
+    table = read_table(path, num_values, num_ids=num_ids, advice=_PARTS_ADVICE)
+    if missing := [row[0].split()[0] for row in keys if any(key not in table for key in row)]:
         ids = pluralize(len(missing), "image id", "image ids")
         raise UsageError(f"{path}: it lacks lines of {ids}: {shorten_list(missing)}; {_PARTS_ADVICE}")
-    order = np.array([[row_numbers[key] for key in row] for row in keys], dtype=np.int64)
-    return table[order][..., num_ids:]
-
-
-def _read_numbers(path: Path, columns: int) -> NDArray[np.float64]:
-    lines = [line for line in read_text(path, _PARTS_ADVICE).splitlines() if line.strip()]
-    if not lines:
-        raise UsageError(f"{path}: the table is empty; {_PARTS_ADVICE}")
-    try:
-        table = np.loadtxt(lines, dtype=np.float64, ndmin=2, comments=None)
-    except ValueError as error:
-        raise UsageError(
-            f"{path}: not CUB's table of numbers ({' '.join(str(error).split())}); {_PARTS_ADVICE}"
-        ) from None
-    if table.shape[1] != columns:
-        width = pluralize(table.shape[1], "column", "columns")
-        raise UsageError(f"{path}: {width} found, CUB's table has {columns}; {_PARTS_ADVICE}")
-    finite = np.isfinite(table)
-    if not finite.all():
-        line = lines[int(finite.all(axis=1).argmin())]
-        raise UsageError(f"{path}: {line.strip()[:80]!r} is not all finite numbers, CUB's table is; {_PARTS_ADVICE}")
-    return table
-
-
-def _read_part_names(path: Path) -> dict[int, str]:
-    names = {int(key): name for key, name in _read_id_names(path)}
-    if not names:
-        raise UsageError(f"{path}: it names no part, CUB's has lines such as '7 left eye'; {_PARTS_ADVICE}")
-    return names
-
-
-def _read_id_names(path: Path) -> list[tuple[str, str]]:
-    pairs = []
-    for line in filter(str.strip, read_text(path, _PARTS_ADVICE).splitlines()):
-        key, *rest = line.split(maxsplit=1)
-        if not is_decimal(key) or not rest:
-            raise UsageError(
-                f"{path}: {line.strip()[:80]!r} is not CUB's format, a numeric id and a name; {_PARTS_ADVICE}"
-            )
-        pairs.append((key, rest[0].strip()))
-    return pairs
+    rows = [[[float(value) for value in table[key]] for key in row] for row in keys]
+    return np.array(rows, dtype=np.float64).reshape(len(keys), -1, num_values)

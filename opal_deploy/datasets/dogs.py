@@ -4,9 +4,8 @@
     Annotation/<nXXXXXXXX-Breed>/<stem>     XML, without an extension
     train_list.mat, test_list.mat           in the folder itself or in lists/: file_list, labels (from 1)
 
-Class names are the folders' names in the order of the lists' labels. Images are cropped to the dog's box; where an
-annotation has several objects the first box is taken, and a warning counts such images. The official split, which has
-no validation images.
+Class names are the folders' names in the order of the lists' labels. Images are cropped to the dog's box, the first one
+of several, with a warning. The official split, which has no validation images.
 """
 
 from __future__ import annotations
@@ -38,6 +37,8 @@ from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Box
 
 _TITLE = "Stanford Dogs"
+# LookupError: an unknown encoding
+ANNOTATION_ERRORS = (OSError, ElementTree.ParseError, ValueError, LookupError)
 _LISTS = {"train": "train_list.mat", "test": "test_list.mat"}
 
 
@@ -71,13 +72,16 @@ def _read_dogs(folder: Path) -> Listing:
     listing = build_listing("dogs", folder, class_names, splits, problems=problems, image_folders=(images,))
     boxes = _BoxReader(images, annotation)
     data = listing.data
-    train, test = [boxes.add_box(sample) for sample in data.train], [boxes.add_box(sample) for sample in data.test]
-    data = replace(data, train=train, test=test, crop="boxes", warnings=boxes.warnings())
-    return replace(listing, data=data, problems=[*listing.problems, *boxes.problems()])
+    train, test = ([boxes.add_box(sample) for sample in split] for split in (data.train, data.test))
+    return replace(
+        listing,
+        data=replace(data, train=train, test=test, crop="boxes", warnings=boxes.warnings()),
+        problems=[*listing.problems, *boxes.problems()],
+    )
 
 
 class _BoxReader:
-    """Reads boxes, and keeps account of annotations that are missing, damaged, or have several boxes."""
+    """Adds boxes to samples; remembers annotations that are missing, damaged, or have several boxes."""
 
     def __init__(self, images: Path, annotation: Path) -> None:
         self._images, self._annotation = images, annotation
@@ -90,11 +94,11 @@ class _BoxReader:
         try:
             boxes = read_annotation(self._annotation / name)
         except FileNotFoundError:
-            # where the image is missing too, only the image is reported
+            # if the image is missing too, only the image is reported
             if sample.path.is_file():
                 self._missing.append(name)
             return sample
-        except (OSError, ElementTree.ParseError, ValueError, LookupError) as error:  # LookupError: unknown encoding
+        except ANNOTATION_ERRORS as error:
             self._damaged.append(f"{name} ({error})")
             return sample
         if len(boxes) > 1:
@@ -102,28 +106,29 @@ class _BoxReader:
         return replace(sample, box=boxes[0])
 
     def problems(self) -> list[str]:
-        lines = []
-        if self._missing:
-            are = pluralize(len(self._missing), "annotation is", "annotations are")
-            lines.append(f"{are} missing in {self._annotation.name}/: {shorten_list(self._missing)}")
-        if self._damaged:
-            have = pluralize(len(self._damaged), "annotation has", "annotations have")
-            lines.append(f"{have} no readable box in {self._annotation.name}/: {shorten_list(self._damaged)}")
-        return lines
+        findings = (
+            ("is missing", "are missing", self._missing),
+            ("has no readable box", "have no readable box", self._damaged),
+        )
+        return [
+            f"{pluralize(len(names), f'annotation {one}', f'annotations {many}')} in {self._annotation.name}/: "
+            f"{shorten_list(names)}"
+            for one, many, names in findings
+            if names
+        ]
 
     def warnings(self) -> list[str]:
         if not self._several:
             return []
         images = pluralize(len(self._several), "image has", "images have")
-        return [f"{images} several boxes, the first is taken: {shorten_list(self._several)}"]
+        return [f"{images} several boxes, the first is used: {shorten_list(self._several)}"]
 
 
 def read_annotation(path: Path) -> list[Box]:
     """Return the one or more boxes of an annotation in PASCAL VOC's XML, (x0, y0, x1, y1) in pixels.
 
     Raises:
-        OSError, ElementTree.ParseError, LookupError: it cannot be read, is not XML, or of an unknown encoding.
-        ValueError: no box, or one that is not four numbers.
+        ANNOTATION_ERRORS: the file cannot be read, is not XML, or has no box of four numbers.
     """
     boxes = []
     for element in ElementTree.parse(path).getroot().findall("object/bndbox"):
@@ -138,7 +143,7 @@ def _read_list(path: Path) -> list[tuple[str, int]]:
     """Return paths under the images' folder, and class indices from 0."""
     variables = read_matlab(path)
     if missing := [name for name in ("file_list", "labels") if name not in variables]:
-        raise UsageError(f"{path}: it has no {' and no '.join(missing)}; unpack lists.tar again")
+        raise UsageError(f"{path}: lacks {' and '.join(missing)}; unpack lists.tar again")
     files = [str(name) for name in np.atleast_1d(variables["file_list"])]
     labels = [_parse_label(value, path) for value in np.atleast_1d(variables["labels"])]
     if len(files) != len(labels):
@@ -152,21 +157,21 @@ def _parse_label(value: Any, path: Path) -> int:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    # with a larger label the list of unused labels would fill the memory
+    # a larger label would make a list of unused labels that fills the memory
     if not (number.is_integer() and number < 1e6):
         raise UsageError(
-            f"{path}: the label {str(value)[:40]!r} is no class id, counted from 1; unpack lists.tar again"
+            f"{path}: label {str(value)[:40]!r}, expected a class id counted from 1; unpack lists.tar again"
         )
     return int(number) - 1
 
 
 def _class_names(pairs: list[LabeledPath]) -> tuple[list[str], list[str]]:
-    """Return the breeds' folders in the order of the labels, and what is wrong with them."""
+    """Return the breeds' folders in the order of the labels, and problems."""
     folders: dict[int, set[str]] = {}
     for path, label in pairs:
         folders.setdefault(label, set()).add(path.parent.name)
     problems = [
-        f"label {label + 1} of the lists stands for several folders: {shorten_list(sorted(names))}"
+        f"label {label + 1} of the lists has several folders: {shorten_list(sorted(names))}"
         for label, names in sorted(folders.items())
         if len(names) > 1
     ]
@@ -186,10 +191,4 @@ def _find_lists(folder: Path) -> Path:
     return folder / "lists" if (folder / "lists" / _LISTS["train"]).is_file() else folder
 
 
-DOGS = Adapter(
-    "dogs",
-    _TITLE,
-    _is_dogs,
-    lambda folder, partition: _read_dogs(folder),
-    ("stanford_dogs", "StanfordDogs", "stanford-dogs", "dogs"),
-)
+DOGS = Adapter("dogs", _TITLE, _is_dogs, _read_dogs, ("stanford_dogs", "StanfordDogs", "stanford-dogs", "dogs"))

@@ -7,10 +7,10 @@
 
 Kaggle's own tree (ILSVRC/Data/CLS-LOC beside the LOC_ files) is read as it is. Validation is set aside from train/.
 
-Classes are sorted by wnid, the order in which every published ImageNet network counts them (not the devkit's ids). A
-class is named by its wnid, and where a devkit or LOC_synset_mapping.txt is there, by the wnid and the first name
-("n01440764 tench"), which both files spell alike. The name alone would not do: two classes are called "crane". Class
-names therefore depend on that file: keep it where a model is evaluated, too.
+Classes are sorted by wnid, the order of every published ImageNet network (not the devkit's ids). A class is named by
+its wnid, with a devkit or LOC_synset_mapping.txt also by its first name ("n01440764 tench"), spelled alike in both; the
+name only would not do, since two classes are called "crane". Class names therefore depend on that file: keep it where a
+model is evaluated, too.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ _KAGGLE_NAMES = "LOC_synset_mapping.txt"
 def _is_imagenet(folder: Path) -> bool:
     """Return whether train/ or val/ lie beside a devkit or Kaggle's files, or train/ has all of the thousand wnids.
 
-    Other data sets keep wnids as folders and have a val/ that is for validation (Imagenette, say): those are
-    ImageFolders.
+    Data sets such as Imagenette have folders named by wnid and a val/ for validation: those are ImageFolders.
     """
     images, lists = _find_folders(folder)
     exists = [has_files(images, name) for name in ("train/", "val/")]
-    # a single one of them is an archive half unpacked; _read_imagenet reports what is missing
+    # only one of them is an archive half unpacked; _read_imagenet reports what is missing
     if any(exists) and any(has_files(lists, name) for name in (_META, _LABELS, _KAGGLE_LABELS, _KAGGLE_NAMES)):
         return True
     return all(exists) and sum(_WNID.fullmatch(f.name) is not None for f in subfolders(images / "train")) == 1000
@@ -64,7 +63,7 @@ def _read_imagenet(folder: Path) -> Listing:
     """Read the folders and the labels of the validation images.
 
     Raises:
-        UsageError: folders are missing, or nothing gives labels to the validation images.
+        UsageError: folders are missing, or the labels of the validation images.
     """
     images, lists = _find_folders(folder)
     require_files(folder, _TITLE, missing_files(images, ("train/", "val/")))
@@ -74,9 +73,8 @@ def _read_imagenet(folder: Path) -> Listing:
         (wnids if _WNID.fullmatch(subfolder.name) else others).append(subfolder.name)
     if len(wnids) < 2:
         raise UsageError(
-            f"{folder}: {pluralize(len(wnids), 'folder in train/ is', 'folders in train/ are')} called like "
-            "n01440764, at least 2 are needed; unpack ILSVRC2012_img_train.tar and the archives in it, each into a "
-            "folder of its name"
+            f"{folder}: {pluralize(len(wnids), 'folder', 'folders')} in train/ with a name like n01440764, at least 2 "
+            "are needed; unpack ILSVRC2012_img_train.tar and the archives in it, each into a folder of its name"
         )
     labels = {wnid: label for label, wnid in enumerate(wnids)}
     search = ImageSearch(folder)
@@ -84,7 +82,7 @@ def _read_imagenet(folder: Path) -> Listing:
     train = [(path, label) for wnid, label in labels.items() for path in search.find_images(images / "train" / wnid)]
     validation = _read_validation(images / "val", lists, search)
     problems = search.problems()
-    warnings = [f"folders of train/ that are no wnid were passed over: {shorten_list(others)}"] if others else []
+    warnings = [f"skipped folders of train/ that are not wnids: {shorten_list(others)}"] if others else []
     warnings += search.warnings()
     if unknown := sorted({wnid for _, wnid in validation} - labels.keys()):
         problems.append(f"classes of val/ that train/ does not have: {shorten_list(unknown)}")
@@ -92,18 +90,13 @@ def _read_imagenet(folder: Path) -> Listing:
     if not test:
         problems.append("no images in val/")
     return build_listing(
-        "imagenet",
-        folder,
-        _class_names(wnids, lists),
-        {"train": train, "test": test},
-        problems=problems,
-        warnings=warnings,
-        image_folders=(images / "val",),
-    )
+        "imagenet", folder, _class_names(wnids, lists), {"train": train, "test": test},
+        problems=problems, warnings=warnings, image_folders=(images / "val",),
+    )  # fmt: skip
 
 
 def _find_folders(folder: Path) -> tuple[Path, Path]:
-    """Return the folder of train/ and val/, and the folder of the files about them."""
+    """Return the folder of train/ and val/, and the folder of their lists."""
     images = folder / _KAGGLE_TREE if (folder / _KAGGLE_TREE).is_dir() else folder
     absolute = images.absolute()
     if not has_files(images, _KAGGLE_LABELS) and absolute.as_posix().endswith(f"/{_KAGGLE_TREE}"):
@@ -128,13 +121,13 @@ def _read_validation(folder: Path, lists: Path, search: ImageSearch) -> list[tup
         return [(folder / f"{name}.JPEG", wnid) for name, wnid in _read_kaggle_labels(lists / _KAGGLE_LABELS)]
     images = pluralize(len(search.find_images(folder)), "image", "images")
     raise UsageError(
-        f"{folder}: {images} without class folders, and nothing gives their labels; put "
-        f"ILSVRC2012_devkit_t12/ or {_KAGGLE_LABELS} into {lists}, or sort the images into val/<wnid>/"
+        f"{folder}: no labels for {images} without class folders; put ILSVRC2012_devkit_t12/ or {_KAGGLE_LABELS} into "
+        f"{lists}, or sort the images into val/<wnid>/"
     )
 
 
 def _read_synsets(path: Path) -> list[dict[str, Any]]:
-    """Return the thousand leaves of the devkit's table; the inner nodes of WordNet are no classes."""
+    """Return the thousand leaves of the devkit's table; WordNet's inner nodes are not classes."""
     try:
         table = read_matlab(path)["synsets"]
         rows = [{name: row[name] for name in ("ILSVRC2012_ID", "WNID", "words", "num_children")} for row in table]
@@ -161,7 +154,7 @@ def _read_kaggle_labels(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_lenient_text(path: Path) -> str:
-    # bytes that are not UTF-8 become text that is no id and no wnid, and is reported as such
+    # bytes that are not UTF-8 become text that is neither an id nor a wnid, and is reported as such
     return read_text(path, "get the file again", errors="replace")
 
 
@@ -175,10 +168,5 @@ def _class_names(wnids: list[str], lists: Path) -> list[str]:
     return [f"{wnid} {names[wnid].split(',')[0].strip()}" if wnid in names else wnid for wnid in wnids]
 
 
-IMAGENET = Adapter(
-    "imagenet",
-    _TITLE,
-    _is_imagenet,
-    lambda folder, partition: _read_imagenet(folder),
-    ("imagenet", "ImageNet", "ILSVRC2012", "imagenet-object-localization-challenge"),
-)
+_FOLDERS = ("imagenet", "ImageNet", "ILSVRC2012", "imagenet-object-localization-challenge")
+IMAGENET = Adapter("imagenet", _TITLE, _is_imagenet, _read_imagenet, _FOLDERS)

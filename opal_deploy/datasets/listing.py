@@ -1,6 +1,6 @@
 """Listings: what an adapter reads from a data set's official lists, and helpers that adapters share.
 
-A `Listing` says what the lists say; whether the image files exist and can be read is looked at afterwards, in `checks`.
+A `Listing` holds what the lists say; `checks` finds out whether the image files exist and can be read.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ class Listing:
 
     Attributes:
         data: the official splits; image files may be missing or broken.
-        problems: what is wrong with the lists, a clause each; any of them is an error, raised together with what
-            `checks` finds.
-        image_folders: folders in which every image should be in some list.
+        problems: clauses about what is wrong with the lists; they are raised together with the findings of `checks`.
+        image_folders: folders whose images should all be in some list.
         advice: what to do about an error, completing "...; ".
     """
 
@@ -45,17 +44,17 @@ class Adapter:
 
     Attributes:
         name: the name on the command line.
-        title: the name that its authors gave it.
+        title: its authors' name for it.
         recognizes: whether a folder is unmistakably this data set.
-        read: from the data set's folder and the partition's number to its lists.
-        folders: usual names of the data set's folder, for when its parent is given; torchvision's names first.
+        read: from the data set's folder, and the partition's number if there are several, to its lists.
+        folders: usual names of the data set's folder, to find it in its parent; torchvision's names first.
         partitions: the number of official partitions; 0 for a data set with a single split.
     """
 
     name: str
     title: str
     recognizes: Callable[[Path], bool]
-    read: Callable[[Path, int], Listing]
+    read: Callable[..., Listing]
     folders: tuple[str, ...] = ()
     partitions: int = 0
 
@@ -73,11 +72,8 @@ def build_listing(
     """Return a listing of whole images; labels without a class become a problem.
 
     Args:
-        layout: the adapter's name.
-        folder: the data set's folder.
-        class_names: C names in the order of the labels.
-        splits: `train`, and where the data set has them `val` and `test`.
-        problems, warnings, image_folders: see Listing and DataSet.
+        splits: `train`, and possibly `val` and `test`.
+        layout, folder, class_names, problems, warnings, image_folders: as for DataSet and Listing.
     """
     problems = list(problems)
     samples: dict[str, list[Sample]] = {}
@@ -88,16 +84,10 @@ def build_listing(
             ids = shorten_list([str(label + 1) for label in unknown])
             problems.append(f"class ids in the {name} list outside 1 to {len(class_names)}: {ids}")
         samples[name] = [Sample(path, label) for path, label in pairs if label not in unknown]
-    data = DataSet(
-        folder,
-        layout,
-        class_names,
-        samples["train"],
-        samples.get("val", []),
-        samples.get("test", []),
-        warnings=list(warnings),
+    train, val, test = (samples.get(name, []) for name in ("train", "val", "test"))
+    return Listing(
+        DataSet(folder, layout, class_names, train, val, test, warnings=list(warnings)), problems, image_folders
     )
-    return Listing(data, problems, image_folders)
 
 
 # files ----------------------------------------------------------------------------------------------------------------
@@ -113,36 +103,24 @@ def has_files(folder: Path, *names: str) -> bool:
     return not missing_files(folder, names)
 
 
-def first_existing(folder: Path, *names: str) -> Path:
-    """Return the first of these files or folders that exists, or the first path where none does."""
-    paths = [folder / name for name in names]
-    return next((path for path in paths if path.exists()), paths[0])
-
-
 def require_files(folder: Path, title: str, missing: list[str], advice: str = "") -> None:
     """Raise UsageError with all the names, if any, that a data set's folder is missing."""
     if missing:
         raise UsageError(
-            f"{folder}: it is read as {title} but lacks {shorten_list(missing)}; "
+            f"{folder}: read as {title} but lacks {shorten_list(missing)}; "
             f"{advice or 'unpack all of the official archives there, or name another data set or folder'}; "
             "if its folders are classes, give --dataset imagefolder"
         )
 
 
 def unreadable_error(error: OSError, path: Path, advice: str = "make it readable, or move it elsewhere") -> UsageError:
-    """Return the operating system's error as one line for a person.
-
-    Args:
-        error: the error.
-        path: what was being read, for errors that name no file.
-        advice: what to do, completing "...; ".
-    """
+    """Return the operating system's error as one line; `path` is for errors without a file name."""
     name = error.filename if isinstance(error.filename, str | bytes) else str(path)
     return UsageError(f"{os.fsdecode(name)}: cannot be read ({error.strerror or error}); {advice}")
 
 
 def read_text(path: Path, advice: str, *, errors: str = "strict") -> str:
-    """Return a list's text, without the byte order mark that editors on Windows put in front of UTF-8.
+    """Return a list's text, without the byte order mark that editors on Windows add.
 
     Args:
         path: the list.
@@ -161,7 +139,7 @@ def read_text(path: Path, advice: str, *, errors: str = "strict") -> str:
 
 
 def read_matlab(path: Path) -> dict[str, Any]:
-    """Return the variables of a Matlab file, with dimensions of one left out.
+    """Return the variables of a Matlab file, squeezed.
 
     Raises:
         UsageError: not a Matlab file.
@@ -182,7 +160,7 @@ def read_all(readers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     """Call all readers and return their results by name.
 
     Raises:
-        MissingExtra: of the first reader that lacks a package.
+        MissingExtra: the first reader that lacks a package raised it.
         UsageError: one error with the messages of all readers that failed.
     """
     results: dict[str, T] = {}
@@ -215,7 +193,7 @@ def is_decimal(text: str) -> bool:
 
 
 def is_path_inside(name: str) -> bool:
-    """Return whether a relative path stays in the folder that it starts from."""
+    """Return whether a path stays in the folder that it is relative to."""
     path = PurePath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
@@ -227,24 +205,15 @@ def find_escaping_paths(names: Iterable[str], table: str, folder: str) -> list[s
 
 
 def find_id_mismatches(table: str, images: str, extra: list[str], missing: list[str]) -> list[str]:
-    """Return the problems of a table whose ids are not those of the table of images.
-
-    Args:
-        table, images: names of the two tables.
-        extra: ids that only `table` has.
-        missing: ids that only `images` has.
-    """
-    problems = []
-    if extra:
-        ids = pluralize(len(extra), f"id of {table} is", f"ids of {table} are")
-        problems.append(f"{ids} not in {images}: {shorten_list(extra)}")
-    if missing:
-        ids = pluralize(len(missing), f"id of {images} is", f"ids of {images} are")
-        problems.append(f"{ids} not in {table}: {shorten_list(missing)}")
-    return problems
+    """Return problems of ids that only the table `table` has (`extra`) or only the table `images` (`missing`)."""
+    return [
+        f"{pluralize(len(ids), f'id of {has} is', f'ids of {has} are')} not in {lacks}: {shorten_list(ids)}"
+        for has, lacks, ids in ((table, images, extra), (images, table, missing))
+        if ids
+    ]
 
 
 def find_duplicate_names(class_names: Sequence[str], table: str) -> list[str]:
-    """Return a problem if classes share a name, because a prediction could not tell them apart."""
+    """Return a problem if classes share a name, so that predictions would be ambiguous."""
     duplicates = [name for name, number in Counter(class_names).items() if number > 1]
-    return [f"several classes of one name in {table}: {shorten_list(duplicates)}"] if duplicates else []
+    return [f"several classes with the same name in {table}: {shorten_list(duplicates)}"] if duplicates else []

@@ -16,7 +16,7 @@ from opal_deploy.preprocess.geometry import Box
 
 Crop = Literal["boxes"]
 
-# names that an error or a warning spells out; the rest is counted
+# names listed in an error or a warning; the rest is counted
 MAX_LISTED = 20
 
 
@@ -27,7 +27,7 @@ class Sample:
     Attributes:
         path: the image file.
         label: class index, 0 ... C-1.
-        box: (x0, y0, x1, y1) in pixels of the oriented image, which is cropped to the box; None takes the whole image.
+        box: (x0, y0, x1, y1) in pixels of the oriented image, its crop; None for the whole image.
     """
 
     path: Path
@@ -41,11 +41,11 @@ class DataSet:
 
     Attributes:
         root: the folder that the data set was read from.
-        layout: the name of the adapter (`cub`, `pets`, ...); any other text for a data set made in code.
+        layout: the name of the adapter (`cub`, `pets`, ...); any text for a data set made in code.
         class_names: C names in the order of the labels.
         train, val, test: the splits; `test` may be empty.
         crop: `boxes` where samples carry boxes, else None.
-        warnings: one line for each kind of oddity that was found and tolerated.
+        warnings: one line for each kind of tolerated problem.
         skipped: images left out because they are missing or their headers cannot be read.
     """
 
@@ -70,16 +70,15 @@ class DataSet:
         return [*self.train, *self.val, *self.test] if split == "all" else splits[split]
 
     def describe(self) -> str:
-        """Return one line for a person: what the folder was read as, and the sizes of the splits."""
+        """Return a line of text: what the folder was read as, and the sizes of the splits."""
         return (
             f"{self.layout} from {self.root}: {pluralize(self.num_classes, 'class', 'classes')}, "
-            f"{pluralize(len(self.train), 'image to train on', 'images to train on')}, "
-            f"{len(self.val):,} to validate, {len(self.test):,} to test"
-            f"{', cropped to their boxes' if self.crop else ''}"
+            f"{pluralize(len(self.train), 'training image', 'training images')}, "
+            f"{len(self.val):,} validation, {len(self.test):,} test{', cropped to their boxes' if self.crop else ''}"
         )
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts that config.json keeps of the data set."""
+        """Return the data set's entry in config.json."""
         return {
             "root": str(self.root),
             "layout": self.layout,
@@ -92,12 +91,12 @@ class DataSet:
         }
 
 
-# of the images that the second part of a stratified split gets, and of the shuffle
+# the share of the second part of a stratified split, and the seed of its shuffle
 SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
 
 
 def split_off_validation(data: DataSet) -> DataSet:
-    """Return a data set that has a fifth of each class's training images as validation images.
+    """Return the data set with a fifth of each class's training images as validation images.
 
     Raises:
         UsageError: see `stratified_split`.
@@ -110,7 +109,7 @@ def split_off_validation(data: DataSet) -> DataSet:
 
 
 def image_folder_order(samples: list[Sample], class_names: list[str]) -> tuple[list[int], list[int]]:
-    """Return how torchvision's ImageFolder would order samples and classes, one folder a class.
+    """Return the order of samples and classes in torchvision's ImageFolder, one folder per class.
 
     Args:
         samples: images of a data set, in the order of its lists.
@@ -118,7 +117,7 @@ def image_folder_order(samples: list[Sample], class_names: list[str]) -> tuple[l
 
     Returns:
         Positions in `samples`, by class folder, then by path; and for each label the position of its class folder. A
-        class's folder is the one that all of its images and no others lie in, or else is called by the class's name.
+        class's folder is the one that holds exactly its images, or else one with the class's name.
     """
     folders: list[set[str]] = [set() for _ in class_names]
     for sample in samples:
@@ -136,7 +135,7 @@ def stratified_split(
     labels: list[int],
     class_names: list[str],
     *,
-    root: Path | None = None,
+    root: Path,
     part: str = "validation",
     advice: str = "add images, or give a val/ folder beside train/",
 ) -> tuple[list[int], list[int]]:
@@ -146,44 +145,43 @@ def stratified_split(
         labels: class index of each image.
         class_names: C names, for errors.
         root: the data set's folder, for errors.
-        part: what the second part is for, for errors.
-        advice: what to do where no split is possible, for errors.
+        part: purpose of the second part, for errors.
+        advice: what to do if no split is possible, for errors.
 
     Returns:
         Positions in `labels` of the first and of the second part, each ascending.
 
     Raises:
-        UsageError: a class has a single image, or the second part would have fewer images than there are classes.
+        UsageError: a class has a single image, or the second part would have fewer images than classes.
     """
     require("sklearn", "train", "a data set without an official split", pip_name="scikit-learn")
     from sklearn.model_selection import StratifiedShuffleSplit
 
-    where = "" if root is None else f"{root}: "
     counts = Counter(labels)
     singles = [name for label, name in enumerate(class_names) if counts[label] == 1]
     if singles:
         raise UsageError(
-            f"{where}no {part} split possible, classes with a single image: {shorten_list(singles)}; {advice}"
+            f"{root}: no {part} split possible, classes with a single image: {shorten_list(singles)}; {advice}"
         )
     splitter = StratifiedShuffleSplit(n_splits=1, test_size=SPLIT_FRACTION, random_state=SPLIT_SEED)
     try:
         first, second = next(splitter.split(labels, labels))
     except ValueError as error:
         raise UsageError(
-            f"{where}no {part} split possible, {pluralize(len(labels), 'image is', 'images are')} too few for "
+            f"{root}: no {part} split possible, {pluralize(len(labels), 'image is', 'images are')} too few for "
             f"{pluralize(len(class_names), 'class', 'classes')} ({error}); {advice}"
         ) from None
     return sorted(int(i) for i in first), sorted(int(i) for i in second)
 
 
 def classes_without_samples(samples: list[Sample], class_names: list[str]) -> list[str]:
-    """Return the names of the classes that no sample has."""
+    """Return the names of the classes without a sample."""
     present = {sample.label for sample in samples}
     return [name for label, name in enumerate(class_names) if label not in present]
 
 
 def display_path(path: Path, root: Path) -> str:
-    """Return a path as messages show it: relative to `root` where it lies below."""
+    """Return a path for messages: relative to `root` if it lies below."""
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 

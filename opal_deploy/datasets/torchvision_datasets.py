@@ -6,8 +6,8 @@
     dtd       Describable Textures, 47 textures      train, val, test; ten partitions
     sun397    SUN397, 397 scenes                     train, test; ten partitions, read here
 
-torchvision wants fixed folder names. A temporary folder of symbolic links gives it those, whatever the user's folder is
-called and wherever it lies; nothing is downloaded, and no image is opened.
+torchvision expects fixed folder names: a temporary folder of symbolic links has them, whatever the name of the user's
+folder. Nothing is downloaded, and no image is opened.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from opal_deploy.datasets.listing import (
     LabeledPath,
     Listing,
     build_listing,
-    first_existing,
     has_files,
     missing_files,
     read_all,
@@ -49,12 +48,7 @@ _SUN397_TITLE = "SUN397"
 
 @dataclass(frozen=True)
 class OfficialSplit:
-    """One split as torchvision reads it.
-
-    Attributes:
-        pairs: the user's image files with their class indices.
-        classes: class names in the order of the indices.
-    """
+    """One split as torchvision reads it: image files with class indices, and class names in the indices' order."""
 
     pairs: list[LabeledPath]
     classes: list[str]
@@ -63,11 +57,11 @@ class OfficialSplit:
 def read_with_torchvision(
     folder: Path, class_name: str, links: Mapping[str, Path], splits: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, OfficialSplit]:
-    """Read the splits of a data set through a class of torchvision.datasets.
+    """Read the splits of a data set with a class of torchvision.datasets.
 
     Args:
         folder: the data set's folder, for errors.
-        class_name: name of the class.
+        class_name: the name of torchvision's class.
         links: path under torchvision's root to the user's file or folder.
         splits: name of a split to the class's other arguments.
 
@@ -86,7 +80,7 @@ def read_with_torchvision(
             (root / name).symlink_to(target.resolve())
 
         def with_user_paths(message: str) -> str:
-            # the temporary folder is gone by the time that a person looks for it
+            # the temporary folder is gone when somebody looks for it
             for name, target in links.items():
                 message = message.replace(str(root / name), str(target))
             return message
@@ -106,7 +100,7 @@ def read_with_torchvision(
 
 
 def _labeled_paths(dataset: Any) -> list[LabeledPath]:
-    """Return files and labels, which torchvision's classes keep under three private names."""
+    """Return files and labels, which torchvision's classes keep in different private attributes."""
     if hasattr(dataset, "_samples"):
         return [(Path(path), int(label)) for path, label in dataset._samples]
     files = dataset._image_files if hasattr(dataset, "_image_files") else dataset._images
@@ -130,7 +124,7 @@ def _is_cars(folder: Path) -> bool:
 
 
 def _read_cars(folder: Path) -> Listing:
-    test_labels = first_existing(folder, _CARS_TEST_LABELS, f"devkit/{_CARS_TEST_LABELS}")
+    test_labels = folder / ("devkit" if has_files(folder, f"devkit/{_CARS_TEST_LABELS}") else "") / _CARS_TEST_LABELS
     missing = missing_files(
         folder, ("devkit/cars_meta.mat", "devkit/cars_train_annos.mat", "cars_train/", "cars_test/")
     )
@@ -156,8 +150,7 @@ def _read_cars(folder: Path) -> Listing:
 #     images/<Breed>_<number>.jpg
 #     annotations/trainval.txt, annotations/test.txt      <name> <class id> <species> <breed id>
 #
-# Oddities of the official archive that do no harm: images/ holds a few .mat files, which are passed over, and GIFs and
-# PNGs called .jpg, which are read as GIFs and PNGs.
+# The official images/ holds a few .mat files, which are skipped, and GIFs and PNGs called .jpg, which are read as such.
 
 
 def _is_pets(folder: Path) -> bool:
@@ -180,9 +173,9 @@ def _read_pets(folder: Path) -> Listing:
 
 
 def _find_breed_mismatches(trainval: OfficialSplit, test: OfficialSplit) -> list[str]:
-    """Return where class ids and breeds are not one to one.
+    """Return problems where class ids and breeds are not one to one.
 
-    torchvision numbers the names that it meets: with an id left out, all names after it would move.
+    torchvision numbers the names that it meets: with a missing id, all names after it would move.
     """
     problems = []
     breeds: dict[int, set[str]] = {}
@@ -194,9 +187,7 @@ def _find_breed_mismatches(trainval: OfficialSplit, test: OfficialSplit) -> list
         problems.append(f"trainval.txt has several breeds of the class ids {shorten_list(several)}")
     unknown = {f"{_breed(p)} ({label + 1})": None for p, label in test.pairs if _breed(p) not in breeds.get(label, ())}
     if unknown:
-        problems.append(
-            f"test.txt has breeds that trainval.txt does not have under these ids: {shorten_list([*unknown])}"
-        )
+        problems.append(f"test.txt has breeds that trainval.txt lacks under these ids: {shorten_list([*unknown])}")
     return problems
 
 
@@ -204,8 +195,8 @@ def _breed(path: Path) -> str:
     return path.stem.rsplit("_", 1)[0]
 
 
-# Oxford Flowers-102: torchvision refuses any but the official lists, by their checksums; class names are torchvision's,
-# in the order of the labels 1 ... 102, because the archive itself has none
+# Oxford Flowers-102: torchvision accepts only the official lists, by their checksums; class names are torchvision's, in
+# the order of the labels 1 ... 102, because the archive has none
 #
 #     jpg/image_00001.jpg ... jpg/image_08189.jpg
 #     setid.mat, imagelabels.mat
@@ -247,13 +238,12 @@ def _read_dtd(folder: Path, partition: int) -> Listing:
         {f"dtd/dtd/{name}": folder / name for name in ("images", "labels")},
         {split: {"split": split, "partition": partition} for split in _DTD_SPLITS},
     )
-    # torchvision numbers the names that it meets, in each split anew
+    # torchvision numbers the names that it meets, separately in each split
     class_names = official["train"].classes
     if other := [split for split in _DTD_SPLITS if official[split].classes != class_names]:
         raise UsageError(
-            f"{folder}: other textures than in labels/train{partition}.txt are in "
-            f"{' and '.join(f'labels/{split}{partition}.txt' for split in other)}; "
-            "unpack the official archive again"
+            f"{folder}: {' and '.join(f'labels/{split}{partition}.txt' for split in other)} and "
+            f"labels/train{partition}.txt have different textures; unpack the official archive again"
         )
     splits = {name: split.pairs for name, split in official.items()}
     return build_listing("dtd", folder, class_names, splits, image_folders=(folder / "images",))
@@ -264,11 +254,11 @@ def _read_dtd(folder: Path, partition: int) -> Listing:
 #     SUN397/ClassName.txt, SUN397/<letter>/<scene>/sun_*.jpg
 #     Training_<pp>.txt, Testing_<pp>.txt     pp = 01 ... 10, of Partitions.zip, in SUN397/, Partitions/ or beside
 #
-# A partition uses a part of the archive by design, so images that it does not list are no warning.
+# A partition uses only a part of the archive, so unlisted images give no warning.
 
 
 def _is_sun397(folder: Path) -> bool:
-    """Return whether the first letter's scenes lie beside the class names, or beside other letters' scenes alone.
+    """Return whether a/ lies beside the class names, or beside other letters' scenes only.
 
     An ImageFolder of letters has images in its folders, not folders that begin with the letter.
     """
@@ -279,7 +269,7 @@ def _is_sun397(folder: Path) -> bool:
 
 
 def _is_letter(folder: Path) -> bool:
-    """Return whether a folder is called by a letter and holds nothing but folders that begin with that letter."""
+    """Return whether a folder's name is a letter and it holds only folders that begin with that letter."""
     visible = [path for path in folder.iterdir() if not path.name.startswith(".")]
     are_scenes = all(path.name.startswith(folder.name) and path.is_dir() for path in visible)
     return len(folder.name) == 1 and bool(visible) and are_scenes
@@ -308,21 +298,9 @@ def _read_sun397(folder: Path, partition: int) -> Listing:
     return build_listing("sun397", folder, class_names, splits, problems=problems)
 
 
-CARS = Adapter(
-    "cars",
-    _CARS_TITLE,
-    _is_cars,
-    lambda folder, partition: _read_cars(folder),
-    ("stanford_cars", "StanfordCars", "stanford-cars", "cars"),
-)
-PETS = Adapter("pets", _PETS_TITLE, _is_pets, lambda folder, partition: _read_pets(folder), ("oxford-iiit-pet", "pets"))
-FLOWERS = Adapter(
-    "flowers",
-    _FLOWERS_TITLE,
-    _is_flowers,
-    lambda folder, partition: _read_flowers(folder),
-    ("flowers-102", "flowers102", "flowers"),
-)
+CARS = Adapter("cars", _CARS_TITLE, _is_cars, _read_cars, ("stanford_cars", "StanfordCars", "stanford-cars", "cars"))
+PETS = Adapter("pets", _PETS_TITLE, _is_pets, _read_pets, ("oxford-iiit-pet", "pets"))
+FLOWERS = Adapter("flowers", _FLOWERS_TITLE, _is_flowers, _read_flowers, ("flowers-102", "flowers102", "flowers"))
 # torchvision's root holds dtd/, which holds the archive's own dtd/
 DTD = Adapter("dtd", _DTD_TITLE, _is_dtd, _read_dtd, ("dtd/dtd", "dtd"), partitions=10)
 SUN397 = Adapter("sun397", _SUN397_TITLE, _is_sun397, _read_sun397, ("SUN397",), partitions=10)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.datasets.recorded import find_recorded_dataset
+from opal_deploy.datasets.registry import find_recorded_dataset
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.export.options import ExportOptions

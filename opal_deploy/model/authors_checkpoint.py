@@ -1,7 +1,7 @@
-"""The checkpoint format of the paper's authors, a contract that must keep loading.
+"""The checkpoint format of the paper's authors.
 
 It is the bare state dict of their `NNModel` or `NNModel_softmax` (net/net_model.py and main.py of their repository),
-possibly with DistributedDataParallel's prefix `module.`, of exactly these keys:
+possibly with DistributedDataParallel's prefix `module.`, with exactly these keys:
 
     backbone.*                           torchvision's names: `backbone.features.*` (ConvNeXt, EfficientNet) or
                                          `backbone.conv1.*` ... `backbone.layer4.*` (ResNet); no norm after the last
@@ -11,8 +11,8 @@ possibly with DistributedDataParallel's prefix `module.`, of exactly these keys:
     classifier.weight, classifier.bias   [C, K] or, without projection, [C, D], and [C]: a dense layer on the
                                          L2-normalised embedding (`--classifier linear`)
 
-Backbone, C and m are inferred from names and shapes. Distance, pooling, CWS, input size and crop leave no trace in such
-a file: they are options (`Assumptions`), and the metadata records them as `assumed`.
+Backbone, C and m are inferred from names and shapes. The file does not record distance, pooling, CWS, input size and
+crop: they are options (`Assumptions`), and the metadata records them as `assumed`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PREFIXES = (
 _PROJECTION = ("final_conv_layer.weight", "final_conv_layer.bias")
 _DENSE = ("classifier.weight", "classifier.bias")
 _ANCHORS = "classifier.prototypes"
-# what torchvision's networks have behind their pooling
+# layers of torchvision networks after their pooling
 _CLASSIFIERS = ("fc.", "classifier.")
 
 
@@ -53,9 +53,9 @@ class Assumptions:
     """Settings that an authors' checkpoint does not record; None is the paper's value.
 
     Attributes:
-        distance: to the anchors; the paper's is `l2`.
-        pooling: over cells; the paper's is `max`, without anchors `avg` as in its linear baseline.
-        cws: channel-wise softmax; the paper's OPAL has it, its linear baseline does not.
+        distance: to the anchors; `l2` in the paper.
+        pooling: over cells; `max` in the paper, without anchors `avg` as in its linear baseline.
+        cws: channel-wise softmax; in the paper OPAL has it, the linear baseline does not.
         input_size: (H0, W0) in pixels.
         crop: `boxes` where the network was trained on images cropped to boxes.
     """
@@ -67,28 +67,10 @@ class Assumptions:
     crop: str | None = None
 
 
-@dataclass(frozen=True)
-class AuthorsCheckpoint:
-    """An authors' checkpoint, read.
-
-    Attributes:
-        config: of the network.
-        state: the state dict under this package's keys.
-        assumed: name to value of each setting that the file does not record.
-    """
-
-    config: NetworkConfig
-    state: dict[str, Tensor]
-    assumed: dict[str, Any]
-
-
-def parse(path: Path, raw: dict[str, Tensor], assumptions: Assumptions) -> AuthorsCheckpoint:
-    """Read a state dict.
-
-    Args:
-        path: the file, for errors.
-        raw: its state dict.
-        assumptions: what the file does not record.
+def parse(
+    path: Path, raw: dict[str, Tensor], assumptions: Assumptions
+) -> tuple[NetworkConfig, dict[str, Tensor], dict[str, Any]]:
+    """Return a state dict's network configuration, its tensors under our keys, and the assumed settings.
 
     Raises:
         CheckpointError: keys or shapes are not those of the format.
@@ -99,27 +81,26 @@ def parse(path: Path, raw: dict[str, Tensor], assumptions: Assumptions) -> Autho
     body = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")}
     if not body or not any(key in state for key in (*_PROJECTION, *_DENSE, _ANCHORS)):
         raise CheckpointError(
-            f"{path}: a state dict that is no OPAL network's (found {_sample_keys(state)}); the authors' OPAL "
+            f"{path}: not the state dict of an OPAL network (found {_sample_keys(state)}); the authors' OPAL "
             f"checkpoints have backbone.*, {', '.join((*_PROJECTION, _ANCHORS))}, or {', '.join(_DENSE)}; to train "
             f"from weights of another network: opal-deploy train DATA --backbone NAME --weights {path}"
         )
     is_dense = _ANCHORS not in state and any(key in state for key in _DENSE)
     has_projection = not is_dense or any(key in state for key in _PROJECTION)
     head_keys = (*(_PROJECTION if has_projection else ()), *(_DENSE if is_dense else (_ANCHORS,)))
-    backbone, missing, unexpected, mismatched = _infer_backbone(path, body)
-    missing += [key for key in head_keys if key not in state]
-    unexpected += [key for key in state if key not in head_keys and not key.startswith("backbone.")]
-    if missing or unexpected or mismatched:
-        raise CheckpointError(
-            f"{path} does not fit {backbone}, the nearest of torchvision's networks: "
-            f"{backbones.format_key_errors(sorted(missing), sorted(unexpected), sorted(mismatched))}"
-        )
+    backbone = _infer_backbone(path, body)
+    shapes = {key: value.shape for key, value in state.items() if not backbones.is_counter(key)}
+    expected = {f"backbone.{key}": shape for key, shape in _body_shapes(backbone).items()}
+    # the shapes of the head are checked below, against each other
+    expected |= {key: shapes.get(key, torch.Size()) for key in head_keys}
+    if errors := backbones.describe_key_errors(expected, shapes):
+        raise CheckpointError(f"{path} does not fit {backbone}, the most similar torchvision network: {errors}")
     classifier = state["classifier.weight"] if is_dense else state.pop(_ANCHORS)
     head = _infer_head(path, classifier, state.get("final_conv_layer.weight"), assumptions, is_dense=is_dense)
     assumed: dict[str, Any] = {} if is_dense else {"distance": head.distance}
     assumed |= {"pooling": head.pooling, "cws": head.cws, "input_size": list(assumptions.input_size)}
     config = NetworkConfig(backbone, classifier.shape[0], assumptions.input_size, head)
-    return AuthorsCheckpoint(config, _rename_keys(state), assumed)
+    return config, _rename_keys(state), assumed
 
 
 def _infer_head(
@@ -127,7 +108,7 @@ def _infer_head(
 ) -> HeadConfig:
     """Return the head of a file's anchors or dense layer [C, K], and its projection [K, D, 1, 1]."""
     if is_dense and assumptions.distance is not None:
-        raise UsageError(f"{path}: it has a dense layer instead of anchors, so no distance; leave --distance out")
+        raise UsageError(f"{path}: has a dense layer instead of anchors, so no distance; leave --distance out")
     default = LINEAR_BASELINE if is_dense else HeadConfig()
     pooling = default.pooling if assumptions.pooling is None else assumptions.pooling
     cws = default.cws if assumptions.cws is None else assumptions.cws
@@ -145,13 +126,9 @@ def _infer_head(
     elif classifier.ndim != 2:
         raise CheckpointError(f"{path}: its classifier.weight is {list(classifier.shape)}; expected [C, D]")
     return replace(
-        default,
-        projection=projection is not None,
-        cws=cws,
-        pooling=pooling,
-        prototypes_per_class=prototypes,
-        distance=distance,
-    )
+        default, projection=projection is not None, cws=cws, pooling=pooling,
+        prototypes_per_class=prototypes, distance=distance,
+    )  # fmt: skip
 
 
 def _infer_prototypes(path: Path, classifier: Tensor, projection: Tensor) -> int:
@@ -163,52 +140,35 @@ def _infer_prototypes(path: Path, classifier: Tensor, projection: Tensor) -> int
         )
     num_classes, channels = classifier.shape
     if channels % num_classes:
-        raise CheckpointError(f"{path}: {channels} channels are no multiple of {num_classes} classes")
+        raise CheckpointError(f"{path}: {channels} channels are not a multiple of {num_classes} classes")
     return channels // num_classes
 
 
-def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str], list[str], list[str]]:
-    """Find the torchvision network that has these parameters before its pooling, or the nearest to it.
-
-    Returns:
-        Its name, then the keys that are missing, unexpected, and of another shape: three empty lists where it fits.
-    """
-    shapes = {key: value.shape for key, value in body.items() if not _is_counter(key)}
+def _infer_backbone(path: Path, body: dict[str, Tensor]) -> str:
+    """Return the name of the torchvision network most similar to these parameters before its pooling."""
+    shapes = {key: value.shape for key, value in body.items() if not backbones.is_counter(key)}
     others = [name for name in torchvision_backbones.list_networks() if name not in PAPER_BACKBONES]
     nearest, fewest = "", len(shapes)
     for name in (*PAPER_BACKBONES, *others):
         full = _body_shapes(name)
         wrong = len(full.keys() ^ shapes.keys()) + sum(full[k] != shapes[k] for k in full.keys() & shapes.keys())
         if wrong < fewest:
-            nearest, fewest, fitting = name, wrong, full
+            nearest, fewest = name, wrong
         if not wrong:
             break
     if not nearest:
         raise CheckpointError(
-            f"{path}: no torchvision network is like its {len(shapes)} backbone parameters ({_sample_keys(shapes)}); "
+            f"{path}: no torchvision network has its {len(shapes)} backbone parameters ({_sample_keys(shapes)}); "
             f"the authors use {', '.join(PAPER_BACKBONES)}"
         )
-    return (
-        nearest,
-        [f"backbone.{key}" for key in fitting.keys() - shapes.keys()],
-        [f"backbone.{key}" for key in shapes.keys() - fitting.keys()],
-        [
-            f"backbone.{key} {list(shapes[key])} instead of {list(fitting[key])}"
-            for key in shapes.keys() & fitting.keys()
-            if shapes[key] != fitting[key]
-        ],
-    )
+    return nearest
 
 
 @functools.cache
 def _body_shapes(name: str) -> dict[str, torch.Size]:
-    """Return the shapes of a torchvision network's parameters, without those behind its pooling."""
+    """Return the shapes of a torchvision network's parameters before its pooling."""
     state = torchvision_backbones.build_network(name, "meta").state_dict()
-    return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not _is_counter(k)}
-
-
-def _is_counter(key: str) -> bool:
-    return key.endswith("num_batches_tracked")
+    return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not backbones.is_counter(k)}
 
 
 def _sample_keys(state: dict[str, Any]) -> str:
@@ -217,7 +177,7 @@ def _sample_keys(state: dict[str, Any]) -> str:
 
 
 def _rename_keys(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replace the authors' key prefixes with ours."""
+    """Return the state dict with our key prefixes."""
     renamed: dict[str, Tensor] = {}
     for key, value in state.items():
         new = key

@@ -1,11 +1,11 @@
-"""CNN backbones: any convolutional classifier of torchvision's or timm's, cut before its global pooling, or earlier.
+"""CNN backbones: any torchvision or timm convolutional classifier, cut before its global pooling, or earlier.
 
 The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are cut where its authors cut them: after
 the last convolutional stage, before pooling, without the norm that follows in ConvNeXt. A finer stride cuts at the
 last feature map of that stride, so that cells are smaller and see less of the image; or all layers are kept, and the
-later ones get stride 1. The cut is found in the traced graph and not in a list of names (`feature_graph`). Parameter
-names stay those of the library (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`). What differs from library to
-library is in `torchvision_backbones` and `timm_backbones`.
+later ones get stride 1. The traced graph tells where to cut (`feature_graph`). Parameter names stay those of the
+library (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`). `torchvision_backbones` and `timm_backbones` hold
+what differs between the libraries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import copy
 import itertools
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,9 +29,9 @@ from opal_deploy.model.config import PretrainedConfig, require_stride
 from opal_deploy.model.feature_graph import Cut, extract_classifier, find_cut, find_unstrided_cut, remove_strides
 
 _OUTPUT = "features"
-# any number that no library's networks have by default: tells which layers depend on the number of classes
+# not the default of any library: tells which layers depend on the number of classes
 _OTHER_CLASSES = 7
-# keys of a kind that an error names; the rest is counted
+# keys of each kind that an error names; the rest is counted
 _MAX_KEYS = 3
 _PICKLED_OBJECT = re.compile(r"GLOBAL (\S+)")
 
@@ -40,7 +40,7 @@ class Backbone(nn.Module):
     """Normalised images, float [N, 3, H0, W0], to features F [N, D, H, W].
 
     Attributes:
-        name: torchvision's name, or timm's after `timm:`.
+        name: a torchvision name, or `timm:` and a timm name.
         body: the cut network.
         num_features: D.
         stride: input pixels per cell, the same in both directions.
@@ -58,10 +58,7 @@ class Backbone(nn.Module):
         return features
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
-        """Return a copy whose layers are in the same mode, training or evaluation, as the original's.
-
-        torchvision puts every copy of a cut network into training mode.
-        """
+        """Return a copy with each layer in the original's mode; torchvision puts copies into training mode."""
         copied = Backbone.__new__(Backbone)
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -75,7 +72,7 @@ class Backbone(nn.Module):
         """Return (H, W) for an input of (H0, W0).
 
         Raises:
-            UsageError: the size is not a multiple of the stride; cells would not tile the image.
+            UsageError: the size is not a multiple of the stride.
         """
         height, width = input_size
         if height < self.stride or width < self.stride or height % self.stride or width % self.stride:
@@ -87,7 +84,7 @@ class Backbone(nn.Module):
 
 
 class _Library(Protocol):
-    """A library of networks; see the functions of `torchvision_backbones`, which other modules call through these."""
+    """A library of networks; `torchvision_backbones` documents the functions."""
 
     def list_networks(self) -> list[str]: ...
 
@@ -109,7 +106,7 @@ class _Library(Protocol):
 
 
 def get_library(name: str) -> _Library:
-    """Return the library that a backbone's name is of."""
+    """Return a backbone's library, by its name."""
     if name.startswith(timm_backbones.PREFIX):
         return timm_backbones
     return torchvision_backbones
@@ -121,16 +118,16 @@ def build(
     """Build a backbone with random weights.
 
     Args:
-        name: torchvision's, such as `resnet18` or `convnext_tiny`, or timm's, such as `timm:resnet18`.
+        name: such as `resnet18` or `convnext_tiny` for torchvision, `timm:resnet18` for timm.
         stride: input pixels per cell; the network ends at its last feature map of this stride. None keeps all layers
             before the global pooling: stride 32 for the paper's nine.
-        keep_layers: end the network before its global pooling all the same, and give stride 1 to each convolution and
+        keep_layers: end the network before its global pooling anyway, and give stride 1 to each convolution and
             pooling that would coarsen a feature map of `stride`.
-        device: where the parameters live; `meta` allocates none.
+        device: of the parameters; `meta` allocates none.
 
     Raises:
-        UsageError: the library has no such network, it has no grid of cells before a global pooling, or none of this
-            stride; or its layers cannot be kept, see `find_unstrided_cut`.
+        UsageError: no such network, no grid of cells before a global pooling, or none of this stride; or layers that
+            cannot be kept, see `find_unstrided_cut`.
         MissingExtra: the library is not installed.
     """
     library = get_library(name)
@@ -153,28 +150,22 @@ def build_classifier(
     keep_layers: bool = False,
     device: str | torch.device = "cpu",
 ) -> nn.Module:
-    """Build the layers of a network behind its backbone: features [N, D, H, W] to logits [N, C], with random weights.
+    """Build the layers of a network after its backbone: features [N, D, H, W] to logits [N, C], with random weights.
 
     They are the library's own, under its parameter names: a ResNet's pooling and `fc`, ConvNeXt's pooling, LayerNorm
-    and dense layer, EfficientNet's pooling, dropout and dense layer.
-
-    Args:
-        name: as for `build`.
-        num_classes: C.
-        stride, keep_layers: that the backbone was built with.
-        device: where the parameters live; `meta` allocates none.
+    and dense layer, EfficientNet's pooling, dropout and dense layer. The arguments are those of `build`.
 
     Raises:
-        UsageError: the backbone is cut earlier than before its own pooling.
+        UsageError: the backbone is cut before its last layer.
     """
     own, library = own_stride(name), get_library(name)
     if stride not in (None, own) and not keep_layers:
         raise UsageError(
-            f"the plain head is the network's own classifier, which takes the features of {name} at stride {own}, "
-            f"not {stride}; give --stride {own}, --keep-layers, or another head"
+            f"the plain head, the network's own classifier, takes features of {name} at stride {own}, not {stride}; "
+            f"give --stride {own}, --keep-layers, or another head"
         )
     network = library.build_network(name, device, num_classes)
-    return extract_classifier(name, network, _find_cut(name, None).node, **library.tracer_options())
+    return extract_classifier(name, network, _find_cut(name, None).node, library.tracer_options())
 
 
 def own_stride(name: str) -> int:
@@ -187,26 +178,24 @@ def list_variants(
 ) -> list[tuple[str, int | None, bool]]:
     """Return every network at every stride as arguments of `build`: name, stride, and whether its layers are kept.
 
-    A network at its own stride is the same either way, so that it can be compared with itself at finer ones.
+    Layers are not "kept" at a network's own stride, where nothing changes.
     """
     variants = itertools.product(dict.fromkeys(names), dict.fromkeys(strides))
     return [(name, stride, keep_layers and stride != own_stride(name)) for name, stride in variants]
 
 
 def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module | None = None) -> str:
-    """Load ImageNet weights into a backbone and return where they came from.
+    """Load ImageNet weights into a backbone and return their origin.
 
     Args:
         backbone: from `build`.
         weights: a local `.pth`/`.safetensors` state dict with the library's names, or the name of the library's own
-            weights (torchvision's `DEFAULT`, `IMAGENET1K_V1`, ...; a tag of timm's), which are downloaded unless they
-            are there.
-        classifier: from `build_classifier`; its layers get their weights too, except for those whose shape depends on
-            the number of classes.
+            weights (torchvision's `DEFAULT`, `IMAGENET1K_V1`, ...; a timm tag), which are downloaded if necessary.
+        classifier: from `build_classifier`; gets weights too, except for layers that depend on the number of classes.
 
     Raises:
-        CheckpointError: the file lacks keys of the backbone, or has keys that the library's network does not know.
-        UsageError: no such file and no such weights, or they could not be downloaded.
+        CheckpointError: the file lacks keys of the backbone, or has keys that the library's network lacks.
+        UsageError: no such file and no such weights, or the download failed.
     """
     path, library = Path(weights), get_library(backbone.name)
     if path.suffix in (".pth", ".pt", ".safetensors"):
@@ -218,18 +207,9 @@ def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module 
     if classifier is not None:
         other = library.build_network(backbone.name, "meta", _OTHER_CLASSES).state_dict()
         expected |= {k: v for k, v in classifier.state_dict().items() if network[k].shape == other[k].shape}
-    known = set(network) | set(expected)
-    missing = sorted(expected.keys() - state.keys() - _counters(expected))
-    unexpected = sorted(state.keys() - known)
-    mismatched = sorted(
-        f"{key} {list(state[key].shape)} instead of {list(expected[key].shape)}"
-        for key in expected.keys() & state.keys()
-        if state[key].shape != expected[key].shape
-    )
-    if missing or unexpected or mismatched:
+    if errors := describe_key_errors(get_shapes(expected), get_shapes(state), ignored=network):
         raise CheckpointError(
-            f"{origin} does not fit {backbone.name}: {format_key_errors(missing, unexpected, mismatched)}; "
-            "give the weights of that network or another --backbone"
+            f"{origin} does not fit {backbone.name}: {errors}; give weights of that network or another --backbone"
         )
     for module in (backbone.body, *([] if classifier is None else [classifier])):
         keys = module.state_dict().keys() & expected.keys() & state.keys()
@@ -264,28 +244,27 @@ def load_torch_file(path: Path) -> Any:
     """Read a file with `torch.load(weights_only=True)`; there is no fallback to unsafe loading.
 
     Raises:
-        CheckpointError: corrupt, or holding objects that only unsafe loading would accept.
+        CheckpointError: the file is damaged, or holds objects that only unsafe loading accepts.
     """
     import pickle
 
     try:
         with warnings.catch_warnings():
-            # of formats that are refused next
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # about formats that are refused next
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # a class or function that the file wants to import; other reasons are codes of pickle's own
+        # the class or function that the file imports; other reasons are pickle's own codes
         found = _PICKLED_OBJECT.search(str(error))
         if found is None:
             raise CheckpointError(f"{path}: damaged, or not a PyTorch file; copy or save it again") from None
         raise CheckpointError(
             f"{path}: refused, since it holds a Python object ({found[1]}), and loading that may run any code; save "
-            "its tensors alone where it was made: torch.save(model.state_dict(), 'weights.pth')"
+            "only its tensors where it was made: torch.save(model.state_dict(), 'weights.pth')"
         ) from None
     except Exception as error:  # damaged bytes make torch's readers fail in any way: IndexError, struct.error, ...
         if "TorchScript" in str(error):
             raise CheckpointError(
-                f"{path}: a TorchScript archive, which is a program; save its tensors alone: "
+                f"{path}: a TorchScript archive, which is a program; save only its tensors: "
                 f"torch.save(torch.jit.load({path.name!r}).state_dict(), 'weights.pth')"
             ) from None
         raise CheckpointError(
@@ -293,43 +272,64 @@ def load_torch_file(path: Path) -> Any:
         ) from None
 
 
-def format_key_errors(missing: list[str], unexpected: list[str], mismatched: list[str]) -> str:
-    """Return one line that counts the missing, unexpected and mismatched keys of a state dict, and names some."""
-    parts = [
-        f"{len(keys)} {kind}: {', '.join(keys[:_MAX_KEYS])}{', ...' if len(keys) > _MAX_KEYS else ''}"
-        for kind, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+def describe_key_errors(
+    expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size], ignored: Collection[str] = ()
+) -> str:
+    """Return one line about the missing, unexpected and mismatched keys of a state dict; empty if it fits.
+
+    BatchNorm's step counters may be missing: exporters often drop them, and inference ignores them.
+
+    Args:
+        expected, found: shapes by key.
+        ignored: keys that are not unexpected.
+    """
+    errors = {
+        "missing": [key for key in expected.keys() - found.keys() if not is_counter(key)],
+        "unexpected": list(found.keys() - expected.keys() - set(ignored)),
+        "of another shape": [
+            f"{key} {list(found[key])} instead of {list(expected[key])}"
+            for key in expected.keys() & found.keys()
+            if found[key] != expected[key]
+        ],
+    }
+    return "; ".join(
+        f"{len(keys)} {kind}: {', '.join(sorted(keys)[:_MAX_KEYS])}{', ...' if len(keys) > _MAX_KEYS else ''}"
+        for kind, keys in errors.items()
         if keys
-    ]
-    return "; ".join(parts)
+    )
+
+
+def get_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of a state dict by key."""
+    return {key: value.shape for key, value in state.items()}
+
+
+def is_counter(key: str) -> bool:
+    """Return whether a key is one of BatchNorm's step counters."""
+    return key.endswith("num_batches_tracked")
 
 
 @cache
 def _find_cut(name: str, stride: int | None, keep_layers: bool = False) -> Cut:
-    """Return where a network is cut; cached, since tracing is slow."""
+    """Return the cut of a network; cached, since tracing is slow."""
     require_stride(stride, keep_layers)
     library = get_library(name)
     network, options = library.build_network(name, "meta"), library.tracer_options()
-    cut = find_cut(name, network, stride, **options)
+    cut = find_cut(name, network, stride, options)
     if not keep_layers:
         return cut
     if cut.stride == own_stride(name):
         raise UsageError(
-            f"--keep-layers: {name} with all of its layers ends at stride {cut.stride}, and none has to change for it; "
-            "leave --keep-layers out (--no-keep-layers where a recipe has it), or give a smaller --stride"
+            f"--keep-layers: all layers of {name} already end at stride {cut.stride}; leave --keep-layers out "
+            "(--no-keep-layers if a recipe has it), or give a smaller --stride"
         )
-    return find_unstrided_cut(name, network, cut.stride, **options)
-
-
-def _counters(state: dict[str, Any]) -> set[str]:
-    """Return the keys of BatchNorm's step counters, which exporters often drop and inference never reads."""
-    return {key for key in state if key.endswith("num_batches_tracked")}
+    return find_unstrided_cut(name, network, cut.stride, options)
 
 
 def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Count the multiply-accumulates of convolutions and matrix products for one input, without memory.
+    """Count the multiply-accumulates of convolutions and matrix products for one input.
 
-    Bias, normalisation, activation and pooling count nothing. PyTorch's counter, which is used here, counts two
-    floating-point operations for each multiply-accumulate.
+    Bias, normalisation, activation and pooling are not counted.
 
     Args:
         module: in evaluation mode, its parameters on the device `meta`.
@@ -338,7 +338,7 @@ def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
         module(torch.empty(1, *input_shape, device="meta"))
-    return int(counter.get_total_flops()) // 2
+    return int(counter.get_total_flops()) // 2  # PyTorch counts two operations per multiply-accumulate
 
 
 @cache

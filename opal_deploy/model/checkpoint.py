@@ -1,7 +1,6 @@
-"""Checkpoints: our own format, and the format of the paper's authors.
+"""Checkpoints: ours, and those of the paper's authors.
 
 Ours is one `.pt` file that `torch.load(weights_only=True)` reads: a dictionary of plain values with one state dict.
-
 The authors' is a bare state dict, see `authors_checkpoint`.
 """
 
@@ -31,18 +30,18 @@ SCHEMA = 1
 
 @dataclass
 class Checkpoint:
-    """A network together with what is known about it.
+    """A network with its records.
 
     Attributes:
         network: in evaluation mode, on the CPU.
         class_names: C names in the order of the logits.
-        crop: `boxes` where training images were cropped to annotated boxes, else None.
+        crop: `boxes` if training images were cropped to annotated boxes, else None.
         metrics: results of the training run, such as `test_accuracy`.
         training: settings of the training run.
-        evaluation: what `evaluate --record` measured of the evidence (`artifact.evaluation`); empty if it never did.
+        evaluation: measurements by `evaluate --record` (`artifact.evaluation`), or empty.
         source: file name, sha256, format (`opal-deploy` or `authors`) and, for the latter, the `assumed` settings.
-        receptive_field: of the network's cells; None where it was not measured.
-        calibration: of the logits; None where it was not sought.
+        receptive_field: of the network's cells, if measured.
+        calibration: of the logits, if measured.
     """
 
     network: OpalNetwork
@@ -57,11 +56,11 @@ class Checkpoint:
 
 
 def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = None) -> None:
-    """Write a checkpoint in our format, atomically: the file has its name only once it is whole.
+    """Write a checkpoint in our format, atomically.
 
     Args:
-        path: of the file to write.
-        checkpoint: to write.
+        path: the file to write.
+        checkpoint: the checkpoint.
         extra: more plain values and tensors, under keys that `load` ignores.
 
     Raises:
@@ -89,12 +88,12 @@ def record_evaluation(path: Path, changes: dict[str, dict[str, Any]]) -> None:
     """Write `evaluation`, `receptive_field` or `calibration` into a checkpoint of our format; everything else stays.
 
     Raises:
-        CheckpointError: the file is no checkpoint of our format.
+        CheckpointError: the file is not a checkpoint of our format.
         UsageError: the folder cannot be written to.
     """
     document = backbones.load_torch_file(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not an opal-deploy checkpoint; only these can keep an evaluation")
+        raise CheckpointError(f"{path}: not an opal-deploy checkpoint; only those can store an evaluation")
     _write(path, {**document, **changes})
 
 
@@ -103,18 +102,18 @@ def _write(path: Path, document: dict[str, Any]) -> None:
         try:
             torch.save(document, stream)
         except RuntimeError as error:
-            # what torch's writer raises when the stream takes no more bytes
+            # torch's writer raises this when the stream takes no more bytes
             if "inline_container" not in str(error):
                 raise
             raise OSError("disk full?") from None
 
 
 def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assumptions | None = None) -> Checkpoint:
-    """Read a checkpoint of our format or of the authors'.
+    """Read a checkpoint in our format or the authors'.
 
     Args:
         path: a `.pt` or `.pth` file.
-        class_names: C names that replace those in the file; an authors' checkpoint has none of its own.
+        class_names: C names that replace those in the file; an authors' checkpoint has none.
         assumptions: for an authors' checkpoint; None means the paper's values.
 
     Raises:
@@ -133,7 +132,7 @@ def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assum
     else:
         raise CheckpointError(
             f"{path}: neither an opal-deploy checkpoint nor a bare OPAL state dict (found keys "
-            f"{', '.join(sorted(map(str, raw))[:8])}); give the file that training wrote, or its state_dict alone"
+            f"{', '.join(sorted(map(str, raw))[:8])}); give the file that training wrote, or only its state_dict"
         )
     checkpoint.source = {"file": path.name, "sha256": compute_sha256(path), **checkpoint.source}
     checkpoint.network.eval()
@@ -141,10 +140,10 @@ def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assum
 
 
 def read_class_names(path: Path) -> list[str]:
-    """Read class names from a UTF-8 file, one a line; a byte order mark and blank lines at the end are ignored.
+    """Read class names from a UTF-8 file, one per line; a byte order mark and blank lines at the end are ignored.
 
     Raises:
-        UsageError: unreadable, empty, or a name is blank or doubled.
+        UsageError: the file is unreadable or empty, or a name is blank or repeated.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").rstrip().split("\n")
@@ -155,7 +154,7 @@ def read_class_names(path: Path) -> list[str]:
     doubled = sorted({name for name in names if name and names.count(name) > 1})
     if blank or doubled:
         what = f"blank line {', '.join(blank)}" if blank else f"{', '.join(doubled[:5])} more than once"
-        raise UsageError(f"{path}: {what}; expected one class name a line, each once")
+        raise UsageError(f"{path}: {what}; expected one class name per line, each once")
     return names
 
 
@@ -163,7 +162,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     if raw.get("schema") != SCHEMA:
         raise CheckpointError(
             f"{path}: checkpoint schema {raw.get('schema')!r}, expected {SCHEMA}; "
-            f"it was written by opal-deploy {raw.get('version')}, use that version"
+            f"use opal-deploy {raw.get('version')}, which wrote it"
         )
     try:
         config = NetworkConfig.from_dict(raw["config"])
@@ -174,7 +173,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     if len(stored_names) != config.num_classes:
         raise CheckpointError(
-            f"{path}: it names {len(stored_names)} classes but its network has {config.num_classes}; train it again"
+            f"{path}: names {len(stored_names)} classes but its network has {config.num_classes}; train it again"
         )
     network = OpalNetwork(config)
     _load_state(path, network, state)
@@ -194,34 +193,25 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
 def _load_authors(
     path: Path, raw: dict[str, Tensor], class_names: list[str] | None, assumptions: Assumptions
 ) -> Checkpoint:
-    parsed = authors_checkpoint.parse(path, raw, assumptions)
-    network = OpalNetwork(parsed.config)
-    _load_state(path, network, parsed.state)
-    num_classes, assumed = parsed.config.num_classes, parsed.assumed
+    config, state, assumed = authors_checkpoint.parse(path, raw, assumptions)
+    network = OpalNetwork(config)
+    _load_state(path, network, state)
     if class_names is None:
-        class_names, assumed = [f"class {i}" for i in range(num_classes)], {**assumed, "class_names": "numbered"}
+        class_names, assumed = [f"class {i}" for i in range(config.num_classes)], {**assumed, "class_names": "numbered"}
     return Checkpoint(
         network,
-        _check_class_names(path, class_names, num_classes),
+        _check_class_names(path, class_names, config.num_classes),
         crop=assumptions.crop,
         source={"format": "authors", "assumed": assumed},
     )
 
 
 def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> None:
-    """Load a state dict strictly, with every wrong key in one error."""
-    own = network.state_dict()
-    missing = sorted(k for k in own.keys() - state.keys() if not k.endswith("num_batches_tracked"))
-    unexpected = sorted(state.keys() - own.keys())
-    mismatched = sorted(
-        f"{key} {list(state[key].shape)} instead of {list(own[key].shape)}"
-        for key in own.keys() & state.keys()
-        if own[key].shape != state[key].shape
-    )
-    if missing or unexpected or mismatched:
+    """Load a state dict strictly; one error names every wrong key."""
+    shapes = backbones.get_shapes(network.state_dict())
+    if errors := backbones.describe_key_errors(shapes, backbones.get_shapes(state)):
         raise CheckpointError(
-            f"{path} does not fit {network.config.backbone} with {network.config.num_classes} classes: "
-            f"{backbones.format_key_errors(missing, unexpected, mismatched)}"
+            f"{path} does not fit {network.config.backbone} with {network.config.num_classes} classes: {errors}"
         )
     network.load_state_dict(state, strict=False)
 
@@ -230,16 +220,16 @@ def _check_class_names(path: Path, names: list[str], num_classes: int) -> list[s
     if len(names) != num_classes:
         raise CheckpointError(
             f"{path}: {len(names)} class names for {num_classes} classes; "
-            "give one name for each, in the order of training"
+            "give one name per class, in the order of training"
         )
     return [str(name) for name in names]
 
 
 def build_metadata(checkpoint: Checkpoint) -> Metadata:
-    """Build the metadata of a checkpoint before its export: without verification report and test vectors."""
+    """Build the metadata of a checkpoint before its export, without verification report and test vectors."""
     network = checkpoint.network
     head = network.config.head
-    # curves have a field of their own, or are left to the checkpoint
+    # curves have a field of their own, or stay in the checkpoint
     metrics = {name: value for name, value in checkpoint.metrics.items() if not isinstance(value, dict)}
     risk = checkpoint.metrics.get("val_risk")
     receptive_field = checkpoint.receptive_field or compute_receptive_field(network.backbone, network.config.input_size)

@@ -19,20 +19,20 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The head's four parts that the paper's ablation switches (Table 4), m, and the distance (Supp. E.1).
+    """The four parts of the paper's ablation (Table 4), m, and the distance (Supp. E.1).
 
-    Only the paper's eleven combinations, and the network's own classifier, are accepted; all others raise UsageError.
+    Any combination except the paper's eleven and the network's own classifier raises UsageError.
 
     Attributes:
         projection: 1x1 convolution from D to K = C * m channels.
         cws: channel-wise softmax over K at each cell (Eq. 2).
         pooling: `max` (Eq. 3) or `avg` over cells.
-        anchors: orthonormal class anchors (Eq. 1); without them a dense layer follows.
+        anchors: orthonormal class anchors (Eq. 1); without them, a dense layer.
         prototypes_per_class: m, at least 1.
-        distance: one of `DISTANCES`; used with anchors only.
+        distance: one of `DISTANCES`, to the anchors.
         epsilon: added to the norm, z = s / (|s| + epsilon), as in the authors' code.
-        plain: the network's own classifier instead of all of these, as its library has it: pooling, the layers behind
-            it, and a dense layer to C classes; nothing is normalised to length 1.
+        plain: the network's own classifier instead of all of these: pooling, the layers after it, and a dense layer to
+            C classes; nothing is normalised to length 1.
     """
 
     projection: bool = True
@@ -52,11 +52,11 @@ class HeadConfig:
         if self.prototypes_per_class < 1:
             raise UsageError(f"{self.prototypes_per_class} prototypes per class: expected at least 1")
         if self.plain and (self.projection or self.cws or self.anchors or self.pooling != "avg"):
-            raise UsageError("the network's own classifier has no projection, CWS, anchors or pooling of ours")
+            raise UsageError("the network's own classifier takes no projection, CWS, anchors or max pooling")
         if self.anchors and not self.projection:
             raise UsageError(
-                "anchors without projection: they live in K = C*m channels, which only the projection makes; "
-                "switch the projection on or the anchors off"
+                "anchors without projection: anchors need the projection's K = C*m channels; switch the projection on "
+                "or the anchors off"
             )
         if self.projection and self.cws and self.pooling == "max" and not self.anchors:
             raise UsageError(
@@ -65,13 +65,13 @@ class HeadConfig:
             )
         if self.anchors and self.distance == "kl" and not self.cws:
             raise UsageError(
-                "distance kl without CWS: it takes the logarithm of the embedding, which is negative in places "
-                "without the softmax; use CWS or another distance"
+                "distance kl without CWS: it takes the logarithm of the embedding, which can be negative without the "
+                "softmax; use CWS or another distance"
             )
 
     @property
     def evidence(self) -> Evidence:
-        """The evidence that the head gives: `exact` (one cell a slot), `map` (an average over cells) or `none`."""
+        """The head's evidence: `exact` (one cell per slot), `map` (an average over cells) or `none`."""
         if not self.anchors:
             return "none"
         return "exact" if self.pooling == "max" else "map"
@@ -90,27 +90,27 @@ class HeadConfig:
 
 
 def require_stride(stride: int | None, keep_layers: bool) -> None:
-    """Raise UsageError where all layers are to be kept at a stride that was not given."""
+    """Raise UsageError if all layers are to be kept without a stride."""
     if keep_layers and stride is None:
         raise UsageError(
-            "--keep-layers without --stride: a network that is not cut keeps all of its layers; give --stride 16 or 8 "
-            "for finer cells, or leave --keep-layers out"
+            "--keep-layers without --stride: a network keeps all of its layers anyway; give --stride 16 or 8 for finer "
+            "cells, or leave --keep-layers out"
         )
 
 
-# the paper's: a dense layer on average-pooled features of length 1, as the authors' code normalises them
+# the paper's: a dense layer on average-pooled features, normalised to length 1 as in the authors' code
 LINEAR_BASELINE = HeadConfig(projection=False, cws=False, pooling="avg", anchors=False)
-# what everybody fine-tunes: the library's own network with another number of classes
+# the usual fine-tuning: the library's own network with another number of classes
 PLAIN_CLASSIFIER = HeadConfig(projection=False, cws=False, pooling="avg", anchors=False, plain=True)
 
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """How a backbone's weights were made, as far as its library says.
+    """How a backbone's weights were made, according to its library.
 
     Attributes:
         mean, std: per channel R, G, B, of pixels scaled to [0, 1].
-        details: licence, interpolation, crop and the like, for records; empty where the library says nothing.
+        details: licence, interpolation, crop and the like, for records.
     """
 
     mean: tuple[float, ...] = IMAGENET_MEAN
@@ -123,14 +123,12 @@ class NetworkConfig:
     """The configuration of a whole network.
 
     Attributes:
-        backbone: torchvision's name, such as `convnext_tiny`, or timm's after `timm:`.
+        backbone: a torchvision name, such as `convnext_tiny`, or `timm:` and a timm name.
         num_classes: C, at least 2.
         input_size: (H0, W0) in pixels, multiples of the backbone's stride.
         head: the configuration of the head.
-        stride: input pixels per cell, at which the backbone is cut; None keeps all of its layers before the global
-            pooling (32 for the paper's nine).
-        keep_layers: reach `stride` with all layers: those that would coarsen the feature map further get stride 1.
-        mean, std: per channel R, G, B, of pixels scaled to [0, 1], which images are normalised with.
+        stride, keep_layers: see `backbones.build`.
+        mean, std: per channel R, G, B, of pixels scaled to [0, 1], for normalising images.
     """
 
     backbone: str

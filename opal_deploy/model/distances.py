@@ -1,7 +1,7 @@
 """Distances from an embedding z [N, K] to every class anchor a_c, in closed form (paper, Eq. 4 and Supp. E.1).
 
-An anchor is 1/sqrt(m) on its own block and zero elsewhere, so no distance needs the differences [N, C, K]: sums over
-the blocks (l1, l2, l3, kl) or the extremes inside and outside a block (linf, tropical) suffice; memory stays O(N * K).
+An anchor is 1/sqrt(m) on its own block and zero elsewhere, so sums over the blocks (l1, l2, l3, kl) or extremes inside
+and outside a block (linf, tropical) replace the differences [N, C, K]; memory stays O(N * K).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opal_deploy.artifact.outputs import KL_EPSILON
 
-# below this a root's argument counts as zero: its gradient would be infinite, and float32 cannot resolve it anyway
+# smallest argument of a root: at zero the gradient is infinite, and float32 does not resolve smaller ones
 _TINY = 1e-12
 
 
@@ -53,7 +53,7 @@ def _l3(blocks: Tensor, anchor: float) -> Tensor:
 
 
 def _kl(blocks: Tensor, anchor: float) -> Tensor:
-    # sum z (log(z + e) - log(a + e)): the first term is common to all classes, the second takes two values
+    # sum z (log(z + e) - log(a + e)): the first term is the same for all classes, the second takes two values
     entropy = (blocks * (blocks + epsilon_tensor(blocks, KL_EPSILON)).log()).sum((1, 2)).unsqueeze(1)
     inside = blocks.sum(2)
     outside = _sum_outside(inside)

@@ -1,16 +1,17 @@
 """Where a network can be cut: its traced graph, with the shape of every feature map.
 
-A network may end at its last feature map before the global pooling, as in the paper, or at the last one of a finer
-stride. Only a feature map that all later layers depend on through nothing else is a place to cut: at stride 16 of a
-ResNet-50 that is the sum that leaves `layer3`, not the first convolution inside `layer4`, which a shortcut goes around.
-It may also keep all layers and have the finer stride at its end, where the later strides can be taken away.
+A network ends at its last feature map before the global pooling, as in the paper, or at the last one of a finer stride.
+It can be cut only at a feature map through which all later layers get their input: at stride 16 of a ResNet-50 the sum
+that leaves `layer3`, not the first convolution inside `layer4`, which a shortcut bypasses. It can also keep all layers
+and reach a finer stride by removing the later strides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,21 +21,22 @@ from opal_deploy.errors import UsageError, first_line
 
 # the names that torchvision's tracer gives to a global pooling: a module, a function, a mean over cells
 _POOLING_NAMES = ("avgpool", "adaptive_avg_pool2d", "mean")
-# every usual stride divides it, and it tells a stride of 64 (7 cells) from padding (a 224-pixel input gives 4)
+# divisible by every usual stride; tells a stride of 64 (7 cells) from padding (a 224-pixel input gives 4)
 _PROBE_SIZE = 448
-# no multiple of 7: attention in windows of 7x7 cells refuses it
+# not a multiple of 7: attention in windows of 7x7 cells refuses it
 _SECOND_SIZE = 480
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A feature map at which a network may end.
+    """A feature map at which a network can end.
 
     Attributes:
         node: torchvision's name of the traced node, such as `layer3.5.relu_2`.
         num_features: D, channels of the feature map.
         stride: input pixels per cell, the same in both directions.
-        unstrided: names of the modules whose stride has to be 1 for it; empty where the network stays as it is.
+        unstrided: names of the modules whose stride must become 1; empty for the unchanged network.
     """
 
     node: str
@@ -47,25 +49,23 @@ def find_cut(
     name: str,
     model: nn.Module,
     stride: int | None = None,
-    *,
-    leaf_modules: Sequence[type[nn.Module]] = (),
-    autowrap_functions: Sequence[Callable[..., Any]] = (),
+    tracer_options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> Cut:
     """Return the feature map that a network ends with, or the last one of a stride.
 
     Args:
-        name: the network's, for errors.
-        model: on the device `meta`; it is set to evaluation mode. A classifier's feature map is the one that enters its
-            last global pooling; a network without a head returns it.
-        stride: input pixels per cell; None for the one at the end.
-        leaf_modules, autowrap_functions: modules and functions that are not traced through.
+        name: the network's name, for errors.
+        model: on the device `meta`; set to evaluation mode. A classifier's feature map is the input of its last global
+            pooling; a network without a head returns it.
+        stride: input pixels per cell; None for the network's own.
+        tracer_options: `leaf_modules` and `autowrap_functions`, which are not traced through.
 
     Raises:
-        UsageError: the network cannot be traced, has no global pooling over a grid of cells that tile the image, or
-            no feature map of this stride that all later layers go through.
+        UsageError: the network cannot be traced, or has no global pooling over a grid of cells that tile the image, or
+            no feature map of this stride to cut at.
     """
     _check_sizes(name, model.eval())
-    tracer, graph = _trace(name, model, leaf_modules, autowrap_functions)
+    tracer, graph = _trace(name, model, tracer_options)
     nodes = list(graph.nodes)
     names = tracer.node_to_qualname
     recorder = _ShapeRecorder(fx.GraphModule(tracer.root, graph))
@@ -79,8 +79,8 @@ def find_cut(
     if last is None:
         found = shapes.get(end) if isinstance(end, fx.Node) else "of several tensors"
         raise UsageError(
-            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {found}, which are no grid [N, D, H, W] of "
-            "cells that tile the image; use a network with padded convolutions, such as resnet18"
+            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {found}, not a grid [N, D, H, W] of cells "
+            "that tile the image; use a network with padded convolutions, such as resnet18"
         )
     if stride is None or stride == last.stride:
         return last
@@ -91,7 +91,7 @@ def find_cut(
     }
     if stride not in cuts:
         raise UsageError(
-            f"stride {stride}: {name} has no feature map of it that all later layers go through; it has "
+            f"stride {stride}: {name} has no feature map of this stride that all later layers go through; it has "
             f"{', '.join(str(each) for each in sorted(cuts, reverse=True) if each > 1)}"
         )
     return cuts[stride]
@@ -101,38 +101,36 @@ def find_unstrided_cut(
     name: str,
     model: nn.Module,
     stride: int,
-    *,
-    leaf_modules: Sequence[type[nn.Module]] = (),
-    autowrap_functions: Sequence[Callable[..., Any]] = (),
+    tracer_options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> Cut:
-    """Return the feature map that a network ends with once no layer coarsens a map of a stride further.
+    """Return the last feature map of a network in which no layer coarsens a map of `stride` further.
 
     Every convolution and pooling that does so, on the main path and on shortcuts, gets stride 1. Weights and the order
     of layers stay, as in PIP-Net (Nauta et al., CVPR 2023). Kernels are not dilated.
 
     Args:
-        name: the network's, for errors.
-        model: on the device `meta`; it is set to evaluation mode and its strides are changed.
+        name: the network's name, for errors.
+        model: on the device `meta`; set to evaluation mode, and its strides are changed.
         stride: input pixels per cell, less than the network's own.
-        leaf_modules, autowrap_functions: modules and functions that are not traced through.
+        tracer_options: `leaf_modules` and `autowrap_functions`, which are not traced through.
 
     Raises:
-        UsageError: the cells would not tile the image, or something else than a module's stride coarsens the map.
+        UsageError: the cells would not tile the image, or something other than a module's stride coarsens the map.
     """
     unstrided = _find_coarsening_modules(model.eval(), stride)
     remove_strides(model, unstrided)
     _check_tiling(name, model, stride, unstrided)
-    cut = find_cut(name, model, leaf_modules=leaf_modules, autowrap_functions=autowrap_functions)
+    cut = find_cut(name, model, tracer_options=tracer_options)
     if cut.stride != stride:
         raise UsageError(
             f"--keep-layers: {name} ends at stride {cut.stride}, not {stride}, although all of its convolutions and "
-            f"poolings behind stride {stride} have stride 1; leave --keep-layers out"
+            f"poolings after stride {stride} have stride 1; leave --keep-layers out"
         )
     return replace(cut, unstrided=unstrided)
 
 
 def remove_strides(model: nn.Module, modules: Iterable[str]) -> None:
-    """Give modules of a network stride 1; it must not have been traced yet, which may copy strides."""
+    """Give modules of a network stride 1; call this before tracing, which may copy strides."""
     for path in modules:
         module: Any = model.get_submodule(path)
         module.stride = 1 if isinstance(module.stride, int) else (1,) * len(module.stride)
@@ -142,22 +140,20 @@ def extract_classifier(
     name: str,
     model: nn.Module,
     node: str,
-    *,
-    leaf_modules: Sequence[type[nn.Module]] = (),
-    autowrap_functions: Sequence[Callable[..., Any]] = (),
+    tracer_options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> nn.Module:
-    """Return the layers behind a feature map: features [N, D, H, W] to logits [N, C].
+    """Return the layers after a feature map: features [N, D, H, W] to logits [N, C].
 
     Args:
-        name: the network's, for errors.
-        model: a classifier, which is set to evaluation mode and whose layers the result shares, under their names.
+        name: the network's name, for errors.
+        model: a classifier; set to evaluation mode, and the result shares its layers under their names.
         node: the feature map, as `find_cut` names it.
-        leaf_modules, autowrap_functions: modules and functions that are not traced through.
+        tracer_options: `leaf_modules` and `autowrap_functions`, which are not traced through.
 
     Raises:
         UsageError: the network cannot be traced, or its logits depend on more than this feature map.
     """
-    tracer, traced = _trace(name, model.eval(), leaf_modules, autowrap_functions)
+    tracer, traced = _trace(name, model.eval(), tracer_options)
     # the copy knows its modules, without which dead code is not recognised, and keeps the nodes' order
     graph = fx.GraphModule(tracer.root, traced).graph
     names = [tracer.node_to_qualname.get(each) for each in traced.nodes]
@@ -170,14 +166,14 @@ def extract_classifier(
         if each.op == "placeholder" and each is not features:
             if each.users:
                 raise UsageError(
-                    f"backbone {name!r}: its classifier takes more than its last feature map; use --head linear"
+                    f"backbone {name!r}: its classifier needs more than the last feature map; use --head linear"
                 )
             graph.erase_node(each)
     return fx.GraphModule(tracer.root, graph)
 
 
 class _ShapeRecorder(fx.Interpreter):
-    """Runs a graph and keeps the shape of every tensor that a call gives."""
+    """Runs a graph and keeps the shape of every call's tensor."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -192,14 +188,14 @@ class _ShapeRecorder(fx.Interpreter):
 
 
 def _check_sizes(name: str, model: nn.Module) -> None:
-    """Raise UsageError for a network that takes images of certain sizes only."""
+    """Raise UsageError for a network that takes only certain image sizes."""
     for size in (_PROBE_SIZE, _SECOND_SIZE):
         try:
             with torch.no_grad():
                 model(_empty_image(size))
         except Exception as error:  # the network's own: AssertionError, RuntimeError, ...
             raise UsageError(
-                f"backbone {name!r} takes images of certain sizes only: it fails on {size}x{size} "
+                f"backbone {name!r} takes only certain image sizes: it fails on {size}x{size} "
                 f"({first_line(error)}); use a convolutional network, such as resnet18"
             ) from None
 
@@ -207,16 +203,18 @@ def _check_sizes(name: str, model: nn.Module) -> None:
 def _find_coarsening_modules(model: nn.Module, stride: int) -> tuple[str, ...]:
     """Return the names of the convolutions and poolings that make a map of `stride`, or a coarser one, smaller.
 
-    They are told by their attribute `stride`. A block may have one too, by which it chooses its layers (ShuffleNet);
-    only a module without children slides.
+    They have an attribute `stride`. Only modules without children slide: a block may have one to choose its layers
+    (ShuffleNet).
     """
     found: dict[str, None] = {}  # in the order they run, once each
 
     def record(path: str, inputs: Any, output: Any) -> None:
-        if _is_map(inputs) and inputs[0].shape[2] * stride <= _PROBE_SIZE and output.shape[2] < inputs[0].shape[2]:
+        is_map = bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() == 4
+        if is_map and inputs[0].shape[2] * stride <= _PROBE_SIZE and output.shape[2] < inputs[0].shape[2]:
             found[path] = None
 
-    _run_with_hooks(model, _sliding_modules(model), record)
+    sliding = [path for path, each in model.named_modules() if hasattr(each, "stride") and not list(each.children())]
+    _run_with_hooks(model, sliding, record)
     return tuple(found)
 
 
@@ -228,8 +226,8 @@ def _check_tiling(name: str, model: nn.Module, stride: int, modules: Sequence[st
         if before != after:
             raise UsageError(
                 f"--keep-layers: at stride 1 {path} of {name} makes {after}x{after} cells of {before}x{before} for "
-                "want of padding, and they would not tile the image; leave --keep-layers out, or take a network with "
-                "padded convolutions, such as resnet50"
+                "lack of padding, which do not tile the image; leave --keep-layers out, or use a network with padded "
+                "convolutions, such as resnet50"
             )
 
     try:
@@ -241,14 +239,6 @@ def _check_tiling(name: str, model: nn.Module, stride: int, modules: Sequence[st
             f"--keep-layers: {name} does not run at stride {stride} with all of its layers ({first_line(error)}); "
             "leave --keep-layers out"
         ) from None
-
-
-def _sliding_modules(model: nn.Module) -> list[str]:
-    return [path for path, each in model.named_modules() if hasattr(each, "stride") and not list(each.children())]
-
-
-def _is_map(inputs: Any) -> bool:
-    return bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() == 4
 
 
 def _run_with_hooks(model: nn.Module, modules: Iterable[str], hook: Callable[[str, Any, Any], None]) -> None:
@@ -270,30 +260,25 @@ def _empty_image(size: int) -> Tensor:
     return torch.empty(1, 3, size, size, device="meta")
 
 
-def _trace(
-    name: str,
-    model: nn.Module,
-    leaf_modules: Sequence[type[nn.Module]],
-    autowrap_functions: Sequence[Callable[..., Any]],
-) -> tuple[Any, fx.Graph]:
+def _trace(name: str, model: nn.Module, tracer_options: Mapping[str, Any]) -> tuple[Any, fx.Graph]:
     import torchvision
     from torchvision.models.feature_extraction import NodePathTracer
 
-    # what `create_feature_extractor` always traces with, so that it knows the nodes by the same names
+    # as in `create_feature_extractor`, so that the nodes get the same names
     operators = [
         each for each in vars(torchvision.ops).values() if isinstance(each, type) and issubclass(each, nn.Module)
     ]
     tracer = NodePathTracer(
         autowrap_modules=(math, torchvision.ops),
-        autowrap_functions=tuple(autowrap_functions),
-        leaf_modules=[*operators, *leaf_modules],
+        autowrap_functions=tracer_options.get("autowrap_functions", ()),
+        leaf_modules=[*operators, *tracer_options.get("leaf_modules", ())],
     )
     try:
         return tracer, tracer.trace(model)
     except Exception as error:  # the network's own code, run on symbols: TypeError, AssertionError, IndexError, ...
         raise UsageError(
-            f"backbone {name!r}: its graph cannot be traced ({first_line(error)}), so that no place to cut it is "
-            "found; use a convolutional classifier such as resnet18"
+            f"backbone {name!r}: its graph cannot be traced ({first_line(error)}) to find where to cut it; use a "
+            "convolutional classifier such as resnet18"
         ) from None
 
 
@@ -309,7 +294,7 @@ def _find_pooling_input(name: str, names: list[str]) -> int:
 
 
 def _bottlenecks(nodes: list[fx.Node], shapes: dict[fx.Node, list[int]]) -> Iterator[fx.Node]:
-    """Yield the nodes, in order, that everything after them depends on through nothing else."""
+    """Yield the nodes, in order, through which all later nodes get their input."""
     position = {node: index for index, node in enumerate(nodes)}
     needed_until = -1
     for index, node in enumerate(nodes):
@@ -322,7 +307,7 @@ def _bottlenecks(nodes: list[fx.Node], shapes: dict[fx.Node, list[int]]) -> Iter
 
 
 def _cut_at(node: str, shape: list[int] | None) -> Cut | None:
-    """Return the cut at a node, or None where its output is no grid of at least 2 x 2 cells that tile the image."""
+    """Return the cut at a node; None unless its output is a grid of at least 2 x 2 cells that tile the image."""
     if shape is None or len(shape) != 4 or shape[2] != shape[3] or shape[2] < 2 or _PROBE_SIZE % shape[2]:
         return None
     return Cut(node, shape[1], _PROBE_SIZE // shape[2])

@@ -1,6 +1,6 @@
-"""The network as it is deployed: images in, the contract's outputs out (docs/contract.md), the backbone in a precision.
+"""The network as it is deployed: images to the contract's outputs (docs/contract.md), with the backbone's precision.
 
-Normalisation is part of the graph, so that uint8 images travel to the device and nothing is computed on the way.
+Normalisation is part of the graph, so that images reach the device as uint8.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from opal_deploy.artifact.metadata import InputKind
 from opal_deploy.model.network import OpalNetwork
 
 ATTENTION = "attention"
-# types of the backbone; `tf32` is float32 whose products a GPU rounds, by a setting of PyTorch's
+# types of the backbone; `tf32` is float32 whose products a GPU rounds, by a PyTorch setting
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -78,7 +78,7 @@ class InferenceGraph(nn.Module):
 
 
 class _CastBackbone(nn.Module):
-    """A backbone that casts its input to its own precision and layout, and its features as the exporter's cast does."""
+    """A backbone that casts its input to its precision and layout, and its features like the exporter."""
 
     def __init__(self, backbone: nn.Module, precision: str, *, channels_last: bool) -> None:
         super().__init__()
@@ -100,11 +100,10 @@ def build_inference_graph(
     """Return the graph of a copy of a network, in evaluation mode, that takes uint8 images.
 
     Args:
-        network: is copied, not changed.
-        mean: by channel, of pixels in [0, 1].
-        std: by channel.
-        precision: of the backbone and, but for bf16, the projection: one of `TYPES`; the rest is float32.
-        channels_last: lay convolutions out as NHWC.
+        network: copied, not changed.
+        mean, std: per channel, of pixels in [0, 1].
+        precision: of the backbone and, except for bf16, the projection: one of `TYPES`; the rest is float32.
+        channels_last: lay out convolutions as NHWC.
     """
     network = copy.deepcopy(network).eval()
     backbone = _CastBackbone(network.backbone, precision, channels_last=channels_last)

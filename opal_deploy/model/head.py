@@ -7,7 +7,7 @@
     embedding   z  [N, K]         s / (|s| + epsilon) (Sec. 3.3)
     logits      l  [N, C]         -|z - a_c|, a_c = 1/sqrt(m) on the block of class c and 0 elsewhere (Eqs. 1 and 4)
 
-The network's own classifier (`HeadConfig.plain`) takes F and gives l, with nothing of this in between.
+The network's own classifier (`HeadConfig.plain`) maps F to l directly.
 
 Only the projection is learned: the anchors a_c are fixed, and the network never builds them as a matrix. Each slot's
 score comes from one cell, and for the Euclidean distance the cosine <z, a_c> is the sum of the m slots of class c
@@ -27,7 +27,7 @@ from opal_deploy.model.distances import compute_distances, epsilon_tensor
 
 @dataclass
 class HeadOutputs:
-    """The outputs of one forward pass; without anchors there are logits only.
+    """The outputs of one forward pass; only logits without anchors.
 
     Attributes:
         logits: float32 [N, C], minus the distance to each class's anchor; in [-sqrt(2), 0] for `l2` with CWS.
@@ -43,10 +43,10 @@ class HeadOutputs:
 
 
 class OpalHead(nn.Module):
-    """Features of a backbone to logits and evidence; `config` says which of the four parts are on.
+    """A backbone's features to logits and evidence.
 
     Attributes:
-        config: the parts that are on, m, the distance and epsilon.
+        config: the enabled parts, m, the distance and epsilon.
         num_classes: C.
         num_prototypes: K = C * m.
         projection: 1x1 convolution from D to K channels with bias, or the identity.
@@ -63,12 +63,11 @@ class OpalHead(nn.Module):
             num_features: D.
             num_classes: C.
             config: of the head.
-            classifier: features [N, D, H, W] to logits [N, C], for the plain head alone: see
-                `backbones.build_classifier`.
+            classifier: for the plain head only, see `backbones.build_classifier`.
         """
         super().__init__()
         if config.plain != (classifier is not None):
-            raise ValueError("the plain head, and no other, is given the network's own classifier")
+            raise ValueError("the plain head, and no other, takes the network's own classifier")
         self.config = config
         self.num_classes = num_classes
         self.num_prototypes = num_classes * config.prototypes_per_class
@@ -79,7 +78,7 @@ class OpalHead(nn.Module):
         self.classifier = classifier
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the logits [N, C] for features [N, D, H, W], without the evidence: all that training needs."""
+        """Return the logits [N, C] for features [N, D, H, W], without evidence, for training."""
         return self.classify(self.pool(self.attend(self.project(features))))
 
     def explain(self, projected: Tensor) -> HeadOutputs:
@@ -96,8 +95,8 @@ class OpalHead(nn.Module):
     def project(self, features: Tensor) -> Tensor:
         """Return G, float32 [N, K, H, W], for features [N, D, H, W].
 
-        From here on everything is float32, whatever the precision of the backbone (docs/contract.md); a network in
-        float64 stays in float64.
+        From here on everything is float32, whatever the backbone's precision (docs/contract.md); a network in float64
+        stays in float64.
         """
         projected: Tensor = self.projection(features)
         return projected if projected.dtype == torch.float64 else projected.float()
@@ -106,14 +105,14 @@ class OpalHead(nn.Module):
         """Return A [N, K, H, W]: the softmax of G over the K channels at each cell (Eq. 2), or G itself without CWS."""
         if not self.config.cws:
             return projected
-        # over the last axis ONNX Runtime is ten times faster than over the second
+        # ONNX Runtime's softmax is ten times faster over the last axis than over the second
         cells: Tensor = projected.flatten(2).transpose(1, 2).softmax(dim=2)
         return cells.transpose(1, 2).reshape(projected.shape)
 
     def pool(self, attention: Tensor) -> Tensor:
         """Return s [N, K]: the maximum of each channel of A over the cells (Eq. 3), or their mean.
 
-        The network's own classifier pools by itself: its input is returned as it is.
+        For the network's own classifier, which pools itself, A is returned unchanged.
         """
         if self.config.plain:
             return attention
@@ -137,7 +136,7 @@ class OpalHead(nn.Module):
 def build_anchors(num_classes: int, prototypes_per_class: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the anchors as a matrix [C, K]: row c is a_c, 1/sqrt(m) on the block of class c and 0 elsewhere (Eq. 1).
 
-    The network never builds this matrix; it serves to check the anchors stored in the authors' checkpoints.
+    The network never builds this matrix; it is for checking the anchors in the authors' checkpoints.
     """
     matrix = torch.zeros(num_classes, num_classes, prototypes_per_class, dtype=dtype)
     matrix[torch.arange(num_classes), torch.arange(num_classes)] = prototypes_per_class**-0.5

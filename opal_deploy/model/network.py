@@ -16,11 +16,11 @@ class OpalNetwork(nn.Module):
     """Normalised images, float [N, 3, H0, W0], to logits [N, C]; `explain` adds the evidence of the same pass.
 
     Attributes:
-        config: what the network was built from.
+        config: the network's configuration.
         backbone: [N, 3, H0, W0] to features [N, D, H, W].
         head: features to logits.
         grid: (H, W) of the feature map.
-        weights_origin: where the backbone's weights came from; None for random ones.
+        weights_origin: origin of the backbone's weights; None for random ones.
     """
 
     def __init__(self, config: NetworkConfig, *, weights: str | Path | None = None) -> None:
@@ -31,8 +31,7 @@ class OpalNetwork(nn.Module):
             weights: of the backbone, see `backbones.load_weights`; None leaves them random.
 
         Raises:
-            UsageError: no such backbone, none of this stride, layers that cannot be kept, an input size that its stride
-                does not divide, or a plain head on a network that is cut earlier than before its own pooling.
+            UsageError: see `backbones.build`, `backbones.build_classifier` and `Backbone.grid`.
             CheckpointError: weights that do not fit.
         """
         super().__init__()
@@ -56,5 +55,5 @@ class OpalNetwork(nn.Module):
         return self.head.explain(self.head.project(self.backbone(images)))
 
     def channels_last(self) -> OpalNetwork:
-        """Lay the convolutions' weights out for NHWC, which is faster on CPU and GPU, and return the network."""
+        """Lay out the convolutions' weights for NHWC, which is faster on CPU and GPU, and return the network."""
         return self.to(memory_format=torch.channels_last)

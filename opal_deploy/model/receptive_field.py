@@ -1,9 +1,8 @@
 """The theoretical receptive field of a network's cells: every input pixel that a cell's features can depend on.
 
 The arithmetic is that of Araujo, Norris and Sim, "Computing receptive fields of convolutional neural networks" (Distill
-2019). It follows the operations of one forward pass on the device `meta`, which computes nothing, so that it does not
-matter which modules they are written in. What a trained network does depend on is measured in
-`evaluation.receptive_field`.
+2019). It follows the operations of one forward pass on the device `meta`, whatever modules they are in.
+`evaluation.receptive_field` measures what a trained network really depends on.
 """
 
 from __future__ import annotations
@@ -57,20 +56,16 @@ class _Field:
 
 
 class _UnboundedError(Exception):
-    """An operation lets a cell depend on other cells in a way that is no sliding window."""
+    """An operation lets a cell depend on others, but is not a sliding window."""
 
 
 def compute_receptive_field(backbone: Backbone, input_size: tuple[int, int]) -> ReceptiveField:
     """Return the theoretical receptive field of the cells of a backbone's features.
 
     Convolutions and poolings widen it, normalisation and activation leave it, and where paths meet it is their union.
-    Where cells are pooled all together and the result is joined to each (squeeze-and-excitation), the strict field is
-    the whole image: the size leaves that out, and `global_context` is true. Attention between cells, and any operation
-    that is not known here, gives no bound: the size is None.
-
-    Args:
-        backbone: of the network.
-        input_size: (H0, W0).
+    If all cells are pooled and the result is joined to each (squeeze-and-excitation), the strict field is the whole
+    image: the size leaves that out, and `global_context` is true. Attention between cells and unknown operations give
+    no bound: the size is None. `input_size` is (H0, W0).
     """
     tensors = {**dict(backbone.named_parameters()), **dict(backbone.named_buffers())}
     weights = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
@@ -101,12 +96,12 @@ class _FieldMode(TorchDispatchMode):
     def __init__(self, images: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         pixels = _Span(0, 0, 1)
-        # by id, since tensors are not hashed by it; kept alive, which costs nothing on the device `meta`
+        # keyed by id, since tensors are not hashed by it; kept alive, which costs nothing on the device `meta`
         self._tensors = {id(images): images}
         self._fields = {id(images): _Field(pixels, pixels, (images.shape[2], images.shape[3]))}
 
     def field(self, tensor: object) -> _Field | None:
-        """Return a tensor's field; None for what does not depend on the images."""
+        """Return a tensor's field; None if it does not depend on the images."""
         return self._fields.get(id(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,7 +118,7 @@ def _propagate(func: Any, args: Any, operands: list[_Field], output: Tensor) -> 
     """Return the field of an operation's output.
 
     Raises:
-        _UnboundedError: the operation is none that keeps or slides over cells.
+        _UnboundedError: the operation neither keeps nor slides over cells.
     """
     operation, field = func.overloadpacket, _unite(operands)
     if field.extent is None or operation in _VIEWS:
@@ -150,9 +145,9 @@ def _propagate(func: Any, args: Any, operands: list[_Field], output: Tensor) -> 
 
 
 def _slide(field: _Field, output: Tensor, *window: Sequence[int]) -> _Field:
-    """Return the field after a window slides over a map; `window`: kernel, stride, padding, dilation, of (rows, cols).
+    """Return the field after a window slides over a map; `window`: kernel, stride, padding, dilation.
 
-    An option of one value is for both axes.
+    Each option has one value for both axes, or one each for rows and columns.
     """
 
     def widen(span: _Span, axis: int) -> _Span:
@@ -165,7 +160,7 @@ def _slide(field: _Field, output: Tensor, *window: Sequence[int]) -> _Field:
 
 
 def _unite(fields: list[_Field]) -> _Field:
-    """Return the union of the fields of maps that meet; one that was pooled before only leaves its mark.
+    """Return the union of the fields of maps that meet; a pooled one only sets `global_context`.
 
     Raises:
         _UnboundedError: the maps have cells of different sizes.

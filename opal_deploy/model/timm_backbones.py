@@ -1,8 +1,8 @@
 """timm's convolutional networks as backbones, under the names `timm:NAME` and `timm:NAME.TAG`.
 
-A network ends at its `forward_features()`, before pooling and classifier; layers that some networks have behind their
-pooling (MobileNet-V3's last convolution) are left out. The tag names one of the network's sets of weights, and with it
-the mean, standard deviation, interpolation, crop and licence that the weights were made with (timm's `pretrained_cfg`).
+A network ends at its `forward_features()`, before pooling and classifier, and without layers after the pooling
+(MobileNet-V3's last convolution). The tag names one set of weights with its mean, standard deviation, interpolation,
+crop and licence (timm's `pretrained_cfg`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _DETAILS = ("license", "interpolation", "crop_pct", "crop_mode", "input_size", "
 
 
 def list_networks() -> list[str]:
-    """Return timm's names of networks, each after `timm:`; ViT and the like are among them, which `build` refuses."""
+    """Return timm's network names with the prefix `timm:`, including those that `build` refuses (ViT and the like)."""
     return [PREFIX + name for name in _import_timm().list_models()]
 
 
 def build_network(name: str, device: str | torch.device = "cpu", num_classes: int | None = None) -> nn.Module:
-    """Build timm's whole network with random weights, of which `forward` is timm's `forward_features`.
+    """Build timm's whole network with random weights; its `forward` is timm's `forward_features`.
 
-    With a number of classes `forward` goes on to the logits.
+    With a number of classes, `forward` returns logits.
 
     Raises:
         UsageError: timm has no such network, or no weights of this tag.
@@ -49,13 +49,13 @@ def build_network(name: str, device: str | torch.device = "cpu", num_classes: in
 
 
 def tracer_options() -> dict[str, Any]:
-    """Return the modules and functions that timm wants to be traced as they are."""
+    """Return the modules and functions that timm does not want traced through."""
     models = _import_timm().models
     return {"leaf_modules": models.get_notrace_modules(), "autowrap_functions": tuple(models.get_notrace_functions())}
 
 
 def get_pretrained_config(name: str, weights: str | None) -> PretrainedConfig:
-    """Return how weights were made: those of a tag, or for a file and random weights those that the name means."""
+    """Return how a tag's weights were made; for a file and random weights, those of the name's tag."""
     architecture, tag = _split_name(name)
     configs = _configs(architecture)
     tag = weights if weights in configs else tag
@@ -65,7 +65,7 @@ def get_pretrained_config(name: str, weights: str | None) -> PretrainedConfig:
 
 
 def default_weights(name: str) -> str:
-    """Return the tag of the weights that a name means: its own, or timm's default of the network.
+    """Return the tag in a name, or timm's default for the network.
 
     Raises:
         UsageError: timm has no such network, or no weights for it.
@@ -79,31 +79,31 @@ def default_weights(name: str) -> str:
 
 
 def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
-    """Return the weights of a tag, which timm downloads unless it has them, and where they came from.
+    """Return the weights of a tag, downloaded by timm if necessary, and their origin.
 
     Raises:
-        UsageError: timm has none of this tag, or could not download them.
+        UsageError: timm has no such tag, or the download failed.
     """
     architecture, _ = _split_name(name)
     configs = _configs(architecture)
     if weights not in configs or not configs[weights].has_weights:
         known = ", ".join(tag for tag, config in configs.items() if config.has_weights) or "it has none"
         raise UsageError(
-            f"weights {weights!r}: no such file (.pth, .safetensors) and no tag of timm's for {architecture} ({known})"
+            f"weights {weights!r}: no such file (.pth, .safetensors) and no timm tag for {architecture} ({known})"
         )
     full_name = f"{architecture}.{weights}"
     try:
         model = _import_timm().create_model(full_name, pretrained=True)
     except OSError as error:
         raise UsageError(
-            f"weights {weights}: timm could not download {full_name} ({first_line(error)}); fetch the file where there "
-            f"is a network (https://huggingface.co/{configs[weights].hf_hub_id}) and give its path"
+            f"weights {weights}: timm could not download {full_name} ({first_line(error)}); download it elsewhere "
+            f"(https://huggingface.co/{configs[weights].hf_hub_id}) and give its path"
         ) from None
     return model.state_dict(), f"timm {full_name}"
 
 
 def find_downloaded(name: str, weights: str) -> Path | None:
-    """Return the file that `download_weights` keeps; None where there is none, or not in Hugging Face's cache."""
+    """Return the file that `download_weights` keeps in Hugging Face's cache; None without one."""
     from huggingface_hub import try_to_load_from_cache
 
     architecture, _ = _split_name(name)
@@ -117,14 +117,14 @@ def find_downloaded(name: str, weights: str) -> Path | None:
 def convert_sync_batch_norm(network: nn.Module) -> nn.Module:
     """Return a network with batch statistics over all processes.
 
-    PyTorch's own conversion would drop the activations that timm's normalisations contain.
+    PyTorch's own conversion drops the activations inside timm's normalisations.
     """
     converted: nn.Module = _import_timm().layers.convert_sync_batchnorm(network)
     return converted
 
 
 def _import_timm() -> Any:
-    require("timm", "timm", "a backbone of timm's")
+    require("timm", "timm", "a timm backbone")
     import timm
 
     return timm

@@ -23,9 +23,9 @@ def list_networks() -> list[str]:
 
 
 def build_network(name: str, device: str | torch.device = "cpu", num_classes: int | None = None) -> nn.Module:
-    """Build torchvision's whole network with random weights; on the device `meta` it takes no memory.
+    """Build torchvision's whole network with random weights.
 
-    `num_classes` is the number of its logits; None is that of its ImageNet weights.
+    `num_classes` of None is that of the ImageNet weights. On the device `meta` the network takes no memory.
 
     Raises:
         UsageError: torchvision has no such classifier.
@@ -40,8 +40,8 @@ def build_network(name: str, device: str | torch.device = "cpu", num_classes: in
         try:
             model: nn.Module = torchvision.models.get_model(name, weights=None, **options)
         except NotImplementedError:
-            # RegNet computes its widths with tensors, which meta has no values for; its largest is 2.6 GB, so only
-            # what parameters are made with goes to `device`
+            # RegNet computes its widths with tensors, which have no values on meta; the largest is 2.6 GB, so only its
+            # parameters go to `device`
             with torch.device("cpu"), _ParametersOn(device):
                 model = torchvision.models.get_model(name, weights=None, **options)
             model = model.to(device)
@@ -49,17 +49,17 @@ def build_network(name: str, device: str | torch.device = "cpu", num_classes: in
 
 
 def tracer_options() -> dict[str, Any]:
-    """Return what tracing torchvision's own networks needs beyond its defaults: nothing."""
+    """Return tracing options for torchvision networks: none."""
     return {}
 
 
 def get_pretrained_config(name: str, weights: str | None) -> PretrainedConfig:
-    """Return ImageNet's mean and standard deviation, which all of torchvision's weights were made with."""
+    """Return ImageNet's mean and standard deviation, as for all torchvision weights."""
     return PretrainedConfig()
 
 
 def default_weights(name: str) -> str:
-    """Return the ImageNet weights that the paper starts from: torchvision's second set for ResNets, else the first.
+    """Return the ImageNet weights that the paper uses: torchvision's second set for ResNets, else the first.
 
     Raises:
         UsageError: torchvision has no such classifier.
@@ -73,10 +73,10 @@ def default_weights(name: str) -> str:
 
 
 def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
-    """Return torchvision's weights of a name (`DEFAULT`, `IMAGENET1K_V1`, ...), and where they came from.
+    """Return torchvision's weights of a name (`DEFAULT`, `IMAGENET1K_V1`, ...), and their origin.
 
     Raises:
-        UsageError: torchvision has none of this name, or could not download them.
+        UsageError: torchvision has no such weights, or the download failed.
     """
     import torchvision
 
@@ -92,13 +92,13 @@ def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
     except OSError as error:
         raise UsageError(
             f"weights {weights}: torchvision could not download them ({error}); "
-            "fetch the file where there is a network and give its path"
+            "download the file elsewhere and give its path"
         ) from None
     return state, f"torchvision {weights}"
 
 
 def find_downloaded(name: str, weights: str) -> Path | None:
-    """Return the file that `download_weights` keeps; None where there is none."""
+    """Return the file that `download_weights` keeps; None without one."""
     import torchvision
 
     url = torchvision.models.get_model_weights(name)[weights].url
@@ -119,7 +119,7 @@ def _check_name(name: str) -> None:
 
 
 class _ParametersOn(TorchFunctionMode):
-    """Allocate parameters and buffers of layers on a device, and every other tensor where it would be anyway."""
+    """Allocates only the parameters and buffers of layers on a device."""
 
     def __init__(self, device: str | torch.device) -> None:
         super().__init__()

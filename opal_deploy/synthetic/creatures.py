@@ -1,30 +1,116 @@
-"""Drawn creatures: the image, the boxes of the parts, and the mask of the foreground."""
+"""Drawn creatures of known species: the image, the boxes of the parts, and the mask of the foreground.
+
+All species share body, head, eye and legs. Five named parts come in four variants each; the first is the common one.
+A species has the common variant of three parts and a special variant of two, so that any two species differ in two,
+three or four parts and agree in the others. So the parts that define a species are known.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic.scenery import (
+from opal_deploy.synthetic.shapes import (
     SUPERSAMPLING,
     Color,
+    Frame,
+    Points,
     blank_layer,
     composite,
     draw_background,
+    ellipse,
     hsv_to_rgb,
+    line,
+    part_polygons,
+    place_in_frame,
     premultiply,
+    ribbon,
+    rotate,
 )
-from opal_deploy.synthetic.shapes import Frame, Points, ellipse, line, part_polygons, place_in_frame, ribbon, rotate
-from opal_deploy.synthetic.species import VARIANTS, Species
 
 MIN_SIDE = 32
 # width of the dark line around every shape, in creature units (1 is the shorter side of the image at scale 1)
 _OUTLINE = 0.009
+
+VARIANTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "beak": ("cone", "sickle", "spoon", "hook"),
+        "crest": ("fan", "spike", "curl", "ball"),
+        "wing": ("bars", "spots", "ring", "zigzag"),
+        "tail": ("paddle", "fork", "shell", "wave"),
+        "feet": ("toes", "flippers", "boots", "balls"),
+    }
+)
+"""Part name -> its variants, the common one first."""
+
+# consecutive rows use every part about equally often, so that any number of rows from the top is balanced; rows with
+# the same two parts differ in both variants
+_SPECIES: tuple[tuple[str, dict[str, str]], ...] = (
+    ("arbolet", {"beak": "sickle", "tail": "fork"}),
+    ("bimlu", {"crest": "spike", "feet": "flippers"}),
+    ("corvane", {"wing": "spots", "beak": "spoon"}),
+    ("dapplo", {"tail": "shell", "crest": "curl"}),
+    ("eskarin", {"feet": "boots", "wing": "ring"}),
+    ("fennock", {"beak": "hook", "crest": "ball"}),
+    ("gruvel", {"tail": "wave", "feet": "balls"}),
+    ("hazlet", {"wing": "zigzag", "crest": "spike"}),
+    ("illoko", {"feet": "flippers", "beak": "sickle"}),
+    ("jurrim", {"wing": "spots", "tail": "fork"}),
+    ("kestari", {"beak": "spoon", "tail": "shell"}),
+    ("lumbelin", {"crest": "curl", "feet": "boots"}),
+    ("mordax", {"wing": "ring", "beak": "hook"}),
+    ("nirrel", {"tail": "wave", "crest": "ball"}),
+    ("oskavo", {"feet": "balls", "wing": "zigzag"}),
+    ("pellune", {"beak": "sickle", "crest": "curl"}),
+)
+
+MAX_SPECIES = len(_SPECIES)
+
+
+@dataclass(frozen=True)
+class Species:
+    """One class of creature.
+
+    Attributes:
+        name: a lower-case word, also the folder's name in a data set.
+        variants: the variant of every part of `VARIANTS`, by the part's name.
+        distinguishing: the parts whose variant differs from that of more than two thirds of the other species that
+            `list_species` returned.
+    """
+
+    name: str
+    variants: Mapping[str, str]
+    distinguishing: frozenset[str]
+
+
+def list_species(count: int) -> tuple[Species, ...]:
+    """Return the first `count` species in alphabetical order: the index is the class id of an ImageFolder.
+
+    The distinguishing parts of a species depend on `count`, its name and variants do not.
+
+    Raises:
+        UsageError: `count` is not within 2 ... MAX_SPECIES.
+    """
+    if not 2 <= count <= MAX_SPECIES:
+        raise UsageError(f"{count} species: expected 2 to {MAX_SPECIES}")
+    rows = [(name, {part: special.get(part, VARIANTS[part][0]) for part in VARIANTS}) for name, special in _SPECIES]
+    rows = rows[:count]
+    return tuple(
+        Species(
+            name,
+            MappingProxyType(mine),
+            frozenset(
+                part for part in VARIANTS if 3 * sum(theirs[part] != mine[part] for _, theirs in rows) > 2 * (count - 1)
+            ),
+        )
+        for name, mine in rows
+    )
 
 
 @dataclass(frozen=True)
@@ -33,9 +119,9 @@ class PartBox:
 
     Attributes:
         variant: the part's variant.
-        box: (x0, y0, x1, y1), tight around everything that the part paints, also for a hidden part.
+        box: (x0, y0, x1, y1), tight around the part's pixels, also for a hidden part.
         centre: (x, y) of the centre of gravity of the part's outlines.
-        distinguishing: whether the variant tells this species from most others, see `Species.distinguishing`.
+        distinguishing: see `Species.distinguishing`.
         visible: False only for a part hidden by `draw_creature`.
     """
 
@@ -82,8 +168,8 @@ class _Appearance:
     paint: dict[str, tuple[Color, Color]]  # of each part: its colour and its second colour
 
 
-# A part's colour varies around the part's own hue in every species: that helps to find the part, and says nothing about
-# its shape, which alone tells species apart. A network then learns from random weights within minutes.
+# A part's colour varies around its own hue in every species: that helps to find the part, so that a network learns from
+# random weights within minutes, and does not depend on its shape, which tells species apart.
 _HUES = {"beak": 0.08, "crest": 0.95, "wing": 0.60, "tail": 0.36, "feet": 0.16}
 _HUE_JITTER = 0.05
 
@@ -99,7 +185,7 @@ def _sample_appearance(rng: np.random.Generator) -> _Appearance:
     for part in VARIANTS:
         own = _HUES[part] + within(_HUE_JITTER)
         first = hsv_to_rgb(own, rng.uniform(0.6, 0.95), rng.uniform(0.65, 1.0))
-        # a mark is much darker or much lighter than what it lies on: its shape must be readable whatever the hues
+        # a mark is much darker or lighter than the part: its shape must be readable whatever the hues
         bright = 0.3 * first[0] + 0.59 * first[1] + 0.11 * first[2] > 125
         saturation, value = ((0.4, 0.9), (0.1, 0.3)) if bright else ((0.0, 0.18), (0.94, 1.0))
         paint[part] = first, hsv_to_rgb(own + within(0.2), rng.uniform(*saturation), rng.uniform(*value))
@@ -123,7 +209,7 @@ def _sample_appearance(rng: np.random.Generator) -> _Appearance:
 
 
 def _frames(appearance: _Appearance) -> dict[str, list[Frame]]:
-    """Return the frames (x, y, direction) of each part in creature units, facing right with the body at the origin."""
+    """Return the frames (x, y, direction) of each part in creature units, facing right, the body at the origin."""
     (hx, hy), lean = appearance.head, appearance.lean
 
     def on_body(x: float, y: float) -> tuple[float, float]:
@@ -180,7 +266,7 @@ def _paint_order(appearance: _Appearance, variants: Mapping[str, str]) -> Iterat
 def _to_pixels(appearance: _Appearance, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the matrix [2, 2] and the shift [2] from creature units to pixels.
 
-    Every variant of every part would fit, so that a creature's place does not depend on its species.
+    All variants of all parts fit, so that a creature's place does not depend on its species.
     """
     height, width = size
     frames = _frames(appearance)
@@ -203,11 +289,7 @@ def _to_pixels(appearance: _Appearance, size: tuple[int, int]) -> tuple[NDArray[
 
 
 def check_size(size: tuple[int, int]) -> None:
-    """Check that a creature can be drawn in `size` = (H, W) pixels.
-
-    Raises:
-        UsageError: a side is under 32 pixels.
-    """
+    """Raise UsageError if a side of `size` = (H, W) is under 32 pixels."""
     if min(size) < MIN_SIDE:
         raise UsageError(f"image size {size[0]}x{size[1]}: expected at least {MIN_SIDE} pixels on each side")
 
@@ -218,20 +300,20 @@ def draw_creature(
     """Draw a creature of a species.
 
     Scene, pose, colours and place come from `rng` and do not depend on the species: two species drawn from generators
-    in the same state differ only inside the boxes of the parts in which the species differ.
+    in the same state differ only inside the boxes of their differing parts.
 
     Args:
         species: the species.
         rng: the source of everything else.
         size: (H, W) in pixels, each at least 32.
-        hide: names of parts to leave out, everything else unchanged, to test what a classifier does without them.
+        hide: names of parts to leave out, everything else unchanged, to test a classifier without them.
 
     Raises:
-        UsageError: the image is too small, or `hide` names something that is not a part.
+        UsageError: the image is too small, or `hide` names an unknown part.
     """
     check_size(size)
     if unknown := set(hide) - set(VARIANTS):
-        raise UsageError(f"no such part to hide: {', '.join(sorted(unknown))}; parts are {', '.join(VARIANTS)}")
+        raise UsageError(f"unknown part to hide: {', '.join(sorted(unknown))}; parts are {', '.join(VARIANTS)}")
     scene = draw_background(rng, size)
     appearance = _sample_appearance(rng)
     matrix, shift = _to_pixels(appearance, size)

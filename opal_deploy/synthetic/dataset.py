@@ -1,10 +1,10 @@
-"""A data set of creatures on disk: an ImageFolder with the place of every part; and example images in memory.
+"""A data set of creatures on disk, an ImageFolder with the place of every part; and example images in memory.
 
 out/train/<species>/0000.png ...   out/val/...   out/test/...
 out/classes.txt                    one species per line, in the order of their class ids
 out/parts.jsonl                    one JSON object per image, see `Annotation`; written last
 
-`example_images` draws the images that an exported graph is compared with PyTorch on.
+An exported graph is compared with PyTorch on `example_images`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic.creatures import Creature, PartBox, check_size, draw_creature
-from opal_deploy.synthetic.species import MAX_SPECIES, list_species
+from opal_deploy.synthetic.creatures import MAX_SPECIES, PartBox, check_size, draw_creature, list_species
 
 SPLITS = ("train", "val", "test")
 PARTS_FILE = "parts.jsonl"
@@ -37,8 +36,7 @@ class Annotation:
     Attributes:
         image: the image's path relative to the data set's folder, with forward slashes.
         species: the name of the class.
-        width: in pixels.
-        height: in pixels.
+        width, height: in pixels.
         parts: the place of every part in pixels, by name.
         runs: the foreground mask, row by row, as lengths of alternating runs; the first run is background (0 if the
             first pixel is foreground).
@@ -87,15 +85,12 @@ def generate_dataset(
 ) -> DatasetSummary:
     """Draw a data set into a new or empty folder.
 
-    An image depends on (seed, split, class id, number in the class) alone: with more images, or fewer, the others stay
-    as they are.
+    An image depends only on (seed, split, class id, number in the class), not on the number of images.
 
     Args:
         out: the folder; made if missing.
         num_species: the number of classes, 2 ... `MAX_SPECIES`.
-        train_per_class: training images per class; 0 leaves the split out.
-        val_per_class: validation images per class; 0 leaves the split out.
-        test_per_class: test images per class; 0 leaves the split out.
+        train_per_class, val_per_class, test_per_class: images per class; 0 leaves the split out.
         size: (H, W) of every image in pixels, each at least 32.
         seed: at least 0.
         progress: called with (images written, all images) after each.
@@ -110,11 +105,7 @@ def generate_dataset(
         raise UsageError(f"images per class must not be negative, nor all 0: got {counts}")
     if seed < 0:
         raise UsageError(f"the seed must not be negative: got {seed}")
-    jobs = [
-        (split, class_id, index)
-        for split, class_id in product(SPLITS, range(num_species))
-        for index in range(counts[split])
-    ]
+    jobs = [(split, kind, i) for split, kind in product(SPLITS, range(num_species)) for i in range(counts[split])]
     _make_empty_dir(out)
     lines = []
     for done, (split, class_id, index) in enumerate(jobs, 1):
@@ -123,9 +114,10 @@ def generate_dataset(
         creature = draw_creature(kind, rng, size)
         name = f"{split}/{kind.name}/{index:04d}.png"
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        # the fastest compression: the files are read far more often than they are moved
+        # the fastest compression: the files are read more often than moved
         Image.fromarray(creature.image).save(out / name, compress_level=1)
-        lines.append(_to_json(build_annotation(creature, name, kind.name)))
+        annotation = Annotation(name, kind.name, size[1], size[0], creature.parts, encode_runs(creature.foreground))
+        lines.append(json.dumps({"schema": _SCHEMA, **asdict(annotation)}, separators=(",", ":")))
         if progress is not None:
             progress(done, len(jobs))
     classes = tuple(kind.name for kind in kinds)
@@ -133,12 +125,6 @@ def generate_dataset(
     (out / PARTS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     totals = {split: count * num_species for split, count in counts.items() if count}
     return DatasetSummary(out, classes, totals, out / PARTS_FILE)
-
-
-def build_annotation(creature: Creature, image: str, species_name: str) -> Annotation:
-    """Return the annotation of a drawn creature."""
-    height, width = creature.foreground.shape
-    return Annotation(image, species_name, width, height, creature.parts, encode_runs(creature.foreground))
 
 
 def encode_runs(mask: NDArray[np.bool_]) -> tuple[int, ...]:
@@ -156,7 +142,7 @@ def read_annotations(path: Path) -> list[Annotation]:
         path: a parts file, or the data set's folder.
 
     Raises:
-        UsageError: there is no such file, or a line is not an annotation.
+        UsageError: no such file, or a line is not an annotation.
     """
     file = path / PARTS_FILE if path.is_dir() else path
     try:
@@ -181,11 +167,7 @@ def _make_empty_dir(out: Path) -> None:
     except OSError as error:
         raise UsageError(f"cannot write a data set to {out}: {error.strerror}") from error
     if occupied:
-        raise UsageError(f"{out} is not empty: a data set is written to a new or empty folder only")
-
-
-def _to_json(annotation: Annotation) -> str:
-    return json.dumps({"schema": _SCHEMA, **asdict(annotation)}, separators=(",", ":"))
+        raise UsageError(f"{out} is not empty; give a new or empty folder for the data set")
 
 
 def _from_json(record: dict[str, Any]) -> Annotation:
@@ -205,23 +187,14 @@ _EXAMPLE_SEED = 20260917
 
 
 def example_images(count: int, height: int, width: int) -> NDArray[np.uint8]:
-    """Return creatures of different species (again from the first after `MAX_SPECIES`), each in its own scene.
+    """Return creatures of different species in scenes of their own: uint8 [count, height, width, 3], RGB.
 
-    The same arguments give the same images wherever NumPy and Pillow are the same; image i does not depend on `count`.
-
-    Args:
-        count: the number of images.
-        height: in pixels, at least 32.
-        width: in pixels, at least 32.
-
-    Returns:
-        uint8 [count, height, width, 3], RGB.
+    The species repeat after `MAX_SPECIES` images. With the same versions of NumPy and Pillow, the same arguments give
+    the same images; image i does not depend on `count`.
 
     Raises:
-        UsageError: `count` is negative or a side is under 32 pixels.
+        UsageError: a side is under 32 pixels.
     """
-    if count < 0:
-        raise UsageError(f"{count} images: the number must not be negative")
     check_size((height, width))
     images = np.empty((count, height, width, 3), dtype=np.uint8)
     for i in range(count):
@@ -230,21 +203,16 @@ def example_images(count: int, height: int, width: int) -> NDArray[np.uint8]:
 
 
 def draw_example(number: int, height: int, width: int) -> NDArray[np.uint8]:
-    """Return image `number` of `example_images`: uint8 [height, width, 3], RGB.
-
-    Raises:
-        UsageError: a side is under 32 pixels.
-    """
-    check_size((height, width))
+    """Return image `number` of `example_images`: uint8 [height, width, 3], RGB."""
     kind = list_species(MAX_SPECIES)[number % MAX_SPECIES]
     return draw_creature(kind, np.random.default_rng([_EXAMPLE_SEED, number]), (height, width)).image
 
 
 def noise_image(height: int, width: int) -> NDArray[np.uint8]:
-    """Return uniform noise, always the same: uint8 [height, width, 3]."""
+    """Return uniform noise from a fixed seed: uint8 [height, width, 3]."""
     return np.random.default_rng(_EXAMPLE_SEED).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def test_vector_images(height: int, width: int) -> NDArray[np.uint8]:
-    """Return the images of test vectors, three creatures and one of noise, always the same: uint8 [4, H0, W0, 3]."""
+    """Return the images of test vectors, three creatures and one of noise: uint8 [4, height, width, 3]."""
     return np.concatenate([example_images(3, height, width), noise_image(height, width)[None]])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opal_deploy.errors import require
+from opal_deploy.logs import no_progress
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.train.options import TrainRunOptions
 from opal_deploy.train.recipe import load_recipe, resolve_recipe
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
     """Train an OPAL network, or a classifier to compare it with, on labelled images.
 
-    Does what `opal-deploy train` does and prints nothing. Options that are not given are the recipe's.
-    KeyboardInterrupt passes through; the same call with `resume=True` continues the run. Where processes are spawned
-    (macOS, Windows), `workers` above 0 needs the call to be under `if __name__ == "__main__":`.
+    Does what `opal-deploy train` does and prints nothing. Omitted options are the recipe's. KeyboardInterrupt passes
+    through; the same call with `resume=True` continues the run. Where processes are spawned (macOS, Windows), `workers`
+    above 0 needs the call to be under `if __name__ == "__main__":`.
 
     Args:
-        data: a data set's folder as unpacked, or a folder with one folder per class, or with train/ (val/, test/) above
-            these. `log` receives each line that the command prints; `progress` receives the images done, all images
+        data: a data set's folder as unpacked, or a folder with one folder per class, optionally below train/ (val/,
+            test/). `log` receives each line that the command prints; `progress` receives the images done, all images
             (None while unknown) and a note.
 
     Returns:
@@ -34,26 +35,25 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
     Raises:
         MissingExtra: a package of the extra `train` is not installed.
         UsageError: data or options are impossible, or `out` holds a run. Messages name options as the command does.
-        StoppedEarly: the loss is not finite, or disk or memory are full; what was written can be resumed.
+        StoppedEarly: the loss is not finite, or disk or memory are full; the run can be resumed.
     """
     for package in ("torch", "torchvision", "matplotlib"):
         require(package, "train", "training")
     from opal_deploy.datasets.registry import read_dataset
-    from opal_deploy.logs import no_progress
-    from opal_deploy.train.distributed import is_main_process
     from opal_deploy.train.loop import fit
+    from opal_deploy.train.machine import is_main_process
 
     recipe = resolve_recipe(load_recipe(os.fspath(options.recipe)), options.to_sections())
     root, progress = Path(data), options.progress or no_progress
     labelled = read_dataset(
         root, recipe.dataset, partition=recipe.partition, skip_missing=recipe.skip_missing, progress=progress
     )
-    # torchrun starts several processes; one of them reports
+    # torchrun starts several processes; only one reports
     if is_main_process():
         for line in labelled.warnings:
             options.log(f"warning: {line}")
         options.log(f"read as {labelled.describe()}")
     return fit(
         labelled, recipe.options, Path("runs") / root.resolve().name if options.out is None else Path(options.out),
-        overwrite=options.overwrite, resume=options.resume, recipe=recipe, report=progress, log=options.log,
+        overwrite=options.overwrite, resume=options.resume, recipe=recipe, progress=progress, log=options.log,
     )  # fmt: skip

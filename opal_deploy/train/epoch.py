@@ -1,25 +1,42 @@
-"""One pass over the training images: the training step, and the metrics of the epoch."""
+"""One pass over images: the training step with its optional mirror agreement, the epoch's metrics, and evaluation.
+
+Mirror agreement asks an image and its mirror image for the same cells. A slot's score comes from the cell where its
+attention is largest. Where several cells would do, the maximum jumps between them when the image hardly changes, and
+the explanation jumps with it. PIP-Net (Nauta et al., CVPR 2023) asks two views of an image for the same prototypes at
+each cell; here each slot of the labelled class is asked for the same cell in both views:
+
+    agreement = mean over the m slots of -log( sum over cells of p(cell) * q(mirrored cell) )
+
+with p and q the softmax over cells of 20 times the attention of the image and of its mirror image. It is 0 where both
+choose the same cell with certainty. The term changes training only: the exported graph is the same.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opal_deploy.train.distributed import ProcessGroup
+from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
+from opal_deploy.logs import Progress, no_progress
+from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.images import Batches, normalize
-from opal_deploy.train.setup import MixedPrecision
+from opal_deploy.train.machine import MixedPrecision, ProcessGroup
 
-# reading a loss waits until the GPU has caught up, so it is done only every so many steps
+# reading a loss waits until the GPU has caught up, so losses are read every so many steps
 _GPU_STEPS_BETWEEN_READS = 10
+# attention lies in [0, 1]: times 20, a cell that leads by a third of that range takes nearly all
+_SHARPNESS = 20.0
+_SMALLEST = 1e-6
 
 
 class NonFiniteLossError(Exception):
@@ -60,13 +77,10 @@ class TrainStep:
     """One optimizer step: forward, loss, backward, update.
 
     Attributes:
-        model: the network, perhaps compiled, perhaps wrapped for several processes.
-        optimizer: the optimizer of the network's weights.
-        amp: mixed precision.
-        group: the processes of the run.
-        mean, std: per channel R, G, B, which images are normalised with.
-        agreement: weight of the mirror agreement; where it is not 0, `model` is a MirrorAgreement.
-        scaler: the loss scaler; does something with float16 only.
+        model: the network, possibly compiled, possibly wrapped for several processes.
+        mean, std: per channel R, G, B, for normalising the images.
+        agreement: weight of the mirror agreement; above 0, `model` is a MirrorAgreement.
+        scaler: the loss scaler, enabled for float16 only.
     """
 
     model: nn.Module
@@ -130,9 +144,9 @@ def train_epoch(
     Args:
         train_step: the step.
         batches: this process's share of the batches.
-        metrics: running totals, which are added to.
-        learning_rate: of the epoch's step, counted from 0.
-        after_step: called with the number of steps done and the metrics, whenever losses were read.
+        metrics: running totals, updated in place.
+        learning_rate: from the epoch's step, counted from 0, to its learning rate.
+        after_step: called with the number of steps done and the metrics, each time losses were read.
 
     Raises:
         NonFiniteLossError: raised in every process alike.
@@ -143,9 +157,9 @@ def train_epoch(
     steps_between_reads = _GPU_STEPS_BETWEEN_READS if train_step.group.device.type == "cuda" else 1
     # steps whose losses are still on the device: (step, loss sum, correct, images)
     unread: list[tuple[int, Tensor, Tensor, int]] = []
-    timed_batches = _TimedBatches(batches)
-    started = time.perf_counter()
-    for step, (images, labels) in enumerate(timed_batches, batches.first_step):
+    started = ended = time.perf_counter()
+    for step, (images, labels) in enumerate(batches, batches.first_step):
+        metrics.waited += time.perf_counter() - ended
         global_batch = len(plan[step])
         for parameters in train_step.optimizer.param_groups:
             parameters["lr"] = learning_rate(step)
@@ -153,11 +167,10 @@ def train_epoch(
         if len(unread) == steps_between_reads or step + 1 == len(plan):
             _read_losses(unread, metrics, train_step.group, batches)
             unread.clear()
-            now = time.perf_counter()
-            metrics.seconds += now - started
-            started = now
-            metrics.waited += timed_batches.pop_seconds()
+            metrics.seconds += time.perf_counter() - started
+            started = time.perf_counter()
             after_step(step + 1, metrics)
+        ended = time.perf_counter()
 
 
 def _read_losses(
@@ -173,47 +186,107 @@ def _read_losses(
     metrics.seen += sum(num_images for _, _, _, num_images in unread)
 
 
-class _TimedBatches:
-    """Iterates over batches and counts the seconds spent waiting for them."""
+class MirrorAgreement(nn.Module):
+    """A network that is trained on images and their mirror images together.
 
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self._seconds = 0.0
+    Attributes:
+        network: the network, whose head has evidence `exact`.
+    """
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        source = iter(self._batches)
-        while True:
-            started = time.perf_counter()
-            batch = next(source, None)
-            self._seconds += time.perf_counter() - started
-            if batch is None:
-                return
-            yield batch
+    def __init__(self, network: OpalNetwork) -> None:
+        super().__init__()
+        self.network = network
 
-    def pop_seconds(self) -> float:
-        """Return the seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of both views and how far they disagree about cells.
 
+        Args:
+            images: normalised, float [n, 3, H0, W0].
+            labels: int64 [n].
 
-def compile_model(model: nn.Module, enabled: bool) -> nn.Module:
-    """Return the model through torch.compile, or as it is."""
-    if not enabled:
-        return model
-    compiled: Any = torch.compile(model)
-    return compiled  # type: ignore[no-any-return]
+        Returns:
+            Logits [2n, C], first those of the images, then those of their mirror images; disagreement [n], at least 0.
+        """
+        head = self.network.head
+        views = torch.cat([images, images.flip(3)])
+        attention = head.attend(head.project(self.network.backbone(views)))  # [2n, K, H, W]
+        logits = head.classify(head.pool(attention))
+        image, mirrored = attention.chunk(2)
+        return logits, measure_disagreement(image, mirrored.flip(3), labels, head.config.prototypes_per_class)
 
 
-@contextlib.contextmanager
-def open_summary_writer(log_dir: Path | None, first_epoch: int) -> Iterator[Any]:
-    """Yield TensorBoard's writer, or None without a directory; earlier logs from `first_epoch` on are hidden."""
-    if log_dir is None:
-        yield None
-        return
-    from torch.utils.tensorboard import SummaryWriter
+def measure_disagreement(first: Tensor, second: Tensor, labels: Tensor, prototypes_per_class: int) -> Tensor:
+    """Return how far two views disagree about the cells of the labelled class's slots, [n], at least 0.
 
-    writer = SummaryWriter(str(log_dir), purge_step=first_epoch)
-    try:
-        yield writer
-    finally:
-        writer.close()
+    Args:
+        first, second: attention of both views in the same frame, float32 [n, K, H, W].
+        labels: int64 [n].
+        prototypes_per_class: m.
+    """
+    slots = labels[:, None] * prototypes_per_class + torch.arange(prototypes_per_class, device=labels.device)  # [n, m]
+    rows = torch.arange(len(labels), device=labels.device)[:, None]
+    p, q = (view.flatten(2)[rows, slots].mul(_SHARPNESS).softmax(dim=2) for view in (first, second))  # [n, m, H * W]
+    return -(p * q).sum(dim=2).clamp_min(_SMALLEST).log().mean(dim=1)
+
+
+class LabelledOutputs(NamedTuple):
+    """The outputs for n images and their labels.
+
+    Attributes:
+        logits: float32 [n, C].
+        labels: int64 [n].
+        argmax: int32 [n, K]; None for a network without slots.
+        margins: float64 [n], see `metrics.margins`; None for a network without anchors.
+    """
+
+    logits: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    argmax: NDArray[np.int32] | None
+    margins: NDArray[np.float64] | None
+
+
+def evaluate(
+    network: OpalNetwork, batches: Batches, *, progress: Progress = no_progress, group: ProcessGroup | None = None
+) -> Evaluation:
+    """Return the metrics over all batches; see `predict`."""
+    outputs = predict(network, batches, progress=progress, group=group)
+    return compute_metrics(
+        outputs.logits, outputs.labels, outputs.argmax, network.config.head.prototypes_per_class, outputs.margins
+    )
+
+
+def predict(
+    network: OpalNetwork, batches: Batches, *, progress: Progress = no_progress, group: ProcessGroup | None = None
+) -> LabelledOutputs:
+    """Return the outputs of all batches, computed in float32 on the network's device.
+
+    Args:
+        network: left in evaluation mode.
+        batches: at least one image.
+        progress: called after each batch.
+        group: the processes whose outputs are returned; None is this one.
+
+    Raises:
+        UsageError: names an image that cannot be decoded.
+    """
+    network.eval()
+    device = next(network.parameters()).device
+    config, head = network.config, network.config.head
+    parts: list[LabelledOutputs] = []
+    done = 0
+    with torch.inference_mode():
+        for images, labels in batches:
+            outputs = network.explain(normalize(images.to(device), config.mean, config.std))
+            argmax = None if outputs.argmax is None else outputs.argmax.cpu().numpy()
+            logits = outputs.logits.float().cpu().numpy()
+            batch_margins = None
+            if outputs.scores is not None:
+                scores = outputs.scores.float().cpu().numpy()
+                batch_margins = margins(logits, scores, head.prototypes_per_class, head.epsilon)
+            parts.append(LabelledOutputs(logits, labels.numpy(), argmax, batch_margins))
+            done += len(labels)
+            progress(done, len(batches.images), "evaluating")
+    if group is not None:
+        parts = [part for share in group.all_gather(parts) for part in share]
+    whole: list[Any] = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
+    return LabelledOutputs(*whole)

@@ -1,21 +1,36 @@
 """From samples to batches: decode, crop, resize, augment.
 
-An image goes through `preprocess` as everywhere else (EXIF orientation, box, antialiased resize); only then may the
-augmentation change it. Resized images are kept in memory where they fit, so that later epochs decode nothing. The
-content of an epoch depends on seed, epoch and position alone, not on the number of worker processes.
+An image goes through `preprocess` as everywhere else (EXIF orientation, box, antialiased resize); only the augmentation
+comes on top. Resized images are kept in memory where they fit, so that later epochs decode nothing. The content of an
+epoch depends on seed, epoch and position only, not on the number of worker processes.
+
+The augmentation is the paper's, as its authors coded it (Supp. B.2):
+
+    resize to 232x232 -> geometric TrivialAugment -> horizontal flip -> random 95 to 100 % of the area, to 228x228
+    -> photometric TrivialAugment -> random 224x224 crop
+
+TrivialAugment (Müller and Hutter, 2021), as in torchvision's TrivialAugmentWide: one operation drawn uniformly, its
+strength one of 31 from none to the strongest, its sign by a coin. torchvision's own transforms draw from a global
+generator; here all random numbers come from the caller's, so an image's augmentation depends on nothing else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
 
 from opal_deploy.datasets.samples import Sample, shorten_list
 from opal_deploy.errors import ImageError, UsageError
@@ -24,7 +39,6 @@ from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.runtime.devices import available_cpus
-from opal_deploy.train.transforms import PaperAugmentation
 
 # (epoch, position): worker processes learn the epoch from the key
 ImageKey = tuple[int, int]
@@ -32,6 +46,131 @@ ImageItem = tuple[NDArray[np.uint8], int]
 
 # first words of the seeds, so that no two streams of random numbers coincide
 _ORDER_STREAM, _AUGMENT_STREAM = 0, 1
+
+# the authors' sizes for an input of 224 pixels; other inputs scale them
+_REFERENCE_SIZE = 224
+_RESIZE_SIZE = 232
+_CROP_SIZE = 228
+_MAX_TRANSLATE = 16.0
+
+_MAX_SHEAR = 0.5
+_MAX_ROTATE = 60.0
+_MAX_LIGHT_CHANGE = 0.5
+_MAX_COLOR_CHANGE = 0.02
+_AREA_RANGE = (0.95, 1.0)
+_ASPECT_RANGE = (3 / 4, 4 / 3)
+_CROP_ATTEMPTS = 10
+_NUM_STRENGTHS = 31
+
+# typed as functions of tensors; they take and return PIL images too
+F: Any = functional
+
+
+@dataclass(frozen=True)
+class PaperAugmentation:
+    """The augmentation from uint8 [H1, W1, 3], already resized to `resize_size`, to uint8 [H0, W0, 3].
+
+    Attributes:
+        input_size: (H0, W0).
+    """
+
+    input_size: tuple[int, int] = (_REFERENCE_SIZE, _REFERENCE_SIZE)
+
+    @property
+    def resize_size(self) -> tuple[int, int]:
+        """(H1, W1), the size before augmentation: 232 for 224."""
+        return _scale_size(self.input_size, _RESIZE_SIZE)
+
+    @property
+    def crop_size(self) -> tuple[int, int]:
+        """(H, W) after the random resized crop: 228 for 224."""
+        return _scale_size(self.input_size, _CROP_SIZE)
+
+    def __call__(self, pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
+        """Return one randomly augmented image; `pixels` is not changed."""
+        height, width = self.input_size
+        max_shift = (_MAX_TRANSLATE * width / _REFERENCE_SIZE, _MAX_TRANSLATE * height / _REFERENCE_SIZE)
+        image = apply_geometric(Image.fromarray(pixels), rng, max_shift)
+        if rng.random() < 0.5:
+            image = F.horizontal_flip(image)
+        top, left, rows, cols = sample_resized_crop(image, rng)
+        image = F.resized_crop(image, top, left, rows, cols, list(self.crop_size), InterpolationMode.BILINEAR)
+        image = apply_photometric(image, rng)
+        top = int(rng.integers(image.height - height + 1))
+        left = int(rng.integers(image.width - width + 1))
+        return np.asarray(image.crop((left, top, left + width, top + height)))
+
+
+def apply_geometric(
+    image: Image.Image, rng: np.random.Generator, max_shift: tuple[float, float] = (16.0, 16.0)
+) -> Image.Image:
+    """Apply one of identity, shear (up to 0.5), translation (up to `max_shift` = (x, y) pixels), rotation (up to 60°).
+
+    Uncovered corners are black and pixels are moved by nearest neighbour, as in torchvision's TrivialAugment.
+    """
+    choice = int(rng.integers(6))
+    moved: Image.Image = image
+    if choice == 5:
+        moved = F.rotate(image, _sample_signed(rng, _MAX_ROTATE), InterpolationMode.NEAREST)
+    elif choice:
+        shear, translate = [0.0, 0.0], [0, 0]
+        if choice in (1, 2):
+            shear[choice - 1] = math.degrees(math.atan(_sample_signed(rng, _MAX_SHEAR)))
+        else:
+            translate[choice - 3] = int(_sample_signed(rng, max_shift[choice - 3]))
+        # TrivialAugment shears about the top left corner
+        moved = F.affine(image, 0.0, translate, 1.0, shear, InterpolationMode.NEAREST, center=[0.0, 0.0])
+    return moved
+
+
+def apply_photometric(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """Apply identity, brightness, contrast, sharpness, color, posterize (to 8 ... 2 bits), autocontrast, equalize."""
+    choice = int(rng.integers(8))
+    adjusted: Image.Image = image
+    if choice in (1, 2, 3):
+        adjust = (F.adjust_brightness, F.adjust_contrast, F.adjust_sharpness)[choice - 1]
+        adjusted = adjust(image, 1.0 + _sample_signed(rng, _MAX_LIGHT_CHANGE))
+    elif choice == 4:
+        adjusted = F.adjust_saturation(image, 1.0 + _sample_signed(rng, _MAX_COLOR_CHANGE))
+    elif choice == 5:
+        adjusted = F.posterize(image, 8 - round(_sample_strength(rng, 6.0)))
+    elif choice == 6:
+        adjusted = F.autocontrast(image)
+    elif choice == 7:
+        adjusted = F.equalize(image)
+    return adjusted
+
+
+def sample_resized_crop(image: Image.Image, rng: np.random.Generator) -> tuple[int, int, int, int]:
+    """Draw (top, left, rows, cols) by the rule of torchvision's RandomResizedCrop.
+
+    At 95 % of the area most aspect ratios do not fit; after ten failed draws the whole image is taken.
+    """
+    width, height = image.size
+    # for inputs that are not square, ratios are relative to the image's own
+    low, high = (math.log(ratio * width / height) for ratio in _ASPECT_RANGE)
+    for _ in range(_CROP_ATTEMPTS):
+        area = width * height * rng.uniform(*_AREA_RANGE)
+        ratio = math.exp(rng.uniform(low, high))
+        cols, rows = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < cols <= width and 0 < rows <= height:
+            return int(rng.integers(height - rows + 1)), int(rng.integers(width - cols + 1)), rows, cols
+    return 0, 0, height, width
+
+
+def _sample_strength(rng: np.random.Generator, maximum: float) -> float:
+    # torchvision's float32: half of 16 pixels is 7.9999995, which is a shift of 7
+    return float(torch.linspace(0.0, maximum, _NUM_STRENGTHS)[int(rng.integers(_NUM_STRENGTHS))])
+
+
+def _sample_signed(rng: np.random.Generator, maximum: float) -> float:
+    strength = _sample_strength(rng, maximum)
+    return -strength if rng.random() < 0.5 else strength
+
+
+def _scale_size(input_size: tuple[int, int], size: int) -> tuple[int, int]:
+    height, width = input_size
+    return round(height * size / _REFERENCE_SIZE), round(width * size / _REFERENCE_SIZE)
 
 
 class TrainImages(Dataset[ImageItem | UsageError]):
@@ -62,7 +201,7 @@ class TrainImages(Dataset[ImageItem | UsageError]):
         """The memory that caching every resized image takes."""
         return len(self.samples) * self.resize_size[0] * self.resize_size[1] * 3
 
-    def fill_cache(self, report: Progress) -> None:
+    def fill_cache(self, progress: Progress) -> None:
         """Decode every image once, in threads, and keep the resized images.
 
         Raises:
@@ -76,7 +215,7 @@ class TrainImages(Dataset[ImageItem | UsageError]):
                     errors.append(str(pixels))
                 else:
                     cache[index] = pixels
-                report(index + 1, len(self.samples), "reading images")
+                progress(index + 1, len(self.samples), "reading images")
         if errors:
             raise UsageError(
                 f"{len(errors)} image(s) cannot be decoded, remove or replace them: {shorten_list(errors)}"
@@ -109,8 +248,8 @@ class Batches:
 
     Attributes:
         images: the images.
-        epoch: determines order and augmentation; to be set before each pass.
-        first_step: the batch to begin with, where an earlier process has done those before.
+        epoch: determines order and augmentation; set it before each pass.
+        first_step: the first batch of the pass, where an earlier process did those before it.
     """
 
     def __init__(
@@ -130,7 +269,7 @@ class Batches:
             batch_size: N, over all processes.
             shuffle_seed: seed of the order; None keeps the samples' order.
             workers: number of worker processes that decode and augment.
-            rank, size: this process takes every `size`-th image of each global batch, from the `rank`-th on.
+            rank, size: this process takes image `rank` of each global batch and every `size`-th after it.
         """
         self.images = images
         self.epoch = 0
@@ -145,8 +284,8 @@ class Batches:
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available(),
-            # each pass draws a seed for its workers; a run that is resumed within an epoch makes one pass more, so the
-            # seed must not come from the generator that stochastic depth draws from
+            # each pass draws a seed for its workers; resuming within an epoch adds a pass, so the seed must not come
+            # from the generator that stochastic depth draws from
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -202,10 +341,9 @@ def _collate(items: list[ImageItem | UsageError]) -> tuple[Tensor, Tensor] | Usa
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Return float32 [N, 3, H0, W0] of uint8 [N, H0, W0, 3] on the same device.
+    """Return float32 [N, 3, H0, W0] of uint8 [N, H0, W0, 3], equal to `preprocess.resize.normalise` bit by bit.
 
-    The values are those of `preprocess`, bit by bit. The result's memory stays NHWC, which channels-last convolutions
-    want.
+    The result's memory stays NHWC, as channels-last convolutions expect.
     """
     scaled = images.permute(0, 3, 1, 2).float() / 255.0
     shape = (1, 3, 1, 1)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +21,41 @@ from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.evaluation.calibration import calibrate
+from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
-from opal_deploy.logs import Progress, no_progress
+from opal_deploy.logs import Log, Progress, no_log, no_progress
 from opal_deploy.model.backbones import get_library
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train import setup
-from opal_deploy.train.checkpoint_manager import CheckpointManager, describe_kept, has_finite_weights
-from opal_deploy.train.distributed import ProcessGroup, convert_sync_batch_norm, join_process_group, wrap_ddp
+from opal_deploy.train import machine
 from opal_deploy.train.epoch import (
     EpochMetrics,
+    MirrorAgreement,
     NonFiniteLossError,
     TrainStep,
-    compile_model,
-    open_summary_writer,
+    evaluate,
+    predict,
     train_epoch,
 )
-from opal_deploy.train.images import Batches, TrainImages
-from opal_deploy.train.mirror_agreement import MirrorAgreement
+from opal_deploy.train.images import Batches, PaperAugmentation, TrainImages
+from opal_deploy.train.machine import ProcessGroup, join_process_group
 from opal_deploy.train.recipe import Recipe, TrainOptions
-from opal_deploy.train.resume import (
+from opal_deploy.train.resume import check_same_run, fingerprint_dataset, parse_evaluation, restore_run
+from opal_deploy.train.run_directory import (
+    CheckpointManager,
+    EpochRecord,
+    TrainRunDirectory,
     TrainState,
-    check_same_run,
-    fingerprint_dataset,
+    describe_kept,
+    has_finite_weights,
     load_run_file,
-    parse_evaluation,
-    restore_run,
 )
-from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
-from opal_deploy.train.transforms import PaperAugmentation
-from opal_deploy.train.validation import Evaluation, evaluate, predict
 
 _MEGABYTE = 1 << 20
 
 
 class DivergenceError(StoppedEarly):
-    """The loss is NaN or infinite; the checkpoints of the epochs before are kept."""
+    """The loss is NaN or infinite; earlier checkpoints are kept."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +89,10 @@ class TrainResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return paths and metrics as plain values for JSON, without the configuration."""
-        document = asdict(replace(self, config={}))
+        paths = {"best": str(self.best), "last": str(self.last)}
+        document = {**asdict(self), **paths, "calibration": self.calibration.to_dict()}
         del document["config"]
-        return {**document, "calibration": self.calibration.to_dict(), "best": str(self.best), "last": str(self.last)}
-
-
-def _no_log(line: str) -> None: ...
+        return document
 
 
 def fit(
@@ -107,56 +103,55 @@ def fit(
     overwrite: bool = False,
     resume: bool = False,
     recipe: Recipe | None = None,
-    report: Progress = no_progress,
-    log: Callable[[str], None] = _no_log,
+    progress: Progress = no_progress,
+    log: Log = no_log,
 ) -> TrainResult:
-    """Train a network, keep the best weights, and test them.
+    """Train a network, keep the best weights, and evaluate them on the test split.
 
-    Under torchrun every process calls this function; the first one writes and reports.
+    Under torchrun every process calls this function; only the first one writes and reports.
 
     Args:
         data: a data set with training and validation images.
         options: see TrainOptions.
-        out: the run directory; `run_directory` lists what is written to it after each epoch.
+        out: the run directory, see `run_directory`.
         overwrite: replace an existing run.
-        resume: continue the run in `out`, or begin where there is none. On a CPU with as many threads the final weights
-            are those of an uninterrupted run, bit by bit.
-        recipe: how the data set was read, for the recipe.toml that is stored with the run; its options are replaced by
-            `options`.
-        report: called with images done, images in all, and a note.
+        resume: continue the run in `out`, or start one. On a CPU with the same number of threads the final weights
+            equal those of an uninterrupted run, bit by bit.
+        recipe: how the data set was read, for the run's recipe.toml; its options are replaced by `options`.
+        progress: called with images done, all images, and a note.
         log: called with one line per epoch.
 
     Raises:
-        UsageError: the directory holds a run, or another run than the one to resume; an option is impossible; an image
-            cannot be decoded.
+        UsageError: the directory holds a run, or not the one to resume; an option is impossible; an image cannot be
+            decoded.
         DivergenceError: the loss is NaN or infinite.
-        StoppedEarly: the disk is full or the memory exhausted. As after a DivergenceError, last.pt and best.pt are
-            those of the epochs before.
+        StoppedEarly: disk or memory are full. As after a DivergenceError, last.pt and best.pt are those of earlier
+            epochs.
     """
     require("matplotlib", "train", "training")
     options.check()
     if resume and overwrite:
-        raise UsageError("--resume continues a run and --overwrite replaces it: give one of them")
+        raise UsageError("--resume continues a run, --overwrite replaces it: give only one of them")
     if not data.train or not data.val:
-        raise UsageError(f"{data.root}: it needs training and validation images; add a val/ folder")
+        raise UsageError(f"{data.root}: training and validation images are needed; add a val/ folder")
     if options.tensorboard:
         require("tensorboard", "tensorboard", "--tensorboard")
     with join_process_group(options.device) as group:
         if group.size > 1 and min(options.batch_size, len(data.train)) < 2 * group.size:
             raise UsageError(
                 f"batches of {options.batch_size} from {len(data.train)} images over {group.size} processes: "
-                "at least 2 images for each are needed; start fewer"
+                "each needs at least 2 images; start fewer processes"
             )
         if not group.is_main:
-            report, log = no_progress, _no_log
+            progress, log = no_progress, no_log
         recipe = Recipe(options) if recipe is None else replace(recipe, options=options)
-        run = _TrainingRun(data, options, TrainRunDirectory(out), group, report, log)
+        run = _TrainingRun(data, options, TrainRunDirectory(out), group, progress, log)
         try:
             return run.run(recipe, overwrite=overwrite, resume=resume)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if "DataLoader worker" in str(error):
                 raise StoppedEarly(
-                    "a process that prepares images ended by itself: killed for memory, or started by a script that "
+                    "a process that prepares images died: killed for lack of memory, or started by a script that "
                     'trains outside of `if __name__ == "__main__":`; repeat the command with --resume and --workers 0'
                 ) from None
             if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
@@ -164,27 +159,25 @@ def fit(
             raise StoppedEarly(
                 f"out of memory on {group.device} with batches of {options.batch_size} images of "
                 f"{options.input_size[0]}x{options.input_size[1]} in {options.backbone}; close other programs and "
-                "repeat the command with --resume, or begin again with a smaller --batch-size and --overwrite"
+                "repeat the command with --resume, or start again with a smaller --batch-size and --overwrite"
             ) from None
 
 
+@dataclass
 class _TrainingRun:
-    def __init__(
-        self,
-        data: DataSet,
-        options: TrainOptions,
-        run_dir: TrainRunDirectory,
-        group: ProcessGroup,
-        report: Progress,
-        log: Callable[[str], None],
-    ) -> None:
-        self.data, self.options, self.run_dir, self.group = data, options, run_dir, group
-        self.report, self.log = report, log
+    data: DataSet
+    options: TrainOptions
+    run_dir: TrainRunDirectory
+    group: ProcessGroup
+    progress: Progress
+    log: Log
+    network: OpalNetwork = field(init=False)
+    checkpoints: CheckpointManager = field(init=False)
 
     def run(self, recipe: Recipe, *, overwrite: bool, resume: bool) -> TrainResult:
-        """Train from the beginning, or from what the directory holds, to the result."""
+        """Train, or continue the run in the directory, to the result."""
         options, run_dir, group = self.options, self.run_dir, self.group
-        amp = setup.MixedPrecision.select(group.device, options.precision)
+        amp = machine.MixedPrecision.select(group.device, options.precision)
         run_config = {
             "options": asdict(options),
             "fingerprint": fingerprint_dataset(self.data),
@@ -197,67 +190,70 @@ class _TrainingRun:
             run_dir.check_free()
 
         # network and batches ------------------------------------------------------------------------------------------
-        setup.set_tf32(options.tf32)
+        machine.set_tf32(options.tf32)
         torch.manual_seed(options.seed)
         pretrained = get_library(options.backbone).get_pretrained_config(options.backbone, options.weights)
         config = NetworkConfig(
-            options.backbone,
-            self.data.num_classes,
-            options.input_size,
-            options.head,
-            stride=options.stride,
-            keep_layers=options.keep_layers,
-            mean=pretrained.mean,
-            std=pretrained.std,
-        )
+            options.backbone, self.data.num_classes, options.input_size, options.head,
+            stride=options.stride, keep_layers=options.keep_layers, mean=pretrained.mean, std=pretrained.std,
+        )  # fmt: skip
         network = OpalNetwork(config, weights=options.weights).channels_last().to(group.device)
-        setup.check_batch_norm(network, options.batch_size // group.size)
+        machine.check_batch_norm(network, options.batch_size // group.size)
         if group.rank:
-            # the first weights are the same in every process, random numbers drawn while training are not
+            # initial weights are the same in every process, random numbers drawn while training are not
             torch.manual_seed(options.seed + 1_000_003 * group.rank)
         train_batches, val_batches, batch_config = self._build_batches()
         full_config = {
             **run_config,
             "data": self.data.summary(),
-            "weights": setup.describe_weights(network, options.weights),
+            "weights": machine.describe_weights(network, options.weights),
             "device": str(group.device),
             **batch_config,
-            "versions": setup.package_versions(),
+            "versions": machine.package_versions(),
         }
         if group.size > 1 and group.device.type == "cuda":
-            network = convert_sync_batch_norm(network)
+            get_library(options.backbone).convert_sync_batch_norm(network)
         self.network = network
         optimizer = torch.optim.Adam(network.parameters(), lr=options.lr)
-        trained = MirrorAgreement(network) if options.agreement else network
-        model = compile_model(wrap_ddp(trained, group), options.compile)
+        model: Any = group.wrap_ddp(MirrorAgreement(network) if options.agreement else network)
+        if options.compile:
+            model = torch.compile(model)
         train_step = TrainStep(model, optimizer, amp, group, config.mean, config.std, options.agreement)
         self.checkpoints = CheckpointManager(run_dir, self.data, group, network, full_config)
 
-        # the epochs, with the directory locked against other processes ------------------------------------------------
+        # epochs, with the directory locked against other processes ----------------------------------------------------
         with lock_directory(run_dir.root) if group.is_main else nullcontext():
             if not resume and not overwrite:
                 run_dir.check_free()
             last = load_run_file(run_dir.last) if resume and run_dir.last.is_file() else None
             if resume:
                 check_same_run(run_dir, last, run_config)
-            progress = TrainState()
+            state = TrainState()
             if last is not None:
-                progress = restore_run(run_dir, last, network, train_step, group, options.epochs)
+                state = restore_run(run_dir, last, network, train_step, group, options.epochs)
             group.barrier()  # no process writes before all have read
             self.checkpoints.start(recipe.to_toml(), is_new=last is None)
-            if progress.epoch or progress.step:
-                self.log(f"continuing after epoch {progress.epoch}, step {progress.step}")
-            log_dir = run_dir.tensorboard if options.tensorboard and group.is_main else None
-            with open_summary_writer(log_dir, progress.epoch + 1) as writer:
-                for epoch in range(progress.epoch + 1, options.epochs + 1):
-                    record = self._run_epoch(epoch, progress, train_step, train_batches, val_batches)
+            if state.epoch or state.step:
+                self.log(f"continuing after epoch {state.epoch}, step {state.step}")
+            with self._open_summary_writer(state.epoch + 1) as writer:
+                for epoch in range(state.epoch + 1, options.epochs + 1):
+                    record = self._run_epoch(epoch, state, train_step, train_batches, val_batches)
                     if writer is not None:
                         for name, value in asdict(record).items():
                             writer.add_scalar(name, value, epoch)
-            return self._finish(progress, val_batches)
+            return self._finish(state, val_batches)
+
+    def _open_summary_writer(self, first_epoch: int) -> AbstractContextManager[Any]:
+        """Return TensorBoard's writer, which hides earlier logs from `first_epoch` on; a context of None without it."""
+        if not self.options.tensorboard or not self.group.is_main:
+            return nullcontext()
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: AbstractContextManager[Any] = SummaryWriter(str(self.run_dir.tensorboard), purge_step=first_epoch)
+        return writer
 
     def _build_batches(self) -> tuple[Batches, Batches, dict[str, Any]]:
-        """Return training and validation batches, and what config.json says of them."""
+        """Return training and validation batches, and their entries in config.json."""
         options, group = self.options, self.group
         augmentation = PaperAugmentation(options.input_size) if options.augment == "paper" else None
         train = TrainImages(self.data.train, options.input_size, augmentation=augmentation, seed=options.seed)
@@ -266,22 +262,22 @@ class _TrainingRun:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", group.size)) if group.size > 1 else 1
         cached = processes * (train.cache_bytes + val.cache_bytes) <= options.cache_megabytes * _MEGABYTE
         if cached:
-            train.fill_cache(self.report)
-            val.fill_cache(self.report)
-        workers = setup.default_num_workers(group.device, cached) if options.workers is None else options.workers
+            train.fill_cache(self.progress)
+            val.fill_cache(self.progress)
+        workers = machine.default_num_workers(group.device, cached) if options.workers is None else options.workers
         share = {"rank": group.rank, "size": group.size}
         train_batches = Batches(train, options.batch_size, shuffle_seed=options.seed, workers=workers, **share)
         val_batches = Batches(val, options.batch_size, workers=0 if cached else workers, **share)
         return train_batches, val_batches, {"workers": workers, "cached": cached}
 
     def _run_epoch(
-        self, epoch: int, progress: TrainState, train_step: TrainStep, train_batches: Batches, val_batches: Batches
+        self, epoch: int, state: TrainState, train_step: TrainStep, train_batches: Batches, val_batches: Batches
     ) -> EpochRecord:
-        """Train and validate one epoch, counted from 1, and write its checkpoints; updates `progress`."""
+        """Train and validate one epoch, counted from 1, and write its checkpoints; updates `state`."""
         options, group = self.options, self.group
         images_per_epoch = len(self.data.train) + len(self.data.val)
-        train_batches.epoch, train_batches.first_step = epoch, progress.step
-        last_saved = progress.step
+        train_batches.epoch, train_batches.first_step = epoch, state.step
+        last_saved = state.step
         steps = len(train_batches.plan())
 
         def learning_rate(step: int) -> float:
@@ -289,7 +285,7 @@ class _TrainingRun:
 
         def after_step(step: int, metrics: EpochMetrics) -> None:
             nonlocal last_saved
-            self.report(
+            self.progress(
                 (epoch - 1) * images_per_epoch + int(metrics.seen),
                 options.epochs * images_per_epoch,
                 f"epoch {epoch}/{options.epochs}, loss {metrics.loss / metrics.seen:.3f}, "
@@ -300,32 +296,33 @@ class _TrainingRun:
                 if not has_finite_weights(self.network):
                     return
                 last_saved = step
-                progress.step, progress.checkpoint_metrics = step, {"epoch": epoch - 1, "step": step}
-                self.checkpoints.save_last(progress, train_step)
+                state.step, state.checkpoint_metrics = step, {"epoch": epoch - 1, "step": step}
+                self.checkpoints.save_last(state, train_step)
 
         try:
             train_epoch(
-                train_step, train_batches, progress.epoch_metrics, learning_rate=learning_rate, after_step=after_step
+                train_step, train_batches, state.epoch_metrics, learning_rate=learning_rate, after_step=after_step
             )
         except NonFiniteLossError as error:
-            raise self._divergence(epoch, error, progress) from None
-        metrics, started = progress.epoch_metrics, time.perf_counter()
-        # without synchronised batch norm, processes differ in their statistics: evaluate those that are saved
+            raise self._divergence(epoch, error, state) from None
+        metrics, started = state.epoch_metrics, time.perf_counter()
+        # without synchronised batch norm, processes differ in their statistics: evaluate those that will be saved
         group.broadcast_buffers(self.network)
         before = epoch * images_per_epoch - len(self.data.val)
 
         def after_batch(done: int, _: int | None, __: str) -> None:
-            # as many in every process, but for the last batch
+            # every process does as many, but for the last batch
             seen = min(done * group.size, len(self.data.val))
-            self.report(before + seen, options.epochs * images_per_epoch, f"epoch {epoch}/{options.epochs}, validating")
+            self.progress(
+                before + seen, options.epochs * images_per_epoch, f"epoch {epoch}/{options.epochs}, validating"
+            )
 
-        gather = group.all_gather if group.size > 1 else None
-        val = evaluate(self.network, val_batches, report=after_batch, gather=gather)
+        val = evaluate(self.network, val_batches, progress=after_batch, group=group)
         if not math.isfinite(val.loss):
             raise DivergenceError(
                 f"the validation loss is {val.loss} in epoch {epoch} at learning rate {options.lr:g}; "
-                f"{describe_kept(progress)}; train again with a smaller --lr and --overwrite, and look at the weights "
-                "if that does not help"
+                f"{describe_kept(state)}; train again with a smaller --lr and --overwrite; if that does not help, "
+                "check the initial weights"
             )
         record = EpochRecord(
             epoch,
@@ -337,62 +334,61 @@ class _TrainingRun:
             images_per_second=metrics.seen / metrics.seconds,
             data_wait=metrics.waited / metrics.seconds,
         )
-        progress.records.append(record)
-        progress.epoch, progress.step, progress.epoch_metrics = epoch, 0, EpochMetrics()
-        progress.checkpoint_metrics = {"epoch": epoch, **val.to_dict("val")}
-        if progress.best is None or val.loss < progress.best[1].loss:
+        state.records.append(record)
+        state.epoch, state.step, state.epoch_metrics = epoch, 0, EpochMetrics()
+        state.checkpoint_metrics = {"epoch": epoch, **val.to_dict("val")}
+        if state.best is None or val.loss < state.best[1].loss:
             # before last.pt: a process that is killed between the two repeats this epoch
-            self.checkpoints.save_best(progress, epoch, val)
-        self.checkpoints.save_last(progress, train_step)
-        self.checkpoints.write_epochs(progress)
-        assert progress.best is not None
-        self.report(epoch * images_per_epoch, options.epochs * images_per_epoch, f"epoch {epoch}/{options.epochs}")
-        self.log(record.describe(options.epochs, is_best=progress.best[0] == epoch))
+            self.checkpoints.save_best(state, epoch, val)
+        self.checkpoints.save_last(state, train_step)
+        self.checkpoints.write_epochs(state)
+        assert state.best is not None
+        self.progress(epoch * images_per_epoch, options.epochs * images_per_epoch, f"epoch {epoch}/{options.epochs}")
+        self.log(record.describe(options.epochs, is_best=state.best[0] == epoch))
         return record
 
-    def _finish(self, progress: TrainState, val_batches: Batches) -> TrainResult:
+    def _finish(self, state: TrainState, val_batches: Batches) -> TrainResult:
         """Calibrate the best weights, evaluate them on the test split and write the final files."""
         run_dir, group, options = self.run_dir, self.group, self.options
-        assert progress.best is not None  # there was at least one epoch
-        best_epoch, val = progress.best
+        assert state.best is not None  # there was at least one epoch
+        best_epoch, val = state.best
         group.barrier()
         self.network.load_state_dict(load_run_file(run_dir.best)["state_dict"])
-        gather = group.all_gather if group.size > 1 else None
-        outputs = predict(self.network, val_batches, report=self.report, gather=gather)
+        outputs = predict(self.network, val_batches, progress=self.progress, group=group)
         calibration = calibrate(outputs.logits, outputs.labels)
         test = None
         if self.data.test:
             images = TrainImages(self.data.test, options.input_size)
-            workers = setup.default_num_workers(group.device, False) if group.device.type == "cuda" else 0
+            workers = machine.default_num_workers(group.device, False) if group.device.type == "cuda" else 0
             batches = Batches(images, options.batch_size, workers=workers, rank=group.rank, size=group.size)
-            test = evaluate(self.network, batches, report=self.report, gather=gather)
+            test = evaluate(self.network, batches, progress=self.progress, group=group)
         metrics = {"epoch": best_epoch, **val.to_dict("val"), **(test.to_dict("test") if test else {})}
-        # by the process that writes it: a handful of images
-        field = measure_receptive_field(self.network, self.data.val) if group.is_main else None
-        group.barrier()  # other processes may still be reading the file that is written next
-        self.checkpoints.finish(progress, metrics, field, calibration)
+        # only the process that writes it measures it, on a handful of images
+        receptive_field = measure_receptive_field(self.network, self.data.val) if group.is_main else None
+        group.barrier()  # other processes may still be reading best.pt
+        self.checkpoints.finish(state, metrics, receptive_field, calibration)
         group.barrier()
         config = self.checkpoints.run_config
-        return TrainResult(run_dir.best, best_epoch, progress.records, val, test, calibration, run_dir.last, config)
+        return TrainResult(run_dir.best, best_epoch, state.records, val, test, calibration, run_dir.last, config)
 
-    def _divergence(self, epoch: int, error: NonFiniteLossError, progress: TrainState) -> DivergenceError:
+    def _divergence(self, epoch: int, error: NonFiniteLossError, state: TrainState) -> DivergenceError:
         amp = "" if self.checkpoints.run_config["precision"] == "fp32" else " or --precision fp32"
         return DivergenceError(
             f"the training loss is {error.loss} in epoch {epoch}, step {error.step + 1}, "
-            f"at learning rate {self.options.lr:g}; {describe_kept(progress)}; its batch of {len(error.files)} images "
+            f"at learning rate {self.options.lr:g}; {describe_kept(state)}; its batch of {len(error.files)} images "
             f"is listed in {self.checkpoints.write_nonfinite_batch(error.files)}; train again with --overwrite and a "
-            f"smaller --lr{amp}, and look at those images and the weights if that does not help"
+            f"smaller --lr{amp}; if that does not help, check those images and the initial weights"
         )
 
 
 def _load_finished_result(run_dir: TrainRunDirectory, run_config: dict[str, Any]) -> TrainResult:
     best, last = load_run_file(run_dir.best), load_run_file(run_dir.last)
-    # processes and precision matter only to steps that are still to be done
+    # processes and precision matter only to further steps
     check_same_run(run_dir, last, {key: run_config[key] for key in ("options", "fingerprint")})
     epochs, done = run_config["options"]["epochs"], last["metrics"].get("epoch")
     if epochs != done:
         raise UsageError(
-            f"{run_dir.root}: the run is finished after {done} epochs and cannot be given {epochs}; "
+            f"{run_dir.root}: the run is finished after {done} epochs and cannot be extended to {epochs}; "
             "give another --out, or --overwrite"
         )
     metrics = best["metrics"]

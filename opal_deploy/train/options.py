@@ -1,7 +1,4 @@
-"""The options of training, each declared once: for `train`, `train_model`, `reproduce` and the reference page.
-
-An option that is None is the recipe's (`train.recipe`). Imports no torch.
-"""
+"""The options of `train`, `train_model` and `reproduce`; None leaves an option to the recipe. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from opal_deploy.options import Option, Options, StrPath, parse_size
 from opal_deploy.train.recipe import SECTIONS, Augment, Schedule, Sections, TrainingPrecision
 
 _DATA, _HEAD, _MACHINE = "Data", "Head", "Machine"
-# options whose key in a recipe has another name
+# options that recipes call otherwise
 _RECIPE_KEYS = {"size": "input_size", "head": "kind", "prototypes": "prototypes_per_class"}
 
 
@@ -69,7 +66,7 @@ class RecipeOverrides(Options):
     ] = None
 
     def to_sections(self) -> Sections:
-        """Return the options that are given, by the recipe's sections and keys."""
+        """Return the given options by the recipe's sections and keys."""
         sections: Sections = {section: {} for section in SECTIONS}
         for name, value in self.keywords().items():
             key = _RECIPE_KEYS.get(name, name)

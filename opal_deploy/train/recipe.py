@@ -1,12 +1,12 @@
 """The options of a training run, and recipes: TOML files that hold them. Plain data; imports no torch.
 
-    [data]      dataset, partition, skip_missing
+    [data]      partition, skip_missing, dataset
     [model]     backbone, weights, input_size, stride, keep_layers
     [head]      kind, prototypes_per_class, distance, pooling, cws, projection, anchors, epsilon
     [training]  epochs, batch_size, lr, schedule, agreement, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
-Defaults are the paper's, but for `precision`, which is `auto`. A run stores its resolved recipe, which repeats the run.
+Defaults are the paper's, except for `precision`, which is `auto`. A run stores its resolved recipe, which repeats it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sections = dict[str, dict[str, Any]]
 
 IMAGENET, RANDOM = "imagenet", "none"
 
-# options of the machine: they change how fast and where a run computes, not what
+# these change how fast and where a run computes, not what
 MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
 # options that may differ between a run and its continuation
 CHANGEABLE_ON_RESUME = ("epochs", *MACHINE_OPTIONS)
@@ -51,7 +51,7 @@ _TRAINING = {
 _MACHINE = {
     "device": str, "workers": int, "compile": bool, "cache_megabytes": int, "save_every": int, "tensorboard": bool,
 }  # fmt: skip
-_DATA = {"dataset": str, "partition": int, "skip_missing": bool}
+_DATA = {"partition": int, "skip_missing": bool, "dataset": str}
 SECTIONS: dict[str, dict[str, type]] = {
     "data": _DATA, "model": _MODEL, "head": _HEAD, "training": _TRAINING, "machine": _MACHINE,
 }  # fmt: skip
@@ -61,33 +61,11 @@ _TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The options of a run. The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2), but for `precision`.
+    """The resolved options of a run; `options.TrainRunOptions` describes each.
 
-    Attributes:
-        backbone: torchvision's name, or timm's after `timm:`.
-        head: the head's configuration.
-        weights: the backbone's first weights: a file, a name of torchvision's, or a tag of timm's; None starts from
-            random ones.
-        epochs: number of epochs.
-        batch_size: images per batch over all processes.
-        lr: Adam's learning rate, at the beginning.
-        schedule: `constant`, or `cosine`, which falls to 0 over all epochs.
-        agreement: weight of the term that asks an image and its mirror image for the same cells, see
-            `mirror_agreement`; 0 leaves it out.
-        input_size: (H0, W0) in pixels.
-        stride: input pixels per cell, at which the backbone is cut; None keeps all of its layers before the global
-            pooling (32 for the paper's nine).
-        keep_layers: reach `stride` with all layers: those that would coarsen the feature map further get stride 1.
-        augment: `paper` or `none`.
-        seed: seed of weights, order and augmentation.
-        device: `auto`, `cpu`, `cuda` or `cuda:1`.
-        precision: type of the convolutions, see TrainingPrecision.
-        tf32: allow TF32 in float32 arithmetic on the GPU.
-        compile: run the training step through torch.compile.
-        workers: number of processes that prepare images; None chooses, see `setup.default_num_workers`.
-        cache_megabytes: resized images are kept in memory up to this much; 0 decodes them in every epoch.
-        save_every: write last.pt every so many steps too, not only after each epoch; 0 does not.
-        tensorboard: log each epoch's metrics for TensorBoard.
+    The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2), except for `precision`. Here `weights` of None means
+    random ones, `stride` of None all layers before the global pooling, and `workers` of None
+    `machine.default_num_workers`.
     """
 
     backbone: str = "convnext_tiny"
@@ -132,12 +110,9 @@ class TrainOptions:
                 "agreement is about the cells that slots choose, and this head has none; leave it out or train the "
                 "whole OPAL head"
             )
-        if self.schedule not in get_args(Schedule):
-            raise UsageError(f"schedule {self.schedule!r}: expected one of {', '.join(get_args(Schedule))}")
-        if self.augment not in get_args(Augment):
-            raise UsageError(f"augment {self.augment!r}: expected one of {', '.join(get_args(Augment))}")
-        if self.precision not in get_args(TrainingPrecision):
-            raise UsageError(f"precision {self.precision!r}: expected one of {', '.join(get_args(TrainingPrecision))}")
+        for name, kind in (("schedule", Schedule), ("augment", Augment), ("precision", TrainingPrecision)):
+            if getattr(self, name) not in get_args(kind):
+                raise UsageError(f"{name} {getattr(self, name)!r}: expected one of {', '.join(get_args(kind))}")
 
 
 @dataclass(frozen=True)
@@ -146,9 +121,9 @@ class Recipe:
 
     Attributes:
         options: the options of the run.
-        dataset: name of the data set (`datasets.registry.DATASET_NAMES`); None recognizes the folder by its files.
+        dataset: one of `datasets.registry.DATASET_NAMES`; None recognizes the folder by its files.
         partition: number of the official partition.
-        skip_missing: leave out images that the lists name and that do not exist.
+        skip_missing: leave out listed images that do not exist.
     """
 
     options: TrainOptions
@@ -157,28 +132,25 @@ class Recipe:
     skip_missing: bool = False
 
     def to_toml(self) -> str:
-        """Return the TOML text that `resolve_recipe` turns into this recipe again."""
+        """Return the recipe as TOML; `resolve_recipe` reverses it."""
         require("tomli_w", "train", "saving a recipe", pip_name="tomli-w")
         import tomli_w
 
-        o = self.options
-        data: dict[str, Any] = {key: getattr(self, key) for key in ("partition", "skip_missing")}
-        if self.dataset is not None:
-            data["dataset"] = self.dataset
-        head = {"kind": "plain"} if o.head.plain else {key: getattr(o.head, key) for key in _HEAD if key != "kind"}
-        sections: Sections = {
-            "data": data,
-            "model": {
-                "backbone": o.backbone,
-                "weights": RANDOM if o.weights is None else o.weights,
-                "input_size": list(o.input_size),
-                **({} if o.stride is None else {"stride": o.stride}),
-                **({"keep_layers": True} if o.keep_layers else {}),
-            },
-            "head": head,
-            "training": {key: getattr(o, key) for key in _TRAINING},
-            "machine": {key: getattr(o, key) for key in _MACHINE if getattr(o, key) is not None},
+        options, head = self.options, self.options.head
+        values = {
+            **vars(self),
+            **vars(options),
+            **vars(head),
+            "weights": options.weights or RANDOM,
+            "input_size": list(options.input_size),
+            "keep_layers": options.keep_layers or None,
         }
+        sections = {
+            section: {key: values[key] for key in keys if values.get(key) is not None}
+            for section, keys in SECTIONS.items()
+        }
+        if head.plain:
+            sections["head"] = {"kind": "plain"}
         return tomli_w.dumps(sections)
 
 
@@ -192,7 +164,7 @@ def load_recipe(name: str) -> Sections:
     """Return a recipe of the package by name, or a recipe file.
 
     Raises:
-        UsageError: no such recipe, not TOML, unknown sections or keys, or values of another type.
+        UsageError: no such recipe, not TOML, unknown sections or keys, or values of the wrong type.
     """
     names = recipe_names()
     if name in names:
@@ -217,7 +189,7 @@ def load_recipe(name: str) -> Sections:
 
 
 def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
-    """Return a recipe with the command line's values in place of its own.
+    """Return a recipe, overridden by the values of the command line.
 
     Args:
         raw: a recipe as `load_recipe` returns it.
@@ -250,12 +222,13 @@ def _find_problems(raw: dict[str, Any]) -> list[str]:
     problems = []
     for section, keys in raw.items():
         if section not in SECTIONS or not isinstance(keys, dict):
-            problems.append(f"{section!r} is none of its sections ({', '.join(SECTIONS)})")
+            problems.append(f"unknown section {section!r}; expected one of {', '.join(SECTIONS)}")
             continue
         problems += _find_wrong_values(section, keys)
     head = raw.get("head")
     if isinstance(head, dict) and head.get("kind") in ("linear", "plain") and len(head) > 1:
-        problems.append(f"[head] kind = {head['kind']!r} has none of {', '.join(key for key in head if key != 'kind')}")
+        others = ", ".join(key for key in head if key != "kind")
+        problems.append(f"[head] kind = {head['kind']!r} takes no other keys; remove {others}")
     return problems
 
 
@@ -263,7 +236,7 @@ def _find_wrong_values(section: str, keys: dict[str, Any]) -> list[str]:
     problems, known = [], SECTIONS[section]
     for key, value in keys.items():
         if key not in known:
-            problems.append(f"[{section}] knows no {key!r} ({', '.join(known)})")
+            problems.append(f"[{section}] has no key {key!r}; expected one of {', '.join(known)}")
         elif not _has_type(value, known[key]):
             problems.append(f"[{section}] {key} = {value!r}: expected {_TYPE_NAMES[known[key]]}")
         elif key in _CHOICES and value not in _CHOICES[key]:
@@ -289,12 +262,12 @@ def _resolve_head(recipe: dict[str, Any], overrides: dict[str, Any]) -> HeadConf
             )
         if others := sorted(switches.keys() - ({"pooling"} if kind == "linear" else set())):
             raise UsageError(
-                f"the {kind} head has none of {', '.join(others)}; leave them out, or train another head (--head opal)"
+                f"the {kind} head has no {', '.join(others)}; leave them out, or train another head (--head opal)"
             )
         return LINEAR_BASELINE if kind == "linear" else PLAIN_CLASSIFIER
     base = {key: value for key, value in recipe.items() if key != "kind"}
     if overrides.get("kind") == "opal":
-        # all of OPAL's parts, whatever variant the recipe has
+        # all parts of OPAL, whatever variant the recipe has
         base = {key: value for key, value in base.items() if key in ("prototypes_per_class", "distance", "epsilon")}
     known = {field.name for field in fields(HeadConfig)}
     return HeadConfig(**{key: value for key, value in {**base, **switches}.items() if key in known})

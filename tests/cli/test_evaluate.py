@@ -118,7 +118,7 @@ def test_checkpoint_and_export_agree_in_one_table_and_a_list(
     assert not {"test_top5", "prototype_consistency", "part_purity", "unavailable"} & exported.keys()
 
     first = printed.stderr.splitlines()[0]
-    assert first == f"read as imagefolder from {folder}: 4 classes, 12 images to train on, 12 to validate, 12 to test"
+    assert first == f"read as imagefolder from {folder}: 4 classes, 12 training images, 12 validation, 12 test"
     header, *rows = printed.stderr.splitlines()[-3:]
     # a metric that no model has gets no column
     assert header.split() == ["model", "top-1", "macro", "F1", "loss", "collapse"]
@@ -254,7 +254,7 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": "birds"}, "no data set is called 'birds'"),
+        ({"dataset": "birds"}, "unknown data set 'birds'"),
         ({"parts": True}, r"no part locations .*; leave --parts out"),
         ({"batch": 0}, "batch 0: expected at least 1"),
         ({"second": "nothing.onnx"}, r"nothing.onnx: no such model"),

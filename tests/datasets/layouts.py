@@ -47,15 +47,11 @@ def write_cub(root):
     names = [f"{c}/{i}.png" for c in ("001.Auk", "002.Jay") for i in range(4)]
     for name in names:
         draw(root / "images" / name)
-    tables = {
-        "images.txt": [f"{i} {name}" for i, name in enumerate(names, 1)],
-        "image_class_labels.txt": [f"{i} {1 + (i > 4)}" for i in range(1, 9)],
-        "train_test_split.txt": [f"{i} {int(i % 4 != 0)}" for i in range(1, 9)],
-        "bounding_boxes.txt": [f"{i} 2.0 3.0 10.0 8.0" for i in range(1, 9)],
-        "classes.txt": ["1 001.Auk", "2 002.Jay"],
-    }
-    for file, content in tables.items():
-        write_lines(root / file, content)
+    write_lines(root / "images.txt", [f"{i} {name}" for i, name in enumerate(names, 1)])
+    write_lines(root / "image_class_labels.txt", [f"{i} {1 + (i > 4)}" for i in range(1, 9)])
+    write_lines(root / "train_test_split.txt", [f"{i} {int(i % 4 != 0)}" for i in range(1, 9)])
+    write_lines(root / "bounding_boxes.txt", [f"{i} 2.0 3.0 10.0 8.0" for i in range(1, 9)])
+    write_lines(root / "classes.txt", ["1 001.Auk", "2 002.Jay"])
     return root
 
 
@@ -89,13 +85,8 @@ BREEDS = {"n02085782-Chihuahua": 2, "n02085936-Zebra_dog": 1}
 
 
 def annotate_dog(path, *boxes):
-    corners = ("xmin", "ymin", "xmax", "ymax")
-    objects = "".join(
-        "<object><name>dog</name><bndbox>"
-        + "".join(f"<{corner}>{value}</{corner}>" for corner, value in zip(corners, box, strict=True))
-        + "</bndbox></object>"
-        for box in boxes
-    )
+    corners = "<xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax>"
+    objects = "".join(f"<object><name>dog</name><bndbox>{corners.format(*box)}</bndbox></object>" for box in boxes)
     write_lines(path, [f"<annotation><folder>x</folder>{objects}</annotation>"])
 
 
@@ -194,17 +185,12 @@ def write_sun397_partition(place, number, scenes=SCENES):
         write_lines(place / f"{split}_{number:02}.txt", lines)
 
 
-def write_sun397_archive(root):
-    """Three scenes of eight images, without partitions."""
+def write_sun397(root):
+    """Three scenes of eight images, and two partitions."""
     for scene in SCENES:
         for i in range(8):
             draw(root / scene[1:] / f"sun_{i}.jpg")
     write_lines(root / "ClassName.txt", SCENES)
-    return root
-
-
-def write_sun397(root):
-    write_sun397_archive(root)
     for number in (1, 4):
         write_sun397_partition(root, number)
     return root
@@ -253,11 +239,6 @@ def write_kaggle_files(root):
 
 def write_imagenet(root):
     write_kaggle_files(write_flat_imagenet(root))
-    return root
-
-
-def write_imagenet_devkit(root):
-    write_devkit(write_flat_imagenet(root))
     return root
 
 

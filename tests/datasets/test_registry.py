@@ -1,16 +1,20 @@
-"""Data sets are recognized by their files, or named."""
+"""Data sets are recognized by their files, or named, and split as the authors split them."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from sklearn.model_selection import StratifiedShuffleSplit
+from torchvision.datasets import ImageFolder
 
 from opal_deploy.datasets.registry import DATASET_NAMES, read_dataset
+from opal_deploy.datasets.samples import DataSet, Sample, split_off_validation
 from opal_deploy.errors import UsageError
 from tests.datasets.layouts import deny, write_class_folders, write_cub
 
 
 def test_unknown_name_lists_the_names(tmp_path):
-    with pytest.raises(UsageError, match=r"no data set is called 'birds'; choose one of cub, cub100, .*imagefolder"):
+    with pytest.raises(UsageError, match=r"unknown data set 'birds'; choose one of cub, cub100, .*imagefolder"):
         read_dataset(tmp_path, "birds")
 
 
@@ -24,12 +28,15 @@ def test_missing_or_empty_folder_is_one_line(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", DATASET_NAMES)
-@pytest.mark.parametrize("partition", [0, 2, 11])
-def test_partition_that_does_not_exist(tmp_path, name, partition):
-    message = f"has no partition {partition}.*only dtd, sun397 have"
-    if name in ("dtd", "sun397"):
-        message = f"has the partitions 1 to 10, {partition} is none" if partition != 2 else "lacks"
+@pytest.mark.parametrize(
+    ("name", "partition", "message"),
+    [
+        ("dtd", 0, "has no partition 0; expected 1 to 10"),
+        ("sun397", 11, "has no partition 11; expected 1 to 10"),
+        ("cub", 2, "has no partition 2, only a single split; --partition is for dtd, sun397"),
+    ],
+)
+def test_partition_that_does_not_exist(tmp_path, name, partition, message):
     with pytest.raises(UsageError, match=message):
         read_dataset(tmp_path, name, partition=partition)
 
@@ -73,3 +80,46 @@ def test_progress_is_reported_image_by_image(tmp_path):
     reports = []
     read_dataset(write_class_folders(tmp_path), progress=lambda *state: reports.append(state))
     assert reports == [(done, 10, "reading headers") for done in range(1, 11)]
+
+
+# the split of validation images, which is the authors' --------------------------------------------------------------
+
+NAMES = ("wren", "Jay", "auk", "Bee eater")
+
+
+def _scikit_learns_validation_images(root):
+    """The names of the validation images that the authors' `split_train_val_indices` takes of an ImageFolder."""
+    images = ImageFolder(root)
+    splitter = StratifiedShuffleSplit(n_splits=1, test_size=0.2, random_state=42)
+    _, val = next(splitter.split(np.zeros(len(images)), images.targets))
+    return {Path(images.samples[i][0]).name for i in val}
+
+
+@pytest.mark.parametrize("lies", ["in-class-folders", "flat", "in-subfolders"])
+def test_validation_images_are_those_of_an_image_folder_whatever_the_order_of_the_lists(lies, tmp_path):
+    rng = np.random.default_rng(0)
+    samples = []
+    for label, name in enumerate(NAMES):
+        # the folder that the images lie in is the class's where each class has its own
+        folder = {"in-class-folders": f"n{7 - label}-{name}"}.get(lies, name)
+        for number in rng.permutation(18):
+            below = f"{number % 3}" if lies == "in-subfolders" and number % 4 else ""
+            file = f"{number}_{label}.jpg"
+            (tmp_path / "train" / folder / below).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "train" / folder / below / file).touch()
+            samples.append(Sample(tmp_path / "train" / ("" if lies == "flat" else f"{folder}/{below}") / file, label))
+    samples = [samples[i] for i in rng.permutation(len(samples))]
+    listed = DataSet(tmp_path, "cub", list(NAMES), samples, [], [])
+    data = split_off_validation(listed)
+    assert {s.path.name for s in data.val} == _scikit_learns_validation_images(tmp_path / "train")
+    assert data.train == [s for s in samples if s not in data.val]
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["cub_mini", "cub100_227px"])
+def test_validation_images_of_real_lists_are_the_authors(name, shared_data, tmp_path):
+    data = read_dataset(shared_data(name))
+    for sample in (*data.train, *data.val):
+        (tmp_path / sample.path.parent.name).mkdir(exist_ok=True)
+        (tmp_path / sample.path.parent.name / sample.path.name).touch()
+    assert {s.path.name for s in data.val} == _scikit_learns_validation_images(tmp_path)

@@ -125,25 +125,6 @@ class TestOurs:
         assert message in refusal(save({**torch.load(ours, weights_only=True), **change}))
 
 
-class TestSaving:
-    def test_a_disk_that_fills_up_is_one_line_and_leaves_the_old_file_and_nothing_else(self, tmp_path, written):
-        resource = pytest.importorskip("resource", reason="this system has no limits on files")
-        path, before = tmp_path / "c.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
-        path.write_bytes(b"old")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
-        try:
-            with pytest.raises(UsageError, match="cannot be written"):
-                checkpoint.save(path, written)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("c.pt", b"old")]
-
-    def test_a_folder_that_cannot_be_made_is_one_line(self, tmp_path, written):
-        (tmp_path / "file").write_text("")
-        with pytest.raises(UsageError, match=r"\A.*cannot be written.*\Z"):
-            checkpoint.save(tmp_path / "file" / "c.pt", written)
-
-
 class TestAuthors:
     @pytest.mark.parametrize(
         "name",
@@ -164,13 +145,8 @@ class TestAuthors:
             pytest.param({}, Assumptions(), "exact", id="opal"),
             pytest.param(LINEAR, Assumptions(), "none", id="linear baseline"),
             pytest.param({**LINEAR, "pooling": "max"}, Assumptions(pooling="max"), "none", id="max pooling"),
-            pytest.param({**LINEAR, "softmax": True}, Assumptions(cws=True), "none", id="CWS"),
-            pytest.param({**LINEAR, "ch_last_conv": 3}, Assumptions(), "none", id="projection"),
             pytest.param(
-                {"ch_last_conv": 3, "classifier": "linear", "softmax": True, "pooling": "avg"},
-                Assumptions(cws=True),
-                "none",
-                id="projection and CWS",
+                {**LINEAR, "ch_last_conv": 3, "softmax": True}, Assumptions(cws=True), "none", id="projection and CWS"
             ),
         ],
     )
@@ -231,20 +207,17 @@ class TestAuthors:
             pytest.param(torch.eye(12)[:4], "not the paper's orthonormal anchors", id="one slot each"),
             pytest.param(torch.linspace(-1, 2, 48).view(4, 12), "not the paper's orthonormal anchors", id="learned"),
             pytest.param(torch.zeros(4, 13), "do not fit together", id="13 channels"),
-            pytest.param(torch.zeros(5, 12), "12 channels are no multiple of 5 classes", id="5 classes"),
+            pytest.param(torch.zeros(5, 12), "12 channels are not a multiple of 5 classes", id="5 classes"),
             pytest.param(torch.zeros(12), "do not fit together", id="a row"),
-            pytest.param(torch.zeros(4, 12, 1), "do not fit together", id="3 dimensions"),
         ],
     )
     def test_anchors_that_are_not_the_papers_are_refused(self, authors, save, prototypes, message):
         assert message in refusal(save({**authors, "classifier.prototypes": prototypes}))
 
-    def test_other_classifiers_and_bodies_are_refused(self, authors, save):
-        plain = {k.removeprefix("backbone."): v for k, v in authors.items() if k.startswith("backbone.")}
-        assert "final_conv_layer.weight" in refusal(save(plain))
+    def test_another_body_is_refused(self, authors, save):
         head = {key: value for key, value in authors.items() if not key.startswith("backbone.")}
         body = {f"backbone.block{i}.weight": torch.zeros(3, 3) for i in range(5)}
-        assert "no torchvision network is like its 5 backbone parameters" in refusal(save(head | body))
+        assert "no torchvision network has its 5 backbone parameters" in refusal(save(head | body))
 
 
 class Payload:
@@ -268,19 +241,13 @@ class TestDamagedAndForeignFiles:
         torch.load(save(Payload(proof)), weights_only=False)
         assert proof.exists(), "the payload does run under unsafe loading"
 
-    def test_a_truncated_file_is_refused_in_one_line(self, ours, tmp_path):
-        whole = ours.read_bytes()
-        for share in (0.0, 0.1, 0.5, 0.9, 0.999):
-            (tmp_path / "c.pt").write_bytes(whole[: int(share * len(whole))])
-            refusal(tmp_path / "c.pt")
-
-    def test_random_bytes_are_refused_whatever_they_spell(self, tmp_path):
+    def test_truncated_and_random_bytes_are_refused_in_one_line(self, ours, tmp_path):
+        whole, source = ours.read_bytes(), random.Random(0)
+        truncated = [whole[: int(share * len(whole))] for share in (0.0, 0.1, 0.5, 0.9, 0.999)]
         # short strings of bytes are often valid beginnings of a pickle, which fail in many ways
-        source = random.Random(0)
-        for length in (1, 2, 3, 5, 10, 100, 1000) * 40:
-            (tmp_path / "c.pt").write_bytes(source.randbytes(length))
-            with pytest.raises(CheckpointError):
-                checkpoint.load(tmp_path / "c.pt")
+        for content in (*truncated, *(source.randbytes(length) for length in (1, 2, 3, 5, 10, 100, 1000) * 40)):
+            (tmp_path / "c.pt").write_bytes(content)
+            refusal(tmp_path / "c.pt")
 
     def test_a_flipped_bit_never_ends_in_another_error(self, save, tmp_path):
         # flips within a weight go unnoticed here: the format has no digest

@@ -63,10 +63,10 @@ def test_synchronised_batch_norm_keeps_the_activations_that_timm_puts_into_it():
 @pytest.mark.parametrize(
     ("name", "stride", "message"),
     [
-        pytest.param("vit_tiny_patch16_224", None, "certain sizes only.*448", id="ViT"),
-        pytest.param("swin_tiny_patch4_window7_224", None, "certain sizes only", id="Swin"),
-        pytest.param("maxvit_tiny_tf_224", None, "certain sizes only.*480", id="windows of 7 cells"),
-        pytest.param("mambaout_femto", None, "no grid", id="channels last"),
+        pytest.param("vit_tiny_patch16_224", None, "only certain image sizes.*448", id="ViT"),
+        pytest.param("swin_tiny_patch4_window7_224", None, "only certain image sizes", id="Swin"),
+        pytest.param("maxvit_tiny_tf_224", None, "only certain image sizes.*480", id="windows of 7 cells"),
+        pytest.param("mambaout_femto", None, "not a grid", id="channels last"),
         pytest.param("hrnet_w18_small", 16, "stride 16: .* it has 32, 4, 2", id="parallel branches"),
         pytest.param("resnt18", None, "no such network; did you mean resnet18", id="typo"),
         pytest.param("resnet18.a7_in1k", None, "a7_in1k.* it has a1_in1k, ", id="tag"),
@@ -113,7 +113,7 @@ class TestWeights:
         backbone = backbones.build(LITE0)
         with pytest.raises(UsageError, match=r"\A[^\n]*could not download [^\n]* give its path\Z"):
             backbones.load_weights(backbone, "in1k")
-        with pytest.raises(UsageError, match=r"no tag of timm's for tf_efficientnet_lite0 \(in1k\)"):
+        with pytest.raises(UsageError, match=r"no timm tag for tf_efficientnet_lite0 \(in1k\)"):
             backbones.load_weights(backbone, "in22k")
         # as the Hub's client keeps what it downloads
         repository = tmp_path / "models--timm--tf_efficientnet_lite0.in1k"

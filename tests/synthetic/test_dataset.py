@@ -8,16 +8,9 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic import (
-    MAX_SPECIES,
-    draw_creature,
-    example_images,
-    generate_dataset,
-    list_species,
-    noise_image,
-    read_annotations,
-)
-from opal_deploy.synthetic.dataset import encode_runs
+from opal_deploy.synthetic import example_images, generate_dataset, read_annotations
+from opal_deploy.synthetic.creatures import MAX_SPECIES, draw_creature, list_species
+from opal_deploy.synthetic.dataset import encode_runs, noise_image
 
 SMALL = {"num_species": 3, "train_per_class": 2, "val_per_class": 1, "test_per_class": 1, "size": (64, 96)}
 
@@ -117,9 +110,8 @@ def test_examples_are_different_and_do_not_depend_on_their_number():
     for a, b in combinations(images, 2):
         assert (a != b).mean() > 0.5
     assert example_images(0, 64, 64).shape == (0, 64, 64, 3)
-    for count, height in ((-1, 64), (1, 8)):
-        with pytest.raises(UsageError):
-            example_images(count, height, 64)
+    with pytest.raises(UsageError):
+        example_images(1, 8, 64)
 
 
 def test_noise_covers_all_values_and_stays_the_same():

@@ -3,29 +3,34 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 from opal_deploy import train_model
+from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.errors import ExitCode, UsageError
+from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.model import checkpoint
+from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.network import OpalNetwork
 from opal_deploy.options import parse_size
-from opal_deploy.train.setup import default_num_workers
+from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.train.epoch import TrainStep, evaluate
+from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.machine import MixedPrecision, ProcessGroup, default_num_workers
 
 SMALL = ("--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64")
 
 
-@pytest.mark.parametrize(("text", "expected"), [("224", (224, 224)), ("224x448", (224, 448)), ("32X64", (32, 64))])
-def test_size_is_one_number_or_height_x_width(text, expected):
-    assert parse_size(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "x", "224x", "0", "-224", "1x2x3", "big", "224.0"])
-def test_other_sizes_are_refused(text):
-    with pytest.raises(UsageError, match="expected a number of pixels"):
-        parse_size(text)
+def test_size_is_one_number_or_height_x_width():
+    assert [parse_size(text) for text in ("224", "224x448", "32X64")] == [(224, 224), (224, 448), (32, 64)]
+    for text in ("", "x", "224x", "0", "-224", "1x2x3", "big", "224.0"):
+        with pytest.raises(UsageError, match="expected a number of pixels"):
+            parse_size(text)
 
 
 def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp_path):
@@ -35,7 +40,7 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
     done = opal("train", folder, *SMALL, "--epochs", 1, "--seed", 3, "--prototypes", 2, "--no-cws", "--out", first)
     assert done.returncode == 0, done.stderr
     assert "warning: 1 of 31 files cannot be used, left out: red/bad.jpg (zero bytes)" in done.stderr
-    assert f"read as imagefolder from {folder}: 3 classes, 24 images to train on, 6 to validate" in done.stderr
+    assert f"read as imagefolder from {folder}: 3 classes, 24 training images, 6 validation" in done.stderr
     assert "the data set has no test images" in done.stderr
     assert done.stderr.endswith(f"Next: opal-deploy export {first / 'best.pt'}\n")
     assert checkpoint.load(first / "best.pt").class_names == ["blue", "green", "red"]
@@ -147,3 +152,71 @@ def test_a_finer_stride_is_trained_exported_and_explained_in_its_cells(opal, squ
             assert slot["box"] == pytest.approx([7 * col, 6 * row, 7 * col + 7, 6 * row + 6])
     done = opal("inspect", best.with_suffix(".onnx"))
     assert "grid 8x8, cells of 8 pixels, all layers kept" in done.stderr
+
+
+# timm -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_timm_network_trains_exports_and_explains(opal, squares, lite0_weights, tmp_path):
+    run, results = tmp_path / "run", tmp_path / "results"
+    train = (
+        "train", squares.root, "--backbone", "timm:tf_efficientnet_lite0", "--weights", lite0_weights, "--size", "64",
+        "--stride", "16", "--lr", "1e-3", "--augment", "none", "--out", run,
+    )  # fmt: skip
+    done = opal(*train, "--epochs", 4)
+    assert done.returncode == 0, done.stderr
+    accuracy = json.loads((run / "summary.json").read_text())["test_accuracy"]
+    assert accuracy > 0.8
+    assert checkpoint.load(run / "best.pt").network.grid == (4, 4)
+
+    for precision in ("fp32", "fp16"):
+        done = opal("export", run / "best.pt", "--precision", precision)
+        assert done.returncode == 0, done.stderr
+    metadata = read_metadata(run / "best.onnx")
+    assert metadata.mean == metadata.std == (0.5, 0.5, 0.5)
+    assert metadata.training["weights"]["pretrained_cfg"]["license"] == "apache-2.0"
+    done = opal("inspect", run / "best.onnx")
+    assert "mean 0.5, 0.5, 0.5; std 0.5, 0.5, 0.5" in done.stderr
+    assert "in1k: licence apache-2.0, made with bicubic, center crop 0.875 of 224x224" in done.stderr
+
+    done = opal("infer", squares.root / "test", "--model", run / "best.onnx", "--explain", "--out", results)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (results / "results.jsonl").read_text().splitlines()]
+    # the runtime's pixels are the trainer's
+    assert np.mean([r["prediction"]["label"] == Path(r["image"]).parent.name for r in records]) == accuracy
+    assert all(len(r["evidence"]) == 5 for r in records)
+
+
+def test_every_step_normalises_as_the_network_says(squares):
+    config = NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), mean=(0.5, 0.5, 0.5), std=(0.25, 0.5, 1.0))
+    network, group = OpalNetwork(config), ProcessGroup(torch.device("cpu"))
+    seen = []
+    # receptive fields are computed on meta tensors, which have no values
+    network.backbone.register_forward_pre_hook(lambda _, inputs: None if inputs[0].is_meta else seen.append(inputs[0]))
+    white = np.full((2, 64, 64, 3), 255, np.uint8)
+    optimizer = torch.optim.Adam(network.parameters())
+    step = TrainStep(network, optimizer, MixedPrecision("cpu", None), group, config.mean, config.std)
+    step.step(torch.from_numpy(white), torch.tensor([0, 1]), 2)
+    GradCam(network)(white, np.array([0, 1]))
+    TorchSession(checkpoint.Checkpoint(network, ["a", "b", "c"]), device="cpu").run(white)
+    for inputs in seen:
+        assert inputs.amax((0, 2, 3)).tolist() == inputs.amin((0, 2, 3)).tolist() == [2.0, 1.0, 0.5]
+    assert len(seen) == 3
+    images = TrainImages(squares.val[:1], (64, 64))
+    evaluate(network, Batches(images, 1))
+    pixels = torch.tensor(images[(0, 0)][0]).permute(2, 0, 1) / 255
+    expected = (pixels - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1)
+    torch.testing.assert_close(seen[-1][0], expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--backbone", "timm:resnt18"), "did you mean resnet18"),
+        (("--backbone", "timm:resnet18", "--weights", "tv_in2k"), "no timm tag for resnet18 (a1_in1k, "),
+    ],
+)
+def test_a_wrong_name_ends_training_with_one_line(opal, squares, tmp_path, options, message):
+    done = opal("train", squares.root, *options, "--size", "64", "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]

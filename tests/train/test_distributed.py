@@ -1,6 +1,5 @@
 """Several processes do what one does with the same global batch."""
 
-import csv
 import os
 import signal
 import subprocess
@@ -20,10 +19,11 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import loop
-from opal_deploy.train.distributed import ProcessGroup
+from opal_deploy.train.epoch import evaluate
 from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.machine import ProcessGroup
 from opal_deploy.train.recipe import TrainOptions
-from opal_deploy.train.validation import evaluate
+from opal_deploy.train.run_directory import TrainRunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,6 @@ def _train(folder, out, *options):
     )
 
 
-def _epochs(out):
-    with (out / "metrics.csv").open() as stream:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(stream)]
-
-
 def test_two_processes_train_as_one_does(opal, folder, tmp_path):
     one, two = opal(*_arguments(folder, tmp_path / "one")), _train(folder, tmp_path / "two")
     assert one.returncode == 0, one.stderr
@@ -68,11 +63,10 @@ def test_two_processes_train_as_one_does(opal, folder, tmp_path):
     assert two.stderr.count("epoch 1/2") == one.stderr.count("epoch 1/2") == 1
     assert {path.name for path in (tmp_path / "two").iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
 
-    for a, b in zip(_epochs(tmp_path / "one"), _epochs(tmp_path / "two"), strict=True):
-        assert b["train_loss"] == pytest.approx(a["train_loss"], rel=1e-4)
-        assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-4)
-        assert b["train_accuracy"] == a["train_accuracy"]
-        assert b["val_accuracy"] == a["val_accuracy"]
+    epochs = [TrainRunDirectory(tmp_path / name).read_epochs() for name in ("one", "two")]
+    for a, b in zip(*epochs, strict=True):
+        assert (b.train_loss, b.val_loss) == pytest.approx((a.train_loss, a.val_loss), rel=1e-4)
+        assert (b.train_accuracy, b.val_accuracy) == (a.train_accuracy, a.val_accuracy)
     first, second = (checkpoint.load(tmp_path / name / "best.pt") for name in ("one", "two"))
     assert second.metrics["val_images"] == 7
     assert second.metrics["test_images"] == 5
@@ -111,7 +105,7 @@ def test_a_killed_run_of_two_processes_goes_on(opal_process, folder, tmp_path):
     assert not (run / "summary.json").exists()
     refused = opal_process(*_arguments(folder, run, "--resume"))
     assert refused.returncode == 2
-    assert "2 processes were running and now are 1" in refused.stderr
+    assert "processes was 2 and is 1" in refused.stderr
     assert _train(folder, run, "--resume").returncode == 0
     whole, resumed = (checkpoint.load(tmp_path / name / "best.pt").network.state_dict() for name in ("whole", "run"))
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
@@ -129,7 +123,7 @@ _train(*sys.argv[1:], "--save-every", "1")
 def test_more_processes_than_images_are_refused(folder, tmp_path, monkeypatch):
     group = ProcessGroup(torch.device("cpu"), rank=0, size=2)
     monkeypatch.setattr(loop, "join_process_group", lambda device: nullcontext(group))
-    with pytest.raises(UsageError, match="at least 2 images for each are needed; start fewer"):
+    with pytest.raises(UsageError, match="each needs at least 2 images; start fewer processes"):
         loop.fit(read_dataset(folder), TrainOptions(batch_size=3), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -159,9 +153,9 @@ def test_an_epoch_can_be_entered_at_any_batch(tmp_path):
 
 
 def test_one_gpu_cannot_be_asked_for_by_several_processes(monkeypatch):
-    from opal_deploy.train import distributed
+    from opal_deploy.train import machine
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(distributed, "torch_device", torch.device)
-    with pytest.raises(UsageError, match="each takes a GPU of its own"), distributed.join_process_group("cuda:1"):
+    monkeypatch.setattr(machine, "torch_device", torch.device)
+    with pytest.raises(UsageError, match="each takes a GPU of its own"), machine.join_process_group("cuda:1"):
         pass

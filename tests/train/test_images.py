@@ -1,21 +1,30 @@
-"""Batches: the same pixels as everywhere, whatever the cache and the number of workers."""
+"""Batches and their augmentation: the same pixels as everywhere, whatever the cache and the number of workers."""
+
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.autoaugment import _apply_op
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
+from opal_deploy.logs import no_progress
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
-from opal_deploy.train.images import Batches, TrainImages, normalize
-from opal_deploy.train.transforms import PaperAugmentation
-
-
-def _nothing(done, total, note): ...
+from opal_deploy.train.images import (
+    Batches,
+    PaperAugmentation,
+    TrainImages,
+    apply_geometric,
+    apply_photometric,
+    normalize,
+    sample_resized_crop,
+)
 
 
 @pytest.fixture
@@ -29,7 +38,7 @@ def samples(tmp_path):
 def _epoch(samples, *, epoch=1, seed=0, workers=0, cached=False):
     images = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)), seed=seed)
     if cached:
-        images.fill_cache(_nothing)
+        images.fill_cache(no_progress)
     batches = Batches(images, 4, shuffle_seed=seed, workers=workers)
     batches.epoch = epoch
     return b"".join(images.numpy().tobytes() + labels.numpy().tobytes() for images, labels in batches)
@@ -95,17 +104,101 @@ def test_an_epoch_has_every_image_once_and_no_batch_of_one(samples):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_image_that_breaks_off_is_named_in_one_line(samples, workers):
-    bad = samples[4].path
-    bad.write_bytes(bad.read_bytes()[:1500])
-    with pytest.raises(UsageError, match=r"4\.png: .*remove or replace this image$") as caught:
-        list(Batches(TrainImages(samples, (32, 32)), 4, workers=workers))
-    assert "\n" not in str(caught.value)
-
-
-def test_filling_the_cache_names_every_bad_image(samples):
+def test_truncated_images_are_named_in_one_line_by_batches_and_all_by_the_cache(samples):
     for index in (2, 6):
         samples[index].path.write_bytes(samples[index].path.read_bytes()[:1500])
-    with pytest.raises(UsageError, match=r"2 image\(s\) cannot be decoded.*2\.png.*6\.png"):
-        TrainImages(samples, (32, 32)).fill_cache(_nothing)
+    images = TrainImages(samples, (32, 32))
+    for workers in (0, 1):
+        with pytest.raises(UsageError, match=r"\A.*2\.png: .*remove or replace this image\Z"):
+            list(Batches(images, 4, workers=workers))
+    with pytest.raises(UsageError, match=r"\A2 image\(s\) cannot be decoded.*2\.png.*6\.png.*\Z"):
+        images.fill_cache(no_progress)
+
+
+# augmentation ---------------------------------------------------------------------------------------------------------
+
+
+def _noise(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("input_size", "resize_size", "crop_size"),
+    [((224, 224), (232, 232), (228, 228)), ((448, 448), (464, 464), (456, 456)), ((224, 448), (232, 464), (228, 456))],
+)
+def test_sizes_are_the_authors_scaled_to_the_input(input_size, resize_size, crop_size):
+    augmentation = PaperAugmentation(input_size)
+    assert augmentation.resize_size == resize_size
+    assert augmentation.crop_size == crop_size
+
+
+@pytest.mark.parametrize("input_size", [(64, 96), (32, 32)])
+def test_a_draw_is_uint8_of_the_input_size_and_depends_on_the_generator_alone(input_size):
+    augmentation = PaperAugmentation(input_size)
+    pixels = _noise(*augmentation.resize_size)
+    before = pixels.copy()
+    first, again = ([augmentation(pixels, np.random.default_rng(seed)) for seed in range(30)] for _ in range(2))
+    assert {(drawn.shape, drawn.dtype.name) for drawn in first} == {((*input_size, 3), "uint8")}
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert len({drawn.tobytes() for drawn in first}) > 22
+    assert np.array_equal(pixels, before)
+
+
+class _Scripted:
+    """Stands in for a generator: one choice of operation, one of the 31 strengths, and a sign."""
+
+    def __init__(self, choice, choices, strength, *, negative):
+        self.choice, self.choices, self.strength, self.negative = choice, choices, strength, negative
+
+    def integers(self, stop):
+        assert stop in (31, self.choices), "every operation is as likely as any other"
+        return self.strength if stop == 31 else self.choice
+
+    def random(self):
+        return 0.0 if self.negative else 1.0
+
+
+# the authors' spaces, in the order of our choices: the operation's name in torchvision, 31 strengths, with a sign
+GEOMETRIC = [
+    ("Identity", None, False),
+    ("ShearX", torch.linspace(0.0, 0.5, 31), True),
+    ("ShearY", torch.linspace(0.0, 0.5, 31), True),
+    ("TranslateX", torch.linspace(0.0, 16.0, 31), True),
+    ("TranslateY", torch.linspace(0.0, 16.0, 31), True),
+    ("Rotate", torch.linspace(0.0, 60.0, 31), True),
+]
+PHOTOMETRIC = [
+    ("Identity", None, False),
+    ("Brightness", torch.linspace(0.0, 0.5, 31), True),
+    ("Contrast", torch.linspace(0.0, 0.5, 31), True),
+    ("Sharpness", torch.linspace(0.0, 0.5, 31), True),
+    ("Color", torch.linspace(0.0, 0.02, 31), True),
+    ("Posterize", 8 - (torch.arange(31) / (30 / 6)).round().int(), False),
+    ("AutoContrast", None, False),
+    ("Equalize", None, False),
+]
+
+
+@pytest.mark.parametrize(("ours", "space"), [(apply_geometric, GEOMETRIC), (apply_photometric, PHOTOMETRIC)])
+def test_operations_are_those_of_torchvisions_trivial_augment_in_the_authors_spaces(ours, space):
+    image = Image.fromarray(_noise(40, 60) // 2 + 40)
+    for (choice, (name, strengths, has_sign)), k, negative in product(enumerate(space), range(31), (False, True)):
+        magnitude = 0.0 if strengths is None else float(strengths[k])
+        magnitude *= -1.0 if negative and has_sign else 1.0
+        expected = _apply_op(image, name, magnitude, InterpolationMode.NEAREST, None)
+        found = ours(image, _Scripted(choice, len(space), k, negative=negative))
+        assert np.array_equal(np.asarray(found), np.asarray(expected)), (name, magnitude)
+
+
+@pytest.mark.parametrize("size", [(232, 232), (464, 232)], ids=["square", "wide"])
+def test_the_resized_crop_takes_at_least_95_percent_of_the_area(size):
+    image = Image.new("RGB", size)
+    rng = np.random.default_rng(0)
+    areas = []
+    for _ in range(300):
+        top, left, rows, cols = sample_resized_crop(image, rng)
+        assert 0 <= top <= top + rows <= image.height
+        assert 0 <= left <= left + cols <= image.width
+        areas.append(rows * cols / (image.width * image.height))
+    assert min(areas) > 0.94
+    assert len(set(areas)) > 20

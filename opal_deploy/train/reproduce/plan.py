@@ -1,4 +1,4 @@
-"""The runs that a table needs, their directories, and an estimate of their GPU hours.
+"""The paper's tables as data (`paper.toml`), and the runs that a table needs.
 
 A run's directory is named after data set, backbone, head and seed, so tables share their runs: full OPAL on
 ConvNeXt-Tiny is a row of five tables and is trained once per seed.
@@ -7,36 +7,158 @@ ConvNeXt-Tiny is a row of five tables and is trained once per seed.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.train.recipe import MACHINE_OPTIONS, Sections, TrainOptions, load_recipe, resolve_recipe
-from opal_deploy.train.reproduce.paper import Column, DatasetSize, PaperRow, PaperTable, dataset_sizes
-from opal_deploy.train.resume import complete_options, read_config
+from opal_deploy.train.resume import read_config
 from opal_deploy.train.run_directory import TrainRunDirectory
 
-# assumed to be sustained while training, where no finished run of the same backbone gives a measured rate: half of what
-# an A100 does at most in float32 without TF32
-ASSUMED_TFLOPS = 10.0
 # the forward pass, and the backward passes for inputs and for weights
 _PASSES = 3
+
+MetricName = Literal["accuracy", "collapse", "consistency", "stability"]
+
+
+@dataclass(frozen=True)
+class DatasetSize:
+    """Sizes of a data set's official splits; where `val` is 0, it is set aside from the training images."""
+
+    title: str
+    classes: int
+    train: int
+    val: int
+    test: int
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric on a data set."""
+
+    dataset: str
+    metric: MetricName
+
+
+@dataclass(frozen=True)
+class PaperNumber:
+    """A number of the paper, in per cent; `std` is None where the paper gives none."""
+
+    mean: float
+    std: float | None = None
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """A row of a table.
+
+    Attributes:
+        name: our name, close to the paper's.
+        run: overrides of a recipe that train this row; None for methods that this package does not train.
+        paper: one number per column of the table.
+        baseline: the row that the paper compares this one with, if any.
+    """
+
+    name: str
+    run: Sections | None
+    paper: tuple[PaperNumber, ...]
+    baseline: PaperRow | None = None
+
+
+@dataclass(frozen=True)
+class PaperAverage:
+    """A mean difference in the paper's text, over pairs of rows (a row and its reference) and all columns."""
+
+    name: str
+    pairs: tuple[tuple[PaperRow, PaperRow], ...]
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table of the paper.
+
+    Attributes:
+        name: the name on the command line.
+        title: a title with the place in the paper.
+        label: the label in the paper's source.
+        spread: standard deviations are over the `seeds` or the `images` of the test split.
+    """
+
+    name: str
+    title: str
+    label: str
+    spread: Literal["seeds", "images"]
+    columns: tuple[Column, ...]
+    rows: tuple[PaperRow, ...]
+    averages: tuple[PaperAverage, ...] = ()
+
+    def paper_number(self, row: PaperRow, column: Column) -> PaperNumber | None:
+        """Return the paper's number; None for a column of another data set."""
+        return row.paper[self.columns.index(column)] if column in self.columns else None
+
+
+@cache
+def _load_toml() -> dict[str, Any]:
+    text = (resources.files("opal_deploy.train") / "reproduce" / "paper.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def official_size(name: str) -> DatasetSize | None:
+    """Return a data set's official size; None for a data set that the paper does not use."""
+    sizes = _load_toml()["datasets"]
+    return DatasetSize(**sizes[name]) if name in sizes else None
+
+
+def table_names() -> list[str]:
+    """Return the names of the tables, in the paper's order."""
+    return [table["name"] for table in _load_toml()["table"]]
+
+
+def load_table(name: str) -> PaperTable:
+    """Return a table by name.
+
+    Raises:
+        UsageError: no such table.
+    """
+    for raw in _load_toml()["table"]:
+        if raw["name"] == name:
+            columns = tuple(Column(**column) for column in raw["columns"])
+            rows = _load_rows(raw)
+            averages = tuple(_load_average(average, rows) for average in raw.get("average", ()))
+            return PaperTable(name, raw["title"], raw["label"], raw["spread"], columns, tuple(rows.values()), averages)
+    raise UsageError(f"table {name!r}: expected one of {', '.join(table_names())}")
+
+
+def _load_rows(table: dict[str, Any]) -> dict[str, PaperRow]:
+    """Return a table's rows by name."""
+    rows = {
+        row["name"]: PaperRow(row["name"], row.get("run"), tuple(PaperNumber(*numbers) for numbers in row["paper"]))
+        for row in table["row"]
+    }
+    baselines = {row["name"]: row.get("baseline", table.get("baseline")) for row in table["row"]}
+    return {
+        name: row if baselines[name] in (None, name) else replace(row, baseline=rows[baselines[name]])
+        for name, row in rows.items()
+    }
+
+
+def _load_average(average: dict[str, Any], rows: dict[str, PaperRow]) -> PaperAverage:
+    chosen = [rows[name] for name in average["rows"]]
+    against: list[PaperRow | None] = [rows[name] for name in average.get("against", ())]
+    against = against or [row.baseline for row in chosen]
+    pairs = [(row, other) for row, other in zip(chosen, against, strict=True) if other is not None]
+    return PaperAverage(average["name"], tuple(pairs))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run.
-
-    Attributes:
-        dataset: name of the data set.
-        row: the table's row.
-        seed: seed of everything random.
-        options: the resolved options.
-        folder: the run directory.
-    """
+    """One training run: a row of the table on a data set with a seed, and its directory."""
 
     dataset: str
     row: PaperRow
@@ -51,11 +173,11 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run is finished."""
         return self.files.is_finished
 
     def read_stored_config(self) -> dict[str, Any]:
-        """Return the configuration that the run was started with; empty where none is stored.
+        """Return the configuration that the run was started with; empty if none is stored.
 
         Raises:
             CheckpointError: the stored configuration is damaged.
@@ -71,7 +193,7 @@ class TrainingPlan:
     Attributes:
         table: the paper's table, with the chosen rows.
         columns: the columns of the available data sets, in the order of the table, then those of other data sets.
-        runs: seed by seed, so that the whole table of one seed is finished first.
+        runs: seed by seed, so that the whole table of one seed finishes first.
     """
 
     table: PaperTable
@@ -80,7 +202,7 @@ class TrainingPlan:
 
     @property
     def deviations(self) -> tuple[str, ...]:
-        """Deviations from the paper's protocol, a line each, of finished runs as trained and of others as planned."""
+        """Deviations from the paper's protocol, one line each, of finished runs as trained and of others as planned."""
         return tuple(dict.fromkeys(line for run in self.runs for line in _find_deviations(run)))
 
 
@@ -98,12 +220,12 @@ def make_plan(
 
     Args:
         table: the paper's table.
-        datasets: names of the available data sets; a data set that the table lacks becomes columns of its own.
+        datasets: names of the available data sets; a data set that the table lacks gets columns of its own.
         seeds: at least one seed.
         base: a recipe.
-        overrides: values that replace the recipe's in every run; a row's own values come last.
+        overrides: replace the recipe's values in every run; a row's own values take precedence.
         out: the folder of all runs.
-        only: parts of row names; none takes all rows.
+        only: parts of row names; empty takes all rows.
 
     Raises:
         UsageError: no such row, or options that contradict each other.
@@ -111,12 +233,13 @@ def make_plan(
     rows = [row for row in table.rows if not only or any(_matches_row(part, row.name, table) for part in only)]
     if not rows:
         raise UsageError(
-            f"no row of {table.name} is named like {' or '.join(only)}: it has {'; '.join(r.name for r in table.rows)}"
+            f"no row of {table.name} matches {' or '.join(only)}; expected one of "
+            f"{'; '.join(row.name for row in table.rows)}"
         )
     varied = {key for row in rows if row.run for key in row.run.get("model", {})}
     fixed = {key for key, value in overrides.get("model", {}).items() if value is not None}
     if conflicts := varied & fixed:
-        raise UsageError(f"{', '.join(sorted(conflicts))} is what the table {table.name} varies; leave it out")
+        raise UsageError(f"the table {table.name} varies {', '.join(sorted(conflicts))}; leave it out")
     metrics = list(dict.fromkeys(column.metric for column in table.columns))
     columns = [column for column in table.columns if column.dataset in datasets]
     others = [name for name in datasets if name not in {column.dataset for column in table.columns}]
@@ -133,19 +256,19 @@ def make_plan(
 
 
 def _matches_row(part: str, name: str, table: PaperTable) -> bool:
-    """Return whether `part` selects a row: by its whole name or last word (m=1, not m=10), or else as any part."""
+    """Return whether `part` selects a row: as its name or last word (m=1, not m=10), else as a substring."""
     exact = [row.name for row in table.rows if part.lower() in (row.name.lower(), row.name.lower().split()[-1])]
     return name in exact if exact else part.lower() in name.lower()
 
 
 def run_folder_name(options: TrainOptions) -> str:
-    """Return the name of a run's directory: backbone, stride where it is not the network's own, head and seed."""
+    """Return the name of a run's directory: backbone, stride if the network is cut, head and seed."""
     cut = "" if options.stride is None else f"-stride{options.stride}{'-all-layers' if options.keep_layers else ''}"
     return f"{_backbone_folder_name(options)}{cut}-{head_name(options.head)}-seed{options.seed}"
 
 
 def _backbone_folder_name(options: TrainOptions) -> str:
-    # Windows forbids the colon of `timm:resnet18`, and rsync and scp take what is before it for a host
+    # Windows forbids the colon of `timm:resnet18`; rsync and scp take it for a host's
     return options.backbone.replace(":", "-")
 
 
@@ -164,26 +287,23 @@ class Estimate:
     """The estimated duration of a run.
 
     Attributes:
-        hours: hours of one GPU.
-        measured: whether the estimate uses the images per second of a finished run of the same backbone and size.
+        hours: hours on one GPU.
+        measured: whether the rate is that of a finished run with the same backbone and input size.
     """
 
     hours: float
     measured: bool
 
 
-def estimate_hours(run: Run, out: Path, size: DatasetSize | None, tflops: float = ASSUMED_TFLOPS) -> Estimate | None:
-    """Return an estimate of a run's duration; None where the size of the data set is unknown.
-
-    The estimate uses the measured rate of a finished run in `out`, or else the backbone's multiply-accumulates at an
-    assumed rate.
+def estimate_hours(run: Run, out: Path, tflops: float) -> Estimate | None:
+    """Return an estimate of a run's duration; None for a data set that the paper does not use.
 
     Args:
         run: the run.
-        out: the folder of all runs.
-        size: size of the data set.
-        tflops: assumed rate in 1e12 floating-point operations per second.
+        out: the folder of all runs, where a finished run may give a measured rate.
+        tflops: rate without a finished run, in 1e12 floating-point operations per second.
     """
+    size = official_size(run.dataset)
     if size is None:
         return None
     val = size.val or size.train // 5
@@ -198,13 +318,8 @@ def estimate_hours(run: Run, out: Path, size: DatasetSize | None, tflops: float 
     return Estimate(flops * num_images / (tflops * 1e12) / 3600, measured=False)
 
 
-def official_size(name: str) -> DatasetSize | None:
-    """Return a data set's official size; None for a data set that the paper does not use."""
-    return dataset_sizes().get(name)
-
-
 def _measured_rate(out: Path, options: TrainOptions) -> float | None:
-    """Return the training images per second of a finished GPU run with the same backbone, input and precision."""
+    """Return the training images per second of a finished GPU run with the same backbone and settings."""
     for path in sorted(out.glob(f"*/{_backbone_folder_name(options)}-*/summary.json")):
         try:
             rate = float(json.loads(path.read_text(encoding="utf-8"))["images_per_second"])
@@ -230,23 +345,21 @@ def _merge_sections(*layers: Sections) -> Sections:
 
 
 def _find_deviations(run: Run) -> list[str]:
-    """Return where a run differs from the paper's run of the same row and seed."""
+    """Return the differences between a run and the paper's run of the same row and seed."""
     stored = run.read_stored_config() if run.is_finished else {}
-    ours = complete_options(stored.get("options") or json.loads(json.dumps(asdict(run.options))))
-    # of a finished run it is known what `auto` stood for
-    ours["precision"] = stored.get("precision", ours["precision"])
     recipe = resolve_recipe(load_recipe("paper"), _merge_sections(run.row.run or {}, {"training": {"seed": run.seed}}))
-    paper = complete_options(json.loads(json.dumps(asdict(recipe.options))))
-    # of the head, only what is not the row's is named
-    pairs = [(key, ours[key], paper[key]) for key in paper if key not in (*MACHINE_OPTIONS, "head")]
-    pairs += [(key, ours["head"][key], paper["head"][key]) for key in paper["head"]]
+    ours, paper = json.loads(json.dumps([stored.get("options") or asdict(run.options), asdict(recipe.options)]))
+    # a finished run knows what `auto` stood for
+    ours["precision"] = stored.get("precision", ours.get("precision"))
+    pairs = [(key, ours.get(key), paper[key]) for key in paper if key not in (*MACHINE_OPTIONS, "head")]
+    pairs += [(key, ours.get("head", {}).get(key), paper["head"][key]) for key in paper["head"]]
     lines = [f"{key} {found} instead of {expected}" for key, found, expected in pairs if found != expected]
     size, data = official_size(run.dataset), stored.get("data")
     if size is not None and isinstance(data, dict):
         classes, train, test = data.get("classes"), data.get("train", 0) + data.get("val", 0), data.get("test")
         if (classes, train, test) != (size.classes, size.train + size.val, size.test):
             lines.append(
-                f"{run.dataset} is {classes} classes, {train:,} images to train and validate on and {test:,} "
-                f"to test instead of {size.classes}, {size.train + size.val:,} and {size.test:,}"
+                f"{run.dataset} has {classes} classes, {train:,} training and validation images and {test:,} test "
+                f"images instead of {size.classes}, {size.train + size.val:,} and {size.test:,}"
             )
     return lines

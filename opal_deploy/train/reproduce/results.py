@@ -1,9 +1,12 @@
-"""Train the unfinished runs of a plan, and read the metrics of the finished ones."""
+"""Train the unfinished runs of a plan; read the metrics of finished ones, and compare them with the paper's.
+
+All numbers are in per cent or percentage points. A mean is over the same columns for ours and the paper's, the paper's
+columns in the plan, and is known once every one of them is.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,13 +20,12 @@ from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.evaluation.parts import CONSISTENCY, STABILITY
 from opal_deploy.evaluation.session import evaluate_session
-from opal_deploy.logs import Progress
+from opal_deploy.logs import Log, Progress
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.train.distributed import is_main_process
 from opal_deploy.train.loop import DivergenceError, fit
+from opal_deploy.train.machine import is_main_process
 from opal_deploy.train.recipe import MACHINE_OPTIONS, Recipe
-from opal_deploy.train.reproduce.paper import Column, MetricName, PaperRow
-from opal_deploy.train.reproduce.plan import Run, TrainingPlan
+from opal_deploy.train.reproduce.plan import Column, MetricName, PaperRow, Run, TrainingPlan
 from opal_deploy.train.resume import describe_differences
 
 PARTS_FILE = "parts.json"
@@ -33,7 +35,7 @@ _PART_METRICS = {"consistency": CONSISTENCY, "stability": STABILITY}
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """The folder of a data set, and the name to read it as; None recognizes it by its files."""
+    """The folder of a data set, and the name to read it as; None recognizes the data set by its files."""
 
     root: Path
     dataset: str | None = None
@@ -66,41 +68,45 @@ def run_plan(
     plan: TrainingPlan,
     sources: Mapping[str, DatasetSource],
     *,
-    report: Progress,
-    log: Callable[[str], None],
+    progress: Progress,
+    log: Log,
 ) -> list[OpalError]:
     """Train the unfinished runs, and measure the parts of finished ones.
 
     Args:
         plan: the plan.
         sources: the source of every data set of the plan.
-        report: called with images done, images in all, and a note.
+        progress: called with images done, all images, and a note.
         log: called with one line at a time.
 
     Returns:
-        The errors of single runs, which did not stop the others.
+        The errors of the runs that failed; the others go on.
 
     Raises:
-        UsageError: a data set is wrong, or has no parts although the table is about nothing else; a finished run was
-            trained with other options.
+        UsageError: a data set is wrong, or has no parts for a table about parts only; a finished run was trained with
+            other options.
         StoppedEarly: the disk is full; the same plan can be resumed.
     """
     metrics = {column.metric for column in plan.columns}
     for run in plan.runs:
-        if run.is_finished:
-            _check_finished_run(run)
+        stored = run.read_stored_config() if run.is_finished else {}
+        if stored and (differences := describe_differences(stored, {"options": asdict(run.options)}, MACHINE_OPTIONS)):
+            raise UsageError(
+                f"{run.folder}: holds a finished run with other options: {'; '.join(differences)}; "
+                "give the same options, another --out, or remove that folder"
+            )
     todo = [run for run in plan.runs if not run.is_finished or _needs_parts(run, metrics)]
     # all data sets are checked before the first run, which takes hours
     data: dict[str, DataSet] = {}
     for name in dict.fromkeys(run.dataset for run in todo):
-        data[name] = dataset = read_dataset(sources[name].root, sources[name].dataset, progress=report)
+        data[name] = dataset = read_dataset(sources[name].root, sources[name].dataset, progress=progress)
         for line in dataset.warnings:
             log(f"warning: {name}: {line}")
         log(f"{name}: read as {dataset.describe()}")
         if metrics <= _PART_METRICS.keys() and not has_parts(dataset):
             raise UsageError(
-                f"{name} ({sources[name].root}): it has no part locations (CUB's parts/part_locs.txt), and the table "
-                f"{plan.table.name} is about nothing else"
+                f"{name} ({sources[name].root}): the table {plan.table.name} needs part locations (CUB's "
+                "parts/part_locs.txt), and there are none; give CUB's folder, or choose another table"
             )
     failures: list[OpalError] = []
     for number, run in enumerate(todo, 1):
@@ -109,7 +115,7 @@ def run_plan(
         log(f"run {number} of {len(todo)}: {name} ({run.folder})")
         recipe = Recipe(run.options, sources[run.dataset].dataset)
         try:
-            fit(dataset, run.options, run.folder, resume=True, recipe=recipe, report=report, log=log)
+            fit(dataset, run.options, run.folder, resume=True, recipe=recipe, progress=progress, log=log)
             if _needs_parts(run, metrics) and has_parts(dataset) and is_main_process():
                 _measure_parts(run, dataset)
         except (DivergenceError, UsageError) as error:
@@ -118,17 +124,8 @@ def run_plan(
     return failures
 
 
-def _check_finished_run(run: Run) -> None:
-    stored = run.read_stored_config()
-    if stored and (differences := describe_differences(stored, {"options": asdict(run.options)}, MACHINE_OPTIONS)):
-        raise UsageError(
-            f"{run.folder}: it holds a finished run of other options: {'; '.join(differences)}; "
-            "give the same options, another --out, or remove that folder"
-        )
-
-
 def collect_metric(plan: TrainingPlan, row: PaperRow, column: Column) -> MeasuredMetric | None:
-    """Return a metric over a row's finished runs; None where no run is finished."""
+    """Return a metric over a row's finished runs; None without any."""
     values, spreads = [], []
     for run in plan.runs:
         if run.row != row or run.dataset != column.dataset or not run.is_finished:
@@ -146,13 +143,10 @@ def collect_metric(plan: TrainingPlan, row: PaperRow, column: Column) -> Measure
 def _read_metric(run: Run, name: MetricName) -> tuple[float | None, float | None]:
     """Return a run's metric and its standard deviation over images, both in per cent."""
     if name in _PART_METRICS:
-        path = run.folder / PARTS_FILE
-        return _read_number(_read_json(path), _PART_METRICS[name], path), None
-    path = run.files.summary
-    summary = _read_json(path)
-    key = {"accuracy": "test_accuracy", "collapse": "spatial_prototype_collapse"}[name]
-    value = _read_number(summary, key, path)
-    spread = _read_number(summary, "spatial_prototype_collapse_std", path) if name == "collapse" else None
+        return _read_json(run.folder / PARTS_FILE).get(_PART_METRICS[name]), None
+    summary = _read_json(run.files.summary)
+    value = summary.get({"accuracy": "test_accuracy", "collapse": "spatial_prototype_collapse"}[name])
+    spread = summary.get("spatial_prototype_collapse_std") if name == "collapse" else None
     return (None if value is None else 100.0 * value), (None if spread is None else 100.0 * spread)
 
 
@@ -169,19 +163,92 @@ def _measure_parts(run: Run, data: DataSet) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON file of a run, empty without such a file."""
     if not path.is_file():
         return {}
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable ({error}); remove its folder and reproduce again") from None
-    if not isinstance(document, dict):
-        raise UsageError(f"{path}: not the metrics of a run; remove its folder and reproduce again")
     return document
 
 
-def _read_number(document: dict[str, Any], name: str, path: Path) -> float | None:
-    value = document.get(name)
-    if value is None or (isinstance(value, int | float) and math.isfinite(value)):
-        return value
-    raise UsageError(f"{path}: {name} is {value!r}, not a finite number; remove its folder and reproduce again")
+@dataclass(frozen=True)
+class Comparison:
+    """Our number and the paper's; None where unknown."""
+
+    ours: float | None
+    paper: float | None
+
+    def __sub__(self, other: Comparison) -> Comparison:
+        return Comparison(_subtract(self.ours, other.ours), _subtract(self.paper, other.paper))
+
+
+@dataclass(frozen=True)
+class MeanDifference:
+    """A mean difference over `count` pairs of rows and columns.
+
+    Attributes:
+        name: what is compared with what.
+        mean: the mean.
+        not_worse: number of differences of at least 0 at the paper's printed digit.
+        count: number of differences.
+    """
+
+    name: str
+    mean: Comparison
+    not_worse: Comparison
+    count: int
+
+
+def compare_cell(plan: TrainingPlan, row: PaperRow, column: Column) -> Comparison:
+    """Return a row's difference to its baseline in a column."""
+    if row.baseline is None:
+        return Comparison(None, None)
+    return _cell(plan, row, column) - _cell(plan, row.baseline, column)
+
+
+def average_columns(plan: TrainingPlan) -> tuple[Column, ...]:
+    """Return the paper's columns in the plan, over which rows are averaged.
+
+    Empty for a single data set, different metrics, and tables without a baseline, where the paper does not average.
+    """
+    columns = tuple(column for column in plan.columns if column in plan.table.columns)
+    comparable = len({column.metric for column in columns}) == 1 and any(row.baseline for row in plan.table.rows)
+    return columns if comparable and len(columns) > 1 else ()
+
+
+def average_row(plan: TrainingPlan, row: PaperRow) -> Comparison:
+    """Return a row's mean over `average_columns`."""
+    return _combine([_cell(plan, row, column) for column in average_columns(plan)], statistics.fmean)
+
+
+def measure_averages(plan: TrainingPlan) -> list[MeanDifference]:
+    """Return the averages of the paper's text, over the columns that are in the plan."""
+    columns = [column for column in plan.columns if column in plan.table.columns]
+    measured = []
+    for average in plan.table.averages:
+        cells = [
+            _cell(plan, row, column) - _cell(plan, other, column) for row, other in average.pairs for column in columns
+        ]
+        not_worse = _combine(cells, lambda values: float(sum(round(value, 1) >= 0 for value in values)))
+        measured.append(MeanDifference(average.name, _combine(cells, statistics.fmean), not_worse, len(cells)))
+    return measured
+
+
+def _cell(plan: TrainingPlan, row: PaperRow, column: Column) -> Comparison:
+    ours, paper = collect_metric(plan, row, column), plan.table.paper_number(row, column)
+    return Comparison(None if ours is None else ours.mean, None if paper is None else paper.mean)
+
+
+def _combine(cells: list[Comparison], combine: Callable[[list[float]], float]) -> Comparison:
+    ours = [cell.ours for cell in cells if cell.ours is not None]
+    paper = [cell.paper for cell in cells if cell.paper is not None]
+    return Comparison(
+        combine(ours) if cells and len(ours) == len(cells) else None,
+        combine(paper) if cells and len(paper) == len(cells) else None,
+    )
+
+
+def _subtract(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a - b

@@ -1,54 +1,148 @@
-"""Settings that a run derives from its machine, and the machine's description in config.json."""
+"""The machine of a run: its processes and devices, precision, workers, and their description in config.json.
+
+Under torchrun every process works on its share of each global batch. Sums over all shares make losses, gradients and
+metrics those of one process with the whole batch. The first process writes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import UsageError
-from opal_deploy.model import backbones
+from opal_deploy.model.backbones import get_library
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.devices import available_cpus
+from opal_deploy.runtime.torch_session import torch_device
 from opal_deploy.train.recipe import TrainingPrecision
 
 # more processes than this only wait for one GPU
 _MAX_WORKERS = 8
 
 
+def is_main_process() -> bool:
+    """Return whether this process prints and writes; known before the processes join."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """The processes of one run.
+
+    Attributes:
+        device: the device that this process computes on.
+        rank: this process, 0 ... size-1.
+        size: the number of processes.
+    """
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        """Return each value summed over all processes, in float64."""
+        if self.size == 1:
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        distributed.all_reduce(sums)
+        return [float(value) for value in sums.tolist()]
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
+
+    def broadcast_buffers(self, module: nn.Module) -> None:
+        """Give every process the first one's buffers (running batch statistics)."""
+        if self.size > 1:
+            for buffer in module.buffers():
+                distributed.broadcast(buffer, 0)
+
+    def barrier(self) -> None:
+        """Wait until every process has reached this call."""
+        if self.size > 1:
+            distributed.barrier()
+
+    def wrap_ddp(self, network: nn.Module) -> nn.Module:
+        """Return the network for training: with several processes, gradients are averaged over them."""
+        if self.size == 1:
+            return network
+        devices = [self.device] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(network, device_ids=devices)
+
+
+@contextlib.contextmanager
+def join_process_group(device: str) -> Iterator[ProcessGroup]:
+    """Yield the group of all processes that torchrun started, or of this process only.
+
+    Args:
+        device: `auto`, `cpu`, `cuda` or `cuda:1`; with several processes each takes the GPU of its local rank.
+
+    Raises:
+        UsageError: no such device, or fewer GPUs than processes.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield ProcessGroup(torch_device(device))
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    chosen = torch_device(device)
+    if chosen.type == "cuda":
+        if device not in ("auto", "cuda"):
+            raise UsageError(f"device {device!r} for {size} processes: give cuda, and each takes a GPU of its own")
+        if local_rank >= torch.cuda.device_count():
+            raise UsageError(
+                f"{local_rank + 1} processes or more on this machine, which has {torch.cuda.device_count()} GPUs; "
+                "start one per GPU (torchrun --nproc-per-node)"
+            )
+        chosen = torch.device("cuda", local_rank)
+        torch.cuda.set_device(chosen)
+    distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield ProcessGroup(chosen, distributed.get_rank(), distributed.get_world_size())
+    finally:
+        distributed.destroy_process_group()
+
+
 def default_num_workers(device: torch.device, cached: bool) -> int:
     """Return the number of processes that prepare images.
 
-    On a CPU none where images are cached: augmenting is a few per cent of an epoch, and processes would take the
+    On a CPU none where images are cached: augmenting takes a few per cent of an epoch, and processes would take the
     network's cores; otherwise one, which prefetches. On a GPU all cores but one, at most 8. None where a process would
     import the caller's script, which then would train again unless the call is under `if __name__ == "__main__":`.
     """
-    if _spawns_processes() and "opal_deploy.cli" not in sys.modules:
+    # macOS and Windows spawn; asking for the start method must not set it, and the first one listed is the default
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method != "fork" and "opal_deploy.cli" not in sys.modules:
         return 0
     if device.type == "cpu":
         return 0 if cached or available_cpus() == 1 else 1
     return max(1, min(available_cpus() - 1, _MAX_WORKERS))
 
 
-def _spawns_processes() -> bool:
-    """Return whether a new process imports the main module again (macOS, Windows); changes no setting."""
-    # the first is the default
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    return method != "fork"
-
-
 def set_tf32(enabled: bool) -> None:
-    """Allow TF32 in float32 arithmetic, or forbid it, which overrides PyTorch's own defaults."""
+    """Allow or forbid TF32 in float32 arithmetic, whatever PyTorch's own defaults."""
     torch.set_float32_matmul_precision("high" if enabled else "highest")
     torch.backends.cudnn.allow_tf32 = enabled
 
@@ -111,11 +205,11 @@ def check_batch_norm(network: OpalNetwork, local_batch: int) -> None:
 
 
 def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
-    """Return where the backbone's first weights came from, the sha256 of their file, and what their makers say."""
+    """Return the origin of the backbone's initial weights, the sha256 of their file, and its library's details."""
     if weights is None:
         return {"origin": "random"}
     name = network.config.backbone
-    library = backbones.get_library(name)
+    library = get_library(name)
     path = Path(weights) if Path(weights).is_file() else library.find_downloaded(name, weights)
     details = library.get_pretrained_config(name, weights).details
     return {
