@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from opal_deploy.inference.api import Model, load
     from opal_deploy.inference.infer import InferenceRun, run_inference
     from opal_deploy.inference.service import Service
-    from opal_deploy.records import to_coco, to_label_studio, to_pandas
+    from opal_deploy.records import json_schema, to_coco, to_label_studio, to_pandas
     from opal_deploy.records.record import Record
-    from opal_deploy.records.schema import json_schema
     from opal_deploy.train.api import train_model
 
 __all__ = [
@@ -68,7 +67,7 @@ _LAZY = {
     "load": "opal_deploy.inference.api",
     "Service": "opal_deploy.inference.service",
     "Record": "opal_deploy.records.record",
-    "json_schema": "opal_deploy.records.schema",
+    "json_schema": "opal_deploy.records",
     "to_coco": "opal_deploy.records",
     "to_label_studio": "opal_deploy.records",
     "to_pandas": "opal_deploy.records",

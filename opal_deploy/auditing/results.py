@@ -80,10 +80,18 @@ def read_numbered_records(path: Path) -> Iterator[tuple[int, Record | None]]:
     Raises:
         UsageError: the file cannot be read.
     """
+    for line_number, _, record in _read_lines(path):
+        yield line_number, record
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, int, Record | None]]:
+    """Yield line numbers with their offsets and records; see `read_numbered_records`."""
+    offset = 0
     try:
         with path.open("rb") as stream:
-            for line_number, (_, line) in enumerate(_read_lines(stream), 1):
-                yield line_number, parse_record(line)
+            for line_number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE), b""), 1):
+                yield line_number, offset, parse_record(line)
+                offset += len(line)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
 
@@ -106,24 +114,15 @@ class RecordIndex:
         self._offsets: dict[str, int] = {}
         self._later_offsets: dict[str, list[int]] = {}
         self.unnamed = 0
-        try:
-            with path.open("rb") as stream:
-                for line_number, (offset, line) in enumerate(_read_lines(stream), 1):
-                    record = parse_record(line)
-                    if record is None:
-                        raise UsageError(f"{path}: line {line_number} is not a whole record; the file is damaged")
-                    self._add(record["image"], offset)
-            self._stream = path.open("rb")
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
-
-    def _add(self, name: str | None, offset: int) -> None:
-        if name is None:
-            self.unnamed += 1
-        elif name in self._offsets:
-            self._later_offsets.setdefault(name, []).append(offset)
-        else:
-            self._offsets[name] = offset
+        for line_number, offset, record in _read_lines(path):
+            if record is None:
+                raise UsageError(f"{path}: line {line_number} is not a whole record; the file is damaged")
+            name = record["image"]
+            if name is None:
+                self.unnamed += 1
+            elif self._offsets.setdefault(name, offset) != offset:
+                self._later_offsets.setdefault(name, []).append(offset)
+        self._stream = path.open("rb")
 
     def count(self, name: str) -> int:
         """Return the number of records with a name."""
@@ -149,13 +148,6 @@ class RecordIndex:
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
-
-
-def _read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    offset = 0
-    while line := stream.readline(_MAX_LINE):
-        yield offset, line
-        offset += len(line)
 
 
 class _SpooledImage(NamedTuple):
@@ -261,12 +253,7 @@ def locate(name: str, root: Path) -> Path | RemoteFile:
 def find_container(record: Record, root: Path) -> str | None:
     """Return the archive, folder or list that a record's image belongs to or stands for, as named in the record.
 
-    Args:
-        record: the record.
-        root: the folder that its name is relative to.
-
-    Returns:
-        The container's name; None for an image with its own file, even a missing one.
+    None for an image with its own file below `root`, even a missing one.
     """
     name = record["image"]
     if not isinstance(name, str):

@@ -174,11 +174,7 @@ def _describe(
         builder={"name": library.name, "version": library.version, "cuda": library.cuda, "platform": platform_name()},
         target={"sm": target.sm, "gpu": target.gpu.name if target.gpu else None, "current": target.current},
         options=options.to_dict(),
-        onnx={
-            "file": onnx_input.name,
-            "sha256": onnx_input.metadata.file_sha256,
-            "graph": onnx_input.graph_sha256,
-        },
+        onnx={"file": onnx_input.name, "sha256": onnx_input.metadata.file_sha256, "graph": onnx_input.graph_sha256},
         key=key,
         built={
             "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

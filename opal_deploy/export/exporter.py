@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import onnxruntime
@@ -42,8 +42,7 @@ from opal_deploy.triton.repository import Repository
 NOT_VERIFIED = "exported with --no-verify"
 
 
-@dataclass(frozen=True)
-class StagedOnnx:
+class StagedOnnx(NamedTuple):
     """An ONNX file that passed its gate and still has a temporary name."""
 
     exported: ExportedOnnx
@@ -173,15 +172,15 @@ def _find_kept_files(source: ExportSource, targets: ExportTargets, options: Expo
     if options.overwrite:
         return {}
     kept = {}
-    for precision, path in targets.onnx.items():
-        if path.exists():
-            try:
-                metadata = onnx_file.read_metadata(path)
-                onnx_file.check_digest(path, metadata)
-            except ArtifactError:
-                raise _in_the_way(path, "not an exported file, or a damaged one") from None
-            _check_same(path, metadata, source, precision, options)
-            kept[precision] = metadata
+    existing = {precision: path for precision, path in targets.onnx.items() if path.exists()}
+    for precision, path in existing.items():
+        try:
+            metadata = onnx_file.read_metadata(path)
+            onnx_file.check_digest(path, metadata)
+        except ArtifactError:
+            raise _in_the_way(path, "not an exported file, or a damaged one") from None
+        _check_same(path, metadata, source, precision, options)
+        kept[precision] = metadata
     if targets.engines is not None and not options.rebuild and len(kept) < len(targets.onnx):
         *_, (precision, path) = targets.onnx.items()
         _check_engines(targets.engines, path, source, precision, options)

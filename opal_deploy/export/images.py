@@ -75,13 +75,7 @@ class ImagePool:
     def __init__(
         self, input_size: tuple[int, int], photographs: Iterable[Photograph] = (), place: str | None = None
     ) -> None:
-        """Make a pool; nothing is read yet.
-
-        Args:
-            input_size: (H0, W0) of the model.
-            photographs: in their order; those that cannot be read are passed over.
-            place: where the photographs are; None for creatures.
-        """
+        """Make a pool; photographs are read when they are asked for, and skipped if they cannot be."""
         self.input_size = input_size
         self.place = place
         self._pixels: list[Pixels] = []
@@ -134,11 +128,7 @@ class ImageChoice:
 
 
 def choose_images(
-    metadata: Metadata,
-    options: ExportOptions,
-    *,
-    calibrate: bool,
-    torchvision: bool = True,
+    metadata: Metadata, options: ExportOptions, *, calibrate: bool, torchvision: bool = True
 ) -> ImageChoice:
     """Choose the images to verify on and, for int8, those to calibrate with.
 
@@ -146,11 +136,7 @@ def choose_images(
     is still there, validation images first, else those of `options.calibrate` that are left, else creatures.
     Calibration takes those of `options.calibrate`, else training images.
 
-    Args:
-        metadata: metadata of the model: input size, classes, record of the training run.
-        options: the folders.
-        calibrate: whether int8 is made.
-        torchvision: whether data sets that torchvision reads may be read, which imports torch.
+    Without `torchvision`, data sets that torchvision reads, which imports torch, are left out.
 
     Raises:
         UsageError: a folder is missing or has too few readable images.

@@ -156,8 +156,7 @@ class ExportOptions(CheckpointOptions, EngineOptions):
         StrPath | None, Option("File to write; with --trt a folder.", default="beside the source", cli=Path)
     ] = None
     precision: Annotated[
-        Precision | None,
-        Option("Precision of the body; the head stays float32.", default="fp32; fp16 with --trt"),
+        Precision | None, Option("Precision of the body; the head stays float32.", default="fp32; fp16 with --trt")
     ] = None
     calibrate: Annotated[
         StrPath | None,

@@ -95,10 +95,7 @@ def find_evidence(
     """Return the evidence of each image for one class, predicted or not.
 
     Args:
-        outputs: outputs of N images.
         class_ids: int64 [N]; classes that the model lists, if it lists only the best.
-        geometries: sizes and crops of the N images.
-        metadata: the model's metadata.
         norms: float64 [N], from `TopClasses`; None: computed.
 
     Raises:
@@ -120,16 +117,11 @@ def find_evidence(
 
 
 def contributions(blocks: DoubleArray, distance: str) -> DoubleArray | None:
-    """Return the contribution of each slot of a class to its logit.
+    """Return the contribution of each slot of a class to its logit, from the embedding's entries: float64 [..., m].
 
-    Args:
-        blocks: float64 [..., m], the embedding's entries in the class's block.
-        distance: the head's distance.
-
-    Returns:
-        float64 [..., m]. They add up to the cosine <z, a_c> for l2, to the block's share of the distance for l1 and kl,
-        and to its share of the cubed distance for l3 (smaller is closer for these three). None for linf and tropical,
-        where one extreme entry decides.
+    They add up to the cosine <z, a_c> for l2, to the block's share of the distance for l1 and kl, and to its share of
+    the cubed distance for l3 (smaller is closer for these three). None for linf and tropical, where one extreme entry
+    decides.
     """
     anchor = 1.0 / math.sqrt(blocks.shape[-1])
     values: DoubleArray | None = None

@@ -108,12 +108,7 @@ def readable_name(image: str | None) -> str:
 
 
 def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class: int) -> SlotNames:
-    """Read a file of slot names.
-
-    Args:
-        path: the TOML file.
-        class_names: the model's classes.
-        prototypes_per_class: m; slots are 0 ... m-1.
+    """Return the names in a TOML file for slots of a model with these classes.
 
     Raises:
         UsageError: the file cannot be read or is not TOML, a class or slot is not the model's, or a name is not text.

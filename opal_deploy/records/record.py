@@ -145,15 +145,11 @@ def build_records(
     min_margin: float | None = None,
     slot_names: SlotNames | None = None,
 ) -> list[Record]:
-    """Return the records of N images.
+    """Return the records of N images, in the order of the outputs, whose logits are all finite.
 
     Args:
-        images: N images, in the order of the outputs.
-        outputs: outputs of the N images; every logit is finite.
-        metadata: the model's metadata.
         top: number of classes to list, or all that the model lists.
         min_margin: margin below which the status is `abstained`; None: never.
-        slot_names: names of slots.
     """
     best = find_top_classes(outputs, metadata, max(top, 2))
     all_answers = _build_answers(best, metadata)

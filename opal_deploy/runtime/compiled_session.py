@@ -82,9 +82,7 @@ class CompiledSession:
         """Load a checkpoint and run the eager network on the test images; batch sizes are compiled when added.
 
         Args:
-            source: a file, or a loaded checkpoint.
-            device: `cpu`, `cuda` or `cuda:N`, as the class requires.
-            threads: PyTorch's threads in this process; None leaves their number.
+            source, device, threads: see `TorchSession`; a device as the class requires.
             precision: precision of the backbone, as the exporter casts it: fp32, fp16 or bf16; None: the class's
                 default.
 
@@ -130,20 +128,18 @@ class CompiledSession:
         """
         check_batch(images, self.metadata)
         self._ensure_size(len(images))
-        largest = max(self._programs)
-        parts = [images[start : start + largest] for start in range(0, len(images), largest)]
-        return Outputs.concatenate([self._run_padded(part) for part in parts])
+        largest, parts = max(self._programs), []
+        for start in range(0, len(images), largest):
+            part = images[start : start + largest]
+            rows = _choose_size(self._programs, len(part))
+            blank = np.zeros((rows - len(part), *images.shape[1:]), np.uint8)
+            filled = np.concatenate([part, blank]) if len(blank) else part
+            parts.append(self._compute(self._programs[rows], filled).rows(0, len(part)))
+        return Outputs.concatenate(parts)
 
     def _ensure_size(self, images: int) -> None:
         if not self._programs:
             self.add_batch_size(images)
-
-    def _run_padded(self, images: ImageBatch) -> Outputs:
-        rows = _choose_size(self._programs, len(images))
-        if len(images) < rows:
-            blank = np.zeros((rows - len(images), *images.shape[1:]), np.uint8)
-            return self._compute(self._programs[rows], np.concatenate([images, blank])).rows(0, len(images))
-        return self._compute(self._programs[rows], images)
 
     def _compute(self, program: Program, images: ImageBatch) -> Outputs:
         """Run a program on a batch of its size and wait for the outputs."""

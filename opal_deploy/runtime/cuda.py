@@ -190,11 +190,10 @@ class Cuda:
     def _check(self, function: str, error: Any) -> None:
         """Raise the error of a call that failed."""
         if int(error) != 0:
-            text = self._error_text(error)
+            failure = f"CUDA device {self.index}: {function} failed: {self._error_text(error)}"
             if int(error) == _OUT_OF_MEMORY:
-                raise OutOfMemory(f"CUDA device {self.index}: {function} failed: {text}; free memory on that GPU")
-            hint = "see `opal-deploy doctor`"
-            raise StoppedEarly(f"CUDA device {self.index}: {function} failed: {text} ({int(error)}); {hint}")
+                raise OutOfMemory(f"{failure}; free memory on that GPU")
+            raise StoppedEarly(f"{failure} ({int(error)}); see `opal-deploy doctor`")
 
     def _error_text(self, error: Any) -> str:
         _, text = self._cuda.cudaGetErrorString(error)
@@ -285,15 +284,13 @@ def parse_cuda_options(texts: Sequence[str]) -> CudaOptions:
     Raises:
         UsageError: another form, an unknown name or value, or a name given twice.
     """
-    known = {field.name: field for field in fields(CudaOptions)}
+    known = [field.name for field in fields(CudaOptions)]
     values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if name not in known or not equals:
-            raise UsageError(
-                f"--ort-option {text!r}: expected NAME=VALUE with a name of {', '.join(known)}"
-                f"{suggest_names(name, list(known))}"
-            )
+            expected = f"expected NAME=VALUE with a name of {', '.join(known)}"
+            raise UsageError(f"--ort-option {text!r}: {expected}{suggest_names(name, known)}")
         choices: Sequence[str] = _SEARCHES if name == "cudnn_conv_algo_search" else tuple(_FLAGS)
         if value not in choices:
             raise UsageError(f"--ort-option {text!r}: {name} is one of {', '.join(choices)}")

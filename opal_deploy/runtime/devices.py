@@ -14,7 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from opal_deploy.errors import UsageError
 
@@ -184,16 +184,10 @@ def _read_gpus() -> Driver:
         except pynvml.NVMLError:
             lost.append(str(index))
             continue
-        memory = _read(functools.partial(_total_memory, handle))
-        gpus.append(Gpu(index, name, memory, (capability[0], capability[1])))
+        memory = _read(functools.partial(pynvml.nvmlDeviceGetMemoryInfo, handle))
+        gpus.append(Gpu(index, name, memory and int(memory.total), (capability[0], capability[1])))
     problem = f"GPU {', '.join(lost)} does not answer (lost, or no permission)" if lost else ""
     return Driver(version, cuda, tuple(gpus), problem or ("" if gpus else "the NVIDIA driver lists no GPU"))
-
-
-def _total_memory(handle: Any) -> int:
-    import pynvml
-
-    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
 
 
 def _read(function: Callable[[], T]) -> T | None:

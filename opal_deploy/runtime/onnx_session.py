@@ -26,15 +26,7 @@ import numpy as np
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, TensorSpec, tensor_specs
-from opal_deploy.errors import (
-    ArtifactError,
-    OpalError,
-    OutOfMemory,
-    StoppedEarly,
-    UsageError,
-    first_line,
-    require,
-)
+from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, first_line, require
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda import Cuda, CudaOptions, Stream, load_cuda_libraries
 from opal_deploy.runtime.devices import available_cpus, find_gpu_problem, parse_device, read_driver
@@ -159,22 +151,19 @@ class OnnxSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        return self._run(self.prepare_input(images))
+        return self.run_normalised(self.prepare_input(images))
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         """See `StagedSession.run_staged`; normalisation by numpy is in none of the stages."""
         feed = self.prepare_input(images)
         start = time.perf_counter()
-        outputs = self._run(feed)
+        outputs = self.run_normalised(feed)
         return outputs, BatchTimes(None, time.perf_counter() - start, None)
 
-    def run_normalised(self, images: FloatArray) -> Outputs:
-        """Run float32 [N, 3, H0, W0], already normalised; only for a graph whose input is float32."""
-        return self._run(images)
-
-    def _run(self, feed: np.ndarray[Any, Any]) -> Outputs:
-        with translate_errors(len(feed)):
-            return Outputs.from_arrays(dict(zip(self.metadata.outputs, self._run_cpu(feed), strict=True)))
+    def run_normalised(self, images: np.ndarray[Any, Any]) -> Outputs:
+        """Run the graph's own input, see `prepare_input`."""
+        with translate_errors(len(images)):
+            return Outputs.from_arrays(dict(zip(self.metadata.outputs, self._run_cpu(images), strict=True)))
 
     def prepare_input(self, images: ImageBatch) -> np.ndarray[Any, Any]:
         """Return the graph's input for images: the images, or float32 [N, 3, H0, W0] normalised."""

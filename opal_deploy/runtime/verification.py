@@ -68,13 +68,8 @@ def compare_outputs(
 ) -> Comparison:
     """Compare a candidate's outputs with the reference, on the reference's images.
 
-    Args:
-        reference: images with the outputs to reproduce.
-        candidate: outputs on the same images.
-        metadata: of the model.
-        gate: the largest differences.
-        confidence: refuse the share of the predicted classes' cells only where it is shown, at this confidence, to be
-            too small; None: refuse every share that is too small.
+    With a confidence the share of the predicted classes' cells is refused only where it is shown, at this confidence,
+    to be too small; without one every share that is too small is refused.
     """
     expected = reference.outputs
     failures = _shape_failures(expected, candidate, metadata)
@@ -146,17 +141,9 @@ def _compare_evidence(
     listed: Any = True,
     confidence: float | None = None,
 ) -> Comparison:
-    """Compare outputs with scores.
+    """Compare outputs with scores: of all classes, with cosines `after` [N, C] and predicted classes [N].
 
-    Args:
-        reference: the reference.
-        candidate: outputs of all classes.
-        after: float64 [N, C], the candidate's cosines.
-        predicted: int [N], the candidate's classes.
-        metadata: of the model.
-        gate: the largest differences.
-        listed: bool [N, K], the channels whose cells are compared; True: all.
-        confidence: see `compare_outputs`.
+    Only the cells of the channels `listed`, bool [N, K], are compared; True: all.
     """
     expected = reference.outputs
     logit, logit_failure = _logits(expected.logits, candidate.logits, gate)
@@ -283,9 +270,7 @@ def _classes_failure(different: int) -> str:
 def verify_test_vectors(session: Session, origin: str) -> Comparison:
     """Run the test vectors that a model carries and compare the outputs with the stored ones.
 
-    Args:
-        session: the loaded model.
-        origin: names the file in errors.
+    `origin` names the file in errors.
 
     Raises:
         ArtifactError: the model carries no vectors.

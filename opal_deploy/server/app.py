@@ -49,12 +49,7 @@ _PAGE_HEADERS = {
 
 
 def create_app(state: ServerState, *, draw_workers: int = 2) -> ASGIApp:
-    """Return the application.
-
-    Args:
-        state: shared by all requests.
-        draw_workers: images drawn concurrently.
-    """
+    """Return the application; it draws at most `draw_workers` images concurrently."""
     people, v2 = _PageHandlers(state, draw_workers), _ProtocolHandlers(state)
     models = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
     routes = [
@@ -166,15 +161,8 @@ class _PageHandlers:
 
     async def page(self, request: Request) -> Response:
         template = Environment(autoescape=True).from_string((_FILES / "page.html.jinja").read_text("utf-8"))
-        models = [
-            {
-                "name": model.name,
-                "classes": f"{model.metadata.num_classes:,}",
-                "format": _PAGE_FORMATS[model.metadata.evidence],
-            }
-            for model in self._state.models
-        ]
-        return Response(template.render(models=models), headers=_PAGE_HEADERS, media_type="text/html")
+        html = template.render(models=self._state.models, formats=_PAGE_FORMATS)
+        return Response(html, headers=_PAGE_HEADERS, media_type="text/html")
 
     async def style(self, request: Request) -> Response:
         return Response((_FILES / "page.css").read_bytes(), headers=_PAGE_HEADERS, media_type="text/css")

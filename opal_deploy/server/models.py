@@ -42,16 +42,7 @@ _PLATFORMS = {ONNX_SUFFIX: "onnxruntime_onnx", ENGINE_SUFFIX: "tensorrt_plan"}
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model with its service.
-
-    Attributes:
-        name: in URLs.
-        path: of the model file.
-        sessions: one per device.
-        options: how images are decoded, batched and predicted.
-        service: classifies images as they arrive.
-        drawings: draws overlays and sheets.
-    """
+    """A model file under its name in URLs, with one session per device, its service, and what draws its evidence."""
 
     name: str
     path: Path
@@ -169,11 +160,7 @@ class ServerState:
     """What all requests share.
 
     Attributes:
-        options: of the server.
         models: in the order of the command line.
-        admission: admits requests.
-        metrics: counts requests and answers.
-        log: has one line per request.
         token: that clients must send; None: no token is needed.
         problem: why no requests should be sent here; empty while the server is healthy.
         failed: whether only a restart can help.
@@ -222,16 +209,13 @@ class _Observer(ServiceObserver):
         self._state, self._model = state, model
 
     def prepared(self, seconds: float) -> None:
-        """See `ServiceObserver.prepared`."""
         self._state.metrics.stage_seconds.labels(self._model, "prepare").observe(seconds)
 
     def batch_began(self, waited: Sequence[float]) -> None:
-        """See `ServiceObserver.batch_began`."""
         metrics = self._state.metrics
         metrics.batch_images.labels(self._model).observe(len(waited))
         for seconds in waited:
             metrics.stage_seconds.labels(self._model, "queue").observe(seconds)
 
     def device_lost(self, error: StoppedEarly) -> None:
-        """See `ServiceObserver.device_lost`."""
         self._state.problem, self._state.failed = str(error), True

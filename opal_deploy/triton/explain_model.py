@@ -50,20 +50,18 @@ class TensorModelSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        check_batch(images, self.metadata)
-        starts = range(0, len(images), self._max_batch)
-        return Outputs.concatenate([self._run(images[start : start + self._max_batch]) for start in starts])
-
-    def _run(self, images: ImageBatch) -> Outputs:
         metadata = self.metadata
-        if metadata.input_kind == "float32":
-            arrays = self._infer(normalise(images, metadata.mean, metadata.std))
-        else:
-            arrays = self._infer(np.ascontiguousarray(images))
-        # in Triton every tensor has a dimension beside N
-        return Outputs.from_arrays({
-            name: array.reshape(-1) if name == "score_norm" else array for name, array in arrays.items()
-        })  # fmt: skip
+        check_batch(images, metadata)
+        parts = []
+        for start in range(0, len(images), self._max_batch):
+            part = np.ascontiguousarray(images[start : start + self._max_batch])
+            as_float = metadata.input_kind == "float32"
+            arrays = dict(self._infer(normalise(part, metadata.mean, metadata.std) if as_float else part))
+            if "score_norm" in arrays:
+                # in Triton every tensor has a dimension beside N
+                arrays["score_norm"] = arrays["score_norm"].reshape(-1)
+            parts.append(Outputs.from_arrays(arrays))
+        return Outputs.concatenate(parts)
 
 
 class Explainer:
@@ -120,8 +118,8 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         folder = Path(args["model_repository"]) / args["model_version"]
-        metadata = read_metadata(folder / METADATA_FILE)
-        options = parse_options(parameters, int(config["max_batch_size"]))
+        metadata = _read_metadata(folder / METADATA_FILE)
+        options = _parse_options(parameters, int(config["max_batch_size"]))
         raise_pillow_limit(options.max_pixels)
         self._model, self._version = parameters[TENSOR_MODEL], int(args["model_version"])
         # records do not need the attention maps, which are large
@@ -167,11 +165,7 @@ class TritonPythonModel:
         return self._backend.InferenceResponse(output_tensors=[self._backend.Tensor(RECORD, lines)])
 
     def _infer(self, images: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return the tensor model's outputs.
-
-        Raises:
-            StoppedEarly: the model is not loaded, or failed.
-        """
+        """Return the tensor model's outputs; raise StoppedEarly if the model is not loaded, or failed."""
         backend = self._backend
         response = backend.InferenceRequest(
             model_name=self._model,
@@ -187,12 +181,7 @@ class TritonPythonModel:
         return {name: tensor.as_numpy() for name, tensor in tensors.items()}
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Return the metadata that `export --triton` wrote beside model.py.
-
-    Raises:
-        ArtifactError: the file is missing, damaged, or of another schema.
-    """
+def _read_metadata(path: Path) -> Metadata:
     try:
         text = path.read_text("utf-8")
     except OSError as error:
@@ -202,12 +191,8 @@ def read_metadata(path: Path) -> Metadata:
     return Metadata.from_json(text, str(path))
 
 
-def parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOptions:
-    """Return the options in the parameters of config.pbtxt, which may have been edited by hand.
-
-    Raises:
-        UsageError: a parameter is missing or invalid.
-    """
+def _parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOptions:
+    """Return the options in the parameters of config.pbtxt, which may have been edited by hand."""
 
     def parse(name: str, convert: Callable[[str], Any], expected: str) -> Any:
         text = parameters.get(name, "")

@@ -15,7 +15,7 @@ from opal_deploy.inference.sources.annotations import read_boxes
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.records import label_config, tables, to_coco, to_label_studio
 from opal_deploy.records.record import error_record
-from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, to_table, write_table
+from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, write_table
 
 ANSWER = {
     "class_id": 1,
@@ -137,22 +137,17 @@ def test_formats_are_checked_before_the_run(monkeypatch):
 
 
 def test_pandas_has_a_row_an_image_or_a_row_a_slot():
-    columns, rows = to_table([OK, FAILED])
-    assert columns == [*COLUMNS, *LISTS]
-    assert [row["prediction"] for row in rows] == [LABEL, None]
-    assert [row["image_sha256"] for row in rows] == ["0" * 64, None]
-    columns, rows = to_table(RECORDS, "evidence")
-    assert [[row[name] for name in ("slot", "row", "col", "x0", "name")] for row in rows] == [
-        [0, 0, 1, 50.0, None],
-        [1, 3, 3, 150.0, "beak"],
-    ]
-    # each column once
-    assert all(sorted(row) == sorted(columns) for row in rows)
     pytest.importorskip("pandas")
     frame = opal_deploy.to_pandas([OK, FAILED])
     assert list(frame.columns) == [*COLUMNS, *LISTS]
-    assert frame["margin"].tolist()[0] == 0.25
-    assert opal_deploy.to_pandas([OK], "evidence")["name"].tolist()[1:] == ["beak"]
+    assert [frame["prediction"][0], frame["image_sha256"][0], frame["margin"][0]] == [LABEL, "0" * 64, 0.25]
+    assert frame.loc[1, ["prediction", "image_sha256", "margin"]].isna().all()
+    slots = opal_deploy.to_pandas(RECORDS, "evidence")
+    assert slots.columns.is_unique
+    assert slots[["image", "slot", "row", "col", "x0"]].to_numpy().tolist() == [
+        [OK["image"], 0, 0, 1, 50.0], [OK["image"], 1, 3, 3, 150.0],
+    ]  # fmt: skip
+    assert slots["name"].tolist()[1:] == ["beak"]
     assert len(opal_deploy.to_pandas([])) == 0
 
 
