@@ -142,11 +142,7 @@ def check_engine(engine: Path) -> Sidecar:
 
 
 def write_sidecar(engine: Path, sidecar: Sidecar) -> None:
-    """Write a sidecar beside its engine.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Write a sidecar beside its engine; raise UsageError if that fails."""
     with atomic_write(sidecar_path(engine)) as temporary:
         temporary.write_text(sidecar.to_json(), "utf-8")
 

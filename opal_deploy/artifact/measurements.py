@@ -50,24 +50,20 @@ _CHANGES = {"JPEG quality 75": "JPEG (quality 75)", "horizontal flip": "mirrorin
 class Calibration:
     """The temperature of a model and how well calibrated it made the predictions, or the reason why there is none.
 
-    Figures without `_uncalibrated` are cross-fitted: each fifth of the images is measured with the temperature fitted
-    on the other four; `temperature` is fitted on all. Training also chose the best epoch on these images, so that new
-    ones may do a little worse.
+    Figures are cross-fitted, those of `_uncalibrated` at temperature 1: each fifth of the images is measured with the
+    temperature fitted on the other four; `temperature` is fitted on all. Training also chose the best epoch on these
+    images, so that new ones may do a little worse.
 
     Attributes:
         images: validation images of the fit.
         temperature: T, over 0; None where it was not fitted.
         reason: why it was not fitted; empty if it was.
         accuracy: share of correct predictions, 0 ... 1, the same for every temperature.
-        nll: mean of -log(probability of the label), in nats.
-        nll_uncalibrated: `nll` at temperature 1.
-        ece: expected calibration error of the predicted class's probability, 0 ... 1 (`evaluation.calibration`).
-        ece_uncalibrated: `ece` at temperature 1.
+        nll, nll_uncalibrated: mean of -log(probability of the label), in nats.
+        ece, ece_uncalibrated: expected calibration error of the predicted class's probability, 0 ... 1.
         ece_perfect: mean error that the same probabilities would show if they were exactly right.
-        bins: bins of the expected calibration error.
-        folds: folds of the cross-fitting.
-        split: split of the data set.
-        method: `temperature`.
+        bins, folds: number of the calibration error's bins and of the cross-fitting's folds.
+        split, method: the data set's split; `temperature`.
     """
 
     images: int

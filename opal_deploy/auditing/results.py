@@ -39,11 +39,7 @@ def is_results(path: Path) -> bool:
 
 
 def find_results(path: Path) -> Path:
-    """Return the results.jsonl of a path: the file itself, or the one in that folder.
-
-    Raises:
-        UsageError: no such file.
-    """
+    """Return the results.jsonl of a path: the file itself, or the one in that folder; raise UsageError without one."""
     results = path / RESULTS if path.is_dir() else path
     if not results.is_file():
         raise UsageError(f"{results}: no such file; expected results.jsonl of `opal-deploy infer`, or its folder")
@@ -172,11 +168,7 @@ class RecordSources:
     """
 
     def __init__(self, items: Iterable[Item] = (), records: Iterable[Record] | None = None) -> None:
-        """Keep the images that `records` may match; None: all.
-
-        Raises:
-            UsageError: no room for the images of a compressed tar.
-        """
+        """Keep the images that `records` may match (None: all); UsageError without room for a compressed tar's."""
         wanted = None if records is None else list(records)
         names = None if wanted is None else {record["image"] for record in wanted}
         indices = None if wanted is None else {record.get("image_index") for record in wanted}
@@ -209,10 +201,10 @@ class RecordSources:
             offset = self._spool.seek(0, io.SEEK_END)
             self._spool.write(content)
         except OSError as error:
-            reason = (
-                f"{tempfile.gettempdir()}: images of a compressed tar cannot be kept here ({error.strerror or error})"
-            )
-            raise UsageError(f"{reason}; set TMPDIR to a folder with room, or unpack the tar") from None
+            raise UsageError(
+                f"{tempfile.gettempdir()}: images of a compressed tar cannot be kept here ({error.strerror or error}); "
+                "set TMPDIR to a folder with room, or unpack the tar"
+            ) from None
         return _SpooledImage(self._spool, offset, len(content))
 
     def _find(self, record: Record) -> Item | None:

@@ -89,11 +89,7 @@ def export(source: ExportSource, targets: ExportTargets, options: ExportOptions 
 def _stage_first_to_pass(
     stack: ExitStack, candidate: ExportCandidate, path: Path, options: ExportOptions
 ) -> StagedOnnx:
-    """Stage a candidate, or the first of its refinements that passes its gate.
-
-    Raises:
-        VerificationError: none passes; the error is the last one's.
-    """
+    """Stage a candidate, or the first of its refinements that passes its gate; if none does, raise the last error."""
     refused: VerificationError | None = None
     for attempt in refine_precision(candidate):
         if refused is not None:
@@ -205,10 +201,9 @@ def _check_engines(
 
 
 def check_repository(repository: Repository, source: ExportSource, options: ExportOptions) -> None:
-    """Check, before the export, that models in a Triton repository may stay or be replaced.
+    """Raise UsageError, before the export, for models of another source or options in a Triton repository.
 
-    Raises:
-        UsageError: they come from another source or other options, without `overwrite`.
+    They may be replaced with `overwrite`.
     """
     metadata = None if repository.overwrite else repository.read_existing()
     if metadata is not None:

@@ -75,11 +75,7 @@ class EngineOptions(Options):
 
     @property
     def batch_range(self) -> BatchRange:
-        """The batch sizes that the engine takes.
-
-        Raises:
-            UsageError: `batch` has another form, or its sizes are out of order or range.
-        """
+        """The batch sizes that the engine takes."""
         parts = str(self.batch).split(":")
         if len(parts) not in (1, 3) or not all(part.isdecimal() for part in parts):
             raise UsageError(
@@ -92,11 +88,7 @@ class EngineOptions(Options):
 
     @property
     def workspace_bytes(self) -> int | None:
-        """Bytes of device memory that one layer may use; None leaves it to the builder.
-
-        Raises:
-            UsageError: `workspace` is not a size between 1 MiB and 1024 GiB.
-        """
+        """Bytes of device memory that one layer may use; None leaves it to the builder."""
         if self.workspace is None:
             return None
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", str(self.workspace).strip().lower())

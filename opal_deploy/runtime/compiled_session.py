@@ -178,9 +178,7 @@ class CompiledSession:
             raise
         except Exception as error:  # torch.compile raises many classes, its compilers' among them
             translated = translate_error(error, size) if isinstance(error, RuntimeError) else error
-            if isinstance(translated, StoppedEarly):
-                raise translated from None
-            raise self._unusable(first_line(error)) from None
+            raise (translated if isinstance(translated, StoppedEarly) else self._unusable(first_line(error))) from None
 
     def _verify(self, program: Program, size: int) -> None:
         """Compare the outputs on the test images, repeated to fill whole batches, with the eager network's."""

@@ -111,15 +111,11 @@ class Cuda:
         """Create a stream that does not synchronise with the default stream."""
         return self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking)
 
-    def create_event(self) -> Event:
-        """Create an event without timing, for which a thread waits asleep."""
-        # without the second flag a waiting thread spins on a core that decodes images
-        flags = self._cuda.cudaEventDisableTiming | self._cuda.cudaEventBlockingSync
-        return self._call("cudaEventCreateWithFlags", flags)
-
-    def create_timed_event(self) -> Event:
-        """Create an event that `elapsed_seconds` can read; others cost less."""
-        return self._call("cudaEventCreateWithFlags", self._cuda.cudaEventBlockingSync)
+    def create_event(self, *, timed: bool = False) -> Event:
+        """Create an event for which a thread waits asleep; `elapsed_seconds` reads timed ones, which cost more."""
+        # without this flag a waiting thread spins on a core that decodes images
+        flags = self._cuda.cudaEventBlockingSync
+        return self._call("cudaEventCreateWithFlags", flags if timed else flags | self._cuda.cudaEventDisableTiming)
 
     def elapsed_seconds(self, first: Event, second: Event) -> float:
         """Return the time between two timed events that have both happened."""

@@ -126,7 +126,7 @@ class Driver:
     """The NVIDIA driver of this machine.
 
     Attributes:
-        version: version such as `580.95.05`; None without a driver.
+        version: such as `580.95.05`; None without a driver.
         cuda: the newest CUDA (major, minor) that the driver runs.
         gpus: the GPUs that answer.
         problem: what is wrong, in one line; empty if nothing is.
@@ -154,7 +154,9 @@ def read_driver() -> Driver:
         return Driver(problem=f"{LIBRARY} is not usable: {error}")
     except pynvml.NVMLError as error:
         code = int(error.value)
-        return Driver(problem=f"the NVIDIA driver does not answer: {_error_text(code)} ({code})")
+        # the driver's own text says more than the package's
+        text = _read(lambda: pynvml.nvmlErrorString(code)) or str(pynvml.NVMLError(code))
+        return Driver(problem=f"the NVIDIA driver does not answer: {text} ({code})")
     try:
         return _read_gpus()
     finally:
@@ -200,16 +202,6 @@ def _read(function: Callable[[], T]) -> T | None:
         return None
 
 
-def _error_text(code: int) -> str:
-    """Return the driver's own text for an error code, which says more than the package's."""
-    import pynvml
-
-    try:
-        return str(pynvml.nvmlErrorString(code))
-    except pynvml.NVMLError:
-        return str(pynvml.NVMLError(code))
-
-
 class GpuSensors:
     """Clocks, power, temperature, utilisation and memory use of one GPU.
 
@@ -225,39 +217,36 @@ class GpuSensors:
         """
         import pynvml
 
+        self._nvml = pynvml
         visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
         name = visible[index] if index < len(visible) else str(index)
         try:
             pynvml.nvmlInit()
-            by_index = name.isdigit()
-            self._handle = (
-                pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
-            )
+            if name.isdigit():
+                self._handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            else:
+                self._handle = pynvml.nvmlDeviceGetHandleByUUID(name)
             self.name: str = pynvml.nvmlDeviceGetName(self._handle)
         except pynvml.NVMLError as error:
             raise NvmlError(str(error)) from None
 
     def read(self) -> dict[str, float]:
         """Return the present readings by name, with their units; what the GPU does not report is left out."""
-        import pynvml
-
-        handle = self._handle
+        nvml, handle = self._nvml, self._handle
         readings: dict[str, Callable[[], float]] = {
-            "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-            "power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-            "temperature_celsius": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-            "utilisation_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-            "memory_used_mb": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6,
+            "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "memory_used_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6,
         }
         values = {name: _read(function) for name, function in readings.items()}
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def read_clock_reasons(self) -> list[str] | None:
         """Return the reasons for which the clocks are not at their highest; None where the GPU does not report them."""
-        import pynvml
-
-        bits = _read(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))
+        bits = _read(lambda: int(self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))
         if bits is None:  # drivers before 535 have it under its old name
-            bits = _read(lambda: int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
+            bits = _read(lambda: int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
         return None if bits is None else [name for bit, name in _CLOCK_REASONS.items() if bits & bit]

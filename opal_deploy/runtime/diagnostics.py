@@ -195,10 +195,8 @@ def tensorrt_version(name: str, module: str) -> str | None:
 
 def tensorrt_cuda_major(name: str) -> int:
     """Return the CUDA major version that the installed `tensorrt` or `tensorrt-rtx` is made for; 13 if unknown."""
-    for distribution in _tensorrt_distributions(name):
-        if installed_version(distribution):
-            return 12 if distribution.endswith("-cu12") else 13
-    return 13
+    newer, plain, older = map(installed_version, _tensorrt_distributions(name))
+    return 12 if older and not (newer or plain) else 13
 
 
 def needed_cuda(name: str, major: int) -> tuple[int, int]:
@@ -279,11 +277,12 @@ def _inspect_torch(driver: Driver) -> RuntimeStatus:
 
 def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
     """Return the status of every runtime, installed or not, the most useful first."""
-    statuses = _inspect_onnxruntime(driver)
-    statuses.append(_inspect_tensorrt("tensorrt", "tensorrt", "trt", driver))
-    statuses.append(_inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver))
-    statuses.append(_inspect_torch(driver))
-    return statuses
+    return [
+        *_inspect_onnxruntime(driver),
+        _inspect_tensorrt("tensorrt", "tensorrt", "trt", driver),
+        _inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver),
+        _inspect_torch(driver),
+    ]
 
 
 def find_conflicts() -> list[str]:

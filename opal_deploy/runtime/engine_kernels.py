@@ -131,10 +131,14 @@ class KernelCache:
         The file lies beside the engine, or in the user's cache folder where that is read-only.
         """
         self._engine_sha256, self._native = engine_sha256.encode(), native
-        self._paths = (engine.with_name(engine.name + ".kernels"), _cache_folder() / f"{engine_sha256}.kernels")
+        # the user's cache folder by the XDG base directory specification
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opal-deploy"
+        self._paths = (engine.with_name(engine.name + ".kernels"), cache / f"{engine_sha256}.kernels")
         self._kept = b""
         for path in self._paths:
-            content = path.read_bytes() if _is_readable(path) else b""
+            content = b""
+            with contextlib.suppress(OSError):
+                content = path.read_bytes()
             kernels = content[_SHA256_BYTES:]
             # native code sees only complete files for this very engine
             if kernels and content[:_SHA256_BYTES] == self._digest(kernels) and native.deserialize(kernels):
@@ -160,15 +164,3 @@ class KernelCache:
 
     def _digest(self, kernels: bytes) -> bytes:
         return hashlib.sha256(self._engine_sha256 + kernels).digest()
-
-
-def _cache_folder() -> Path:
-    """Return the user's cache folder by the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opal-deploy"
-
-
-def _is_readable(path: Path) -> bool:
-    try:
-        return path.is_file() and os.access(path, os.R_OK)
-    except OSError:
-        return False

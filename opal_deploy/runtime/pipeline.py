@@ -149,7 +149,7 @@ class PipelineSession:
         self._prepare(images)
         self._check_idle()
         self._cuda.make_current()
-        events = tuple(self._cuda.create_timed_event() for _ in range(4))
+        events = tuple(self._cuda.create_event(timed=True) for _ in range(4))
         parts: list[Outputs] = []
         seconds = [0.0, 0.0, 0.0]
         size, stream = self._kernels.max_rows, self._compute_stream
@@ -178,11 +178,7 @@ class PipelineSession:
         return Outputs.concatenate(parts), BatchTimes(*seconds)
 
     def _reserve(self, rows: int) -> None:
-        """Allocate all buffers for parts of `rows` images, so that a lack of memory shows now.
-
-        Raises:
-            OutOfMemory: the buffers do not fit.
-        """
+        """Allocate all buffers for parts of `rows` images, so that a lack of memory (OutOfMemory) shows now."""
         capacity = self._kernels.capacity(rows)
         buffers = self._buffers.setdefault(capacity, [])
         while len(buffers) < DEPTH:

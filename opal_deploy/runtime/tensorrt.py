@@ -146,8 +146,7 @@ def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, vers
     platform_built_on = sidecar.builder.get("platform")
     if name == TENSORRT and platform_built_on not in (None, platform_name()):
         return f"it was built on {platform_built_on}, and this is {platform_name()}"
-    mismatch = _capability_mismatch(sidecar, gpu)
-    if mismatch:
+    if mismatch := _capability_mismatch(sidecar, gpu):
         return mismatch
     cuda = needed_cuda(name, int(sidecar.builder.get("cuda", 0)))
     if driver.cuda is not None and driver.cuda < cuda:
@@ -186,13 +185,8 @@ def _same_version(sidecar: Sidecar, version: str) -> bool:
 
 def _capability_mismatch(sidecar: Sidecar, gpu: Gpu) -> str:
     target, here = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
-    if target == here:
-        return ""
-    if (
-        sidecar.builder["name"] == TENSORRT
-        and sidecar.options.get("hardware_compatible") == AMPERE_PLUS
-        and gpu.compute_capability >= (8, 0)
-    ):
+    ampere_plus = sidecar.builder["name"] == TENSORRT and sidecar.options.get("hardware_compatible") == AMPERE_PLUS
+    if target == here or (ampere_plus and gpu.compute_capability >= (8, 0)):
         return ""
     like = f" ({example_gpus(target)})" if example_gpus(target) else ""
     return f"it was built for {target}{like}, and {gpu.name} is {here}"

@@ -133,8 +133,10 @@ def start_model(
     Raises:
         StoppedEarly: the device was lost, or no decoder can be started.
     """
-    for session in sessions:
-        _warm_up(session, options.batch)
+    # blank batches of 1, 2, 4, ... and all images: an engine plans each size when it first meets it
+    for size in sorted({min(1 << power, options.batch) for power in range(options.batch.bit_length() + 1)}):
+        for session in sessions:
+            session.run(np.zeros((size, *session.metadata.input_size, 3), np.uint8))
     service = Service(sessions, options, max_wait=max_wait, capacity=capacity, timer=timer, observer=observer, log=log)
     metadata = sessions[0].metadata
     sheets = None
@@ -147,13 +149,6 @@ def start_model(
     for future in service.submit_requests([blank] * min(options.workers, capacity)):
         future.result()
     return ServedModel(name, path, sessions, options, service, DrawingPool(DrawTask(sheets=sheets), options, timer))
-
-
-def _warm_up(session: Session, batch: int) -> None:
-    """Run blank batches of 1, 2, 4, ... and `batch` images: an engine plans each size when it first meets it."""
-    sizes = {min(1 << power, batch) for power in range(batch.bit_length() + 1)}
-    for size in sorted(sizes):
-        session.run(np.zeros((size, *session.metadata.input_size, 3), np.uint8))
 
 
 class ServerState:

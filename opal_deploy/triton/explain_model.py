@@ -64,43 +64,6 @@ class TensorModelSession:
         return Outputs.concatenate(parts)
 
 
-class Explainer:
-    """A session and the processes that decode its images; for one thread."""
-
-    def __init__(self, session: TensorModelSession, options: InferenceOptions) -> None:
-        """Start nothing yet; the processes start with the first images."""
-        self._session, self._batch, self._verified = session, options.batch, False
-        self._predictor = BatchPredictor(session, options)
-        self._decoders = DecoderPool(options, session.metadata.input_size, slots=1, rows=options.batch)
-
-    def explain(self, requests: Sequence[Request]) -> list[Record]:
-        """Return the record of each image.
-
-        The first call checks the model against its test vectors: this server was not part of the export.
-
-        Raises:
-            VerificationError: the model does not reproduce its test vectors.
-            StoppedEarly: the model cannot be run now.
-        """
-        if not self._verified:
-            verify_test_vectors(self._session, "the model")
-            self._verified = True
-        records: list[Record] = []
-        for start in range(0, len(requests), self._batch):
-            batch = self._decoders.submit(requests[start : start + self._batch]).result()
-            try:
-                outputs = self._predictor.run(batch.images, batch.pixels)
-                results = self._predictor.build_results(batch.images, batch.pixels, outputs)
-            finally:
-                batch.release()
-            records += [result.record for result in results]
-        return records
-
-    def close(self) -> None:
-        """End the processes."""
-        self._decoders.close()
-
-
 class TritonPythonModel:
     """One instance of the explain model; Triton's Python backend looks for a class of this name."""
 
@@ -125,7 +88,11 @@ class TritonPythonModel:
         # records do not need the attention maps, which are large
         self._outputs = [name for name in metadata.outputs if name != "attention"]
         where = f"Triton, model {self._model}, version {self._version}"
-        self._explainer = Explainer(TensorModelSession(metadata, self._infer, options.batch, where), options)
+        self._session = TensorModelSession(metadata, self._infer, options.batch, where)
+        self._batch, self._verified = options.batch, False
+        self._predictor = BatchPredictor(self._session, options)
+        # its processes start with the first images
+        self._decoders = DecoderPool(options, metadata.input_size, slots=1, rows=options.batch)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Return one response per request, with a record for each of its images."""
@@ -133,7 +100,7 @@ class TritonPythonModel:
         groups = [self._read(request) for request in requests]
         images = [image for group in groups if not isinstance(group, ValueError) for image in group]
         try:
-            records = iter(self._explainer.explain(images))
+            records = iter(self._explain(images))
         except OpalError as error:
             # not the requests' fault: each may be sent again
             problem = backend.TritonError(str(error), backend.TritonError.UNAVAILABLE)
@@ -147,7 +114,30 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End the processes before Triton ends this one."""
-        self._explainer.close()
+        self._decoders.close()
+
+    def _explain(self, requests: Sequence[Request]) -> list[Record]:
+        """Return the record of each image.
+
+        The first call checks the model against its test vectors: this server was not part of the export.
+
+        Raises:
+            VerificationError: the model does not reproduce its test vectors.
+            StoppedEarly: the model cannot be run now.
+        """
+        if not self._verified:
+            verify_test_vectors(self._session, "the model")
+            self._verified = True
+        records: list[Record] = []
+        for start in range(0, len(requests), self._batch):
+            batch = self._decoders.submit(requests[start : start + self._batch]).result()
+            try:
+                outputs = self._predictor.run(batch.images, batch.pixels)
+                results = self._predictor.build_results(batch.images, batch.pixels, outputs)
+            finally:
+                batch.release()
+            records += [result.record for result in results]
+        return records
 
     def _read(self, request: Any) -> list[Request] | ValueError:
         def read(name: str) -> Any:

@@ -66,8 +66,7 @@ def model_of(elem_type, in_shape, out_shape, *nodes):
     out = helper.make_tensor_value_info("logits", TensorProto.FLOAT, out_shape)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("elsewhere", 1)]
     model = helper.make_model(helper.make_graph(nodes, "g", [value], [out]), opset_imports=opsets, ir_version=10)
-    content = model.SerializeToString()
-    return content
+    return model.SerializeToString()
 
 
 def test_a_graph_that_the_parser_refuses_is_one_line_with_the_node(library):

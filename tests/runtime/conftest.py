@@ -1,7 +1,5 @@
 """A tiny network as files, and one engine: a stand-in on the CPU, or built and run on a GPU (marker `gpu`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
