@@ -219,12 +219,8 @@ def _compute_digest(document: dict[str, Any]) -> str:
 class Check:
     """The outcome of the test vectors on a machine that loaded an engine.
 
-    Attributes:
-        engine_sha256: sha256 of the engine that was checked.
-        machine: GPU, compute capability, driver, runtime and its version, on which the outcome depends.
-        when: time, UTC, ISO 8601.
-        passed: whether the engine reproduced its test vectors.
-        report: the measurements of the comparison, or what failed.
+    `machine` has what the outcome depends on (GPU, driver, runtime and its version), `when` is UTC in ISO 8601, and
+    `report` holds the measurements of the comparison, or what failed.
     """
 
     engine_sha256: str

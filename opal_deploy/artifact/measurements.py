@@ -208,7 +208,7 @@ class ReceptiveField:
 
 @dataclass(frozen=True)
 class EffectiveField:
-    """The effective receptive field in units of cells, to be drawn around their boxes.
+    """The effective receptive field, to be drawn around a cell's box; lengths in cells.
 
     Attributes:
         side: length of its side.

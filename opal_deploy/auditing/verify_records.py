@@ -34,13 +34,9 @@ _MAX_FINDINGS = 100
 
 @dataclass(frozen=True)
 class Finding:
-    """A record that differs from what was computed.
+    """A record that differs from what was computed, by its line in the file, from 1.
 
-    Attributes:
-        line: number of the line in the file, from 1.
-        image: the record's image; None for a line that is not a record.
-        differences: the fields that differ.
-        why: the reason, if fields were not compared.
+    `image` is None for a line that is not a record; `why` is the reason if fields were not compared.
     """
 
     line: int
@@ -69,16 +65,15 @@ class Finding:
 
 @dataclass
 class RecordsReport:
-    """The outcome of `verify_records`.
+    """The outcome of `verify_records`, in numbers of records.
 
     Attributes:
-        records: number of lines in the file.
-        checked: number of records computed again.
-        identical: number of checked records that are equal to the last bit.
-        different: number of records that differ, and of lines that are not records.
-        not_repeatable: number of errors of crashed, slow or missing decoders that did not occur again; they do not
-            count as different.
-        labels_unchecked: number of records whose `label` was not checked, as no labels were given.
+        records: all lines of the file.
+        checked: computed again.
+        identical: equal to the last bit.
+        different: records that differ, and lines that are not records.
+        not_repeatable: errors of crashed, slow or missing decoders that did not occur again, which is no difference.
+        labels_unchecked: records whose `label` was not checked, as no labels were given.
         findings: the first differences.
     """
 
@@ -103,16 +98,12 @@ class RecordsReport:
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The conditions of the run whose records are checked.
+    """The run whose records are checked: its model file, crops and true labels, and how it prepared images.
 
     Attributes:
-        model_sha256: digest of the model's file.
         top: number of classes that a record should list; None: not checked.
         root: the folder that image names are relative to.
         sources: the given images; others are looked up below `root`.
-        boxes: the run's crops.
-        labels: the true labels, to check `label`.
-        inference: how the run prepared images, with its `min_margin`.
     """
 
     model_sha256: str

@@ -56,14 +56,10 @@ CURRENT = "current"
 
 @dataclass(frozen=True)
 class EngineTarget:
-    """The builder and GPU of one engine.
+    """The builder (`tensorrt` or `tensorrt-rtx`) and compute capability (such as `sm80`) of one engine, and why these.
 
-    Attributes:
-        builder: `tensorrt` or `tensorrt-rtx`.
-        sm: compute capability, such as `sm80`.
-        gpu: the GPU present, if the engine is for it.
-        reason: why this builder and this GPU, for people.
-        current: ask the builder for the GPU present instead of naming a compute capability.
+    `gpu` is the GPU present, if the engine is for it; with `current` the builder is asked for that GPU instead of for a
+    compute capability.
     """
 
     builder: str
@@ -168,11 +164,7 @@ class SerializedEngine:
 
 
 class Network:
-    """An ONNX graph in TensorRT, ready to be built.
-
-    Attributes:
-        library: the bindings that parsed the graph.
-    """
+    """An ONNX graph in TensorRT, parsed by the bindings `library`, ready to be built."""
 
     def __init__(self, library: Bindings, model: bytes, name: str, on_message: OnMessage | None = None) -> None:
         """Parse a graph from the bytes of an ONNX file.

@@ -41,9 +41,7 @@ class EngineOptions(Options):
             cli=list[str],
         ),
     ] = ()
-    batch: Annotated[int | str, Option("Batch sizes as MIN:OPT:MAX, or one fixed size.", panel=_ENGINES, cli=str)] = (
-        "1:64:256"
-    )
+    batch: Annotated[int | str, Option("Batch sizes MIN:OPT:MAX, or one size.", panel=_ENGINES, cli=str)] = "1:64:256"
     workspace: Annotated[
         int | str | None,
         Option("Device memory that one layer may use, such as 4G.", default="all", panel=_ENGINES, cli=str),
@@ -134,9 +132,7 @@ class CheckpointOptions(Options):
         int | tuple[int, int] | None,
         Option("Input size in pixels: 224, or HEIGHTxWIDTH.", default="224", panel=_AUTHORS, cli=str, parse=parse_size),
     ] = None
-    crop: Annotated[Literal["boxes"] | None, Option("The training images were cropped to boxes.", panel=_AUTHORS)] = (
-        None
-    )
+    crop: Annotated[Literal["boxes"] | None, Option("Training images were cropped to boxes.", panel=_AUTHORS)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +172,7 @@ class ExportOptions(CheckpointOptions, EngineOptions):
         ),
     ] = None
     top_k: Annotated[int, Option("Classes that --outputs topk lists.", min=2, max=32)] = 5
-    triton: Annotated[StrPath | None, Option("Folder of the repository; gets two models.", panel=_TRITON, cli=Path)] = (
-        None
-    )
+    triton: Annotated[StrPath | None, Option("Repository folder; gets two models.", panel=_TRITON, cli=Path)] = None
     name: Annotated[
         str, Option("Name of the model that takes pixels; NAME_explain takes image files.", panel=_TRITON)
     ] = "opal"

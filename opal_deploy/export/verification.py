@@ -46,12 +46,9 @@ _NORM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a verification.
+    """The comparison, the metadata's `verification`, and the candidate with the images that it was judged on.
 
-    Attributes:
-        comparison: the measurements; true if the candidate passed its gate.
-        document: the metadata's `verification`.
-        candidate: the candidate with the images that it was judged on, which may be more than it came with.
+    These may be more than it came with.
     """
 
     comparison: Comparison
@@ -63,10 +60,8 @@ class Verification:
 class LayerError:
     """The deviation of one layer's values from the float32 graph's.
 
-    Attributes:
-        layer: operator and name.
-        relative: RMS of the difference over the RMS of the float32 values; infinite where the layer overflows.
-        largest: largest absolute float32 value.
+    `relative` is the RMS of the difference over the RMS of the float32 values, infinite where the layer overflows;
+    `largest` the largest absolute float32 value.
     """
 
     layer: str

@@ -141,8 +141,7 @@ def _compute_norms(outputs: Outputs, metadata: Metadata) -> DoubleArray:
     if outputs.top is not None:
         norms: DoubleArray = outputs.top.norm.astype(np.float64) + metadata.epsilon
         return norms
-    if outputs.scores is None:
-        raise ValueError("the outputs have no scores")
+    assert outputs.scores is not None
     return embedding_norms(outputs.scores, metadata.epsilon)
 
 
@@ -156,10 +155,8 @@ def _take_slots(
             raise ValueError("the model lists only its best classes, and this class is not among them")
         place = np.arange(len(class_ids)), listed.argmax(axis=1)
         return outputs.top.scores[place].astype(np.float64), outputs.top.cells[place].astype(np.int64)
-    if outputs.scores is None or outputs.argmax is None:
-        raise ValueError("the outputs have no scores and cells")
-    blocks = (
-        take_blocks(values, class_ids[:, None], prototypes_per_class) for values in (outputs.scores, outputs.argmax)
-    )
-    scores, cells = (block[:, 0] for block in blocks)
+    assert outputs.scores is not None
+    assert outputs.argmax is not None
+    scores = take_blocks(outputs.scores, class_ids[:, None], prototypes_per_class)[:, 0]
+    cells = take_blocks(outputs.argmax, class_ids[:, None], prototypes_per_class)[:, 0]
     return scores.astype(np.float64), cells.astype(np.int64)

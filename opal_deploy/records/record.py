@@ -119,13 +119,7 @@ class Record(TypedDict):
 class ImageInfo(NamedTuple):
     """The part of a record that does not come from the model.
 
-    Attributes:
-        name: the image's name; None for an image without one.
-        geometry: the image's size and crop.
-        digests: digests of the image's file and the model's; None: not in the record.
-        label: the image's label; None: not in the record.
-        image_index: position among the inputs of a run; None: not in the record.
-        frame: place in a video; None: not in the record.
+    All but the image's size and crop may be None: the image has no name, or the record no such field.
     """
 
     name: str | None

@@ -60,13 +60,7 @@ def compile_graph(graph: nn.Module, *, cuda_graphs: bool = False) -> Program:
 
 
 class CompiledSession:
-    """A compiled checkpoint on the CPU, float32; `open_compiled_session` makes one.
-
-    Attributes:
-        metadata: the checkpoint's, with the precision of this session.
-        description: engine, device, threads, precision.
-        batch_invariant: False: kernels belong to a batch size.
-    """
+    """A compiled checkpoint on the CPU, float32; `open_compiled_session` makes one. Kernels belong to a batch size."""
 
     batch_invariant = False
     default_precision: Precision = "fp32"
@@ -225,19 +219,15 @@ class ProgramKernels:
 
     @property
     def max_rows(self) -> int:
-        """See `Kernels.max_rows`."""
         return max(self._programs)
 
     def rows(self, images: int) -> int:
-        """See `Kernels.rows`."""
         return _choose_size(self._programs, images)
 
     def capacity(self, rows: int) -> int:
-        """See `Kernels.capacity`."""
         return rows
 
     def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
-        """See `Kernels.enqueue`."""
         program, device = self._programs[rows], dict(buffers.device)
 
         def compute() -> None:
@@ -254,7 +244,6 @@ class ProgramKernels:
             raise translate_error(error, rows) from None
 
     def close(self) -> None:
-        """See `Kernels.close`."""
         self._programs.clear()
 
     def _queue(self, work: Callable[[], None], stream: Stream) -> None:

@@ -275,11 +275,7 @@ class CudaOptions:
 
 
 def parse_cuda_options(texts: Sequence[str]) -> CudaOptions:
-    """Parse all values of `--ort-option NAME=VALUE`; flags are 0 or 1.
-
-    Raises:
-        UsageError: another form, an unknown name or value, or a name given twice.
-    """
+    """Parse all values of `--ort-option NAME=VALUE`, flags as 0 or 1; UsageError for an unknown or repeated one."""
     known = [field.name for field in fields(CudaOptions)]
     values: dict[str, Any] = {}
     for text in texts:

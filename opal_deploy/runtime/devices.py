@@ -56,11 +56,7 @@ def available_cpu_ids() -> set[int]:
 
 
 def parse_device(device: str) -> tuple[str, int]:
-    """Return a device name's kind (`auto`, `cpu` or `cuda`) and number, 0 by default.
-
-    Raises:
-        UsageError: not a device name.
-    """
+    """Return a device name's kind (`auto`, `cpu` or `cuda`) and number, 0 by default; UsageError for another name."""
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (number and not number.isdigit()):
         raise UsageError(f"device {device!r}: expected auto, cpu, cuda or cuda:N")
@@ -106,13 +102,9 @@ def is_importable(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU.
+    """One GPU: its number from 0, the driver's name for it such as `NVIDIA H200`, and its compute capability.
 
-    Attributes:
-        index: number, counted from 0.
-        name: the driver's name for it, such as `NVIDIA H200`.
-        memory: bytes; None where the driver does not report it (shared memory, MIG).
-        compute_capability: (major, minor).
+    `memory` is in bytes; None where the driver does not report it (shared memory, MIG).
     """
 
     index: int
@@ -203,11 +195,7 @@ def _read(function: Callable[[], T]) -> T | None:
 
 
 class GpuSensors:
-    """Clocks, power, temperature, utilisation and memory use of one GPU.
-
-    Attributes:
-        name: the driver's name for the GPU.
-    """
+    """Clocks, power, temperature, utilisation and memory use of one GPU; `name` is the driver's name for it."""
 
     def __init__(self, index: int) -> None:
         """Open a GPU by CUDA's number, with CUDA_VISIBLE_DEVICES applied.

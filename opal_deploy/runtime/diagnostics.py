@@ -60,15 +60,10 @@ _TENSORRT_PROGRAM = "import importlib, sys; importlib.import_module(sys.argv[1])
 
 @dataclass(frozen=True)
 class RuntimeStatus:
-    """One runtime that can be installed.
+    """One runtime that can be installed, by the name of its distribution for pip.
 
-    Attributes:
-        name: name of the distribution for pip.
-        version: installed version; None if it is not installed.
-        cpu, gpu: whether `infer` can use it on that device.
-        problem: one line on why it cannot; empty if nothing is wrong.
-        advice: what to do about the problem.
-        providers: onnxruntime's execution providers.
+    `version` is None if it is not installed; `cpu` and `gpu` tell whether `infer` can use it there, `problem` why not
+    and `advice` what to do, each in one line; `providers` are onnxruntime's execution providers.
     """
 
     name: str

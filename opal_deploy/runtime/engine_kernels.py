@@ -58,7 +58,6 @@ class EngineKernels:
 
     @property
     def max_rows(self) -> int:
-        """See `Kernels.max_rows`."""
         return self._batch.max
 
     def rows(self, images: int) -> int:
@@ -70,7 +69,6 @@ class EngineKernels:
         return self._batch.max
 
     def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
-        """See `Kernels.enqueue`."""
         if self.record_graphs and buffers.number not in self._recorded:
             self._record_graph(buffers, rows, stream)
         recorded = self._recorded.get(buffers.number)
@@ -81,7 +79,6 @@ class EngineKernels:
         self._execute(self._context, rows, stream)
 
     def close(self) -> None:
-        """See `Kernels.close`."""
         self._cuda.destroy(graphs=tuple(recorded.graph for recorded in self._recorded.values()))
         self._recorded = {}
         self._context = self._engine = None

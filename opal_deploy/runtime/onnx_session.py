@@ -54,8 +54,6 @@ class OnnxSession:
     """An exported graph in ONNX Runtime; on a GPU, `OnnxSession(...)` is a `CudaOnnxSession`.
 
     Attributes:
-        metadata: the file's metadata.
-        description: engine, device, threads, precision.
         device: `cpu` or `cuda:N`.
         threads: threads of the CPU provider.
         batch_invariant: whether an image's scores and cells are bit-identical in batches of any size. The CPU's kernels
@@ -163,7 +161,8 @@ class OnnxSession:
     def run_normalised(self, images: np.ndarray[Any, Any]) -> Outputs:
         """Run the graph's own input, see `prepare_input`."""
         with translate_errors(len(images)):
-            return Outputs.from_arrays(dict(zip(self.metadata.outputs, self._run_cpu(images), strict=True)))
+            arrays = self._session.run(list(self.metadata.outputs), {INPUT: images})
+        return Outputs.from_arrays(dict(zip(self.metadata.outputs, arrays, strict=True)))
 
     def prepare_input(self, images: ImageBatch) -> np.ndarray[Any, Any]:
         """Return the graph's input for images: the images, or float32 [N, 3, H0, W0] normalised."""
@@ -171,9 +170,6 @@ class OnnxSession:
         if self.metadata.input_kind == "float32":
             return normalise(images, self.metadata.mean, self.metadata.std)
         return np.ascontiguousarray(images)
-
-    def _run_cpu(self, feed: np.ndarray[Any, Any]) -> list[Any]:
-        return list(self._session.run(list(self.metadata.outputs), {INPUT: feed}))
 
 
 class OnnxKernels:
@@ -190,7 +186,6 @@ class OnnxKernels:
 
     @property
     def max_rows(self) -> int:
-        """See `Kernels.max_rows`."""
         return self._sizes[-1]
 
     def add_size(self, size: int) -> None:
@@ -214,7 +209,6 @@ class OnnxKernels:
             self._sessions[rows].run_with_iobinding(binding, options)
 
     def close(self) -> None:
-        """See `Kernels.close`."""
         self._bindings.clear()
         self._sessions.clear()
         self._unused.clear()

@@ -103,9 +103,6 @@ class PipelineSession:
     """The part of a session on a GPU that is the same whatever computes the batches; called from one thread at a time.
 
     A subclass calls `_start_pipeline` when the model is loaded.
-
-    Attributes:
-        metadata: the model's metadata.
     """
 
     metadata: Metadata

@@ -84,11 +84,7 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
 
 
 def read_model_metadata(path: Path) -> Metadata:
-    """Return a model's metadata without opening a runtime.
-
-    Raises:
-        UsageError: not an exported model, or damaged.
-    """
+    """Return a model's metadata without opening a runtime; UsageError for another or a damaged file."""
     kind = model_kind(path)
     if kind == "checkpoint":
         from opal_deploy.model import checkpoint

@@ -53,13 +53,9 @@ DEFAULT_TARGET = "sm80"
 
 @dataclass(frozen=True)
 class Bindings:
-    """A loaded library.
+    """A loaded library, `tensorrt` or `tensorrt-rtx`, and the CUDA major version that it is made for.
 
-    Attributes:
-        name: `tensorrt` or `tensorrt-rtx`.
-        module: the imported bindings.
-        version: full version, such as 11.4.0.106; engines are bound to it.
-        cuda: CUDA major version that the library is made for.
+    `version` is the full one, such as 11.4.0.106: engines are bound to it.
     """
 
     name: str
@@ -197,11 +193,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def parse_target(text: str) -> str:
-    """Parse `--target`: `sm80`, `8.0`, or a GPU's name such as `a100`, `RTX 4090` or `L4`; return `sm80` and the like.
-
-    Raises:
-        UsageError: neither a compute capability nor a known GPU.
-    """
+    """Return `sm80` and the like for `sm80`, `8.0`, or a GPU's name such as `a100` or `RTX 4090`; else UsageError."""
     name = re.sub(r"[\s_-]", "", text.lower())
     for brand in ("nvidia", "geforce", "tesla"):
         name = name.removeprefix(brand)

@@ -23,12 +23,7 @@ from opal_deploy.runtime.session import ImageBatch, check_batch
 
 
 class TorchSession:
-    """A checkpoint in PyTorch, float32, TF32 off.
-
-    Attributes:
-        metadata: the checkpoint's metadata.
-        description: engine, device, threads, precision.
-    """
+    """A checkpoint in PyTorch, float32, TF32 off."""
 
     def __init__(self, source: Path | Checkpoint, *, device: str = "auto", threads: int | None = None) -> None:
         """Load a checkpoint; `threads` of PyTorch in this process, None leaves their number.
@@ -161,11 +156,7 @@ def _numpy(tensor: torch.Tensor) -> FloatArray:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return PyTorch's device for `auto`, `cpu`, `cuda` or `cuda:N`.
-
-    Raises:
-        UsageError: anything else, or a missing GPU.
-    """
+    """Return PyTorch's device for `auto`, `cpu`, `cuda` or `cuda:N`; UsageError for anything else, or a missing GPU."""
     kind, index = parse_device(name)
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

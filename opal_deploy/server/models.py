@@ -152,13 +152,10 @@ def start_model(
 
 
 class ServerState:
-    """What all requests share.
+    """What all requests share; `models` are in the order of the command line.
 
-    Attributes:
-        models: in the order of the command line.
-        token: that clients must send; None: no token is needed.
-        problem: why no requests should be sent here; empty while the server is healthy.
-        failed: whether only a restart can help.
+    `token` is what clients must send, None for nothing; `problem` why no requests should be sent here, empty while the
+    server is healthy; `failed` whether only a restart can help.
     """
 
     def __init__(
@@ -181,11 +178,7 @@ class ServerState:
         metrics.describe(model.name, model.facts())
 
     def find(self, name: str) -> tuple[ServedModel, bool]:
-        """Return the model of a name, and whether the name is its explain model's.
-
-        Raises:
-            HttpError: there is no such model.
-        """
+        """Return the model of a name (HttpError without one), and whether the name is its explain model's."""
         for model in self.models:
             if name in (model.name, model.name + EXPLAIN_SUFFIX):
                 return model, name != model.name

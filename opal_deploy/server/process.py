@@ -82,11 +82,7 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Raises:
-        UsageError: the address is in use, or is not one of this machine.
-    """
+    """Return a socket that listens; raise UsageError if the address is in use, or not one of this machine."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, _, _, address = found[0]
@@ -103,11 +99,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run_server(app: ASGIApp, state: ServerState, listener: socket.socket) -> None:
-    """Answer requests until SIGTERM or Ctrl-C, then finish those in flight.
-
-    Raises:
-        StoppedEarly: a device was lost.
-    """
+    """Answer requests until SIGTERM or Ctrl-C, then finish those in flight; raise StoppedEarly for a lost device."""
     asyncio.run(Server(app, state).serve([listener]))
     if state.failed:
         raise StoppedEarly(state.problem)

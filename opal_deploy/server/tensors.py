@@ -39,13 +39,9 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output of a model; its text is datatype and shape.
+    """An input or output of a model: UINT8, INT32, FP32 or BYTES; -1 in the shape stands for any size.
 
-    Attributes:
-        name: in requests and responses.
-        datatype: UINT8, INT32, FP32 or BYTES.
-        shape: with -1 for a dimension of any size.
-        optional: whether a request may omit it.
+    Its text is datatype and shape.
     """
 
     name: str

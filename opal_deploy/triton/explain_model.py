@@ -36,12 +36,7 @@ Infer = Callable[[NDArray[Any]], Mapping[str, NDArray[Any]]]
 
 
 class TensorModelSession:
-    """The `Session` of a model that Triton runs.
-
-    Attributes:
-        metadata: the model's metadata.
-        description: where the model runs, for errors.
-    """
+    """The `Session` of a model that Triton runs."""
 
     def __init__(self, metadata: Metadata, infer: Infer, max_batch: int, description: str) -> None:
         """Wrap a function that runs at most `max_batch` images."""

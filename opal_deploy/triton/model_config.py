@@ -22,15 +22,7 @@ LABELS_FILE = "labels.txt"
 
 @dataclass(frozen=True)
 class TensorModel:
-    """A model file as Triton serves it.
-
-    Attributes:
-        backend: `onnxruntime` or `tensorrt`.
-        batch: smallest, preferred and largest batch.
-        metadata: the model's metadata.
-        sha256: of the file.
-        details: further parameters of the config.
-    """
+    """A model file as Triton serves it, by the backend `onnxruntime` or `tensorrt`, with further parameters."""
 
     backend: str
     batch: BatchRange

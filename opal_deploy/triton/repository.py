@@ -48,12 +48,9 @@ __all__ = ["TritonPythonModel"]
 
 @dataclass(frozen=True)
 class Repository:
-    """Two models of a Triton model repository, `NAME` and `NAME_explain`.
+    """Two models of a Triton model repository, `NAME` and `NAME_explain`; its folder may hold others.
 
-    Attributes:
-        folder: of the repository, which may hold other models.
-        name: of the tensor model.
-        overwrite: replace models of these names, if `export --triton` wrote them.
+    With `overwrite`, models of these names are replaced if `export --triton` wrote them.
     """
 
     folder: Path

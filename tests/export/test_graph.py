@@ -126,14 +126,8 @@ def _id(head):
 
 def _added_epsilons(model):
     constants = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    scalars = [
-        constants[name]
-        for node in model.graph.node
-        if node.op_type == "Add"
-        for name in node.input
-        if name in constants and constants[name].size == 1
-    ]
-    return sum(0 < scalar.item() < 1e-7 for scalar in scalars)
+    added = [constants.get(name) for node in model.graph.node if node.op_type == "Add" for name in node.input]
+    return sum(value is not None and value.size == 1 and 0 < value.item() < 1e-7 for value in added)
 
 
 @pytest.mark.parametrize("head", [*ANCHORED, *WITHOUT_ANCHORS], ids=_id)

@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError
-from opal_deploy.export.checkpoint_source import CheckpointSource
-from opal_deploy.export.exporter import export
-from opal_deploy.export.files import ExportTargets
-from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.cuda import Cuda
 from opal_deploy.runtime.engine_kernels import KernelCache
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import StagedSession
 from opal_deploy.synthetic import example_images
+from tests.builders import export_onnx
 from tests.runtime.fakes import FakeContext, FakeCuda, FakeEngine, FakeRuntimeConfig
 
 
@@ -34,9 +31,7 @@ def expected(tiny_fp16, images):
 @pytest.fixture(scope="module")
 def float_input(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("float") / "c.onnx"
-    options = ExportOptions(input="float32", outputs="attention", threads=2)
-    export(CheckpointSource(tiny.checkpoint, out), ExportTargets({"fp32": out}), options)
-    return out
+    return export_onnx(tiny.checkpoint, out, input="float32", outputs="attention").path
 
 
 def assert_same(outputs, expected):
@@ -68,12 +63,7 @@ class TestOutputs:
         assert_same(session.run(images[:7]), OnnxSession(float_input, device="cpu", threads=1).run(images[:7]))
 
     def test_the_best_classes_alone(self, open_engine_for, tiny, tmp_path, images):
-        out = tmp_path / "c.onnx"
-        export(
-            CheckpointSource(tiny.checkpoint, out),
-            ExportTargets({"fp32": out}),
-            ExportOptions(outputs="topk", top_k=2, threads=2),
-        )
+        out = export_onnx(tiny.checkpoint, tmp_path / "c.onnx", outputs="topk", top_k=2).path
         expected = OnnxSession(out, device="cpu", threads=1).run(images[:7]).top
         for before, after in zip(expected, open_engine_for(out, (1, 2, 4)).run(images[:7]).top, strict=True):
             assert after.dtype == before.dtype

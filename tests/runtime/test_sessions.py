@@ -13,10 +13,6 @@ import torch
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, VerificationError
-from opal_deploy.export.checkpoint_source import CheckpointSource
-from opal_deploy.export.exporter import export
-from opal_deploy.export.files import ExportTargets
-from opal_deploy.export.options import ExportOptions
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
@@ -30,6 +26,7 @@ from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.runtime.verification import compare_outputs, verify_test_vectors
 from opal_deploy.synthetic import example_images
+from tests.builders import export_onnx
 
 IMAGES = example_images(5, 64, 96)
 FP32, FP32_ELSEWHERE = GATES["fp32"], GATES["fp32"].relaxed_for_machine()
@@ -86,9 +83,8 @@ def test_photographs_get_pytorchs_outputs_from_onnx_runtime(cub_mini, shared_wei
     network = OpalNetwork(NetworkConfig("resnet18", 10, size), weights=weights).eval()
     with torch.no_grad():
         network.head.projection.weight.mul_(4)
-    checkpoint, path = Checkpoint(network, [str(index) for index in range(10)]), tmp_path / "c.onnx"
-    options = ExportOptions(images=cub_mini / "images", threads=2)
-    export(CheckpointSource(checkpoint, path), ExportTargets({"fp32": path}), options)
+    checkpoint = Checkpoint(network, [str(index) for index in range(10)])
+    path = export_onnx(checkpoint, tmp_path / "c.onnx", images=cub_mini / "images").path
     # not those that the export was verified on
     files = islice(sorted(cub_mini.rglob("*.jpg"))[::-1], 12)
     images = np.stack([to_input(image, compute_geometry(image), size) for image in map(decode, files)])
@@ -102,10 +98,9 @@ def test_photographs_get_pytorchs_outputs_from_onnx_runtime(cub_mini, shared_wei
 class TestDevices:
     @pytest.mark.parametrize("device", ["gpu", "tpu", "cuda:x", "cuda:-1", ""])
     def test_an_unknown_device_is_refused_by_both_engines(self, tiny, device):
-        with pytest.raises(UsageError):
-            OnnxSession(tiny.path, device=device)
-        with pytest.raises(UsageError):
-            TorchSession(tiny.checkpoint, device=device)
+        for session, source in ((OnnxSession, tiny.path), (TorchSession, tiny.checkpoint)):
+            with pytest.raises(UsageError, match="expected auto, cpu, cuda or cuda:N"):
+                session(source, device=device)
 
     def test_without_a_provider_for_cuda_auto_takes_the_cpu_and_cuda_names_the_extra(self, tiny, monkeypatch):
         monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
@@ -134,17 +129,10 @@ class TestDevices:
         with pytest.raises(UsageError, match=message):
             TorchSession(tiny.checkpoint, device=device)
 
-    @pytest.mark.parametrize("text", ["0,0", "0,x", "1;2", "-1", ",", "0,"])
-    def test_a_list_of_devices_that_makes_no_sense_is_refused(self, tiny, text):
-        with pytest.raises(UsageError):
-            open_sessions(tiny.path, device=text)
-
-
-def fail_with(error):
-    def run(*_):
-        raise error
-
-    return run
+    def test_a_list_of_devices_that_makes_no_sense_is_refused(self, tiny):
+        for text in ("0,0", "0,x", "1;2", "-1", ",", "0,"):
+            with pytest.raises(UsageError):
+                open_sessions(tiny.path, device=text)
 
 
 class TestFailures:
@@ -160,7 +148,7 @@ class TestFailures:
         ],
     )
     def test_onnx_runtime(self, session, monkeypatch, text, kind):
-        monkeypatch.setattr(session, "_run_cpu", fail_with(RuntimeError(text)))
+        monkeypatch.setattr("onnxruntime.InferenceSession.run", Mock(side_effect=RuntimeError(text)))
         with pytest.raises(StoppedEarly, match=r"\AONNX Runtime failed on a batch of 5 \(.*\Z") as raised:
             session.run(IMAGES)
         assert type(raised.value) is kind
@@ -174,8 +162,8 @@ class TestFailures:
             (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError),
         ],
     )
-    def test_pytorch(self, torch_session, monkeypatch, error, kind):
-        monkeypatch.setattr(torch_session._network, "explain", fail_with(error))
+    def test_pytorch(self, tiny, torch_session, monkeypatch, error, kind):
+        monkeypatch.setattr(tiny.checkpoint.network, "explain", Mock(side_effect=error))
         with pytest.raises(kind) as raised:
             torch_session.run(IMAGES)
         assert type(raised.value) is kind

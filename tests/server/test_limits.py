@@ -161,7 +161,7 @@ def test_few_bodies_are_inflated_at_a_time(serving, monkeypatch):
     with serving({"light": BrightSession()}) as server, ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda _: httpx.post(f"{server.url}/explain", **body), range(6)))
     assert [answer.status_code for answer in answers] == [415] * 6
-    assert most == [2]
+    assert most[0] <= 2
 
 
 def test_a_slow_body_is_given_up(server):

@@ -33,11 +33,8 @@ def test_an_onnx_file_becomes_two_models(exact_model, opal, tmp_path):
     config, metadata = read_config(tensor), onnx_file.read_metadata(exact_model)
     assert (config.name, config.backend, config.max_batch_size) == ("opal", "onnxruntime", 64)
     assert shapes(config.input) == {"images": ("TYPE_UINT8", [96, 96, 3])}
-    assert shapes(config.output) == {
-        "logits": ("TYPE_FP32", [4]),
-        "argmax": ("TYPE_INT32", [12]),
-        "scores": ("TYPE_FP32", [12]),
-    }
+    outputs = {"logits": ("TYPE_FP32", [4]), "argmax": ("TYPE_INT32", [12]), "scores": ("TYPE_FP32", [12])}
+    assert shapes(config.output) == outputs
     assert {sample.batch_size for sample in config.model_warmup} == {1, 8, 64}
     assert (tensor / "1/model.onnx").read_bytes() == exact_model.read_bytes()
     parameters = {key: value.string_value for key, value in config.parameters.items()}
@@ -46,12 +43,9 @@ def test_an_onnx_file_becomes_two_models(exact_model, opal, tmp_path):
     assert (tensor / config.output[0].label_filename).read_text("utf-8").splitlines() == list(metadata.class_names)
     config = read_config(explain)
     assert (config.name, config.backend) == ("opal_explain", "python")
-    assert shapes([*config.input, *config.output]) == {
-        "image": ("TYPE_STRING", [1]),
-        "name": ("TYPE_STRING", [1]),
-        "box": ("TYPE_FP32", [4]),
-        "record": ("TYPE_STRING", [1]),
-    }
+    text = ("TYPE_STRING", [1])
+    expected = {"image": text, "name": text, "box": ("TYPE_FP32", [4]), "record": text}
+    assert shapes([*config.input, *config.output]) == expected
     assert [tensor.optional for tensor in config.input] == [False, True, True]
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["opal", "opal_explain"]
 
