@@ -16,15 +16,19 @@ from typer.cli import get_docs_for_click
 from opal_deploy.cli import app
 from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.inference.infer import InferOptions
 from opal_deploy.options import Options, default_of, option_fields
-from opal_deploy.records.schema import json_schema
+from opal_deploy.records import json_schema
 from opal_deploy.records.tables import COLUMNS
 from opal_deploy.runtime.gates import GATES, WIDEST
+from opal_deploy.train.options import TrainRunOptions
 
 # functions by the options class of their keywords
 _FUNCTIONS: dict[str, type[Options]] = {
     "evaluate_model": EvaluateOptions,
     "export_model": ExportOptions,
+    "run_inference": InferOptions,
+    "train_model": TrainRunOptions,
 }
 
 

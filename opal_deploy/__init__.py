@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from opal_deploy.inference.api import Model, load
     from opal_deploy.inference.infer import InferenceRun, run_inference
     from opal_deploy.inference.service import Service
-    from opal_deploy.records import to_coco, to_label_studio, to_pandas
+    from opal_deploy.records import json_schema, to_coco, to_label_studio, to_pandas
     from opal_deploy.records.record import Record
-    from opal_deploy.records.schema import json_schema
     from opal_deploy.train.api import train_model
 
 __all__ = [
@@ -58,30 +57,26 @@ __all__ = [
     "train_model",
 ]
 
+# modules that are imported when one of their names is first used
 _LAZY = {
-    "evaluate_model": "opal_deploy.evaluation.api",
-    "evaluate_models": "opal_deploy.evaluation.api",
-    "export_model": "opal_deploy.export.api",
-    "InferenceRun": "opal_deploy.inference.infer",
-    "run_inference": "opal_deploy.inference.infer",
-    "Model": "opal_deploy.inference.api",
-    "load": "opal_deploy.inference.api",
-    "Service": "opal_deploy.inference.service",
-    "Record": "opal_deploy.records.record",
-    "json_schema": "opal_deploy.records.schema",
-    "to_coco": "opal_deploy.records",
-    "to_label_studio": "opal_deploy.records",
-    "to_pandas": "opal_deploy.records",
-    "train_model": "opal_deploy.train.api",
+    "evaluation.api": ("evaluate_model", "evaluate_models"),
+    "export.api": ("export_model",),
+    "inference.api": ("Model", "load"),
+    "inference.infer": ("InferenceRun", "run_inference"),
+    "inference.service": ("Service",),
+    "records": ("json_schema", "to_coco", "to_label_studio", "to_pandas"),
+    "records.record": ("Record",),
+    "train.api": ("train_model",),
 }
 
 
 def __getattr__(name: str) -> Any:
     # numpy and Pillow are imported when an image is explained, not by `opal-deploy --help`
-    if name in _LAZY:
-        import importlib
+    for module, names in _LAZY.items():
+        if name in names:
+            import importlib
 
-        return getattr(importlib.import_module(_LAZY[name]), name)
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

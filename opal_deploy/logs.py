@@ -21,10 +21,6 @@ def log_line(line: str) -> None:
     logging.getLogger("opal_deploy").log(logging.WARNING if line.startswith(_WARNINGS) else logging.INFO, "%s", line)
 
 
-def no_log(line: str) -> None:
-    """Ignore a line."""
-
-
 def no_progress(done: int, total: int | None, note: str) -> None:
     """Report nothing."""
 

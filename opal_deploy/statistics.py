@@ -96,12 +96,9 @@ def mean_with_interval(sample: ArrayLike, *, confidence: float = 0.95, resamples
     values = _check_sample(sample)
     generator = np.random.default_rng(_SEED)
     step = max(_MAX_DRAWN // len(values), 1)
-    means = np.concatenate(
-        [
-            values[generator.integers(0, len(values), (min(step, resamples - first), len(values)))].mean(axis=1)
-            for first in range(0, resamples, step)
-        ]
-    )
+    counts = [min(step, resamples - first) for first in range(0, resamples, step)]
+    drawn = (generator.integers(0, len(values), (count, len(values))) for count in counts)
+    means = np.concatenate([values[indices].mean(axis=1) for indices in drawn])
     return Mean(float(values.mean()), _middle(means, confidence), len(values))
 
 
@@ -112,11 +109,7 @@ def _middle(estimates: NDArray[np.float64], confidence: float) -> tuple[float, f
 
 
 def paired_ratios(candidate: Sequence[float], reference: Sequence[float]) -> NDArray[np.float64]:
-    """Return candidate / reference for each pair, so that drift between pairs cancels out.
-
-    Raises:
-        ValueError: the lengths differ.
-    """
+    """Return candidate / reference per pair, so that drift between pairs cancels; ValueError if the lengths differ."""
     if len(candidate) != len(reference):
         raise ValueError(f"{len(candidate)} and {len(reference)} values; expected pairs")
     ratios: NDArray[np.float64] = np.asarray(candidate, np.float64) / np.asarray(reference, np.float64)
@@ -135,10 +128,7 @@ def clopper_pearson_bound(cases: int, trials: int, confidence: float = 0.95) -> 
 
     Whatever the true rate, the bound exceeds it in at least `confidence` of all samples of independent trials.
 
-    Args:
-        cases: 0 ... trials.
-        trials: 0 or more; without trials the bound is 1.
-        confidence: between 0 and 1.
+    Without trials the bound is 1.
 
     Raises:
         ValueError: more cases than trials, or a confidence outside (0, 1).
@@ -167,10 +157,8 @@ def share_bounds(hits: int, trials: int, confidence: float = 0.95) -> tuple[floa
     Raises:
         ValueError: see `clopper_pearson_bound`.
     """
-    return (
-        1.0 - clopper_pearson_bound(trials - hits, trials, confidence),
-        clopper_pearson_bound(hits, trials, confidence),
-    )
+    low = 1.0 - clopper_pearson_bound(trials - hits, trials, confidence)
+    return low, clopper_pearson_bound(hits, trials, confidence)
 
 
 def trials_needed(rate: float, confidence: float = 0.95) -> int:
@@ -298,14 +286,8 @@ class Threshold:
         head = {"target_error": self.target, "confidence": self.confidence, "images": self.images}
         if self.min_margin is None:
             return {**head, "min_margin": None, "reason": self.reason}
-        return {
-            **head,
-            "min_margin": self.min_margin,
-            "coverage": self.coverage,
-            "answered": self.answered,
-            "wrong": self.wrong,
-            "upper_bound": self.bound,
-        }
+        figures = {name: getattr(self, name) for name in ("min_margin", "coverage", "answered", "wrong")}
+        return {**head, **figures, "upper_bound": self.bound}
 
 
 def explain_too_few(images: int, target: float, confidence: float = 0.95) -> str:
@@ -357,12 +339,7 @@ def choose_threshold(summary: Mapping[str, Any], target: float, confidence: floa
 def smallest_target(summary: Mapping[str, Any], confidence: float = 0.95) -> float | None:
     """Return the smallest error rate, in tenths of a percent, that has a threshold; None if no rate below 1 has one.
 
-    Args:
-        summary: from `RiskCurve.summary`.
-        confidence: confidence of the bound.
-
-    Raises:
-        ValueError: not the summary of a risk-coverage curve.
+    Arguments and errors are those of `choose_threshold`.
     """
     # a target has a threshold if the bound of the first one tried is below it: the rate is one of these bounds
     bounds = {clopper_pearson_bound(level.wrong, level.answered, confidence) for level in _levels(summary)[1]}

@@ -1,5 +1,7 @@
 """A tiny network, traced in a second, and the sidecar of an engine: what tests of several folders build."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -51,6 +53,19 @@ def build_checkpoint(backbone="tiny", head=None, size=(64, 96), num_classes=4, *
         _sharpen(network)
     source = {"file": f"c{seed}.pt", "sha256": f"{seed:064x}", "format": "opal-deploy"}
     return Checkpoint(network.eval(), CLASS_NAMES[:num_classes], source=source)
+
+
+def export_onnx(source, out, precision="fp32", **options):
+    """Write one ONNX file of a checkpoint, or of the path of one of ours, and return what `export` says of it."""
+    from opal_deploy.export.checkpoint_source import CheckpointSource
+    from opal_deploy.export.exporter import export
+    from opal_deploy.export.files import ExportTargets
+    from opal_deploy.export.onnx_source import OnnxSource
+    from opal_deploy.export.options import ExportOptions
+
+    export_source = OnnxSource(source) if isinstance(source, Path) else CheckpointSource(source, out)
+    options = ExportOptions(**{"threads": 2, "overwrite": True, **options})
+    return export(export_source, ExportTargets({precision: out}), options).onnx[0]
 
 
 def build_sidecar(path, metadata, **changes):

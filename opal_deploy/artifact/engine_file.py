@@ -142,11 +142,7 @@ def check_engine(engine: Path) -> Sidecar:
 
 
 def write_sidecar(engine: Path, sidecar: Sidecar) -> None:
-    """Write a sidecar beside its engine.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Write a sidecar beside its engine; raise UsageError if that fails."""
     with atomic_write(sidecar_path(engine)) as temporary:
         temporary.write_text(sidecar.to_json(), "utf-8")
 
@@ -178,31 +174,27 @@ def _parse(engine: Path, document: dict[str, Any]) -> Sidecar:
             f"{path}: sidecar schema {document.get('schema')!r} found, {SIDECAR_SCHEMA} expected; use the opal-deploy "
             f"version that wrote it, or rebuild with: {_rebuild_command(document, engine)}"
         )
-    missing = sorted({f.name for f in fields(Sidecar)} - document.keys())
-    if missing:
+    if missing := sorted({f.name for f in fields(Sidecar)} - document.keys()):
         raise _damaged(path, f"it lacks {', '.join(missing)}")
-    metadata = Metadata.from_json(json.dumps(document["metadata"]), str(path))
-    values = {f.name: document[f.name] for f in fields(Sidecar)} | {"metadata": metadata}
-    sidecar = Sidecar(**values)
-    wrong = _find_wrong_parts(sidecar)
-    if wrong:
+    if wrong := _find_wrong_parts(document):
         raise _damaged(path, f"of wrong type or missing: {', '.join(wrong)}")
-    return sidecar
+    metadata = Metadata.from_json(json.dumps(document["metadata"]), str(path))
+    return Sidecar(**{f.name: document[f.name] for f in fields(Sidecar)} | {"metadata": metadata})
 
 
-def _find_wrong_parts(sidecar: Sidecar) -> list[str]:
-    wrong = []
-    for name, parts in _PARTS.items():
-        value = getattr(sidecar, name)
-        for part, kind in parts.items():
-            if not isinstance(value, dict) or not isinstance(value.get(part), kind):
-                wrong.append(f"{name}.{part}")
-    batch = sidecar.options.get("batch") if not wrong else None
-    if batch is not None and not (len(batch) == 3 and all(type(size) is int and size > 0 for size in batch)):
-        wrong.append("options.batch")
-    if not wrong and sidecar.state["state"] == VERIFIED and not isinstance(sidecar.state.get("machine"), dict):
-        wrong.append("state.machine")
-    return wrong
+def _find_wrong_parts(document: dict[str, Any]) -> list[str]:
+    wrong = [
+        f"{name}.{part}"
+        for name, parts in _PARTS.items()
+        for part, kind in parts.items()
+        if not isinstance(document[name], dict) or not isinstance(document[name].get(part), kind)
+    ]
+    if wrong:
+        return wrong
+    batch, state = document["options"]["batch"], document["state"]
+    if len(batch) != 3 or not all(type(size) is int and size > 0 for size in batch):
+        return ["options.batch"]
+    return ["state.machine"] if state["state"] == VERIFIED and not isinstance(state.get("machine"), dict) else []
 
 
 def _rebuild_command(document: dict[str, Any], engine: Path) -> str:
@@ -227,12 +219,8 @@ def _compute_digest(document: dict[str, Any]) -> str:
 class Check:
     """The outcome of the test vectors on a machine that loaded an engine.
 
-    Attributes:
-        engine_sha256: sha256 of the engine that was checked.
-        machine: GPU, compute capability, driver, runtime and its version, on which the outcome depends.
-        when: time, UTC, ISO 8601.
-        passed: whether the engine reproduced its test vectors.
-        report: the measurements of the comparison, or what failed.
+    `machine` has what the outcome depends on (GPU, driver, runtime and its version), `when` is UTC in ISO 8601, and
+    `report` holds the measurements of the comparison, or what failed.
     """
 
     engine_sha256: str
@@ -270,7 +258,5 @@ def record_check(engine: Path, check: Check) -> bool:
 
 def find_passed_check(engine: Path, sha256: str, machine: dict[str, Any]) -> Check | None:
     """Return the outcome of an earlier load on the same machine, if it passed."""
-    for check in read_checks(engine):
-        if check.engine_sha256 == sha256 and check.machine == machine and check.passed:
-            return check
-    return None
+    checks = [check for check in read_checks(engine) if check.passed]
+    return next((check for check in checks if (check.engine_sha256, check.machine) == (sha256, machine)), None)

@@ -23,6 +23,7 @@ CHECKPOINT_SUFFIXES = (".pt", ".pth")
 ONNX_SUFFIX = ".onnx"
 ENGINE_SUFFIX = ".engine"
 ModelKind = Literal["checkpoint", "onnx", "engine"]
+_KINDS: dict[str, ModelKind] = {".pt": "checkpoint", ".pth": "checkpoint", ONNX_SUFFIX: "onnx", ENGINE_SUFFIX: "engine"}
 
 # some file systems of clusters have no locks: work goes on without one there
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
@@ -30,11 +31,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 def model_kind(path: Path) -> ModelKind | None:
     """Return the kind of a model file by its suffix; None for another suffix."""
-    if path.suffix in CHECKPOINT_SUFFIXES:
-        return "checkpoint"
-    if path.suffix == ONNX_SUFFIX:
-        return "onnx"
-    return "engine" if path.suffix == ENGINE_SUFFIX else None
+    return _KINDS.get(path.suffix)
 
 
 def compute_sha256(path: Path) -> str:
@@ -135,7 +132,7 @@ def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another place") from None
+        raise _not_writable(path, error) from None
     temporary = Path(name)
     try:
         yield temporary
@@ -145,14 +142,16 @@ def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
         _remove_empty(made)
-        raise UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another place") from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        _remove_empty(made)
+        if isinstance(error, OSError):
+            raise _not_writable(path, error) from None
         raise
+
+
+def _not_writable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another place")
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -163,8 +162,6 @@ def write_json(path: Path, document: Any) -> None:
 
 def _remove_empty(folders: list[Path]) -> None:
     """Remove folders that were created for a file that was not written, innermost first."""
-    for folder in folders:
-        try:
+    with suppress(OSError):
+        for folder in folders:
             folder.rmdir()
-        except OSError:
-            return

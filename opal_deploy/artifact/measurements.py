@@ -50,24 +50,20 @@ _CHANGES = {"JPEG quality 75": "JPEG (quality 75)", "horizontal flip": "mirrorin
 class Calibration:
     """The temperature of a model and how well calibrated it made the predictions, or the reason why there is none.
 
-    Figures without `_uncalibrated` are cross-fitted: each fifth of the images is measured with the temperature fitted
-    on the other four; `temperature` is fitted on all. Training also chose the best epoch on these images, so that new
-    ones may do a little worse.
+    Figures are cross-fitted, those of `_uncalibrated` at temperature 1: each fifth of the images is measured with the
+    temperature fitted on the other four; `temperature` is fitted on all. Training also chose the best epoch on these
+    images, so that new ones may do a little worse.
 
     Attributes:
         images: validation images of the fit.
         temperature: T, over 0; None where it was not fitted.
         reason: why it was not fitted; empty if it was.
         accuracy: share of correct predictions, 0 ... 1, the same for every temperature.
-        nll: mean of -log(probability of the label), in nats.
-        nll_uncalibrated: `nll` at temperature 1.
-        ece: expected calibration error of the predicted class's probability, 0 ... 1 (`evaluation.calibration`).
-        ece_uncalibrated: `ece` at temperature 1.
+        nll, nll_uncalibrated: mean of -log(probability of the label), in nats.
+        ece, ece_uncalibrated: expected calibration error of the predicted class's probability, 0 ... 1.
         ece_perfect: mean error that the same probabilities would show if they were exactly right.
-        bins: bins of the expected calibration error.
-        folds: folds of the cross-fitting.
-        split: split of the data set.
-        method: `temperature`.
+        bins, folds: number of the calibration error's bins and of the cross-fitting's folds.
+        split, method: the data set's split; `temperature`.
     """
 
     images: int
@@ -140,10 +136,10 @@ class ReceptiveField:
         stride: pixels from one cell to the next: the side of a cell's box.
         size: side of the square of pixels that a cell can depend on, parts outside the image included; None where
             attention between cells leaves no bound.
-        offset: coordinate of the centre of cell 0's theoretical field, the same along both axes, where pixel i reaches
-            from i to i + 1; None where `size` is. Centre of cell 0's box: stride / 2.
-        global_context: whether cells also depend on the whole image through a global pooling inside the network
-            (squeeze-and-excitation), which `size` leaves out.
+        offset: coordinate of the centre of cell 0's theoretical field along both axes (pixel i reaches from i to
+            i + 1); None where `size` is.
+        global_context: whether a pooling inside the network (squeeze-and-excitation), which `size` leaves out, lets
+            cells depend on the whole image.
         effective_offset: coordinate of the centre of cell 0's effective field, the centroid of the energy of scores'
             gradients (`evaluation.receptive_field`); None where that was not measured.
         effective: side of the square around that centre that holds 90 % of the energy; None where it was not measured.
@@ -212,7 +208,7 @@ class ReceptiveField:
 
 @dataclass(frozen=True)
 class EffectiveField:
-    """The effective receptive field in units of cells, to be drawn around their boxes.
+    """The effective receptive field, to be drawn around a cell's box; lengths in cells.
 
     Attributes:
         side: length of its side.
@@ -257,10 +253,12 @@ def describe_evaluation(
         command += f", and export {export_of} again"
     if not evaluation:
         return f"not yet measured whether the boxes show what drives the prediction; measure it with: {command}"
-    findings = [*_pointing(evaluation.get("pointing_game")), *_faithfulness(evaluation.get("faithfulness"))]
-    if not evaluation.get("pointing_game"):
+    pointing, faithfulness = evaluation.get("pointing_game"), evaluation.get("faithfulness")
+    findings = [shares] if (shares := _describe_pointing(pointing or {})) else []
+    findings += _describe_faithfulness(faithfulness) if faithfulness else []
+    if not pointing:
         findings.append("where the evidence lies was not measured (no boxes, masks or parts)")
-    if not evaluation.get("faithfulness"):
+    if not faithfulness:
         findings.append("what removing the evidence changes was not measured")
     field = ReceptiveField.from_dict(receptive_field or {})
     if field is not None and field.effective is not None:
@@ -272,23 +270,19 @@ def describe_evaluation(
         f"measured{other} on {evaluation['images']:,} {evaluation['split']} images of {evaluation['data']}{cropped}, "
         f"{evaluation['when'][:10]}, opal-deploy {evaluation['opal_deploy']}"
     )
-    advice = "" if evaluation.get("faithfulness") else f"; measure the rest with: {command}"
+    advice = "" if faithfulness else f"; measure the rest with: {command}"
     return f"{'; '.join(findings)} ({source}){advice}"
 
 
-def _pointing(game: Mapping[str, Any] | None) -> Iterator[str]:
-    shares = [
+def _describe_pointing(game: Mapping[str, Any]) -> str:
+    return ", ".join(
         f"{100 * share['mean']:.0f} % {title} (random cells {100 * share['random']:.0f} %)"
         for key, title in _SHARES
-        if (share := (game or {}).get(key))
-    ]
-    if shares:
-        yield ", ".join(shares)
+        if (share := game.get(key))
+    )
 
 
-def _faithfulness(document: Mapping[str, Any] | None) -> Iterator[str]:
-    if not document:
-        return
+def _describe_faithfulness(document: Mapping[str, Any]) -> Iterator[str]:
     for removal in document["removal"][:1]:
         random = removal["changed_random"]
         beside = "" if random is None else f", without as many random cells {100 * random:.0f} %"
@@ -296,10 +290,7 @@ def _faithfulness(document: Mapping[str, Any] | None) -> Iterator[str]:
             f"without its cells {100 * removal['changed']:.0f} % of {document['images']} answers change{beside} "
             f"({removal['fill']})"
         )
-    kept = [
-        f"{100 * share:.0f} % under {title}"
-        for change, title in _CHANGES.items()
-        if (share := document["same_cell"].get(change)) is not None
-    ]
+    shares = [(document["same_cell"].get(change), title) for change, title in _CHANGES.items()]
+    kept = [f"{100 * share:.0f} % under {title}" for share, title in shares if share is not None]
     if kept:
         yield f"cells stay: {', '.join(kept)}"

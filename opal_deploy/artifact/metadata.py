@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
@@ -35,11 +35,18 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),
     "input_kind": get_args(InputKind),
 }
+# fields that hold a fixed number of values (None: any but 0), what each must be, and how to say so
+_SEQUENCES: tuple[tuple[str, int | None, Callable[[Any], bool], str], ...] = (
+    ("grid", 2, lambda value: type(value) is int and value > 0, "two positive integers"),
+    ("input_size", 2, lambda value: type(value) is int and value > 0, "two positive integers"),
+    ("mean", 3, lambda value: isinstance(value, int | float), "three numbers"),
+    ("std", 3, lambda value: isinstance(value, int | float), "three numbers"),
+    ("class_names", None, lambda value: isinstance(value, str), "a list of names"),
+    ("outputs", None, lambda value: isinstance(value, str), "a list of names"),
+)
 # shortens values: a few entries of a few levels
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring = 2, 3, 3, 3, 40
-
-_TUPLES = {"class_names", "grid", "input_size", "mean", "std", "outputs"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -192,63 +199,53 @@ class Metadata:
         known = {f.name for f in fields(Metadata)}
         if missing := sorted(known - raw.keys()):
             raise ArtifactError(f"{origin}: metadata lacks {', '.join(missing)}; export it again")
-        values = {name: _as_tuple(raw[name]) if name in _TUPLES else raw[name] for name in known}
+        values = {name: raw[name] for name in known}
+        for name, *_ in _SEQUENCES:
+            if isinstance(raw[name], list):
+                values[name] = tuple(raw[name])
         metadata = Metadata(**cast(Mapping[str, Any], values))
-        metadata._check(origin)
+        try:
+            metadata._check()
+        except ArtifactError as error:
+            raise ArtifactError(f"{origin}: {error}; export it again") from None
         return metadata
 
-    def _check(self, origin: str) -> None:
-        def error(what: str) -> ArtifactError:
-            return ArtifactError(f"{origin}: {what}; export it again")
-
+    def _check(self) -> None:
+        """Raise ArtifactError for a field of the wrong type or value."""
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                raise error(f"{name} {getattr(self, name)!r} is not {' or '.join(known)}")
-        for name in ("grid", "input_size"):
-            pair = getattr(self, name)
-            if not isinstance(pair, tuple) or len(pair) != 2 or not all(type(v) is int and v > 0 for v in pair):
-                raise error(f"{name} {pair!r} is not two positive integers")
-        for name in ("mean", "std"):
-            triple = getattr(self, name)
-            if not isinstance(triple, tuple) or len(triple) != 3 or not all(isinstance(v, int | float) for v in triple):
-                raise error(f"{name} {triple!r} is not three numbers")
-        for name in ("class_names", "outputs"):
-            texts = getattr(self, name)
-            if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
-                raise error(f"{name} is not a list of names")
+                raise ArtifactError(f"{name} {getattr(self, name)!r} is not {' or '.join(known)}")
+        for name, count, is_valid, expected in _SEQUENCES:
+            values = getattr(self, name)
+            if (
+                not isinstance(values, tuple)
+                or len(values) != (count or len(values) or 1)
+                or not all(map(is_valid, values))
+            ):
+                raise ArtifactError(f"{name} {_SHORT.repr(values)} is not {expected}")
         if not isinstance(self.keep_layers, bool):
-            raise error(f"keep_layers {self.keep_layers!r} is not true or false")
+            raise ArtifactError(f"keep_layers {self.keep_layers!r} is not true or false")
         if type(self.prototypes_per_class) is not int or self.prototypes_per_class < 1:
-            raise error(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
+            raise ArtifactError(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
         listed = [name for name in TOP_OUTPUTS if name in self.outputs]
         if len(listed) != (0 if self.top_k is None else len(TOP_OUTPUTS)) or not (listed or "logits" in self.outputs):
-            raise error(f"outputs {', '.join(self.outputs)} are not those of a model with top_k {self.top_k!r}")
+            raise ArtifactError(f"outputs {', '.join(self.outputs)} are not those of a model with top_k {self.top_k!r}")
         if self.top_k is not None and (type(self.top_k) is not int or not 1 <= self.top_k <= self.num_classes):
-            raise error(f"top_k {self.top_k!r} is not a number of its {self.num_classes} classes")
-        for name in (
-            "head", "source", "training", "exporter", "verification", "risk", "calibration", "evaluation",
-            "receptive_field", "test_vectors",
-        ):  # fmt: skip
-            if not isinstance(getattr(self, name), dict):
-                raise error(f"{name} is not an object")
+            raise ArtifactError(f"top_k {self.top_k!r} is not a number of its {self.num_classes} classes")
+        for each in fields(self):
+            if str(each.type).startswith("dict") and not isinstance(getattr(self, each.name), dict):
+                raise ArtifactError(f"{each.name} is not an object")
         if not {"distance", "epsilon"} <= self.head.keys():
-            raise error("its head lacks distance or epsilon")
+            raise ArtifactError("its head lacks distance or epsilon")
         if self.risk and not {"images", "error", "aurc", "coverage_at_error", "levels"} <= self.risk.keys():
-            raise error("its risk is not the summary of a risk-coverage curve")
+            raise ArtifactError("its risk is not the summary of a risk-coverage curve")
         recorded = self.evaluation
         if recorded and not all(isinstance(recorded.get(name), kind) for name, kind in EVALUATION_KEYS.items()):
-            raise error("its evaluation is not one that evaluate --record wrote")
-        try:
-            ReceptiveField.from_dict(self.receptive_field)
-            Calibration.from_dict(self.calibration)
-        except ArtifactError as problem:
-            raise error(str(problem)) from None
+            raise ArtifactError("its evaluation is not one that evaluate --record wrote")
+        ReceptiveField.from_dict(self.receptive_field)
+        Calibration.from_dict(self.calibration)
         if not isinstance(self.file_sha256, str):
-            raise error("file_sha256 is not a text")
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
+            raise ArtifactError("file_sha256 is not a text")
 
 
 def check_all_outputs(metadata: Metadata, model: str, use: str) -> None:

@@ -35,13 +35,7 @@ _OPSET_DOMAIN, _OPSET_VERSION = 1, 2
 
 @dataclass(frozen=True)
 class OnnxHeader:
-    """The fields of an ONNX file around its graph.
-
-    Attributes:
-        ir_version: version of the file format.
-        opset: version of the default operator set.
-        properties: `metadata_props` as a dictionary.
-    """
+    """The fields of an ONNX file around its graph: file format, default operator set, `metadata_props`."""
 
     ir_version: int
     opset: int
@@ -93,11 +87,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def check_digest(path: Path, metadata: Metadata) -> None:
-    """Compare a file with the digest in its own metadata.
-
-    Raises:
-        ArtifactError: the digest differs or is missing.
-    """
+    """Raise ArtifactError unless a file has the digest in its own metadata."""
     with _map_file(path) as data:
         digest = _compute_digest(data, metadata.file_sha256.encode("ascii", "replace"))
     if digest is None or digest != metadata.file_sha256:
@@ -153,11 +143,7 @@ def rewrite_metadata(path: Path, metadata: Metadata) -> str:
 
 
 def embed_digest(path: Path) -> str:
-    """Write the digest into a file whose metadata has a blank one, and return it.
-
-    Raises:
-        ArtifactError: the metadata has no blank digest.
-    """
+    """Write the digest into a file whose metadata has a blank one (else ArtifactError), and return it."""
     with path.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as data:
         position = data.find(_MARKER + _BLANK)
         if position < 0:
@@ -212,18 +198,15 @@ def _fields(data: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, int |
     while position < stop:
         key, position = _varint(data, position, stop)
         number, kind = key >> 3, key & 7
-        if number == 0:
-            raise ValueError("field number 0")
+        if number == 0 or kind not in (0, 1, 2, 5):
+            raise ValueError(f"field number {number}, wire type {kind}")
         if kind == 0:
             value, position = _varint(data, position, stop)
             yield number, value
             continue
+        length = 8 if kind == 1 else 4
         if kind == 2:
             length, position = _varint(data, position, stop)
-        elif kind in (1, 5):
-            length = 8 if kind == 1 else 4
-        else:
-            raise ValueError(f"wire type {kind}")
         if position + length > stop:
             raise ValueError("it ends early")
         yield number, slice(position, position + length)

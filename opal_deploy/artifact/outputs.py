@@ -87,18 +87,15 @@ class Outputs:
 
     def take(self, rows: Sequence[int]) -> Outputs:
         """Return the outputs of some images, in that order; views where these are the first ones."""
-        if list(rows) == list(range(len(rows))):
-            return self.rows(0, len(rows))
         picked = list(rows)
+        if picked == list(range(len(picked))):
+            return self.rows(0, len(picked))
         return self._map(lambda array: array[picked])
 
     def is_finite(self) -> NDArray[np.bool_]:
         """Return bool [N]: whether all logits of an image are finite, or all that the graph lists and the norm."""
-        if self.top is None:
-            finite: NDArray[np.bool_] = np.isfinite(self.logits).min(axis=1)
-            return finite
-        listed: NDArray[np.bool_] = np.isfinite(self.top.logits).min(axis=1) & np.isfinite(self.top.norm)
-        return listed
+        finite: NDArray[np.bool_] = np.isfinite(self.logits if self.top is None else self.top.logits).min(axis=1)
+        return finite if self.top is None else finite & np.isfinite(self.top.norm)
 
     @staticmethod
     def concatenate(parts: Sequence[Outputs]) -> Outputs:
@@ -123,8 +120,7 @@ class Outputs:
 def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
     """Return shape per image and dtype of every input and output that the metadata promises."""
     height, width = metadata.input_size
-    channels = metadata.num_prototypes
-    k, m = metadata.max_top, metadata.prototypes_per_class
+    channels, k, m = metadata.num_prototypes, metadata.max_top, metadata.prototypes_per_class
     shapes: dict[str, tuple[int, ...]] = {
         "logits": (metadata.num_classes,),
         "argmax": (channels,),
@@ -145,13 +141,9 @@ def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
 
 
 def select_top(outputs: Outputs, prototypes_per_class: int, k: int) -> TopOutputs:
-    """Return what a graph of `export --outputs topk` selects from all channels: the `k` best classes, C at most.
-
-    Raises:
-        ValueError: the outputs have no scores and cells of all channels.
-    """
-    if outputs.scores is None or outputs.argmax is None:
-        raise ValueError("no scores and cells to select from")
+    """Return what a graph of `export --outputs topk` selects from all channels: the `k` best classes, C at most."""
+    assert outputs.scores is not None
+    assert outputs.argmax is not None
     classes = find_largest(outputs.logits, k)
     return TopOutputs(
         classes.astype(np.int32),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, Literal
@@ -145,14 +145,12 @@ class DiffReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
+        counts = {name: getattr(self, name) for name in ("only_before", "only_after", "unpaired", "image_changed")}
         return {
             "paired": self.paired,
             "changed": self.changed,
             "kinds": self.kinds,
-            "only_before": self.only_before,
-            "only_after": self.only_after,
-            "unpaired": self.unpaired,
-            "image_changed": self.image_changed,
+            **counts,
             "slots": self.slots,
             "slots_moved": self.moved,
             "largest_contribution_change": self.largest_contribution,
@@ -163,10 +161,7 @@ class DiffReport:
 def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, keep: int) -> DiffReport:
     """Pair records by image and compare them; memory holds the names and the `keep` largest changes.
 
-    Args:
-        before, after: the two sets.
-        tolerance: largest difference of contributions and margins that counts as equal.
-        keep: number of changes to keep.
+    Contributions and margins that differ by at most `tolerance` count as equal.
     """
     report = DiffReport(unpaired=before.unnamed + after.unnamed)
     heap: list[tuple[tuple[float, ...], int, ImageChange, Record, Record]] = []
@@ -189,7 +184,8 @@ def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, k
 def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
     """Return the change between two records of an image."""
     before, after = _label_or_code(old), _label_or_code(new)
-    margin = _margin_change(old, new)
+    margins = old.get("margin"), new.get("margin")
+    margin = None if margins[0] is None or margins[1] is None else margins[1] - margins[0]
     moved: tuple[int, ...] | None = None
     largest: float | None = None
     slots = 0
@@ -202,7 +198,9 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
         pairs = list(zip(old_slots, new_slots, strict=False))
         slots = len(pairs)
         moved = tuple(one["slot"] for one, other in pairs if _is_moved(one, other)) if pairs else None
-        largest = max(_contribution_changes(pairs), default=None)
+        parts = [(one["contribution"], other["contribution"]) for one, other in pairs]
+        changes = [abs(other - one) for one, other in parts if one is not None and other is not None]
+        largest = max(changes, default=None)
         if moved or len(old_slots) != len(new_slots):
             kind = "cell"
         elif largest is not None and largest > tolerance:
@@ -222,17 +220,6 @@ def _label_or_code(record: Record) -> str:
     return record["error"]["code"] if "error" in record else record["prediction"]["label"]
 
 
-def _margin_change(old: Record, new: Record) -> float | None:
-    before, after = old.get("margin"), new.get("margin")
-    return None if before is None or after is None else after - before
-
-
-def _contribution_changes(pairs: list[tuple[Slot, Slot]]) -> Iterator[float]:
-    for old, new in pairs:
-        if old["contribution"] is not None and new["contribution"] is not None:
-            yield abs(new["contribution"] - old["contribution"])
-
-
 def _is_moved(old: Slot, new: Slot) -> bool:
     (x0, y0, x1, y1), (u0, v0, u1, v1) = old["box"], new["box"]
     width, height = x1 - x0, y1 - y0
@@ -244,10 +231,8 @@ def _is_moved(old: Slot, new: Slot) -> bool:
 def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable[[Record], Image.Image | None]) -> str:
     """Return the report as an HTML page without scripts: the largest changes with both overlays side by side.
 
-    Args:
-        report: the changes to show.
-        names: paths of the two models or results, shown relative to their common folder.
-        load_image: returns the oriented image of a record, or None if its file is not available.
+    The paths `names` of the two models or results are shown relative to their common folder; `load_image` returns the
+    oriented image of a record, or None if its file is not available.
     """
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"

@@ -26,6 +26,16 @@ _PROBABILITY = "calibrated_probability"
 # relative
 _BOX_TOLERANCE = 1e-6
 
+
+class _Absent:
+    """The value of a missing key."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_ABSENT: Any = _Absent()
+
 # returns whether the recorded [row, col] of a channel ties with the computed one
 IsTied = Callable[[int, Sequence[int]], bool]
 
@@ -98,13 +108,9 @@ class FieldDifference:
 def diff_records(
     recorded: Record, computed: Record, tolerance: Tolerance, is_tied: IsTied = lambda channel, cell: False
 ) -> list[FieldDifference]:
-    """Return the fields of a record that differ from what was computed for its image.
+    """Return the fields of a record, which may hold any JSON, that differ from what was computed for its image.
 
-    Args:
-        recorded: the record in question; anything that JSON can hold may be in it.
-        computed: the model's record, with all its classes in `top`.
-        tolerance: for numbers.
-        is_tied: whether another cell is as good.
+    The computed record has all of the model's classes in `top`.
     """
     return list(_compare_records(dict(recorded), dict(computed), tolerance, is_tied))
 
@@ -115,19 +121,19 @@ def _compare_records(
     keys = [key for key in dict.fromkeys([*computed, *recorded]) if key not in NOT_COMPUTED]
     margins = [_finite_number(recorded.get("margin")), _finite_number(computed.get("margin"))]
     close_call = all(m is not None and abs(m) <= 2 * tolerance.cosine for m in margins)
-    other_class = _class_id(recorded) != _class_id(computed)
+    undecided = close_call and _class_id(recorded) != _class_id(computed)
     for key in keys:
-        old, new = recorded.get(key, _Absent()), computed.get(key, _Absent())
-        if isinstance(old, _Absent) or isinstance(new, _Absent):
+        old, new = recorded.get(key, _ABSENT), computed.get(key, _ABSENT)
+        if old is _ABSENT or new is _ABSENT:
             yield FieldDifference(key, old, new)
-        elif key == "prediction" and close_call and other_class:
-            yield from _compare_answer_of_class("prediction", old, computed.get("top"), tolerance)
+        elif key == "prediction" and undecided:
+            yield from _compare_answer_of_class(key, old, computed.get("top"), tolerance)
         elif key == "prediction":
-            yield from _compare_answer("prediction", old, new, tolerance)
+            yield from _compare_answer(key, old, new, tolerance)
         elif key == "top":
             yield from _compare_top(old, new, recorded, tolerance)
         elif key == "evidence":
-            if not (close_call and other_class):
+            if not undecided:
                 yield from _compare_evidence(old, new, tolerance, is_tied)
         elif key == "error":
             # messages may change between versions
@@ -144,27 +150,22 @@ def _class_id(record: dict[str, Any]) -> Any:
 
 
 def _compare_answer(field: str, old: Any, new: Mapping[str, Any], tolerance: Tolerance) -> Iterator[FieldDifference]:
-    yield from _compare_object(
-        field,
-        old,
-        new,
-        {
-            "logit": lambda f, a, b: _compare_number(f, a, b, tolerance.of_logit(b)),
-            "cosine": lambda f, a, b: _compare_number(f, a, b, tolerance.cosine),
-            _PROBABILITY: lambda f, a, b: _compare_number(f, a, b, tolerance.of_probability(new["logit"])),
-        },
-    )
+    comparisons: dict[str, _Comparison] = {
+        "logit": lambda f, a, b: _compare_number(f, a, b, tolerance.of_logit(b)),
+        "cosine": lambda f, a, b: _compare_number(f, a, b, tolerance.cosine),
+        _PROBABILITY: lambda f, a, b: _compare_number(f, a, b, tolerance.of_probability(new["logit"])),
+    }
+    yield from _compare_object(field, old, new, comparisons)
 
 
 def _compare_answer_of_class(field: str, old: Any, answers: Any, tolerance: Tolerance) -> Iterator[FieldDifference]:
     """Compare an answer with the computed answer of the same class at any rank."""
-    same = [answer for answer in answers or [] if isinstance(old, dict) and answer["class_id"] == old.get("class_id")]
+    class_id = old.get("class_id") if isinstance(old, dict) else old
+    same = [answer for answer in answers or [] if isinstance(old, dict) and answer["class_id"] == class_id]
     if same:
         yield from _compare_answer(field, old, same[0], tolerance)
     else:
-        yield FieldDifference(
-            f"{field}.class_id", old.get("class_id") if isinstance(old, dict) else old, "no such class"
-        )
+        yield FieldDifference(f"{field}.class_id", class_id, "no such class")
 
 
 def _compare_top(old: Any, new: list[Any], recorded: dict[str, Any], tolerance: Tolerance) -> Iterator[FieldDifference]:
@@ -190,6 +191,11 @@ def _compare_evidence(old: Any, new: list[Any], tolerance: Tolerance, is_tied: I
     if not isinstance(old, list) or len(old) != len(new):
         yield FieldDifference("evidence", old, new)
         return
+    comparisons: dict[str, _Comparison] = {
+        "score": lambda f, a, b: _compare_number(f, a, b, tolerance.score),
+        "contribution": lambda f, a, b: _compare_number(f, a, b, tolerance.cosine),
+        "box": _compare_box,
+    }
     for index, (one, other) in enumerate(zip(old, new, strict=True)):
         field = f"evidence[{index}]"
         cell: Any = one.get("cell") if isinstance(one, dict) else None
@@ -197,16 +203,7 @@ def _compare_evidence(old: Any, new: list[Any], tolerance: Tolerance, is_tied: I
         if cell != other["cell"] and _is_cell(cell) and is_tied(other["channel"], cell):
             # the box belongs to the cell: as far from the computed one as the cells are apart
             expected = {**other, "cell": cell, "box": _shift_box(cell, other)}
-        yield from _compare_object(
-            field,
-            one,
-            expected,
-            {
-                "score": lambda f, a, b: _compare_number(f, a, b, tolerance.score),
-                "contribution": lambda f, a, b: _compare_number(f, a, b, tolerance.cosine),
-                "box": _compare_box,
-            },
-        )
+        yield from _compare_object(field, one, expected, comparisons)
 
 
 def _is_cell(value: Any) -> bool:
@@ -231,9 +228,9 @@ def _compare_object(
     for key in dict.fromkeys([*new, *old]):
         if key == "name":  # of a slot, given by people
             continue
-        a, b = old.get(key, _Absent()), new.get(key, _Absent())
+        a, b = old.get(key, _ABSENT), new.get(key, _ABSENT)
         where = f"{field}.{key}"
-        if isinstance(a, _Absent) or isinstance(b, _Absent):
+        if a is _ABSENT or b is _ABSENT:
             yield FieldDifference(where, a, b)
         elif key in special:
             yield from special[key](where, a, b)
@@ -271,13 +268,6 @@ def _finite_number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-class _Absent:
-    """The value of a missing key."""
-
-    def __repr__(self) -> str:
-        return "nothing"
 
 
 def _format_value(value: Any) -> str:

@@ -39,11 +39,7 @@ def is_results(path: Path) -> bool:
 
 
 def find_results(path: Path) -> Path:
-    """Return the results.jsonl of a path: the file itself, or the one in that folder.
-
-    Raises:
-        UsageError: no such file.
-    """
+    """Return the results.jsonl of a path: the file itself, or the one in that folder; raise UsageError without one."""
     results = path / RESULTS if path.is_dir() else path
     if not results.is_file():
         raise UsageError(f"{results}: no such file; expected results.jsonl of `opal-deploy infer`, or its folder")
@@ -80,10 +76,18 @@ def read_numbered_records(path: Path) -> Iterator[tuple[int, Record | None]]:
     Raises:
         UsageError: the file cannot be read.
     """
+    for line_number, _, record in _read_lines(path):
+        yield line_number, record
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, int, Record | None]]:
+    """Yield line numbers with their offsets and records; see `read_numbered_records`."""
+    offset = 0
     try:
         with path.open("rb") as stream:
-            for line_number, (_, line) in enumerate(_read_lines(stream), 1):
-                yield line_number, parse_record(line)
+            for line_number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE), b""), 1):
+                yield line_number, offset, parse_record(line)
+                offset += len(line)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
 
@@ -106,24 +110,15 @@ class RecordIndex:
         self._offsets: dict[str, int] = {}
         self._later_offsets: dict[str, list[int]] = {}
         self.unnamed = 0
-        try:
-            with path.open("rb") as stream:
-                for line_number, (offset, line) in enumerate(_read_lines(stream), 1):
-                    record = parse_record(line)
-                    if record is None:
-                        raise UsageError(f"{path}: line {line_number} is not a whole record; the file is damaged")
-                    self._add(record["image"], offset)
-            self._stream = path.open("rb")
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
-
-    def _add(self, name: str | None, offset: int) -> None:
-        if name is None:
-            self.unnamed += 1
-        elif name in self._offsets:
-            self._later_offsets.setdefault(name, []).append(offset)
-        else:
-            self._offsets[name] = offset
+        for line_number, offset, record in _read_lines(path):
+            if record is None:
+                raise UsageError(f"{path}: line {line_number} is not a whole record; the file is damaged")
+            name = record["image"]
+            if name is None:
+                self.unnamed += 1
+            elif self._offsets.setdefault(name, offset) != offset:
+                self._later_offsets.setdefault(name, []).append(offset)
+        self._stream = path.open("rb")
 
     def count(self, name: str) -> int:
         """Return the number of records with a name."""
@@ -151,13 +146,6 @@ class RecordIndex:
         self._stream.close()
 
 
-def _read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    offset = 0
-    while line := stream.readline(_MAX_LINE):
-        yield offset, line
-        offset += len(line)
-
-
 class _SpooledImage(NamedTuple):
     """An image's bytes in the temporary file; a `FileSource` that cannot be pickled."""
 
@@ -180,11 +168,7 @@ class RecordSources:
     """
 
     def __init__(self, items: Iterable[Item] = (), records: Iterable[Record] | None = None) -> None:
-        """Keep the images that `records` may match; None: all.
-
-        Raises:
-            UsageError: no room for the images of a compressed tar.
-        """
+        """Keep the images that `records` may match (None: all); UsageError without room for a compressed tar's."""
         wanted = None if records is None else list(records)
         names = None if wanted is None else {record["image"] for record in wanted}
         indices = None if wanted is None else {record.get("image_index") for record in wanted}
@@ -217,10 +201,10 @@ class RecordSources:
             offset = self._spool.seek(0, io.SEEK_END)
             self._spool.write(content)
         except OSError as error:
-            reason = (
-                f"{tempfile.gettempdir()}: images of a compressed tar cannot be kept here ({error.strerror or error})"
-            )
-            raise UsageError(f"{reason}; set TMPDIR to a folder with room, or unpack the tar") from None
+            raise UsageError(
+                f"{tempfile.gettempdir()}: images of a compressed tar cannot be kept here ({error.strerror or error}); "
+                "set TMPDIR to a folder with room, or unpack the tar"
+            ) from None
         return _SpooledImage(self._spool, offset, len(content))
 
     def _find(self, record: Record) -> Item | None:
@@ -261,12 +245,7 @@ def locate(name: str, root: Path) -> Path | RemoteFile:
 def find_container(record: Record, root: Path) -> str | None:
     """Return the archive, folder or list that a record's image belongs to or stands for, as named in the record.
 
-    Args:
-        record: the record.
-        root: the folder that its name is relative to.
-
-    Returns:
-        The container's name; None for an image with its own file, even a missing one.
+    None for an image with its own file below `root`, even a missing one.
     """
     name = record["image"]
     if not isinstance(name, str):

@@ -184,11 +184,7 @@ def _inference_options(run: dict[str, Any], options: VerifyOptions, session: Ses
 def _find_sources(
     path: Path, model: Path, options: VerifyOptions, lines: frozenset[int] | None, *, recursive: bool
 ) -> RecordSources:
-    """Return the given images.
-
-    Raises:
-        UsageError: a record needs an archive, folder or list that was not given.
-    """
+    """Return the given images; raise UsageError if a record needs an archive, folder or list that was not given."""
     from opal_deploy.auditing.results import RecordSources, find_container, read_numbered_records
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.items import Skipped
@@ -207,15 +203,15 @@ def _find_sources(
         discovery.check_inputs(images)
         items = discovery.discover(images, Skipped(), sys.stdin, recursive=recursive)
         sources = RecordSources(items, None if lines is None else (record for _, record in records()))
-    found: set[str] = set()
-    missing: dict[str, tuple[int, str | None]] = {}
+    # where each container is first needed; None: it was given
+    needs: dict[str, tuple[int, str | None] | None] = {}
     for number, record in records():
         container = find_container(record, Path(options.root))
         if container is not None and sources.find(record) is not None:
-            found.add(container)
+            needs[container] = None
         elif container is not None:
-            missing.setdefault(container, (number, record["image"]))
-    absent = {container: where for container, where in missing.items() if container not in found}
+            needs.setdefault(container, (number, record["image"]))
+    absent = {container: where for container, where in needs.items() if where is not None}
     if absent:
         container, (number, name) = next(iter(absent.items()))
         needed = shlex.join([str(path), *map(readable_name, list(absent)[:_LISTED]), "--model", str(model)])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
 from opal_deploy.auditing.results import RecordSources, locate, read_numbered_records
@@ -35,13 +34,9 @@ _MAX_FINDINGS = 100
 
 @dataclass(frozen=True)
 class Finding:
-    """A record that differs from what was computed.
+    """A record that differs from what was computed, by its line in the file, from 1.
 
-    Attributes:
-        line: number of the line in the file, from 1.
-        image: the record's image; None for a line that is not a record.
-        differences: the fields that differ.
-        why: the reason, if fields were not compared.
+    `image` is None for a line that is not a record; `why` is the reason if fields were not compared.
     """
 
     line: int
@@ -70,16 +65,15 @@ class Finding:
 
 @dataclass
 class RecordsReport:
-    """The outcome of `verify_records`.
+    """The outcome of `verify_records`, in numbers of records.
 
     Attributes:
-        records: number of lines in the file.
-        checked: number of records computed again.
-        identical: number of checked records that are equal to the last bit.
-        different: number of records that differ, and of lines that are not records.
-        not_repeatable: number of errors of crashed, slow or missing decoders that did not occur again; they do not
-            count as different.
-        labels_unchecked: number of records whose `label` was not checked, as no labels were given.
+        records: all lines of the file.
+        checked: computed again.
+        identical: equal to the last bit.
+        different: records that differ, and lines that are not records.
+        not_repeatable: errors of crashed, slow or missing decoders that did not occur again, which is no difference.
+        labels_unchecked: records whose `label` was not checked, as no labels were given.
         findings: the first differences.
     """
 
@@ -99,29 +93,17 @@ class RecordsReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        return {
-            "records": self.records,
-            "checked": self.checked,
-            "identical": self.identical,
-            "different": self.different,
-            "not_repeatable": self.not_repeatable,
-            "labels_unchecked": self.labels_unchecked,
-            "findings": [finding.to_dict() for finding in self.findings],
-        }
+        return {**vars(self), "findings": [finding.to_dict() for finding in self.findings]}
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The conditions of the run whose records are checked.
+    """The run whose records are checked: its model file, crops and true labels, and how it prepared images.
 
     Attributes:
-        model_sha256: digest of the model's file.
         top: number of classes that a record should list; None: not checked.
         root: the folder that image names are relative to.
         sources: the given images; others are looked up below `root`.
-        boxes: the run's crops.
-        labels: the true labels, to check `label`.
-        inference: how the run prepared images, with its `min_margin`.
     """
 
     model_sha256: str
@@ -148,14 +130,9 @@ def verify_records(
     lines: frozenset[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> RecordsReport:
-    """Compute records again and compare them, in the file's order and in bounded memory.
+    """Compute the records of some lines (None: all) again and compare them, in order and in bounded memory.
 
-    Args:
-        path: the results.jsonl.
-        session: the model.
-        check: the conditions of the run.
-        lines: numbers of the lines to check; None: all.
-        progress: called with the number of records checked.
+    `progress` is called with the number of records checked.
 
     Raises:
         UsageError: the file cannot be read.
@@ -232,16 +209,14 @@ def _compare(
         digest = FieldDifference("model_sha256", recorded.get("model_sha256"), check.model_sha256)
         add("made by another model, or without a model digest", digest)
         return
-    if recorded["status"] == "error" and recorded["error"].get("code") in _NOT_REPEATABLE:
-        same_code = "error" in computed and computed["error"]["code"] == recorded["error"]["code"]
-        report.not_repeatable += not same_code
-        return
-    if recorded["status"] == "error" and recorded["error"].get("code") == _UNSUPPORTED and "error" not in computed:
-        report.not_repeatable += 1
-        return
+    code = computed["error"]["code"] if "error" in computed else ""
+    if recorded["status"] == "error":
+        recorded_code = recorded["error"].get("code")
+        if recorded_code in _NOT_REPEATABLE or (recorded_code == _UNSUPPORTED and not code):
+            report.not_repeatable += recorded_code != code
+            return
     if recorded.get("image_sha256") != computed.get("image_sha256"):
         digest = FieldDifference("image_sha256", recorded.get("image_sha256"), computed.get("image_sha256"))
-        code = computed["error"]["code"] if "error" in computed else ""
         if code == "not_found":
             why = "the image is missing"
         elif computed.get("image_sha256") is None:
@@ -268,7 +243,8 @@ def _compare_not_computed(
         differences.append(FieldDifference("overlay", overlay, overlay_name(number - 1, name)))
     label = recorded.get("label")
     if check.labels is not None and name is not None:
-        expected = check.labels.find(_label_path(unescape_name(name)))
+        plain = unescape_name(name)
+        expected = check.labels.find(plain if is_url(plain) else Path(plain).as_posix())
         if label != expected:
             differences.append(FieldDifference("label", label, expected))
     else:
@@ -279,35 +255,32 @@ def _compare_not_computed(
     return differences
 
 
-def _label_path(name: str) -> str:
-    return name if is_url(name) else Path(name).as_posix()
-
-
 def _is_identical(recorded: Record, computed: Record) -> bool:
-    top = recorded.get("top", [])
-    expected: dict[str, Any] = {**computed, "top": computed["top"][: len(top)]} if "top" in computed else {**computed}
-    slots = [{k: v for k, v in slot.items() if k != "name"} for slot in recorded.get("evidence", [])]
-    unnamed = {**recorded, "evidence": slots} if "evidence" in recorded else {**recorded}
+    expected: dict[str, Any] = {**computed}
+    if "top" in computed:
+        expected["top"] = computed["top"][: len(recorded.get("top", []))]
+    unnamed: dict[str, Any] = {**recorded}
+    if "evidence" in recorded:
+        unnamed["evidence"] = [{k: v for k, v in slot.items() if k != "name"} for slot in recorded["evidence"]]
     return all(unnamed.get(key) == value for key, value in expected.items())
 
 
 def _build_tie_test(result: Result, session: Session, tolerance: Tolerance) -> IsTied:
     """Return a function that finds ties in the attention maps, which are computed only where a cell differs."""
-    maps: list[np.ndarray[Any, Any]] = []
 
-    def is_tied(channel: int, cell: Sequence[int]) -> bool:
+    @functools.cache
+    def find_attention() -> Any:
         pixels = result.prepared.pixels
         if "attention" not in session.metadata.outputs or pixels is None:
+            return None
+        return session.run(pixels[None]).attention
+
+    def is_tied(channel: int, cell: Sequence[int]) -> bool:
+        attention = find_attention()
+        if attention is None or cell[0] >= attention.shape[2] or cell[1] >= attention.shape[3]:
             return False
-        if not maps:
-            attention = session.run(pixels[None]).attention
-            if attention is None:
-                return False
-            maps.append(attention[0])
-        attention_map = maps[0][channel]
-        row, col = cell
-        inside = row < attention_map.shape[0] and col < attention_map.shape[1]
-        return inside and float(attention_map[row, col]) >= (1 - tolerance.tie) * float(attention_map.max())
+        attention_map = attention[0, channel]
+        return float(attention_map[*cell]) >= (1 - tolerance.tie) * float(attention_map.max())
 
     return is_tied
 

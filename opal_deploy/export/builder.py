@@ -56,14 +56,10 @@ CURRENT = "current"
 
 @dataclass(frozen=True)
 class EngineTarget:
-    """The builder and GPU of one engine.
+    """The builder (`tensorrt` or `tensorrt-rtx`) and compute capability (such as `sm80`) of one engine, and why these.
 
-    Attributes:
-        builder: `tensorrt` or `tensorrt-rtx`.
-        sm: compute capability, such as `sm80`.
-        gpu: the GPU present, if the engine is for it.
-        reason: why this builder and this GPU, for people.
-        current: ask the builder for the GPU present instead of naming a compute capability.
+    `gpu` is the GPU present, if the engine is for it; with `current` the builder is asked for that GPU instead of for a
+    compute capability.
     """
 
     builder: str
@@ -149,16 +145,11 @@ def _check_builder(options: EngineOptions, builder: str, *, gpu: bool) -> None:
     if builder != TENSORRT_RTX:
         return
     title = TITLES[builder]
-    missing = {
-        "--timing-cache": options.timing_cache is not None,
-        "--version-compatible": options.version_compatible,
-        "--hardware-compatible": options.hardware_compatible is not None,
-    }
-    for option, requested in missing.items():
-        if requested:
+    for name in ("timing_cache", "version_compatible", "hardware_compatible"):
+        if getattr(options, name) not in (None, False):
             raise UsageError(
-                f"{option}: {title} has no such option (its engines are compiled on the GPU that runs them); leave it "
-                "out, or build with --builder tensorrt on a machine with a GPU"
+                f"--{name.replace('_', '-')}: {title} has no such option (its engines are compiled on the GPU that "
+                "runs them); leave it out, or build with --builder tensorrt on a machine with a GPU"
             )
     if options.strip_weights and not gpu:
         raise UsageError(f"--strip-weights: {title} needs a GPU here for that; leave it out")
@@ -172,22 +163,8 @@ class SerializedEngine:
     seconds: float
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """An input or output of a parsed network; the batch dimension of `shape` is -1."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class Network:
-    """An ONNX graph in TensorRT, ready to be built.
-
-    Attributes:
-        library: the bindings that parsed the graph.
-        inputs, outputs: tensors in the graph's order.
-    """
+    """An ONNX graph in TensorRT, parsed by the bindings `library`, ready to be built."""
 
     def __init__(self, library: Bindings, model: bytes, name: str, on_message: OnMessage | None = None) -> None:
         """Parse a graph from the bytes of an ONNX file.
@@ -203,14 +180,12 @@ class Network:
         self._parser = library.module.OnnxParser(self._network, self.logger)
         if not self._parser.parse(model):
             raise ArtifactError(f"{name}: {library.title} cannot build from it: {self._parser_error()}")
-        self.inputs = [self._info(self._network.get_input(i)) for i in range(self._network.num_inputs)]
-        self.outputs = [self._info(self._network.get_output(i)) for i in range(self._network.num_outputs)]
 
     def profile(self, batch: BatchRange) -> Any:
         """Return TensorRT's optimisation profile for batch sizes; all other dimensions are the graph's."""
         profile = self._builder.create_optimization_profile()
-        for tensor in self.inputs:
-            rest = tensor.shape[1:]
+        for tensor in map(self._network.get_input, range(self._network.num_inputs)):
+            rest = tuple(tensor.shape)[1:]
             profile.set_shape(tensor.name, (batch.min, *rest), (batch.opt, *rest), (batch.max, *rest))
         return profile
 
@@ -293,10 +268,6 @@ class Network:
         error = self._parser.get_error(0)
         node = error.node_name() or f"node {error.node()}"
         return f"{node} ({error.node_operator() or 'unknown operation'}): {' '.join(str(error.desc()).split())[:300]}"
-
-    @staticmethod
-    def _info(tensor: Any) -> TensorInfo:
-        return TensorInfo(tensor.name, tensor.dtype.name, tuple(tensor.shape))
 
 
 @contextmanager

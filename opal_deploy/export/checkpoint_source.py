@@ -71,18 +71,10 @@ class CheckpointSource:
         description = self.origin
         options.log(f"Tracing {description.backbone}, {description.num_classes} classes")
         graph = ExportGraph(
-            self.checkpoint.network,
-            options.input,
-            description.mean,
-            description.std,
-            attention=options.attention,
+            self.checkpoint.network, options.input, description.mean, description.std, attention=options.attention
         )
         model = trace(graph)
-        metadata = replace(
-            description,
-            input_kind=options.input,
-            outputs=graph.output_names,
-        )
+        metadata = replace(description, input_kind=options.input, outputs=graph.output_names)
         session = TorchSession(self.checkpoint, device="cpu")
         choice = choose_images(metadata, options, calibrate="int8" in precisions)
         sample = SampledReference(choice.verification, session.run_reference)
@@ -191,18 +183,15 @@ def _clean(model: onnx.ModelProto, graph: ExportGraph) -> onnx.ModelProto:
         _rename(node.output, final, taken)
     for value in model.graph.output:
         value.name = final.get(value.name, value.name)
-    keep = [value for value in model.graph.output if value.name in graph.output_names]
-    keep.sort(key=lambda value: graph.output_names.index(value.name))
+    outputs = {value.name: value for value in model.graph.output}
+    keep = [outputs[name] for name in graph.output_names]
     del model.graph.output[:]
     model.graph.output.extend(keep)
     del model.graph.value_info[:]
-    del model.metadata_props[:]
-    for value in (*model.graph.input, *model.graph.output):
-        del value.metadata_props[:]
-    for tensor in model.graph.initializer:
-        tensor.doc_string = ""
-        del tensor.metadata_props[:]
-    model.doc_string = model.graph.doc_string = ""
+    for part in (model, *model.graph.input, *model.graph.output, *model.graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
+    model.graph.doc_string = ""
     model.graph.name = "opal"
     model.ir_version = IR_VERSION
     return model

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +85,18 @@ def stage_engines(
             network = networks[target.builder]
             title = network.library.title
             out = engines.folder / engine_name(Path(name).stem, onnx_input.metadata.precision, target)
-            key = _compute_key(onnx_input, network.library, target, engines.driver, options)
-            sidecar = None if options.rebuild else _read_reusable(out, key)
+            build = _Build(onnx_input, network.library, target, engines.driver, options)
+            sidecar = None if options.rebuild else _read_reusable(out, build.key)
             reused = sidecar is not None
             if sidecar is not None:
                 options.log(f"Reusing {out}: same graph, {title} for {target.sm}, same options")
                 sidecar = _follow_onnx(stack, out, sidecar, onnx_input.metadata)
             elif out.exists() and not (options.overwrite or options.rebuild):
-                raise UsageError(
-                    f"{out}: it exists already, from another graph, builder, GPU or options; replace it with "
-                    "--overwrite"
-                )
+                found = "it exists already, from another graph, builder, GPU or options"
+                raise UsageError(f"{out}: {found}; replace it with --overwrite")
             else:
                 options.log(f"Building for {target.sm} with {title} ({target.reason}), batches {options.batch_range}")
-                engine = network.build(target, options, report_progress)
-                sidecar = _describe(out, engine, onnx_input, network.library, target, engines.driver, options, key)
-                sidecar = _stage_engine(stack, out, engine, sidecar, onnx_input if target.gpu else None, options)
+                sidecar = _stage_engine(stack, out, build, network.build(target, options, report_progress))
             staged.append(ExportedEngine(out, sidecar, reused))
         yield staged
     for exported in staged:
@@ -120,23 +117,54 @@ def _read_input(path: Path, name: str) -> _OnnxInput:
     return _OnnxInput(path, name, metadata, content, graph_sha256)
 
 
-def _compute_key(
-    onnx_input: _OnnxInput, library: Bindings, target: EngineTarget, driver: Driver, options: ExportOptions
-) -> str:
-    """Return a digest of everything that an engine and its sidecar depend on."""
-    # what is measured and recorded later leaves the engine as it is
-    kept = replace(
-        onnx_input.metadata, verification={}, exporter={}, calibration={}, evaluation={}, file_sha256=BLANK_DIGEST
-    )
-    document: dict[str, Any] = {
-        "graph": onnx_input.graph_sha256,
-        "metadata": kept.to_dict(),
-        "verified": onnx_input.metadata.unverified == "",
-        "builder": [library.name, library.version],
-        "target": [target.sm, None if target.gpu is None else [target.gpu.name, driver.version]],
-        "options": options.to_dict(),
-    }
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+@dataclass(frozen=True)
+class _Build:
+    """An engine to build."""
+
+    onnx_input: _OnnxInput
+    library: Bindings
+    target: EngineTarget
+    driver: Driver
+    options: ExportOptions
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of everything that the engine and its sidecar depend on."""
+        metadata, gpu = self.onnx_input.metadata, self.target.gpu
+        # what is measured and recorded later leaves the engine as it is
+        kept = replace(metadata, verification={}, exporter={}, calibration={}, evaluation={}, file_sha256=BLANK_DIGEST)
+        document: dict[str, Any] = {
+            "graph": self.onnx_input.graph_sha256,
+            "metadata": kept.to_dict(),
+            "verified": metadata.unverified == "",
+            "builder": [self.library.name, self.library.version],
+            "target": [self.target.sm, None if gpu is None else [gpu.name, self.driver.version]],
+            "options": self.options.to_dict(),
+        }
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+    def describe(self, path: Path, engine: SerializedEngine) -> Sidecar:
+        """Return the sidecar of the engine, which was never run."""
+        source, library, target = self.onnx_input, self.library, self.target
+        sha256 = hashlib.sha256(engine.content).hexdigest()
+        return Sidecar(
+            engine={"file": path.name, "sha256": sha256, "bytes": len(engine.content)},
+            builder={
+                "name": library.name, "version": library.version, "cuda": library.cuda, "platform": platform_name()
+            },
+            target={"sm": target.sm, "gpu": target.gpu.name if target.gpu else None, "current": target.current},
+            options=self.options.to_dict(),
+            onnx={"file": source.name, "sha256": source.metadata.file_sha256, "graph": source.graph_sha256},
+            key=self.key,
+            built={
+                "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "seconds": round(engine.seconds, 3),
+                "opal_deploy": __version__,
+                "driver": self.driver.version,
+            },
+            state={"state": UNVERIFIED, "why": NEVER_RUN},
+            metadata=source.metadata,
+        )  # fmt: skip
 
 
 def _read_reusable(engine: Path, key: str) -> Sidecar | None:
@@ -158,54 +186,15 @@ def _follow_onnx(stack: ExitStack, engine: Path, sidecar: Sidecar, metadata: Met
     return followed
 
 
-def _describe(
-    path: Path,
-    engine: SerializedEngine,
-    onnx_input: _OnnxInput,
-    library: Bindings,
-    target: EngineTarget,
-    driver: Driver,
-    options: ExportOptions,
-    key: str,
-) -> Sidecar:
-    """Return the sidecar of an engine that was never run."""
-    return Sidecar(
-        engine={"file": path.name, "sha256": hashlib.sha256(engine.content).hexdigest(), "bytes": len(engine.content)},
-        builder={"name": library.name, "version": library.version, "cuda": library.cuda, "platform": platform_name()},
-        target={"sm": target.sm, "gpu": target.gpu.name if target.gpu else None, "current": target.current},
-        options=options.to_dict(),
-        onnx={
-            "file": onnx_input.name,
-            "sha256": onnx_input.metadata.file_sha256,
-            "graph": onnx_input.graph_sha256,
-        },
-        key=key,
-        built={
-            "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "seconds": round(engine.seconds, 3),
-            "opal_deploy": __version__,
-            "driver": driver.version,
-        },
-        state={"state": UNVERIFIED, "why": NEVER_RUN},
-        metadata=onnx_input.metadata,
-    )
-
-
-def _stage_engine(
-    stack: ExitStack,
-    path: Path,
-    engine: SerializedEngine,
-    sidecar: Sidecar,
-    runnable: _OnnxInput | None,
-    options: ExportOptions,
-) -> Sidecar:
-    """Stage an engine and its sidecar; where the engine can run here (`runnable`), its test vectors run first."""
+def _stage_engine(stack: ExitStack, path: Path, build: _Build, engine: SerializedEngine) -> Sidecar:
+    """Stage an engine and its sidecar; where the engine can run here, its test vectors run first."""
     # entered first, so that it gets its name last: a sidecar never describes an engine that does not exist
     beside = stack.enter_context(atomic_write(sidecar_path(path)))
     temporary = stack.enter_context(atomic_write(path))
     temporary.write_bytes(engine.content)
-    if runnable is not None:
-        sidecar = _verify_here(sidecar, temporary, runnable, options)
+    sidecar = build.describe(path, engine)
+    if build.target.gpu is not None:
+        sidecar = _verify_here(sidecar, temporary, build.onnx_input, build.options)
     beside.write_text(sidecar.to_json(), "utf-8")
     return sidecar
 

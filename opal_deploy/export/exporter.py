@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import onnxruntime
@@ -42,8 +42,7 @@ from opal_deploy.triton.repository import Repository
 NOT_VERIFIED = "exported with --no-verify"
 
 
-@dataclass(frozen=True)
-class StagedOnnx:
+class StagedOnnx(NamedTuple):
     """An ONNX file that passed its gate and still has a temporary name."""
 
     exported: ExportedOnnx
@@ -90,11 +89,7 @@ def export(source: ExportSource, targets: ExportTargets, options: ExportOptions 
 def _stage_first_to_pass(
     stack: ExitStack, candidate: ExportCandidate, path: Path, options: ExportOptions
 ) -> StagedOnnx:
-    """Stage a candidate, or the first of its refinements that passes its gate.
-
-    Raises:
-        VerificationError: none passes; the error is the last one's.
-    """
+    """Stage a candidate, or the first of its refinements that passes its gate; if none does, raise the last error."""
     refused: VerificationError | None = None
     for attempt in refine_precision(candidate):
         if refused is not None:
@@ -173,15 +168,15 @@ def _find_kept_files(source: ExportSource, targets: ExportTargets, options: Expo
     if options.overwrite:
         return {}
     kept = {}
-    for precision, path in targets.onnx.items():
-        if path.exists():
-            try:
-                metadata = onnx_file.read_metadata(path)
-                onnx_file.check_digest(path, metadata)
-            except ArtifactError:
-                raise _in_the_way(path, "not an exported file, or a damaged one") from None
-            _check_same(path, metadata, source, precision, options)
-            kept[precision] = metadata
+    existing = {precision: path for precision, path in targets.onnx.items() if path.exists()}
+    for precision, path in existing.items():
+        try:
+            metadata = onnx_file.read_metadata(path)
+            onnx_file.check_digest(path, metadata)
+        except ArtifactError:
+            raise _in_the_way(path, "not an exported file, or a damaged one") from None
+        _check_same(path, metadata, source, precision, options)
+        kept[precision] = metadata
     if targets.engines is not None and not options.rebuild and len(kept) < len(targets.onnx):
         *_, (precision, path) = targets.onnx.items()
         _check_engines(targets.engines, path, source, precision, options)
@@ -206,10 +201,9 @@ def _check_engines(
 
 
 def check_repository(repository: Repository, source: ExportSource, options: ExportOptions) -> None:
-    """Check, before the export, that models in a Triton repository may stay or be replaced.
+    """Raise UsageError, before the export, for models of another source or options in a Triton repository.
 
-    Raises:
-        UsageError: they come from another source or other options, without `overwrite`.
+    They may be replaced with `overwrite`.
     """
     metadata = None if repository.overwrite else repository.read_existing()
     if metadata is not None:

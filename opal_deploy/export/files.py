@@ -35,12 +35,9 @@ class EngineTargets:
 
 @dataclass(frozen=True)
 class ExportTargets:
-    """The files that one export writes.
+    """The files that one export writes: ONNX files by precision, in order, and engines to build from the last of them.
 
-    Attributes:
-        onnx: path of each ONNX file by precision, in the order of their making. Empty: engines are built from the ONNX
-            source itself.
-        engines: engines to build from the last of these files; None for no engines.
+    Without ONNX files, engines are built from the ONNX source itself.
     """
 
     onnx: Mapping[Precision, Path]
@@ -101,11 +98,8 @@ def engine_name(stem: str, precision: Precision, target: EngineTarget) -> str:
 class ExportedOnnx:
     """An exported ONNX file.
 
-    Attributes:
-        path: where the file is.
-        metadata: the file's metadata.
-        comparison: the comparison with the reference; None where verification was skipped or the file was kept.
-        kept: whether the file existed already, written from the same source with the same options.
+    `comparison` is None where verification was skipped, or the file existed, written from the same source with the same
+    options, and was kept.
     """
 
     path: Path
@@ -134,9 +128,7 @@ class ExportedEngine:
             "path": str(self.path),
             "sha256": sidecar.engine["sha256"],
             "bytes": sidecar.engine["bytes"],
-            "builder": sidecar.builder,
-            "target": sidecar.target,
-            "options": sidecar.options,
+            **{name: getattr(sidecar, name) for name in ("builder", "target", "options")},
             "seconds": sidecar.built["seconds"],
             "state": sidecar.state,
             "reused": self.reused,

@@ -51,13 +51,7 @@ class Photograph:
 
 @dataclass(frozen=True)
 class VerificationImages:
-    """Images resized for a model.
-
-    Attributes:
-        pixels: uint8 [N, H0, W0, 3], RGB.
-        names: the path of each image, or what it is.
-        description: the images as a whole, for reports.
-    """
+    """Images resized for a model: uint8 [N, H0, W0, 3], RGB, the path of each (or what it is), and all in words."""
 
     pixels: Pixels
     names: tuple[str, ...]
@@ -67,21 +61,13 @@ class VerificationImages:
 class ImagePool:
     """Photographs or generated creatures in a fixed order, read as they are needed and then kept.
 
-    Attributes:
-        input_size: (H0, W0) of the model.
-        place: the name of the photographs' folder or data set; None for creatures, MAX_CREATURES at most.
+    `place` is the name of the photographs' folder or data set; None for creatures, MAX_CREATURES at most.
     """
 
     def __init__(
         self, input_size: tuple[int, int], photographs: Iterable[Photograph] = (), place: str | None = None
     ) -> None:
-        """Make a pool; nothing is read yet.
-
-        Args:
-            input_size: (H0, W0) of the model.
-            photographs: in their order; those that cannot be read are passed over.
-            place: where the photographs are; None for creatures.
-        """
+        """Make a pool; photographs are read when they are asked for, and skipped if they cannot be."""
         self.input_size = input_size
         self.place = place
         self._pixels: list[Pixels] = []
@@ -122,23 +108,14 @@ class ImagePool:
 
 @dataclass(frozen=True)
 class ImageChoice:
-    """The images of an export; none is in both.
-
-    Attributes:
-        verification: images to verify on.
-        calibration: images to measure int8's ranges on; None where int8 is not made.
-    """
+    """Images to verify on and, for int8, others to measure its ranges on; none is in both."""
 
     verification: ImagePool
     calibration: VerificationImages | None = None
 
 
 def choose_images(
-    metadata: Metadata,
-    options: ExportOptions,
-    *,
-    calibrate: bool,
-    torchvision: bool = True,
+    metadata: Metadata, options: ExportOptions, *, calibrate: bool, torchvision: bool = True
 ) -> ImageChoice:
     """Choose the images to verify on and, for int8, those to calibrate with.
 
@@ -146,11 +123,7 @@ def choose_images(
     is still there, validation images first, else those of `options.calibrate` that are left, else creatures.
     Calibration takes those of `options.calibrate`, else training images.
 
-    Args:
-        metadata: metadata of the model: input size, classes, record of the training run.
-        options: the folders.
-        calibrate: whether int8 is made.
-        torchvision: whether data sets that torchvision reads may be read, which imports torch.
+    Without `torchvision`, data sets that torchvision reads, which imports torch, are left out.
 
     Raises:
         UsageError: a folder is missing or has too few readable images.
@@ -235,11 +208,7 @@ def _interleave(samples: Sequence[Sample], sizes: Sequence[int] = SAMPLE_SIZES) 
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Return the files of a folder and its subfolders whose suffix is an image format's, sorted.
-
-    Raises:
-        UsageError: no such folder.
-    """
+    """Return the files below a folder with an image format's suffix, sorted; UsageError for a missing folder."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder of images")
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)

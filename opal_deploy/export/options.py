@@ -41,9 +41,7 @@ class EngineOptions(Options):
             cli=list[str],
         ),
     ] = ()
-    batch: Annotated[int | str, Option("Batch sizes as MIN:OPT:MAX, or one fixed size.", panel=_ENGINES, cli=str)] = (
-        "1:64:256"
-    )
+    batch: Annotated[int | str, Option("Batch sizes MIN:OPT:MAX, or one size.", panel=_ENGINES, cli=str)] = "1:64:256"
     workspace: Annotated[
         int | str | None,
         Option("Device memory that one layer may use, such as 4G.", default="all", panel=_ENGINES, cli=str),
@@ -75,11 +73,7 @@ class EngineOptions(Options):
 
     @property
     def batch_range(self) -> BatchRange:
-        """The batch sizes that the engine takes.
-
-        Raises:
-            UsageError: `batch` has another form, or its sizes are out of order or range.
-        """
+        """The batch sizes that the engine takes."""
         parts = str(self.batch).split(":")
         if len(parts) not in (1, 3) or not all(part.isdecimal() for part in parts):
             raise UsageError(
@@ -92,11 +86,7 @@ class EngineOptions(Options):
 
     @property
     def workspace_bytes(self) -> int | None:
-        """Bytes of device memory that one layer may use; None leaves it to the builder.
-
-        Raises:
-            UsageError: `workspace` is not a size between 1 MiB and 1024 GiB.
-        """
+        """Bytes of device memory that one layer may use; None leaves it to the builder."""
         if self.workspace is None:
             return None
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", str(self.workspace).strip().lower())
@@ -142,9 +132,7 @@ class CheckpointOptions(Options):
         int | tuple[int, int] | None,
         Option("Input size in pixels: 224, or HEIGHTxWIDTH.", default="224", panel=_AUTHORS, cli=str, parse=parse_size),
     ] = None
-    crop: Annotated[Literal["boxes"] | None, Option("The training images were cropped to boxes.", panel=_AUTHORS)] = (
-        None
-    )
+    crop: Annotated[Literal["boxes"] | None, Option("Training images were cropped to boxes.", panel=_AUTHORS)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +144,7 @@ class ExportOptions(CheckpointOptions, EngineOptions):
         StrPath | None, Option("File to write; with --trt a folder.", default="beside the source", cli=Path)
     ] = None
     precision: Annotated[
-        Precision | None,
-        Option("Precision of the body; the head stays float32.", default="fp32; fp16 with --trt"),
+        Precision | None, Option("Precision of the body; the head stays float32.", default="fp32; fp16 with --trt")
     ] = None
     calibrate: Annotated[
         StrPath | None,
@@ -185,9 +172,7 @@ class ExportOptions(CheckpointOptions, EngineOptions):
         ),
     ] = None
     top_k: Annotated[int, Option("Classes that --outputs topk lists.", min=2, max=32)] = 5
-    triton: Annotated[StrPath | None, Option("Folder of the repository; gets two models.", panel=_TRITON, cli=Path)] = (
-        None
-    )
+    triton: Annotated[StrPath | None, Option("Repository folder; gets two models.", panel=_TRITON, cli=Path)] = None
     name: Annotated[
         str, Option("Name of the model that takes pixels; NAME_explain takes image files.", panel=_TRITON)
     ] = "opal"

@@ -46,12 +46,9 @@ _NORM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a verification.
+    """The comparison, the metadata's `verification`, and the candidate with the images that it was judged on.
 
-    Attributes:
-        comparison: the measurements; true if the candidate passed its gate.
-        document: the metadata's `verification`.
-        candidate: the candidate with the images that it was judged on, which may be more than it came with.
+    These may be more than it came with.
     """
 
     comparison: Comparison
@@ -63,10 +60,8 @@ class Verification:
 class LayerError:
     """The deviation of one layer's values from the float32 graph's.
 
-    Attributes:
-        layer: operator and name.
-        relative: RMS of the difference over the RMS of the float32 values; infinite where the layer overflows.
-        largest: largest absolute float32 value.
+    `relative` is the RMS of the difference over the RMS of the float32 values, infinite where the layer overflows;
+    `largest` the largest absolute float32 value.
     """
 
     layer: str
@@ -79,11 +74,7 @@ def verify_candidate(
 ) -> Verification:
     """Run a candidate's graph on its images and compare the outputs with its reference.
 
-    Args:
-        candidate: with the metadata, test vectors included, that its file is to have.
-        folder: where a temporary file is written.
-        threads: threads of ONNX Runtime.
-        log: receives progress messages.
+    The candidate has the metadata, test vectors included, that its file is to have; `folder` gets a temporary file.
 
     Raises:
         VerificationError: a simulated graph passes the gate, but not its test vectors.
@@ -134,14 +125,10 @@ def verify_candidate(
         "image_set": images.description,
         "batches": list(BATCHES),
         "gate": asdict(gate),
-        **(
-            {}
-            if in_float64 is None
-            else {"float64": {name: asdict(part) for name, part in in_float64._asdict().items()}}
-        ),
-        **comparison.to_dict(),
-        "worst_image": images.names[comparison.worst],
     }
+    if in_float64 is not None:
+        document["float64"] = {name: asdict(part) for name, part in in_float64._asdict().items()}
+    document |= {**comparison.to_dict(), "worst_image": images.names[comparison.worst]}
     return Verification(comparison, document, judged)
 
 
@@ -162,9 +149,7 @@ def find_selection_errors(outputs: Outputs, metadata: Metadata) -> tuple[str, ..
 def verification_error(verification: Verification, name: str) -> VerificationError:
     """Return the error for a candidate that failed: the measurements, the worst image and layer, and what to try.
 
-    Args:
-        verification: the candidate's.
-        name: name of the file that is not written.
+    `name` is that of the file that is not written.
     """
     comparison, candidate = verification.comparison, verification.candidate
     worst = candidate.images.names[comparison.worst]
@@ -181,13 +166,9 @@ def verification_error(verification: Verification, name: str) -> VerificationErr
 def layer_errors(
     baseline: onnx.ModelProto, model: onnx.ModelProto, image: Pixels, metadata: Metadata
 ) -> Iterator[LayerError]:
-    """Yield the error of each layer of the body on one image, in the graph's order.
+    """Yield the error of each layer of the body on one image, uint8 [H0, W0, 3], in the graph's order.
 
-    Args:
-        baseline: the float32 graph.
-        model: a graph made from it, with the same names for the same values, float32 between its layers.
-        image: uint8 [H0, W0, 3].
-        metadata: metadata of the model, for its kind of input.
+    `model` was made from the float32 graph `baseline`: the same names for the same values, float32 between its layers.
     """
     body = nodes_between(baseline.graph, body_input(baseline.graph), BODY_OUTPUT)
     kept = {name for node in model.graph.node for name in node.output}

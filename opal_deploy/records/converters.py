@@ -36,24 +36,14 @@ def to_coco(records: Iterable[Record], categories: Categories = "class") -> dict
             failed += 1
             continue
         image_id = len(images) + 1
-        images.append(
-            {
-                "id": image_id,
-                "file_name": readable_name(record["image"]),
-                "width": record["width"],
-                "height": record["height"],
-                **_index(record),
-            }
-        )
+        size = {"width": record["width"], "height": record["height"]}
+        images.append({"id": image_id, "file_name": readable_name(record["image"]), **size, **_index(record)})
         for slot in record.get("evidence", []):
             category = _build_category(record, slot, categories)
             used.setdefault(category["id"], category)
             annotations.append(_build_annotation(len(annotations) + 1, image_id, category["id"], record, slot))
     return {
-        "info": {
-            "description": "Evidence for the predicted classes, by opal-deploy",
-            "failed_images": failed,
-        },
+        "info": {"description": "Evidence for the predicted classes, by opal-deploy", "failed_images": failed},
         "images": images,
         "annotations": annotations,
         "categories": [used[number] for number in sorted(used)],
@@ -85,10 +75,7 @@ def _build_annotation(number: int, image_id: int, category_id: int, record: Reco
         "score": slot["score"],
         "attributes": {
             "label": record["prediction"]["label"],
-            "slot": slot["slot"],
-            "channel": slot["channel"],
-            "cell": slot["cell"],
-            "contribution": slot["contribution"],
+            **{name: slot[name] for name in ("slot", "channel", "cell", "contribution")},
         },
     }
 
@@ -128,29 +115,11 @@ def _build_task(record: Record, prefix: str) -> dict[str, Any]:
     task: dict[str, Any] = {"data": {"image": prefix + name}, "meta": {"status": record["status"], **_index(record)}}
     if "prediction" not in record:
         return task
-    size = {"original_width": record["width"], "original_height": record["height"], "image_rotation": 0}
-    choice = {
-        "id": "class",
-        "type": "choices",
-        "from_name": "class",
-        "to_name": "image",
-        "value": {"choices": [record["prediction"]["label"]]},
-    }
-    rectangles = [
-        {
-            "id": f"slot-{slot['slot']}",
-            "type": "rectanglelabels",
-            "from_name": "slots",
-            "to_name": "image",
-            **size,
-            "value": _build_rectangle(record, slot),
-            "score": slot["score"],
-        }
-        for slot in record.get("evidence", [])
-    ]
+    value = {"choices": [record["prediction"]["label"]]}
+    choice = {"id": "class", "type": "choices", "from_name": "class", "to_name": "image", "value": value}
     prediction: dict[str, Any] = {
         "model_version": f"sha256 {record.get('model_sha256') or 'unknown'}",
-        "result": [choice, *rectangles],
+        "result": [choice, *(_build_rectangle(record, slot) for slot in record.get("evidence", []))],
     }
     if record["margin"] is not None:
         prediction["score"] = record["margin"]
@@ -160,11 +129,16 @@ def _build_task(record: Record, prefix: str) -> dict[str, Any]:
 def _build_rectangle(record: Record, slot: Slot) -> dict[str, Any]:
     x0, y0, x1, y1 = slot["box"]
     percent_x, percent_y = 100 / record["width"], 100 / record["height"]
+    corner = {"x": x0 * percent_x, "y": y0 * percent_y}
+    size = {"width": (x1 - x0) * percent_x, "height": (y1 - y0) * percent_y}
     return {
-        "x": x0 * percent_x,
-        "y": y0 * percent_y,
-        "width": (x1 - x0) * percent_x,
-        "height": (y1 - y0) * percent_y,
-        "rotation": 0,
-        "rectanglelabels": [f"slot {slot['slot']}"],
+        "id": f"slot-{slot['slot']}",
+        "type": "rectanglelabels",
+        "from_name": "slots",
+        "to_name": "image",
+        "original_width": record["width"],
+        "original_height": record["height"],
+        "image_rotation": 0,
+        "value": {**corner, **size, "rotation": 0, "rectanglelabels": [f"slot {slot['slot']}"]},
+        "score": slot["score"],
     }

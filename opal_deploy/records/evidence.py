@@ -95,10 +95,7 @@ def find_evidence(
     """Return the evidence of each image for one class, predicted or not.
 
     Args:
-        outputs: outputs of N images.
         class_ids: int64 [N]; classes that the model lists, if it lists only the best.
-        geometries: sizes and crops of the N images.
-        metadata: the model's metadata.
         norms: float64 [N], from `TopClasses`; None: computed.
 
     Raises:
@@ -120,16 +117,11 @@ def find_evidence(
 
 
 def contributions(blocks: DoubleArray, distance: str) -> DoubleArray | None:
-    """Return the contribution of each slot of a class to its logit.
+    """Return the contribution of each slot of a class to its logit, from the embedding's entries: float64 [..., m].
 
-    Args:
-        blocks: float64 [..., m], the embedding's entries in the class's block.
-        distance: the head's distance.
-
-    Returns:
-        float64 [..., m]. They add up to the cosine <z, a_c> for l2, to the block's share of the distance for l1 and kl,
-        and to its share of the cubed distance for l3 (smaller is closer for these three). None for linf and tropical,
-        where one extreme entry decides.
+    They add up to the cosine <z, a_c> for l2, to the block's share of the distance for l1 and kl, and to its share of
+    the cubed distance for l3 (smaller is closer for these three). None for linf and tropical, where one extreme entry
+    decides.
     """
     anchor = 1.0 / math.sqrt(blocks.shape[-1])
     values: DoubleArray | None = None
@@ -149,8 +141,7 @@ def _compute_norms(outputs: Outputs, metadata: Metadata) -> DoubleArray:
     if outputs.top is not None:
         norms: DoubleArray = outputs.top.norm.astype(np.float64) + metadata.epsilon
         return norms
-    if outputs.scores is None:
-        raise ValueError("the outputs have no scores")
+    assert outputs.scores is not None
     return embedding_norms(outputs.scores, metadata.epsilon)
 
 
@@ -164,10 +155,8 @@ def _take_slots(
             raise ValueError("the model lists only its best classes, and this class is not among them")
         place = np.arange(len(class_ids)), listed.argmax(axis=1)
         return outputs.top.scores[place].astype(np.float64), outputs.top.cells[place].astype(np.int64)
-    if outputs.scores is None or outputs.argmax is None:
-        raise ValueError("the outputs have no scores and cells")
-    blocks = (
-        take_blocks(values, class_ids[:, None], prototypes_per_class) for values in (outputs.scores, outputs.argmax)
-    )
-    scores, cells = (block[:, 0] for block in blocks)
+    assert outputs.scores is not None
+    assert outputs.argmax is not None
+    scores = take_blocks(outputs.scores, class_ids[:, None], prototypes_per_class)[:, 0]
+    cells = take_blocks(outputs.argmax, class_ids[:, None], prototypes_per_class)[:, 0]
     return scores.astype(np.float64), cells.astype(np.int64)

@@ -34,13 +34,7 @@ def to_json_line(document: object) -> bytes:
 
 
 def write_csv(stream: TextIO, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write rows of CSV that end in a newline.
-
-    Args:
-        stream: a stream opened with `newline=""`.
-        header: names of the columns.
-        rows: values in the order of the columns; None is an empty field.
-    """
+    """Write rows of CSV that end in a newline to a stream opened with `newline=""`; None is an empty field."""
     # before Python 3.13 the csv module quotes fields only for the characters of its line terminator
     writer = csv.writer(_LineEnds(stream), lineterminator=_LINE_BREAKS)
     writer.writerow(header)

@@ -12,7 +12,6 @@ A file of slot names is TOML with a table per class and a line per slot:
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -20,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import UsageError, suggest_names
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url, redact
 
@@ -108,12 +107,7 @@ def readable_name(image: str | None) -> str:
 
 
 def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class: int) -> SlotNames:
-    """Read a file of slot names.
-
-    Args:
-        path: the TOML file.
-        class_names: the model's classes.
-        prototypes_per_class: m; slots are 0 ... m-1.
+    """Return the names in a TOML file for slots of a model with these classes.
 
     Raises:
         UsageError: the file cannot be read or is not TOML, a class or slot is not the model's, or a name is not text.
@@ -128,11 +122,8 @@ def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class
     names: dict[tuple[int, int], str] = {}
     for label, table in document.items():
         if label not in ids:
-            near = difflib.get_close_matches(label, class_names, 1)
-            raise UsageError(
-                f"{path}: the model has no class {label!r}{f'; did you mean {near[0]!r}?' if near else ''}; "
-                'expected a table per class, such as ["class"]'
-            )
+            expected = 'expected a table per class, such as ["class"]'
+            raise UsageError(f"{path}: the model has no class {label!r}; {expected}{suggest_names(label, class_names)}")
         names.update(_parse_class(path, label, ids[label], table, prototypes_per_class))
     return names
 

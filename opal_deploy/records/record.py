@@ -119,13 +119,7 @@ class Record(TypedDict):
 class ImageInfo(NamedTuple):
     """The part of a record that does not come from the model.
 
-    Attributes:
-        name: the image's name; None for an image without one.
-        geometry: the image's size and crop.
-        digests: digests of the image's file and the model's; None: not in the record.
-        label: the image's label; None: not in the record.
-        image_index: position among the inputs of a run; None: not in the record.
-        frame: place in a video; None: not in the record.
+    All but the image's size and crop may be None: the image has no name, or the record no such field.
     """
 
     name: str | None
@@ -145,15 +139,11 @@ def build_records(
     min_margin: float | None = None,
     slot_names: SlotNames | None = None,
 ) -> list[Record]:
-    """Return the records of N images.
+    """Return the records of N images, in the order of the outputs, whose logits are all finite.
 
     Args:
-        images: N images, in the order of the outputs.
-        outputs: outputs of the N images; every logit is finite.
-        metadata: the model's metadata.
         top: number of classes to list, or all that the model lists.
         min_margin: margin below which the status is `abstained`; None: never.
-        slot_names: names of slots.
     """
     best = find_top_classes(outputs, metadata, max(top, 2))
     all_answers = _build_answers(best, metadata)

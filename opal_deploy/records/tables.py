@@ -7,7 +7,7 @@ empty in CSV. The lists of `LISTS` follow, as lists of structs in Parquet and as
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -110,50 +110,23 @@ def record_to_row(record: Record) -> dict[str, Any]:
     """Return a record as a row of the table."""
     answer: Any = record.get("prediction", {})
     problem: Any = record.get("error", {})
-    label = record.get("label")
-    evidence = record.get("evidence")
-    return {
-        "image": record["image"],
-        "status": record["status"],
-        "class_id": answer.get("class_id"),
-        "prediction": answer.get("label"),
-        "logit": answer.get("logit"),
-        "cosine": answer.get("cosine"),
-        "margin": record.get("margin"),
-        "width": record.get("width"),
-        "height": record.get("height"),
+    label, evidence = record.get("label"), record.get("evidence")
+    values = {
+        **record,
+        **answer,
         "label": label,
+        "prediction": answer.get("label"),
         "correct": None if label is None or not answer else answer["label"] == label,
         "error_code": problem.get("code"),
         "error_message": problem.get("message"),
-        "overlay": record.get("overlay"),
-        "sheet": record.get("sheet"),
-        "image_sha256": record.get("image_sha256"),
-        "model_sha256": record.get("model_sha256"),
-        "image_index": record.get("image_index"),
-        "calibrated_probability": answer.get("calibrated_probability"),
-        "frame": record.get("frame"),
-        "time": record.get("time"),
-        "top": record.get("top"),
         "evidence": None if evidence is None else [_flatten_slot(slot) for slot in evidence],
     }
+    return {name: values.get(name) for name in (*COLUMNS, *LISTS)}
 
 
 def _flatten_slot(slot: Any) -> dict[str, Any]:
-    (row, col), (x0, y0, x1, y1) = slot["cell"], slot["box"]
-    return {
-        "slot": slot["slot"],
-        "name": slot.get("name"),
-        "channel": slot["channel"],
-        "row": row,
-        "col": col,
-        "score": slot["score"],
-        "contribution": slot["contribution"],
-        "x0": x0,
-        "y0": y0,
-        "x1": x1,
-        "y1": y1,
-    }
+    values = {**slot, **dict(zip(("row", "col", "x0", "y0", "x1", "y1"), (*slot["cell"], *slot["box"]), strict=True))}
+    return {name: values.get(name) for name in LISTS["evidence"]}
 
 
 def _write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -172,18 +145,12 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    types = {
-        "string": pa.string(),
-        "int32": pa.int32(),
-        "int64": pa.int64(),
-        "float64": pa.float64(),
-        "bool": pa.bool_(),
-    }
-    lists = {name: pa.list_(pa.struct([(key, types[t]) for key, t in LISTS[name].items()])) for name in LISTS}
-    schema = pa.schema([(name, types[t]) for name, t in COLUMNS.items()] + list(lists.items()))
+    lists = [(name, pa.list_(pa.struct(list(fields.items())))) for name, fields in LISTS.items()]
+    schema = pa.schema([*COLUMNS.items(), *lists])
+    remaining = map(_escape_surrogates, rows)
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        for group in _split_into_groups(rows, _GROUP_ROWS):
-            writer.write_table(pa.Table.from_pylist([_escape_surrogates(row) for row in group], schema=schema))
+        while group := list(islice(remaining, _GROUP_ROWS)):
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
 
 
 def _escape_surrogates(value: Any) -> Any:
@@ -195,20 +162,6 @@ def _escape_surrogates(value: Any) -> Any:
     if isinstance(value, list):
         return [_escape_surrogates(entry) for entry in value]
     return value
-
-
-def _split_into_groups(rows: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
-    iterator = iter(rows)
-    while group := list(islice(iterator, size)):
-        yield group
-
-
-def to_table(records: Iterable[Record], rows: Rows = "images") -> tuple[list[str], list[dict[str, object]]]:
-    """Return the columns and rows of `to_pandas`, without pandas."""
-    if rows == "evidence":
-        columns = ["image", "image_index", "class_id", "prediction", *LISTS["evidence"]]
-        return columns, [row for record in records for row in _slot_rows(record)]
-    return [*COLUMNS, *LISTS], [record_to_row(record) for record in records]
 
 
 def to_pandas(records: Iterable[Record], rows: Rows = "images") -> Any:
@@ -225,11 +178,9 @@ def to_pandas(records: Iterable[Record], rows: Rows = "images") -> Any:
     require("pandas", "pandas", "to_pandas")
     import pandas
 
-    columns, data = to_table(records, rows)
-    return pandas.DataFrame(data, columns=columns)
-
-
-def _slot_rows(record: Record) -> list[dict[str, object]]:
-    row = record_to_row(record)
-    image = {name: row[name] for name in ("image", "image_index", "class_id", "prediction")}
-    return [{**image, **slot} for slot in row["evidence"] or []]
+    table = [record_to_row(record) for record in records]
+    if rows == "images":
+        return pandas.DataFrame(table, columns=[*COLUMNS, *LISTS])
+    shared = ("image", "image_index", "class_id", "prediction")
+    slots = [{name: row[name] for name in shared} | slot for row in table for slot in row["evidence"] or []]
+    return pandas.DataFrame(slots, columns=[*shared, *LISTS["evidence"]])

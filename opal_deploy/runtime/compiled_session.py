@@ -60,13 +60,7 @@ def compile_graph(graph: nn.Module, *, cuda_graphs: bool = False) -> Program:
 
 
 class CompiledSession:
-    """A compiled checkpoint on the CPU, float32; `open_compiled_session` makes one.
-
-    Attributes:
-        metadata: the checkpoint's, with the precision of this session.
-        description: engine, device, threads, precision.
-        batch_invariant: False: kernels belong to a batch size.
-    """
+    """A compiled checkpoint on the CPU, float32; `open_compiled_session` makes one. Kernels belong to a batch size."""
 
     batch_invariant = False
     default_precision: Precision = "fp32"
@@ -82,9 +76,7 @@ class CompiledSession:
         """Load a checkpoint and run the eager network on the test images; batch sizes are compiled when added.
 
         Args:
-            source: a file, or a loaded checkpoint.
-            device: `cpu`, `cuda` or `cuda:N`, as the class requires.
-            threads: PyTorch's threads in this process; None leaves their number.
+            source, device, threads: see `TorchSession`; a device as the class requires.
             precision: precision of the backbone, as the exporter casts it: fp32, fp16 or bf16; None: the class's
                 default.
 
@@ -130,20 +122,18 @@ class CompiledSession:
         """
         check_batch(images, self.metadata)
         self._ensure_size(len(images))
-        largest = max(self._programs)
-        parts = [images[start : start + largest] for start in range(0, len(images), largest)]
-        return Outputs.concatenate([self._run_padded(part) for part in parts])
+        largest, parts = max(self._programs), []
+        for start in range(0, len(images), largest):
+            part = images[start : start + largest]
+            rows = _choose_size(self._programs, len(part))
+            blank = np.zeros((rows - len(part), *images.shape[1:]), np.uint8)
+            filled = np.concatenate([part, blank]) if len(blank) else part
+            parts.append(self._compute(self._programs[rows], filled).rows(0, len(part)))
+        return Outputs.concatenate(parts)
 
     def _ensure_size(self, images: int) -> None:
         if not self._programs:
             self.add_batch_size(images)
-
-    def _run_padded(self, images: ImageBatch) -> Outputs:
-        rows = _choose_size(self._programs, len(images))
-        if len(images) < rows:
-            blank = np.zeros((rows - len(images), *images.shape[1:]), np.uint8)
-            return self._compute(self._programs[rows], np.concatenate([images, blank])).rows(0, len(images))
-        return self._compute(self._programs[rows], images)
 
     def _compute(self, program: Program, images: ImageBatch) -> Outputs:
         """Run a program on a batch of its size and wait for the outputs."""
@@ -182,9 +172,7 @@ class CompiledSession:
             raise
         except Exception as error:  # torch.compile raises many classes, its compilers' among them
             translated = translate_error(error, size) if isinstance(error, RuntimeError) else error
-            if isinstance(translated, StoppedEarly):
-                raise translated from None
-            raise self._unusable(first_line(error)) from None
+            raise (translated if isinstance(translated, StoppedEarly) else self._unusable(first_line(error))) from None
 
     def _verify(self, program: Program, size: int) -> None:
         """Compare the outputs on the test images, repeated to fill whole batches, with the eager network's."""
@@ -231,19 +219,15 @@ class ProgramKernels:
 
     @property
     def max_rows(self) -> int:
-        """See `Kernels.max_rows`."""
         return max(self._programs)
 
     def rows(self, images: int) -> int:
-        """See `Kernels.rows`."""
         return _choose_size(self._programs, images)
 
     def capacity(self, rows: int) -> int:
-        """See `Kernels.capacity`."""
         return rows
 
     def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
-        """See `Kernels.enqueue`."""
         program, device = self._programs[rows], dict(buffers.device)
 
         def compute() -> None:
@@ -260,7 +244,6 @@ class ProgramKernels:
             raise translate_error(error, rows) from None
 
     def close(self) -> None:
-        """See `Kernels.close`."""
         self._programs.clear()
 
     def _queue(self, work: Callable[[], None], stream: Stream) -> None:

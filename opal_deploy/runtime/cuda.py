@@ -111,15 +111,11 @@ class Cuda:
         """Create a stream that does not synchronise with the default stream."""
         return self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking)
 
-    def create_event(self) -> Event:
-        """Create an event without timing, for which a thread waits asleep."""
-        # without the second flag a waiting thread spins on a core that decodes images
-        flags = self._cuda.cudaEventDisableTiming | self._cuda.cudaEventBlockingSync
-        return self._call("cudaEventCreateWithFlags", flags)
-
-    def create_timed_event(self) -> Event:
-        """Create an event that `elapsed_seconds` can read; others cost less."""
-        return self._call("cudaEventCreateWithFlags", self._cuda.cudaEventBlockingSync)
+    def create_event(self, *, timed: bool = False) -> Event:
+        """Create an event for which a thread waits asleep; `elapsed_seconds` reads timed ones, which cost more."""
+        # without this flag a waiting thread spins on a core that decodes images
+        flags = self._cuda.cudaEventBlockingSync
+        return self._call("cudaEventCreateWithFlags", flags if timed else flags | self._cuda.cudaEventDisableTiming)
 
     def elapsed_seconds(self, first: Event, second: Event) -> float:
         """Return the time between two timed events that have both happened."""
@@ -190,11 +186,10 @@ class Cuda:
     def _check(self, function: str, error: Any) -> None:
         """Raise the error of a call that failed."""
         if int(error) != 0:
-            text = self._error_text(error)
+            failure = f"CUDA device {self.index}: {function} failed: {self._error_text(error)}"
             if int(error) == _OUT_OF_MEMORY:
-                raise OutOfMemory(f"CUDA device {self.index}: {function} failed: {text}; free memory on that GPU")
-            hint = "see `opal-deploy doctor`"
-            raise StoppedEarly(f"CUDA device {self.index}: {function} failed: {text} ({int(error)}); {hint}")
+                raise OutOfMemory(f"{failure}; free memory on that GPU")
+            raise StoppedEarly(f"{failure} ({int(error)}); see `opal-deploy doctor`")
 
     def _error_text(self, error: Any) -> str:
         _, text = self._cuda.cudaGetErrorString(error)
@@ -280,20 +275,14 @@ class CudaOptions:
 
 
 def parse_cuda_options(texts: Sequence[str]) -> CudaOptions:
-    """Parse all values of `--ort-option NAME=VALUE`; flags are 0 or 1.
-
-    Raises:
-        UsageError: another form, an unknown name or value, or a name given twice.
-    """
-    known = {field.name: field for field in fields(CudaOptions)}
+    """Parse all values of `--ort-option NAME=VALUE`, flags as 0 or 1; UsageError for an unknown or repeated one."""
+    known = [field.name for field in fields(CudaOptions)]
     values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if name not in known or not equals:
-            raise UsageError(
-                f"--ort-option {text!r}: expected NAME=VALUE with a name of {', '.join(known)}"
-                f"{suggest_names(name, list(known))}"
-            )
+            expected = f"expected NAME=VALUE with a name of {', '.join(known)}"
+            raise UsageError(f"--ort-option {text!r}: {expected}{suggest_names(name, known)}")
         choices: Sequence[str] = _SEARCHES if name == "cudnn_conv_algo_search" else tuple(_FLAGS)
         if value not in choices:
             raise UsageError(f"--ort-option {text!r}: {name} is one of {', '.join(choices)}")

@@ -14,7 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from opal_deploy.errors import UsageError
 
@@ -56,11 +56,7 @@ def available_cpu_ids() -> set[int]:
 
 
 def parse_device(device: str) -> tuple[str, int]:
-    """Return a device name's kind (`auto`, `cpu` or `cuda`) and number, 0 by default.
-
-    Raises:
-        UsageError: not a device name.
-    """
+    """Return a device name's kind (`auto`, `cpu` or `cuda`) and number, 0 by default; UsageError for another name."""
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (number and not number.isdigit()):
         raise UsageError(f"device {device!r}: expected auto, cpu, cuda or cuda:N")
@@ -106,13 +102,9 @@ def is_importable(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU.
+    """One GPU: its number from 0, the driver's name for it such as `NVIDIA H200`, and its compute capability.
 
-    Attributes:
-        index: number, counted from 0.
-        name: the driver's name for it, such as `NVIDIA H200`.
-        memory: bytes; None where the driver does not report it (shared memory, MIG).
-        compute_capability: (major, minor).
+    `memory` is in bytes; None where the driver does not report it (shared memory, MIG).
     """
 
     index: int
@@ -126,7 +118,7 @@ class Driver:
     """The NVIDIA driver of this machine.
 
     Attributes:
-        version: version such as `580.95.05`; None without a driver.
+        version: such as `580.95.05`; None without a driver.
         cuda: the newest CUDA (major, minor) that the driver runs.
         gpus: the GPUs that answer.
         problem: what is wrong, in one line; empty if nothing is.
@@ -154,7 +146,9 @@ def read_driver() -> Driver:
         return Driver(problem=f"{LIBRARY} is not usable: {error}")
     except pynvml.NVMLError as error:
         code = int(error.value)
-        return Driver(problem=f"the NVIDIA driver does not answer: {_error_text(code)} ({code})")
+        # the driver's own text says more than the package's
+        text = _read(lambda: pynvml.nvmlErrorString(code)) or str(pynvml.NVMLError(code))
+        return Driver(problem=f"the NVIDIA driver does not answer: {text} ({code})")
     try:
         return _read_gpus()
     finally:
@@ -184,16 +178,10 @@ def _read_gpus() -> Driver:
         except pynvml.NVMLError:
             lost.append(str(index))
             continue
-        memory = _read(functools.partial(_total_memory, handle))
-        gpus.append(Gpu(index, name, memory, (capability[0], capability[1])))
+        memory = _read(functools.partial(pynvml.nvmlDeviceGetMemoryInfo, handle))
+        gpus.append(Gpu(index, name, memory and int(memory.total), (capability[0], capability[1])))
     problem = f"GPU {', '.join(lost)} does not answer (lost, or no permission)" if lost else ""
     return Driver(version, cuda, tuple(gpus), problem or ("" if gpus else "the NVIDIA driver lists no GPU"))
-
-
-def _total_memory(handle: Any) -> int:
-    import pynvml
-
-    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
 
 
 def _read(function: Callable[[], T]) -> T | None:
@@ -206,22 +194,8 @@ def _read(function: Callable[[], T]) -> T | None:
         return None
 
 
-def _error_text(code: int) -> str:
-    """Return the driver's own text for an error code, which says more than the package's."""
-    import pynvml
-
-    try:
-        return str(pynvml.nvmlErrorString(code))
-    except pynvml.NVMLError:
-        return str(pynvml.NVMLError(code))
-
-
 class GpuSensors:
-    """Clocks, power, temperature, utilisation and memory use of one GPU.
-
-    Attributes:
-        name: the driver's name for the GPU.
-    """
+    """Clocks, power, temperature, utilisation and memory use of one GPU; `name` is the driver's name for it."""
 
     def __init__(self, index: int) -> None:
         """Open a GPU by CUDA's number, with CUDA_VISIBLE_DEVICES applied.
@@ -231,39 +205,36 @@ class GpuSensors:
         """
         import pynvml
 
+        self._nvml = pynvml
         visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
         name = visible[index] if index < len(visible) else str(index)
         try:
             pynvml.nvmlInit()
-            by_index = name.isdigit()
-            self._handle = (
-                pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
-            )
+            if name.isdigit():
+                self._handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            else:
+                self._handle = pynvml.nvmlDeviceGetHandleByUUID(name)
             self.name: str = pynvml.nvmlDeviceGetName(self._handle)
         except pynvml.NVMLError as error:
             raise NvmlError(str(error)) from None
 
     def read(self) -> dict[str, float]:
         """Return the present readings by name, with their units; what the GPU does not report is left out."""
-        import pynvml
-
-        handle = self._handle
+        nvml, handle = self._nvml, self._handle
         readings: dict[str, Callable[[], float]] = {
-            "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-            "power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-            "temperature_celsius": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-            "utilisation_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-            "memory_used_mb": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6,
+            "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "memory_used_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6,
         }
         values = {name: _read(function) for name, function in readings.items()}
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def read_clock_reasons(self) -> list[str] | None:
         """Return the reasons for which the clocks are not at their highest; None where the GPU does not report them."""
-        import pynvml
-
-        bits = _read(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))
+        bits = _read(lambda: int(self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))
         if bits is None:  # drivers before 535 have it under its old name
-            bits = _read(lambda: int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
+            bits = _read(lambda: int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
         return None if bits is None else [name for bit, name in _CLOCK_REASONS.items() if bits & bit]

@@ -22,7 +22,7 @@ from opal_deploy.runtime.devices import NO_GPU_ADVICE, Driver, is_importable
 # what inference may be required to run on
 RequiredDevice = Literal["cpu", "gpu", "any"]
 # the lowest compute capability that each CUDA major version has kernels for
-OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
+_OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
 # what PyTorch calls on the CPU, unless CXX names another
 _CXX_COMPILERS = {"darwin": ("clang++",), "win32": ("cl",)}.get(sys.platform, ("g++",))
 # what was never seen working; `doctor` prints it, and nothing may claim more
@@ -53,28 +53,17 @@ if "CUDAExecutionProvider" in providers:
         problem = str(error)
 report = {"version": ort.__version__, "providers": providers, "problem": problem}
 report["cuda"] = str(getattr(ort, "cuda_version", "") or "")
-print()
-print(json.dumps(report))
+print("\\n" + json.dumps(report))
 """
-_TENSORRT_PROGRAM = """
-import importlib, json, sys
-module = importlib.import_module(sys.argv[1])
-print()
-print(json.dumps({"version": module.__version__}))
-"""
+_TENSORRT_PROGRAM = "import importlib, sys; importlib.import_module(sys.argv[1]); print('\\n{}')"
 
 
 @dataclass(frozen=True)
 class RuntimeStatus:
-    """One runtime that can be installed.
+    """One runtime that can be installed, by the name of its distribution for pip.
 
-    Attributes:
-        name: name of the distribution for pip.
-        version: installed version; None if it is not installed.
-        cpu, gpu: whether `infer` can use it on that device.
-        problem: one line on why it cannot; empty if nothing is wrong.
-        advice: what to do about the problem.
-        providers: onnxruntime's execution providers.
+    `version` is None if it is not installed; `cpu` and `gpu` tell whether `infer` can use it there, `problem` why not
+    and `advice` what to do, each in one line; `providers` are onnxruntime's execution providers.
     """
 
     name: str
@@ -101,11 +90,10 @@ def installed_version(*distributions: str) -> str | None:
 
 
 def query_onnxruntime(timeout: float = 60) -> dict[str, Any]:
-    """Import onnxruntime in a child process and return what it reports.
+    """Import onnxruntime in a child process and return its `version`, `providers`, `cuda` and `problem`.
 
-    Returns:
-        `version`, `providers`, `cuda` and `problem` (why its CUDA libraries do not load, or empty); `problem` alone
-        where the import fails or takes more than `timeout` seconds.
+    `problem` says why its CUDA libraries do not load; only it is returned where the import fails or takes more than
+    `timeout` seconds.
     """
     return _run_program(_ONNXRUNTIME_PROGRAM, str(Path(__file__).parents[2]), timeout=timeout)
 
@@ -153,10 +141,9 @@ def _diagnose_gpu(driver: Driver, cuda: tuple[int, int]) -> tuple[str, str]:
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
     if driver.cuda and driver.cuda < cuda:
-        newest = ".".join(map(str, driver.cuda))
-        least = ".".join(map(str, cuda))
+        newest, least = (".".join(map(str, version)) for version in (driver.cuda, cuda))
         return f"driver {driver.version} runs CUDA {newest} at most, and this needs {least}", "update the NVIDIA driver"
-    oldest = OLDEST_GPU.get(cuda[0], (0, 0))
+    oldest = _OLDEST_GPU.get(cuda[0], (0, 0))
     if all(gpu.compute_capability < oldest for gpu in driver.gpus):
         names = ", ".join(gpu.name for gpu in driver.gpus)
         needed = ".".join(map(str, oldest))
@@ -203,10 +190,8 @@ def tensorrt_version(name: str, module: str) -> str | None:
 
 def tensorrt_cuda_major(name: str) -> int:
     """Return the CUDA major version that the installed `tensorrt` or `tensorrt-rtx` is made for; 13 if unknown."""
-    for distribution in _tensorrt_distributions(name):
-        if installed_version(distribution):
-            return 12 if distribution.endswith("-cu12") else 13
-    return 13
+    newer, plain, older = map(installed_version, _tensorrt_distributions(name))
+    return 12 if older and not (newer or plain) else 13
 
 
 def needed_cuda(name: str, major: int) -> tuple[int, int]:
@@ -287,11 +272,12 @@ def _inspect_torch(driver: Driver) -> RuntimeStatus:
 
 def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
     """Return the status of every runtime, installed or not, the most useful first."""
-    statuses = _inspect_onnxruntime(driver)
-    statuses.append(_inspect_tensorrt("tensorrt", "tensorrt", "trt", driver))
-    statuses.append(_inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver))
-    statuses.append(_inspect_torch(driver))
-    return statuses
+    return [
+        *_inspect_onnxruntime(driver),
+        _inspect_tensorrt("tensorrt", "tensorrt", "trt", driver),
+        _inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver),
+        _inspect_torch(driver),
+    ]
 
 
 def find_conflicts() -> list[str]:

@@ -58,7 +58,6 @@ class EngineKernels:
 
     @property
     def max_rows(self) -> int:
-        """See `Kernels.max_rows`."""
         return self._batch.max
 
     def rows(self, images: int) -> int:
@@ -70,7 +69,6 @@ class EngineKernels:
         return self._batch.max
 
     def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
-        """See `Kernels.enqueue`."""
         if self.record_graphs and buffers.number not in self._recorded:
             self._record_graph(buffers, rows, stream)
         recorded = self._recorded.get(buffers.number)
@@ -81,7 +79,6 @@ class EngineKernels:
         self._execute(self._context, rows, stream)
 
     def close(self) -> None:
-        """See `Kernels.close`."""
         self._cuda.destroy(graphs=tuple(recorded.graph for recorded in self._recorded.values()))
         self._recorded = {}
         self._context = self._engine = None
@@ -131,10 +128,14 @@ class KernelCache:
         The file lies beside the engine, or in the user's cache folder where that is read-only.
         """
         self._engine_sha256, self._native = engine_sha256.encode(), native
-        self._paths = (engine.with_name(engine.name + ".kernels"), _cache_folder() / f"{engine_sha256}.kernels")
+        # the user's cache folder by the XDG base directory specification
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opal-deploy"
+        self._paths = (engine.with_name(engine.name + ".kernels"), cache / f"{engine_sha256}.kernels")
         self._kept = b""
         for path in self._paths:
-            content = path.read_bytes() if _is_readable(path) else b""
+            content = b""
+            with contextlib.suppress(OSError):
+                content = path.read_bytes()
             kernels = content[_SHA256_BYTES:]
             # native code sees only complete files for this very engine
             if kernels and content[:_SHA256_BYTES] == self._digest(kernels) and native.deserialize(kernels):
@@ -160,15 +161,3 @@ class KernelCache:
 
     def _digest(self, kernels: bytes) -> bytes:
         return hashlib.sha256(self._engine_sha256 + kernels).digest()
-
-
-def _cache_folder() -> Path:
-    """Return the user's cache folder by the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opal-deploy"
-
-
-def _is_readable(path: Path) -> bool:
-    try:
-        return path.is_file() and os.access(path, os.R_OK)
-    except OSError:
-        return False

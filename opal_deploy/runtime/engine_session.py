@@ -28,13 +28,7 @@ from opal_deploy.runtime.verification import verify_test_vectors
 
 
 class EngineSession(PipelineSession):
-    """A loaded engine.
-
-    Attributes:
-        metadata: the model's, from the sidecar.
-        description: library, GPU, precision, and when this machine checked the engine.
-        sidecar: what is known about the engine.
-    """
+    """A loaded engine with its sidecar; the description says when this machine checked it."""
 
     def __init__(self, path: Path, *, device: str = "auto", cuda_graphs: bool = False) -> None:
         """Check the files, then the machine; load the engine; run its test vectors if this machine never did.

@@ -26,15 +26,7 @@ import numpy as np
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, TensorSpec, tensor_specs
-from opal_deploy.errors import (
-    ArtifactError,
-    OpalError,
-    OutOfMemory,
-    StoppedEarly,
-    UsageError,
-    first_line,
-    require,
-)
+from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, first_line, require
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda import Cuda, CudaOptions, Stream, load_cuda_libraries
 from opal_deploy.runtime.devices import available_cpus, find_gpu_problem, parse_device, read_driver
@@ -62,8 +54,6 @@ class OnnxSession:
     """An exported graph in ONNX Runtime; on a GPU, `OnnxSession(...)` is a `CudaOnnxSession`.
 
     Attributes:
-        metadata: the file's metadata.
-        description: engine, device, threads, precision.
         device: `cpu` or `cuda:N`.
         threads: threads of the CPU provider.
         batch_invariant: whether an image's scores and cells are bit-identical in batches of any size. The CPU's kernels
@@ -159,22 +149,20 @@ class OnnxSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        return self._run(self.prepare_input(images))
+        return self.run_normalised(self.prepare_input(images))
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         """See `StagedSession.run_staged`; normalisation by numpy is in none of the stages."""
         feed = self.prepare_input(images)
         start = time.perf_counter()
-        outputs = self._run(feed)
+        outputs = self.run_normalised(feed)
         return outputs, BatchTimes(None, time.perf_counter() - start, None)
 
-    def run_normalised(self, images: FloatArray) -> Outputs:
-        """Run float32 [N, 3, H0, W0], already normalised; only for a graph whose input is float32."""
-        return self._run(images)
-
-    def _run(self, feed: np.ndarray[Any, Any]) -> Outputs:
-        with translate_errors(len(feed)):
-            return Outputs.from_arrays(dict(zip(self.metadata.outputs, self._run_cpu(feed), strict=True)))
+    def run_normalised(self, images: np.ndarray[Any, Any]) -> Outputs:
+        """Run the graph's own input, see `prepare_input`."""
+        with translate_errors(len(images)):
+            arrays = self._session.run(list(self.metadata.outputs), {INPUT: images})
+        return Outputs.from_arrays(dict(zip(self.metadata.outputs, arrays, strict=True)))
 
     def prepare_input(self, images: ImageBatch) -> np.ndarray[Any, Any]:
         """Return the graph's input for images: the images, or float32 [N, 3, H0, W0] normalised."""
@@ -182,9 +170,6 @@ class OnnxSession:
         if self.metadata.input_kind == "float32":
             return normalise(images, self.metadata.mean, self.metadata.std)
         return np.ascontiguousarray(images)
-
-    def _run_cpu(self, feed: np.ndarray[Any, Any]) -> list[Any]:
-        return list(self._session.run(list(self.metadata.outputs), {INPUT: feed}))
 
 
 class OnnxKernels:
@@ -201,7 +186,6 @@ class OnnxKernels:
 
     @property
     def max_rows(self) -> int:
-        """See `Kernels.max_rows`."""
         return self._sizes[-1]
 
     def add_size(self, size: int) -> None:
@@ -225,7 +209,6 @@ class OnnxKernels:
             self._sessions[rows].run_with_iobinding(binding, options)
 
     def close(self) -> None:
-        """See `Kernels.close`."""
         self._bindings.clear()
         self._sessions.clear()
         self._unused.clear()

@@ -103,9 +103,6 @@ class PipelineSession:
     """The part of a session on a GPU that is the same whatever computes the batches; called from one thread at a time.
 
     A subclass calls `_start_pipeline` when the model is loaded.
-
-    Attributes:
-        metadata: the model's metadata.
     """
 
     metadata: Metadata
@@ -149,7 +146,7 @@ class PipelineSession:
         self._prepare(images)
         self._check_idle()
         self._cuda.make_current()
-        events = tuple(self._cuda.create_timed_event() for _ in range(4))
+        events = tuple(self._cuda.create_event(timed=True) for _ in range(4))
         parts: list[Outputs] = []
         seconds = [0.0, 0.0, 0.0]
         size, stream = self._kernels.max_rows, self._compute_stream
@@ -178,11 +175,7 @@ class PipelineSession:
         return Outputs.concatenate(parts), BatchTimes(*seconds)
 
     def _reserve(self, rows: int) -> None:
-        """Allocate all buffers for parts of `rows` images, so that a lack of memory shows now.
-
-        Raises:
-            OutOfMemory: the buffers do not fit.
-        """
+        """Allocate all buffers for parts of `rows` images, so that a lack of memory (OutOfMemory) shows now."""
         capacity = self._kernels.capacity(rows)
         buffers = self._buffers.setdefault(capacity, [])
         while len(buffers) < DEPTH:

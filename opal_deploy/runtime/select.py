@@ -16,23 +16,13 @@ from opal_deploy.runtime.devices import split_devices
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.tensorrt import find_doubt
 
-_KINDS = {
-    "onnxruntime": "onnx",
-    "tensorrt": "engine",
-    "torch": "checkpoint",
-    "compiled": "checkpoint",
-}
+_KINDS = {"onnxruntime": "onnx", "tensorrt": "engine", "torch": "checkpoint", "compiled": "checkpoint"}
 _KIND_NAMES = {"onnx": "an ONNX file", "engine": "an engine", "checkpoint": "a checkpoint (.pt)"}
 
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The model that was chosen from a folder.
-
-    Attributes:
-        path: the model's file.
-        reason: one line on why this one was chosen and the others were not.
-    """
+    """The model that was chosen from a folder, and one line on why this one and not the others."""
 
     path: Path
     reason: str
@@ -94,11 +84,7 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
 
 
 def read_model_metadata(path: Path) -> Metadata:
-    """Return a model's metadata without opening a runtime.
-
-    Raises:
-        UsageError: not an exported model, or damaged.
-    """
+    """Return a model's metadata without opening a runtime; UsageError for another or a damaged file."""
     kind = model_kind(path)
     if kind == "checkpoint":
         from opal_deploy.model import checkpoint
@@ -222,25 +208,15 @@ def _list_models(folder: Path, check_engine: Callable[[Sidecar], str], prefix: s
         except ArtifactError:
             others.append(f"{path.name} was not exported by opal-deploy, or is damaged")
             continue
-        incompatibility = (
-            "ONNX Runtime has no bfloat16 convolutions; bf16 is for engines" if metadata.precision == "bf16" else ""
-        )
-        models.append(_Model(path, metadata, incompatibility=incompatibility))
+        lacking = "ONNX Runtime has no bfloat16 convolutions; bf16 is for engines"
+        models.append(_Model(path, metadata, incompatibility=lacking if metadata.precision == "bf16" else ""))
     for path in (path for path in visible if path.suffix == ENGINE_SUFFIX):
         try:
             sidecar = read_sidecar(path)
         except ArtifactError:
             others.append(f"{path.name} has no sidecar, or a damaged one")
             continue
-        models.append(
-            _Model(
-                path,
-                sidecar.metadata,
-                engine=True,
-                incompatibility=check_engine(sidecar),
-                doubt=find_doubt(sidecar),
-            )
-        )
+        models.append(_Model(path, sidecar.metadata, True, check_engine(sidecar), find_doubt(sidecar)))
     return models, others
 
 

@@ -53,13 +53,9 @@ DEFAULT_TARGET = "sm80"
 
 @dataclass(frozen=True)
 class Bindings:
-    """A loaded library.
+    """A loaded library, `tensorrt` or `tensorrt-rtx`, and the CUDA major version that it is made for.
 
-    Attributes:
-        name: `tensorrt` or `tensorrt-rtx`.
-        module: the imported bindings.
-        version: full version, such as 11.4.0.106; engines are bound to it.
-        cuda: CUDA major version that the library is made for.
+    `version` is the full one, such as 11.4.0.106: engines are bound to it.
     """
 
     name: str
@@ -146,8 +142,7 @@ def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, vers
     platform_built_on = sidecar.builder.get("platform")
     if name == TENSORRT and platform_built_on not in (None, platform_name()):
         return f"it was built on {platform_built_on}, and this is {platform_name()}"
-    mismatch = _capability_mismatch(sidecar, gpu)
-    if mismatch:
+    if mismatch := _capability_mismatch(sidecar, gpu):
         return mismatch
     cuda = needed_cuda(name, int(sidecar.builder.get("cuda", 0)))
     if driver.cuda is not None and driver.cuda < cuda:
@@ -186,13 +181,8 @@ def _same_version(sidecar: Sidecar, version: str) -> bool:
 
 def _capability_mismatch(sidecar: Sidecar, gpu: Gpu) -> str:
     target, here = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
-    if target == here:
-        return ""
-    if (
-        sidecar.builder["name"] == TENSORRT
-        and sidecar.options.get("hardware_compatible") == AMPERE_PLUS
-        and gpu.compute_capability >= (8, 0)
-    ):
+    ampere_plus = sidecar.builder["name"] == TENSORRT and sidecar.options.get("hardware_compatible") == AMPERE_PLUS
+    if target == here or (ampere_plus and gpu.compute_capability >= (8, 0)):
         return ""
     like = f" ({example_gpus(target)})" if example_gpus(target) else ""
     return f"it was built for {target}{like}, and {gpu.name} is {here}"
@@ -203,11 +193,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def parse_target(text: str) -> str:
-    """Parse `--target`: `sm80`, `8.0`, or a GPU's name such as `a100`, `RTX 4090` or `L4`; return `sm80` and the like.
-
-    Raises:
-        UsageError: neither a compute capability nor a known GPU.
-    """
+    """Return `sm80` and the like for `sm80`, `8.0`, or a GPU's name such as `a100` or `RTX 4090`; else UsageError."""
     name = re.sub(r"[\s_-]", "", text.lower())
     for brand in ("nvidia", "geforce", "tesla"):
         name = name.removeprefix(brand)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,25 +18,15 @@ from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, first_line
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.head import HeadOutputs
-from opal_deploy.runtime.devices import find_gpu_problem
+from opal_deploy.runtime.devices import find_gpu_problem, parse_device
 from opal_deploy.runtime.session import ImageBatch, check_batch
 
 
 class TorchSession:
-    """A checkpoint in PyTorch, float32, TF32 off.
-
-    Attributes:
-        metadata: the checkpoint's metadata.
-        description: engine, device, threads, precision.
-    """
+    """A checkpoint in PyTorch, float32, TF32 off."""
 
     def __init__(self, source: Path | Checkpoint, *, device: str = "auto", threads: int | None = None) -> None:
-        """Load a checkpoint.
-
-        Args:
-            source: a file, or a loaded checkpoint.
-            device: `cpu`, `cuda`, `cuda:1`, or `auto`.
-            threads: PyTorch's threads in this process; None leaves their number.
+        """Load a checkpoint; `threads` of PyTorch in this process, None leaves their number.
 
         Raises:
             CheckpointError: not a checkpoint.
@@ -85,16 +76,13 @@ class TorchSession:
         """Run in float64, with float64 logits and scores; the difference from `run` is the error of float32."""
         self._network.double()
         try:
-            tensors = self._explain(self._normalise_float64, images)
+            tensors = self._explain(functools.partial(self._normalise, dtype=torch.float64), images)
         finally:
             # exact: these numbers came from float32
             self._network.float()
-        scores, argmax = tensors.scores, tensors.argmax
-        return Outputs(
-            tensors.logits.cpu().numpy(),
-            None if argmax is None else argmax.cpu().numpy().astype(np.int32),
-            None if scores is None else scores.cpu().numpy(),
-        )
+        argmax = None if tensors.argmax is None else tensors.argmax.cpu().numpy().astype(np.int32)
+        scores = None if tensors.scores is None else tensors.scores.cpu().numpy()
+        return Outputs(tensors.logits.cpu().numpy(), argmax, scores)
 
     def run_reference(self, images: ImageBatch) -> Reference:
         """Return the outputs with the relative lead of each channel's best cell over its second."""
@@ -122,15 +110,11 @@ class TorchSession:
     def _upload(self, images: NDArray[Any]) -> torch.Tensor:
         return to_tensor(images).to(self._device)
 
-    def _normalise(self, images: ImageBatch) -> torch.Tensor:
+    def _normalise(self, images: ImageBatch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the images on the device, normalised there by the arithmetic of `preprocess.resize.normalise`."""
-        pixels = self._upload(images).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        pixels = self._upload(images).permute(0, 3, 1, 2).to(dtype, memory_format=torch.contiguous_format)
         # a tensor, since CUDA multiplies by the rounded reciprocal of a number
-        return pixels.div_(pixels.new_tensor(255.0)).sub_(self._mean).div_(self._std)
-
-    def _normalise_float64(self, images: ImageBatch) -> torch.Tensor:
-        pixels = self._upload(images).permute(0, 3, 1, 2).to(torch.float64, memory_format=torch.contiguous_format)
-        return pixels.div_(255.0).sub_(self._mean.double()).div_(self._std.double())
+        return pixels.div_(pixels.new_tensor(255.0)).sub_(self._mean.to(dtype)).div_(self._std.to(dtype))
 
 
 def to_tensor(array: NDArray[Any]) -> torch.Tensor:
@@ -172,22 +156,13 @@ def _numpy(tensor: torch.Tensor) -> FloatArray:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return PyTorch's device for `auto`, `cpu`, `cuda` or `cuda:N`.
-
-    Raises:
-        UsageError: anything else, or a missing GPU.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    """Return PyTorch's device for `auto`, `cpu`, `cuda` or `cuda:N`; UsageError for anything else, or a missing GPU."""
+    kind, index = parse_device(name)
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         problem = find_gpu_problem() or "PyTorch sees no CUDA GPU; see `opal-deploy doctor`, or use --device cpu"
         raise UsageError(f"device {name}: {problem}")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if index >= torch.cuda.device_count():
         raise UsageError(f"device {name}: PyTorch sees {torch.cuda.device_count()} CUDA GPUs, counted from 0")
-    return device
+    return torch.device("cuda" if kind == "auto" else name)

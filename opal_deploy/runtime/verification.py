@@ -8,6 +8,7 @@ class may be missing from the list that is better than a listed one by more than
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -68,13 +69,8 @@ def compare_outputs(
 ) -> Comparison:
     """Compare a candidate's outputs with the reference, on the reference's images.
 
-    Args:
-        reference: images with the outputs to reproduce.
-        candidate: outputs on the same images.
-        metadata: of the model.
-        gate: the largest differences.
-        confidence: refuse the share of the predicted classes' cells only where it is shown, at this confidence, to be
-            too small; None: refuse every share that is too small.
+    With a confidence the share of the predicted classes' cells is refused only where it is shown, at this confidence,
+    to be too small; without one every share that is too small is refused.
     """
     expected = reference.outputs
     failures = _shape_failures(expected, candidate, metadata)
@@ -146,17 +142,9 @@ def _compare_evidence(
     listed: Any = True,
     confidence: float | None = None,
 ) -> Comparison:
-    """Compare outputs with scores.
+    """Compare outputs with scores: of all classes, with cosines `after` [N, C] and predicted classes [N].
 
-    Args:
-        reference: the reference.
-        candidate: outputs of all classes.
-        after: float64 [N, C], the candidate's cosines.
-        predicted: int [N], the candidate's classes.
-        metadata: of the model.
-        gate: the largest differences.
-        listed: bool [N, K], the channels whose cells are compared; True: all.
-        confidence: see `compare_outputs`.
+    Only the cells of the channels `listed`, bool [N, K], are compared; True: all.
     """
     expected = reference.outputs
     logit, logit_failure = _logits(expected.logits, candidate.logits, gate)
@@ -174,8 +162,7 @@ def _compare_evidence(
         logit_failure,
         "" if cosine <= gate.cosine else f"a cosine differs by {cosine:.3g}, more than {gate.cosine:g}",
         "" if score <= gate.score else f"a score differs by {score:.3g}, more than {gate.score:g}",
-        _cells_failure(cells, gate, agreement),
-        _all_cells_failure(cells, gate),
+        *_find_cell_failures(cells, gate, agreement),
         _classes_failure(int(flipped.sum())),
     ]
     return Comparison(
@@ -255,25 +242,23 @@ def _cells(
     return counts, (differs if gate.cells >= 1.0 else differs & in_block).sum(axis=1)
 
 
-def _cells_failure(cells: dict[str, int], gate: Gate, agreement: Agreement | None) -> str:
+def _find_cell_failures(cells: dict[str, int], gate: Gate, agreement: Agreement | None) -> Iterator[str]:
     if not cells:
-        return "there are no cells to compare"
+        yield "there are no cells to compare"
+        return
+    everywhere, moved = cells["cells"], cells["cells_different"]
     if gate.cells >= 1.0:
-        count, different = cells["cells"], cells["cells_different"]
-        return f"{different} of {count} cells differ; none may" if different else ""
+        if moved:
+            yield f"{moved} of {everywhere} cells differ; none may"
+        return
     count, different = cells["block_cells"], cells["block_cells_different"]
-    if not agreement.refuted if agreement else different <= (1.0 - gate.cells) * count:
-        return ""
-    agree = f"{100.0 * (1.0 - different / count):.2f} % of the predicted classes' {count} cells agree"
-    at_most = f" (in all such images at most {100 * agreement.high:.2f} %)" if agreement else ""
-    return f"{agree}{at_most}; at least {100 * gate.cells:g} % must"
-
-
-def _all_cells_failure(cells: dict[str, int], gate: Gate) -> str:
-    if gate.cells >= 1.0 or not cells or cells["cells_different"] <= (1.0 - gate.all_cells) * cells["cells"]:
-        return ""
-    agree = 100.0 * (1.0 - cells["cells_different"] / cells["cells"])
-    return f"{agree:.1f} % of all classes' {cells['cells']} cells agree; at least {100 * gate.all_cells:g} % must"
+    if agreement.refuted if agreement else different > (1.0 - gate.cells) * count:
+        agree = f"{100.0 * (1.0 - different / count):.2f} % of the predicted classes' {count} cells agree"
+        at_most = f" (in all such images at most {100 * agreement.high:.2f} %)" if agreement else ""
+        yield f"{agree}{at_most}; at least {100 * gate.cells:g} % must"
+    if moved > (1.0 - gate.all_cells) * everywhere:
+        agree = f"{100.0 * (1.0 - moved / everywhere):.1f} % of all classes' {everywhere} cells agree"
+        yield f"{agree}; at least {100 * gate.all_cells:g} % must"
 
 
 def _classes_failure(different: int) -> str:
@@ -283,9 +268,7 @@ def _classes_failure(different: int) -> str:
 def verify_test_vectors(session: Session, origin: str) -> Comparison:
     """Run the test vectors that a model carries and compare the outputs with the stored ones.
 
-    Args:
-        session: the loaded model.
-        origin: names the file in errors.
+    `origin` names the file in errors.
 
     Raises:
         ArtifactError: the model carries no vectors.

@@ -6,8 +6,7 @@
     explain     the page's upload: an image in; its record, overlay or evidence sheet out
     admission   limits on bytes, concurrent requests and seconds
     telemetry   the log, and the metrics for Prometheus
-    middleware  request ids, authentication, logging and counting of every request
-    app         routes and their handlers
+    app         routes and their handlers; request ids, authentication, logging and counting of every request
     process     `serve_models`: listens, warms up, shuts down gracefully
     health      the health check of a container
 

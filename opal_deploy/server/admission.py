@@ -23,14 +23,7 @@ _WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
 
 
 class HttpError(Exception):
-    """A refused request.
-
-    Args:
-        status: of the response.
-        message: one line: what was found, what was expected.
-        code: a word for machines, as in error records; by default the status's name.
-        headers: of the response.
-    """
+    """A refused request: the response's status, one line, and a word for machines; by default the status's name."""
 
     def __init__(
         self, status: HTTPStatus, message: str, code: str = "", headers: Mapping[str, str] | None = None
@@ -134,11 +127,7 @@ class AdmissionLimit:
 
 
 def inflate(data: bytes, encoding: str, limit: int) -> bytes:
-    """Return decompressed bytes.
-
-    Raises:
-        HttpError: more than `limit` bytes, or damaged data.
-    """
+    """Return decompressed bytes; raise HttpError for more than `limit` of them, or damaged data."""
     decompressor = zlib.decompressobj(_WBITS[encoding])
     try:
         inflated = decompressor.decompress(data, limit + 1)

@@ -45,14 +45,10 @@ _STATUS = {
 
 
 async def infer_pixels(model: ServedModel, request: InferRequest, seconds: float) -> dict[str, Tensor]:
-    """Return the graph's outputs for pixels: `images`, uint8 [N, H0, W0, 3].
-
-    Raises:
-        HttpError: as `run_jobs`.
-    """
+    """Return the graph's outputs for pixels: `images`, uint8 [N, H0, W0, 3]; raise HttpError as `_run_jobs`."""
     pixels = cast("np.ndarray[Any, np.dtype[np.uint8]]", request.inputs["images"])
-    rows = await run_jobs(lambda: model.service.submit_pixels(pixels, wait=False), seconds)
-    arrays = Outputs.concatenate(rows).to_arrays() if len(rows) > 1 else rows[0].to_arrays()
+    rows = await _run_jobs(lambda: model.service.submit_pixels(pixels, wait=False), seconds)
+    arrays = Outputs.concatenate(rows).to_arrays()
     # in Triton every tensor has a dimension beside N
     return {name: array.reshape(len(array), -1) if array.ndim == 1 else array for name, array in arrays.items()}
 
@@ -64,41 +60,36 @@ async def infer_records(
 
     Raises:
         BadRequest: the inputs do not belong together.
-        HttpError: as `run_jobs`.
+        HttpError: as `_run_jobs`.
     """
     inputs: dict[str, Any] = request.inputs
     try:
         requests = build_explain_requests(inputs[IMAGE], inputs.get(NAME), inputs.get(BOX))
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    results = await run_jobs(lambda: model.service.submit_requests(requests, wait=False), seconds)
+    results = await _run_jobs(lambda: model.service.submit_requests(requests, wait=False), seconds)
     return {RECORD: [to_json_line(result.record).rstrip(b"\n") for result in results]}, results
 
 
 async def explain_image(model: ServedModel, data: bytes, name: str | None, *, drawn: bool, seconds: float) -> Result:
-    """Return the result of one image file.
+    """Return the result of an image file's bytes; with `drawn`, keep what drawing it needs.
 
-    Args:
-        model: classifies it.
-        data: the file's bytes.
-        name: of the file, for the record; no file of that name is opened.
-        drawn: keep what drawing the result needs.
-        seconds: until the result must be available.
+    `name` is for the record; no file of that name is opened.
 
     Raises:
         BadRequest: the name is too long.
-        HttpError: as `run_jobs`.
+        HttpError: as `_run_jobs`.
     """
     try:
         shown = None if name is None else parse_name(name.encode("utf-8", "replace"))
     except ValueError as error:
         raise BadRequest(str(error)) from None
     request = Request(shown, data, drawn=drawn)
-    (result,) = await run_jobs(lambda: model.service.submit_requests([request], wait=False), seconds)
+    (result,) = await _run_jobs(lambda: model.service.submit_requests([request], wait=False), seconds)
     return result
 
 
-async def run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> list[T]:
+async def _run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> list[T]:
     """Submit jobs and return their results; after `seconds` those that have not begun are cancelled.
 
     Raises:
@@ -122,11 +113,7 @@ async def run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> lis
 
 
 async def until_disconnected(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of work for a client whose body was read; cancel the work when the client disconnects.
-
-    Raises:
-        ClientDisconnect: the client disconnected.
-    """
+    """Return the result of work for a client whose body was read; raise ClientDisconnect if the client leaves first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(request.receive())
     try:
@@ -148,11 +135,7 @@ class DrawingQueue:
 
     @asynccontextmanager
     async def place(self, chosen: Format) -> AsyncIterator[None]:
-        """Hold a place in the queue until the block is left, if anything is to be drawn.
-
-        Raises:
-            HttpError: the queue is full.
-        """
+        """Hold a place in the queue until the block is left, if anything is to be drawn; HttpError if it is full."""
         count = int(chosen != "record")
         if self._free < count:
             raise busy("the drawing queue is full")
@@ -165,11 +148,7 @@ class DrawingQueue:
     async def draw(
         self, model: ServedModel, result: Result, chosen: Literal["overlay", "sheet"], seconds: float
     ) -> bytes:
-        """Return the encoded drawing.
-
-        Raises:
-            HttpError: drawing failed or took too long.
-        """
+        """Return the encoded drawing; raise HttpError if drawing failed or took too long."""
         # the file's bytes are no longer needed and would be sent to the drawing process
         prepared = replace(result.prepared, request=replace(result.prepared.request, source=b""))
         result = replace(result, prepared=prepared)

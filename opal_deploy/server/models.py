@@ -42,16 +42,7 @@ _PLATFORMS = {ONNX_SUFFIX: "onnxruntime_onnx", ENGINE_SUFFIX: "tensorrt_plan"}
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model with its service.
-
-    Attributes:
-        name: in URLs.
-        path: of the model file.
-        sessions: one per device.
-        options: how images are decoded, batched and predicted.
-        service: classifies images as they arrive.
-        drawings: draws overlays and sheets.
-    """
+    """A model file under its name in URLs, with one session per device, its service, and what draws its evidence."""
 
     name: str
     path: Path
@@ -142,8 +133,10 @@ def start_model(
     Raises:
         StoppedEarly: the device was lost, or no decoder can be started.
     """
-    for session in sessions:
-        _warm_up(session, options.batch)
+    # blank batches of 1, 2, 4, ... and all images: an engine plans each size when it first meets it
+    for size in sorted({min(1 << power, options.batch) for power in range(options.batch.bit_length() + 1)}):
+        for session in sessions:
+            session.run(np.zeros((size, *session.metadata.input_size, 3), np.uint8))
     service = Service(sessions, options, max_wait=max_wait, capacity=capacity, timer=timer, observer=observer, log=log)
     metadata = sessions[0].metadata
     sheets = None
@@ -158,25 +151,11 @@ def start_model(
     return ServedModel(name, path, sessions, options, service, DrawingPool(DrawTask(sheets=sheets), options, timer))
 
 
-def _warm_up(session: Session, batch: int) -> None:
-    """Run blank batches of 1, 2, 4, ... and `batch` images: an engine plans each size when it first meets it."""
-    sizes = {min(1 << power, batch) for power in range(batch.bit_length() + 1)}
-    for size in sorted(sizes):
-        session.run(np.zeros((size, *session.metadata.input_size, 3), np.uint8))
-
-
 class ServerState:
-    """What all requests share.
+    """What all requests share; `models` are in the order of the command line.
 
-    Attributes:
-        options: of the server.
-        models: in the order of the command line.
-        admission: admits requests.
-        metrics: counts requests and answers.
-        log: has one line per request.
-        token: that clients must send; None: no token is needed.
-        problem: why no requests should be sent here; empty while the server is healthy.
-        failed: whether only a restart can help.
+    `token` is what clients must send, None for nothing; `problem` why no requests should be sent here, empty while the
+    server is healthy; `failed` whether only a restart can help.
     """
 
     def __init__(
@@ -199,11 +178,7 @@ class ServerState:
         metrics.describe(model.name, model.facts())
 
     def find(self, name: str) -> tuple[ServedModel, bool]:
-        """Return the model of a name, and whether the name is its explain model's.
-
-        Raises:
-            HttpError: there is no such model.
-        """
+        """Return the model of a name (HttpError without one), and whether the name is its explain model's."""
         for model in self.models:
             if name in (model.name, model.name + EXPLAIN_SUFFIX):
                 return model, name != model.name
@@ -222,16 +197,13 @@ class _Observer(ServiceObserver):
         self._state, self._model = state, model
 
     def prepared(self, seconds: float) -> None:
-        """See `ServiceObserver.prepared`."""
         self._state.metrics.stage_seconds.labels(self._model, "prepare").observe(seconds)
 
     def batch_began(self, waited: Sequence[float]) -> None:
-        """See `ServiceObserver.batch_began`."""
         metrics = self._state.metrics
         metrics.batch_images.labels(self._model).observe(len(waited))
         for seconds in waited:
             metrics.stage_seconds.labels(self._model, "queue").observe(seconds)
 
     def device_lost(self, error: StoppedEarly) -> None:
-        """See `ServiceObserver.device_lost`."""
         self._state.problem, self._state.failed = str(error), True

@@ -82,15 +82,10 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Raises:
-        UsageError: the address is in use, or is not one of this machine.
-    """
+    """Return a socket that listens; raise UsageError if the address is in use, or not one of this machine."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.socket(family, kind))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -104,11 +99,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run_server(app: ASGIApp, state: ServerState, listener: socket.socket) -> None:
-    """Answer requests until SIGTERM or Ctrl-C, then finish those in flight.
-
-    Raises:
-        StoppedEarly: a device was lost.
-    """
+    """Answer requests until SIGTERM or Ctrl-C, then finish those in flight; raise StoppedEarly for a lost device."""
     asyncio.run(Server(app, state).serve([listener]))
     if state.failed:
         raise StoppedEarly(state.problem)
@@ -172,11 +163,10 @@ class _Protocol(H11Protocol):
     """uvicorn's protocol, which drops clients that take too long to send a request's head or to read a response."""
 
     _refused = False
-    _head_timer: asyncio.TimerHandle | None = None
-    _read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
@@ -200,29 +190,23 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._forget_head()
-        self._forget_read()
+        self._stop("head", "read")
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._read_timer = self.loop.call_later(_READ_SECONDS, self.transport.abort)
+        self._timers["read"] = self.loop.call_later(_READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._forget_read()
-
-    def _forget_read(self) -> None:
-        if self._read_timer is not None:
-            self._read_timer.cancel()
-            self._read_timer = None
+        self._stop("read")
 
     def _watch_head(self) -> None:
         if self.conn.their_state is not h11.IDLE:
-            self._forget_head()
-        elif self._head_timer is None:
-            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+            self._stop("head")
+        elif "head" not in self._timers:
+            self._timers["head"] = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
 
-    def _forget_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop(self, *names: str) -> None:
+        for name in names:
+            if name in self._timers:
+                self._timers.pop(name).cancel()

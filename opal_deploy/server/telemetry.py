@@ -30,6 +30,7 @@ from prometheus_client import (
 )
 
 from opal_deploy.inference.timing import Stage, StageTimer
+from opal_deploy.logs import one_line
 from opal_deploy.records.record import Record
 from opal_deploy.server.options import LogFormat
 
@@ -55,7 +56,7 @@ class ServerLog:
         if self._format == "json":
             self._write_json({"level": level, "event": "message", "message": text})
         else:
-            self._write(_printable(text))
+            self._write(one_line(text))
 
     def request(self, fields: dict[str, Any]) -> None:
         """Write a request's line: `method`, `path`, `status`, `ms`, then the other fields in order."""
@@ -64,7 +65,7 @@ class ServerLog:
         elif self._format == "text":
             method, path, status, ms, *rest = fields.items()
             head = f"{_now()} {method[1]} {path[1]} {status[1]} {ms[1]} ms"
-            self._write(_printable(" ".join([head, *(f"{name}={value}" for name, value in rest)])))
+            self._write(one_line(" ".join([head, *(f"{name}={value}" for name, value in rest)])))
 
     def take_over_libraries(self) -> None:
         """Write the warnings and tracebacks of the HTTP libraries as messages."""
@@ -102,11 +103,6 @@ class _Handler(logging.Handler):
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _printable(text: str) -> str:
-    """Escape characters that would break the line or control a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Metrics:
@@ -157,8 +153,7 @@ class Metrics:
         answer = record["prediction"]
         label = answer["label"] if answer["class_id"] < MAX_LABELS else _OTHER
         self.predictions.labels(model, label, record["status"]).inc()
-        margin = record.get("margin")
-        if margin is not None:
+        if (margin := record.get("margin")) is not None:
             self.margin.labels(model).observe(margin)
 
     def describe(self, model: str, facts: Mapping[str, str]) -> None:

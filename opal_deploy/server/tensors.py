@@ -9,7 +9,6 @@ then its bytes.
 from __future__ import annotations
 
 import base64
-import binascii
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,13 +39,9 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output of a model.
+    """An input or output of a model: UINT8, INT32, FP32 or BYTES; -1 in the shape stands for any size.
 
-    Attributes:
-        name: in requests and responses.
-        datatype: UINT8, INT32, FP32 or BYTES.
-        shape: with -1 for a dimension of any size.
-        optional: whether a request may omit it.
+    Its text is datatype and shape.
     """
 
     name: str
@@ -54,20 +49,21 @@ class TensorSpec:
     shape: tuple[int, ...]
     optional: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.datatype} [{', '.join('N' if n == -1 else str(n) for n in self.shape)}]"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the tensor's entry in a model's metadata."""
         return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
 
+    def refuse(self, reason: str) -> BadRequest:
+        """Return the error of a request whose tensor cannot be used."""
+        return BadRequest(f"input {self.name!r}: {reason}")
+
 
 @dataclass(frozen=True)
 class InferRequest:
-    """An inference request.
-
-    Attributes:
-        id: repeated in the response; empty for none.
-        inputs: tensors by name.
-        outputs: the requested outputs in order, each with whether it is to be binary.
-    """
+    """An inference request: its id (empty for none), inputs by name, and whether each wanted output is to be binary."""
 
     id: str
     inputs: dict[str, Tensor]
@@ -91,8 +87,7 @@ def parse_request(
     Args:
         body: the whole body.
         json_size: the header Inference-Header-Content-Length; None: all of the body is JSON.
-        inputs: of the model.
-        outputs: of the model.
+        inputs, outputs: the model's.
         max_images: maximum number of rows, checked before memory is taken for them; None: no limit.
 
     Raises:
@@ -103,10 +98,10 @@ def parse_request(
     if json_size is not None and not 0 < json_size <= len(body):
         raise BadRequest(f"Inference-Header-Content-Length is {json_size}, and the body has {len(body)} bytes")
     document = _load_json(body[:json_size])
-    tensors, binary = {}, memoryview(body)[len(body) if json_size is None else json_size :]
-    specs = {spec.name: spec for spec in inputs}
+    tensors: dict[str, Tensor] = {}
+    binary = memoryview(body)[len(body) if json_size is None else json_size :]
     for raw in _objects(document.get("inputs"), "inputs"):
-        spec = _find_spec(raw, specs, "input")
+        spec = _find_spec(raw, inputs, "input")
         if spec.name in tensors:
             raise BadRequest(f"input {spec.name!r} is given twice")
         shape = _read_shape(raw, spec)
@@ -117,9 +112,9 @@ def parse_request(
             tensors[spec.name] = _parse_json_tensor(raw, spec, shape)
             continue
         if type(size) is not int or size < 0:
-            raise BadRequest(f"input {spec.name!r}: binary_data_size {size!r} found; expected a number of bytes")
+            raise spec.refuse(f"binary_data_size {size!r} found; expected a number of bytes")
         if size > len(binary):
-            raise BadRequest(f"input {spec.name!r}: {len(binary)} binary bytes found; expected {size}")
+            raise spec.refuse(f"{len(binary)} binary bytes found; expected {size}")
         tensors[spec.name] = _parse_binary(binary[:size], spec, shape)
         binary = binary[size:]
     if binary:
@@ -137,11 +132,7 @@ def build_response(
 ) -> tuple[bytes, int | None]:
     """Return the body of a response and the length of its JSON, None where all of it is JSON.
 
-    Args:
-        model: its name.
-        request: says which outputs are wanted, and how.
-        specs: the model's outputs.
-        tensors: the outputs by name; a list of BYTES has the shape [N, 1].
+    `specs` are the outputs of the model called `model`, `tensors` their values; a list of BYTES has the shape [N, 1].
     """
     described: list[dict[str, Any]] = []
     parts: list[bytes] = []
@@ -167,7 +158,7 @@ def build_response(
 
 def _encode_binary(tensor: Tensor) -> bytes:
     if isinstance(tensor, list):
-        return b"".join(part for element in tensor for part in (_LENGTH.pack(len(element)), element))
+        return b"".join(_LENGTH.pack(len(element)) + element for element in tensor)
     return np.ascontiguousarray(tensor).tobytes()
 
 
@@ -180,7 +171,7 @@ def _parse_raw(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[Tens
     else:
         row = prod(spec.shape[1:]) * DTYPES[spec.datatype].itemsize
         if not body or len(body) % row:
-            raise BadRequest(f"{len(body)} bytes found; expected a multiple of {row}, {_describe(spec)}")
+            raise BadRequest(f"{len(body)} bytes found; expected a multiple of {row}, {spec}")
         tensor = np.frombuffer(body, DTYPES[spec.datatype]).reshape(-1, *spec.shape[1:])
     return InferRequest("", {spec.name: tensor}, {spec.name: True for spec in outputs})
 
@@ -217,46 +208,40 @@ def _parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def _find_spec(raw: Mapping[str, Any], specs: Mapping[str, TensorSpec], kind: str) -> TensorSpec:
+def _find_spec(raw: Mapping[str, Any], specs: Sequence[TensorSpec], kind: str) -> TensorSpec:
     name = raw.get("name")
-    if not isinstance(name, str) or name not in specs:
-        raise BadRequest(f"{kind} {str(name)[:80]!r} found; expected {', '.join(specs)}")
-    return specs[name]
+    for spec in specs:
+        if spec.name == name:
+            return spec
+    raise BadRequest(f"{kind} {str(name)[:80]!r} found; expected {', '.join(spec.name for spec in specs)}")
 
 
 def _read_shape(raw: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
     if raw.get("datatype") != spec.datatype:
-        found = str(raw.get("datatype"))[:20]
-        raise BadRequest(f"input {spec.name!r}: datatype {found} found; expected {spec.datatype}")
+        raise spec.refuse(f"datatype {str(raw.get('datatype'))[:20]} found; expected {spec.datatype}")
     shape = raw.get("shape")
     if not isinstance(shape, list) or len(shape) > _MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
-        raise BadRequest(f"input {spec.name!r}: shape is not a list of sizes; expected {_describe(spec)}")
+        raise spec.refuse(f"shape is not a list of sizes; expected {spec}")
     # KServe's clients omit the 1 of [N, 1]
     if spec.datatype == "BYTES" and len(shape) == 1:
         shape = [*shape, 1]
     fits = len(shape) == len(spec.shape) and all(m in (-1, n) for n, m in zip(shape, spec.shape, strict=True))
     if not fits or not shape[0]:
-        raise BadRequest(f"input {spec.name!r}: shape {shape} found; expected {_describe(spec)}")
+        raise spec.refuse(f"shape {shape} found; expected {spec}")
     return tuple(shape)
-
-
-def _describe(spec: TensorSpec) -> str:
-    return f"{spec.datatype} [{', '.join('N' if n == -1 else str(n) for n in spec.shape)}]"
 
 
 def _parse_binary(data: memoryview, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
     count = prod(shape)
     if spec.datatype == "BYTES":
-        return _split_elements(data, spec.name, count)
+        return _split_elements(data, spec, count)
     dtype = DTYPES[spec.datatype]
     if len(data) != count * dtype.itemsize:
-        raise BadRequest(
-            f"input {spec.name!r}: {len(data)} bytes found; expected {count * dtype.itemsize} for {list(shape)}"
-        )
+        raise spec.refuse(f"{len(data)} bytes found; expected {count * dtype.itemsize} for {list(shape)}")
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _split_elements(data: memoryview, name: str, count: int) -> list[bytes]:
+def _split_elements(data: memoryview, spec: TensorSpec, count: int) -> list[bytes]:
     elements: list[bytes] = []
     offset = 0
     while offset < len(data) and len(elements) < count:
@@ -265,14 +250,12 @@ def _split_elements(data: memoryview, name: str, count: int) -> list[bytes]:
             (size,) = _LENGTH.unpack_from(data, offset)
             end += size
         if end > len(data):
-            raise BadRequest(f"input {name!r}: element {len(elements)} exceeds the tensor's {len(data)} bytes")
+            raise spec.refuse(f"element {len(elements)} exceeds the tensor's {len(data)} bytes")
         elements.append(bytes(data[offset + _LENGTH.size : end]))
         offset = end
     if len(elements) != count or offset != len(data):
         left = len(data) - offset
-        raise BadRequest(
-            f"input {name!r}: {len(elements)} elements and {left} more bytes found; expected {count} elements"
-        )
+        raise spec.refuse(f"{len(elements)} elements and {left} more bytes found; expected {count} elements")
     return elements
 
 
@@ -281,49 +264,41 @@ def _parse_json_tensor(raw: Mapping[str, Any], spec: TensorSpec, shape: tuple[in
         raise BadRequest(f"input {spec.name!r} has neither data nor a binary_data_size")
     count = prod(shape)
     if spec.datatype == "BYTES":
-        flat = list(_flatten(raw["data"]))
-        if len(flat) != count or not all(isinstance(text, str) for text in flat):
-            raise BadRequest(f"input {spec.name!r}: {len(flat)} values found; expected {count} strings")
-        return _decode_texts(flat, spec.name, _parameters(raw).get("content_type"))
+        return _decode_texts(raw["data"], spec, count, _parameters(raw).get("content_type"))
     try:
         values = np.asarray(raw["data"], np.float64 if spec.datatype == "FP32" else None).reshape(-1)
     except (ValueError, TypeError):
-        raise BadRequest(f"input {spec.name!r}: data is not a list of numbers in {list(shape)}") from None
+        raise spec.refuse(f"data is not a list of numbers in {list(shape)}") from None
     if values.size != count:
-        raise BadRequest(f"input {spec.name!r}: {values.size} values found; expected {count} for {list(shape)}")
+        raise spec.refuse(f"{values.size} values found; expected {count} for {list(shape)}")
     if spec.datatype == "UINT8" and (values.dtype.kind not in "iu" or values.min() < 0 or values.max() > 255):
-        raise BadRequest(f"input {spec.name!r}: data has values other than integers from 0 to 255")
+        raise spec.refuse("data has values other than integers from 0 to 255")
     with np.errstate(over="ignore"):
         return values.astype(DTYPES[spec.datatype]).reshape(shape)
 
 
-def _flatten(data: object) -> Iterable[object]:
+def _decode_texts(data: object, spec: TensorSpec, count: int, content_type: object) -> list[bytes]:
     if not isinstance(data, list):
-        raise BadRequest("data is not a list")
-    for element in data:
-        if isinstance(element, list):
-            yield from element
-        else:
-            yield element
-
-
-def _decode_texts(texts: list[Any], name: str, content_type: object) -> list[bytes]:
+        raise spec.refuse("data is not a list")
+    # [N, 1] may be nested
+    texts = [text for element in data for text in (element if isinstance(element, list) else [element])]
+    if len(texts) != count or not all(isinstance(text, str) for text in texts):
+        raise spec.refuse(f"{len(texts)} values found; expected {count} strings")
     try:
         if content_type == "base64":
             return [base64.b64decode(text, validate=True) for text in texts]
         return [text.encode() for text in texts]
-    except (binascii.Error, ValueError):
-        raise BadRequest(f"input {name!r}: data is not base64") from None
+    except ValueError:
+        raise spec.refuse("data is not base64") from None
 
 
 def _read_outputs(document: Mapping[str, Any], outputs: Sequence[TensorSpec]) -> dict[str, bool]:
     default = _read_flag(_parameters(document), "binary_data_output")
     if not document.get("outputs"):
         return {spec.name: default for spec in outputs}
-    specs = {spec.name: spec for spec in outputs}
     requested = {}
     for raw in _objects(document["outputs"], "outputs"):
-        name = _find_spec(raw, specs, "output").name
+        name = _find_spec(raw, outputs, "output").name
         parameters = _parameters(raw)
         if parameters.get("classification"):
             raise BadRequest("classification is not supported; the explain model lists the top classes")

@@ -36,12 +36,7 @@ Infer = Callable[[NDArray[Any]], Mapping[str, NDArray[Any]]]
 
 
 class TensorModelSession:
-    """The `Session` of a model that Triton runs.
-
-    Attributes:
-        metadata: the model's metadata.
-        description: where the model runs, for errors.
-    """
+    """The `Session` of a model that Triton runs."""
 
     def __init__(self, metadata: Metadata, infer: Infer, max_batch: int, description: str) -> None:
         """Wrap a function that runs at most `max_batch` images."""
@@ -50,32 +45,73 @@ class TensorModelSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        check_batch(images, self.metadata)
-        starts = range(0, len(images), self._max_batch)
-        return Outputs.concatenate([self._run(images[start : start + self._max_batch]) for start in starts])
-
-    def _run(self, images: ImageBatch) -> Outputs:
         metadata = self.metadata
-        if metadata.input_kind == "float32":
-            arrays = self._infer(normalise(images, metadata.mean, metadata.std))
-        else:
-            arrays = self._infer(np.ascontiguousarray(images))
-        # in Triton every tensor has a dimension beside N
-        return Outputs.from_arrays({
-            name: array.reshape(-1) if name == "score_norm" else array for name, array in arrays.items()
-        })  # fmt: skip
+        check_batch(images, metadata)
+        parts = []
+        for start in range(0, len(images), self._max_batch):
+            part = np.ascontiguousarray(images[start : start + self._max_batch])
+            as_float = metadata.input_kind == "float32"
+            arrays = dict(self._infer(normalise(part, metadata.mean, metadata.std) if as_float else part))
+            if "score_norm" in arrays:
+                # in Triton every tensor has a dimension beside N
+                arrays["score_norm"] = arrays["score_norm"].reshape(-1)
+            parts.append(Outputs.from_arrays(arrays))
+        return Outputs.concatenate(parts)
 
 
-class Explainer:
-    """A session and the processes that decode its images; for one thread."""
+class TritonPythonModel:
+    """One instance of the explain model; Triton's Python backend looks for a class of this name."""
 
-    def __init__(self, session: TensorModelSession, options: InferenceOptions) -> None:
-        """Start nothing yet; the processes start with the first images."""
-        self._session, self._batch, self._verified = session, options.batch, False
-        self._predictor = BatchPredictor(session, options)
-        self._decoders = DecoderPool(options, session.metadata.input_size, slots=1, rows=options.batch)
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Open the model; Triton logs the reason of a failure."""
+        import triton_python_backend_utils as backend
 
-    def explain(self, requests: Sequence[Request]) -> list[Record]:
+        self._backend = backend
+        try:
+            self._open(args)
+        except OpalError as error:
+            raise backend.TritonModelException(str(error)) from None
+
+    def _open(self, args: Mapping[str, str]) -> None:
+        config = json.loads(args["model_config"])
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        folder = Path(args["model_repository"]) / args["model_version"]
+        metadata = _read_metadata(folder / METADATA_FILE)
+        options = _parse_options(parameters, int(config["max_batch_size"]))
+        raise_pillow_limit(options.max_pixels)
+        self._model, self._version = parameters[TENSOR_MODEL], int(args["model_version"])
+        # records do not need the attention maps, which are large
+        self._outputs = [name for name in metadata.outputs if name != "attention"]
+        where = f"Triton, model {self._model}, version {self._version}"
+        self._session = TensorModelSession(metadata, self._infer, options.batch, where)
+        self._batch, self._verified = options.batch, False
+        self._predictor = BatchPredictor(self._session, options)
+        # its processes start with the first images
+        self._decoders = DecoderPool(options, metadata.input_size, slots=1, rows=options.batch)
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Return one response per request, with a record for each of its images."""
+        backend = self._backend
+        groups = [self._read(request) for request in requests]
+        images = [image for group in groups if not isinstance(group, ValueError) for image in group]
+        try:
+            records = iter(self._explain(images))
+        except OpalError as error:
+            # not the requests' fault: each may be sent again
+            problem = backend.TritonError(str(error), backend.TritonError.UNAVAILABLE)
+            return [backend.InferenceResponse(error=problem) for _ in requests]
+        return [
+            backend.InferenceResponse(error=backend.TritonError(str(group), backend.TritonError.INVALID_ARG))
+            if isinstance(group, ValueError)
+            else self._respond([next(records) for _ in group])
+            for group in groups
+        ]
+
+    def finalize(self) -> None:
+        """End the processes before Triton ends this one."""
+        self._decoders.close()
+
+    def _explain(self, requests: Sequence[Request]) -> list[Record]:
         """Return the record of each image.
 
         The first call checks the model against its test vectors: this server was not part of the export.
@@ -98,59 +134,6 @@ class Explainer:
             records += [result.record for result in results]
         return records
 
-    def close(self) -> None:
-        """End the processes."""
-        self._decoders.close()
-
-
-class TritonPythonModel:
-    """One instance of the explain model; Triton's Python backend looks for a class of this name."""
-
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Open the model; Triton logs the reason of a failure."""
-        import triton_python_backend_utils as backend
-
-        self._backend = backend
-        try:
-            self._open(args)
-        except OpalError as error:
-            raise backend.TritonModelException(str(error)) from None
-
-    def _open(self, args: Mapping[str, str]) -> None:
-        config = json.loads(args["model_config"])
-        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
-        folder = Path(args["model_repository"]) / args["model_version"]
-        metadata = read_metadata(folder / METADATA_FILE)
-        options = parse_options(parameters, int(config["max_batch_size"]))
-        raise_pillow_limit(options.max_pixels)
-        self._model, self._version = parameters[TENSOR_MODEL], int(args["model_version"])
-        # records do not need the attention maps, which are large
-        self._outputs = [name for name in metadata.outputs if name != "attention"]
-        where = f"Triton, model {self._model}, version {self._version}"
-        self._explainer = Explainer(TensorModelSession(metadata, self._infer, options.batch, where), options)
-
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Return one response per request, with a record for each of its images."""
-        backend = self._backend
-        groups = [self._read(request) for request in requests]
-        images = [image for group in groups if not isinstance(group, ValueError) for image in group]
-        try:
-            records = iter(self._explainer.explain(images))
-        except OpalError as error:
-            # not the requests' fault: each may be sent again
-            problem = backend.TritonError(str(error), backend.TritonError.UNAVAILABLE)
-            return [backend.InferenceResponse(error=problem) for _ in requests]
-        return [
-            backend.InferenceResponse(error=backend.TritonError(str(group), backend.TritonError.INVALID_ARG))
-            if isinstance(group, ValueError)
-            else self._respond([next(records) for _ in group])
-            for group in groups
-        ]
-
-    def finalize(self) -> None:
-        """End the processes before Triton ends this one."""
-        self._explainer.close()
-
     def _read(self, request: Any) -> list[Request] | ValueError:
         def read(name: str) -> Any:
             tensor = self._backend.get_input_tensor_by_name(request, name)
@@ -167,11 +150,7 @@ class TritonPythonModel:
         return self._backend.InferenceResponse(output_tensors=[self._backend.Tensor(RECORD, lines)])
 
     def _infer(self, images: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return the tensor model's outputs.
-
-        Raises:
-            StoppedEarly: the model is not loaded, or failed.
-        """
+        """Return the tensor model's outputs; raise StoppedEarly if the model is not loaded, or failed."""
         backend = self._backend
         response = backend.InferenceRequest(
             model_name=self._model,
@@ -187,12 +166,7 @@ class TritonPythonModel:
         return {name: tensor.as_numpy() for name, tensor in tensors.items()}
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Return the metadata that `export --triton` wrote beside model.py.
-
-    Raises:
-        ArtifactError: the file is missing, damaged, or of another schema.
-    """
+def _read_metadata(path: Path) -> Metadata:
     try:
         text = path.read_text("utf-8")
     except OSError as error:
@@ -202,12 +176,8 @@ def read_metadata(path: Path) -> Metadata:
     return Metadata.from_json(text, str(path))
 
 
-def parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOptions:
-    """Return the options in the parameters of config.pbtxt, which may have been edited by hand.
-
-    Raises:
-        UsageError: a parameter is missing or invalid.
-    """
+def _parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOptions:
+    """Return the options in the parameters of config.pbtxt, which may have been edited by hand."""
 
     def parse(name: str, convert: Callable[[str], Any], expected: str) -> Any:
         text = parameters.get(name, "")

@@ -15,10 +15,6 @@ from opal_deploy.inference.types import InferenceOptions
 
 # smallest, preferred and largest batch of an ONNX file: sizes that `onnx_session.BATCH_SIZES` has
 ONNX_BATCH = BatchRange(1, 8, 64)
-# waiting requests; Triton refuses further ones
-MAX_QUEUE_SIZE = 256
-# one instance decodes while another waits for the tensor model
-EXPLAIN_INSTANCES = 2
 # keys of parameters that the explain model reads
 MODEL_SHA256, TENSOR_MODEL = "model_sha256", "model"
 LABELS_FILE = "labels.txt"
@@ -26,15 +22,7 @@ LABELS_FILE = "labels.txt"
 
 @dataclass(frozen=True)
 class TensorModel:
-    """A model file as Triton serves it.
-
-    Attributes:
-        backend: `onnxruntime` or `tensorrt`.
-        batch: smallest, preferred and largest batch.
-        metadata: the model's metadata.
-        sha256: of the file.
-        details: further parameters of the config.
-    """
+    """A model file as Triton serves it, by the backend `onnxruntime` or `tensorrt`, with further parameters."""
 
     backend: str
     batch: BatchRange
@@ -65,14 +53,10 @@ def tensor_config(name: str, model: TensorModel) -> str:
 
 
 def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> str:
-    """Return the config of the explain model, which maps image files to records.
+    """Return the config of the explain model of a tensor model called `name`, which maps image files to records.
 
-    Args:
-        name: of the tensor model.
-        model: the tensor model.
-        options: of decoding and of records; they can be edited in the file.
+    The options of decoding and of records can be edited in the file.
     """
-    timeout = "none" if options.decode_timeout is None else f"{options.decode_timeout:g}"
     return "".join([
         _header(name + EXPLAIN_SUFFIX, "python", model.batch.max),
         "# an image file's bytes, such as those of a .jpg\n",
@@ -85,23 +69,24 @@ def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> 
         _tensor("output", RECORD, "STRING", [1]),
         f"dynamic_batching {{\n{_QUEUE}}}\n",
         "# one process decodes while another waits for the tensor model\n",
-        f"instance_group [ {{ count: {EXPLAIN_INSTANCES} kind: KIND_CPU }} ]\n",
+        "instance_group [ { count: 2 kind: KIND_CPU } ]\n",
         _parameters({
             TENSOR_MODEL: name,
             MODEL_SHA256: model.sha256,
             "opal_deploy": __version__,
             "top": str(options.top),
-            "min_margin": "none" if options.min_margin is None else f"{options.min_margin:g}",
+            "min_margin": _optional(options.min_margin),
             "max_pixels": str(options.max_pixels),
             "decode_workers": str(options.workers),
-            "decode_timeout": timeout,
+            "decode_timeout": _optional(options.decode_timeout),
         }),
     ])  # fmt: skip
 
 
 _TYPES = {"uint8": "UINT8", "int32": "INT32", "float32": "FP32"}
 _OUTPUT_FIELDS = {"logits": f'label_filename: "{LABELS_FILE}"', "score_norm": "reshape { shape: [] }"}
-_QUEUE = f"  default_queue_policy {{ max_queue_size: {MAX_QUEUE_SIZE} }}\n"
+# Triton refuses further requests
+_QUEUE = "  default_queue_policy { max_queue_size: 256 }\n"
 _NO_TF32 = """# on a GPU, ONNX Runtime would round the inputs of float32 convolutions to 10 bits (TF32)
 optimization {
   execution_accelerators {
@@ -149,6 +134,10 @@ def _describe(model: TensorModel) -> dict[str, str]:
         "grid": json.dumps(metadata.grid),
         "class_names": json.dumps(metadata.class_names),
     }
+
+
+def _optional(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
 
 
 def _parameters(values: Mapping[str, str]) -> str:

@@ -48,12 +48,9 @@ __all__ = ["TritonPythonModel"]
 
 @dataclass(frozen=True)
 class Repository:
-    """Two models of a Triton model repository, `NAME` and `NAME_explain`.
+    """Two models of a Triton model repository, `NAME` and `NAME_explain`; its folder may hold others.
 
-    Attributes:
-        folder: of the repository, which may hold other models.
-        name: of the tensor model.
-        overwrite: replace models of these names, if `export --triton` wrote them.
+    With `overwrite`, models of these names are replaced if `export --triton` wrote them.
     """
 
     folder: Path
@@ -97,25 +94,24 @@ class Repository:
                 them; nothing was changed.
         """
         self.check()
-        model = read_tensor_model(path)
+        model = _read_tensor_model(path)
         tensor, explain = self.models
+        texts = {
+            f"{tensor}/{CONFIG}": tensor_config(tensor, model),
+            f"{tensor}/{LABELS_FILE}": labels_text(model.metadata.class_names),
+            f"{explain}/{CONFIG}": explain_config(tensor, model, options or InferenceOptions()),
+            f"{explain}/{_VERSION}/{METADATA_FILE}": model.metadata.to_json(),
+            f"{explain}/{_VERSION}/model.py": _MODEL_PY.format(name=tensor, version=__version__),
+        }
         with _staging(self.folder) as staging:
-            for folder in (staging / tensor / _VERSION, staging / explain / _VERSION):
-                folder.mkdir(parents=True)
+            for name in self.models:
+                (staging / name / _VERSION).mkdir(parents=True)
             shutil.copyfile(path, staging / tensor / _VERSION / _MODEL_FILES[model.backend])
-            texts = {
-                f"{tensor}/{CONFIG}": tensor_config(tensor, model),
-                f"{tensor}/{LABELS_FILE}": labels_text(model.metadata.class_names),
-                f"{explain}/{CONFIG}": explain_config(tensor, model, options or InferenceOptions()),
-                f"{explain}/{_VERSION}/{METADATA_FILE}": model.metadata.to_json(),
-                f"{explain}/{_VERSION}/model.py": _MODEL_PY.format(name=tensor, version=__version__),
-            }
             for name, text in texts.items():
                 (staging / name).write_text(text, "utf-8")
-            exists = any((self.folder / name).exists() for name in self.models)
-            different = _find_differences(staging, self.folder)
-            if different and exists and not self.overwrite:
-                raise self._conflict(model, different[0])
+            different = _find_difference(staging, self.folder)
+            if different and not self.overwrite and any((self.folder / name).exists() for name in self.models):
+                raise self._conflict(model, different)
             kept = not different and not self.overwrite
             if not kept:
                 _swap(staging, self.folder, self.models)
@@ -135,14 +131,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class WrittenRepository:
-    """The two models in a repository.
-
-    Attributes:
-        folder: of the repository.
-        models: names of the tensor model and of the explain model.
-        model: the tensor model.
-        kept: equal models existed.
-    """
+    """The tensor model and the names of both models in a repository; `kept` if equal models existed."""
 
     folder: Path
     models: tuple[str, str]
@@ -160,13 +149,8 @@ class WrittenRepository:
         }
 
 
-def read_tensor_model(path: Path) -> TensorModel:
-    """Check a model file's digest, and return what Triton has to know about it.
-
-    Raises:
-        ArtifactError: the file was not exported by opal-deploy, or is damaged.
-        UsageError: no backend of Triton runs it.
-    """
+def _read_tensor_model(path: Path) -> TensorModel:
+    """Check a model file's digest, and return what Triton has to know about it; see `Repository.write` for errors."""
     if model_kind(path) == "engine":
         return _read_engine(path)
     metadata = onnx_file.read_metadata(path)
@@ -204,14 +188,13 @@ def _is_ours(model: Path) -> bool:
         return False
 
 
-def _find_differences(staging: Path, folder: Path) -> list[str]:
-    """Return the files of `staging` that `folder` lacks or that differ there."""
-    files = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
-    return [
-        str(file)
-        for file in files
-        if not (folder / file).is_file() or not filecmp.cmp(staging / file, folder / file, shallow=False)
-    ]
+def _find_difference(staging: Path, folder: Path) -> str:
+    """Return the first file of `staging` that `folder` lacks or that differs there; empty if there is none."""
+    for path in sorted(staging.rglob("*")):
+        other = folder / path.relative_to(staging)
+        if path.is_file() and not (other.is_file() and filecmp.cmp(path, other, shallow=False)):
+            return str(path.relative_to(staging))
+    return ""
 
 
 @contextmanager

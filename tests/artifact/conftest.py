@@ -4,11 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from opal_deploy.export.checkpoint_source import CheckpointSource
-from opal_deploy.export.exporter import export
-from opal_deploy.export.files import ExportTargets
-from opal_deploy.export.options import ExportOptions
-from tests.builders import build_checkpoint
+from tests.builders import build_checkpoint, export_onnx
 
 # the second spells the marker that the digest is found by
 CLASS_NAMES = ["Sooty Albatross", 'a "file_sha256": "' + "0" * 64, "Äuklet \u2603", "<b>"]
@@ -16,9 +12,5 @@ CLASS_NAMES = ["Sooty Albatross", 'a "file_sha256": "' + "0" * 64, "Äuklet \u26
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory):
-    checkpoint, out = (
-        replace(build_checkpoint(), class_names=CLASS_NAMES),
-        tmp_path_factory.mktemp("exported") / "c.onnx",
-    )
-    export(CheckpointSource(checkpoint, out), ExportTargets({"fp32": out}), ExportOptions(threads=2))
-    return out
+    checkpoint = replace(build_checkpoint(), class_names=CLASS_NAMES)
+    return export_onnx(checkpoint, tmp_path_factory.mktemp("exported") / "c.onnx").path

@@ -58,12 +58,6 @@ def test_keys_that_are_missing_are_named_at_once(keys):
         Metadata.from_json(json.dumps(document), "m.onnx")
 
 
-@pytest.mark.parametrize("schema", [None, 0, 2, "1"])
-def test_another_schema_is_refused(schema):
-    with pytest.raises(ArtifactError, match="schema"):
-        Metadata.from_json(json.dumps(_document(schema=schema)))
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[1]", "3", "null", '"text"', "\x00", pytest.param("[" * 100_000, id="deeply nested")],
@@ -84,7 +78,8 @@ def test_what_is_no_json_object_is_refused(text):
         {"risk": {"aurc": 0.1}}, {"source": "x"}, {"verification": None}, {"file_sha256": 3},
         {"calibration": {"temperature": 0}}, {"keep_layers": 1},
         {"outputs": ["scores"]}, {"outputs": TOP_OUTPUTS}, {"outputs": TOP_OUTPUTS[:3], "top_k": 2}, {"top_k": 2},
-        {"outputs": TOP_OUTPUTS, "top_k": 5}, {"outputs": TOP_OUTPUTS, "top_k": "2"},
+        {"outputs": TOP_OUTPUTS, "top_k": 5}, {"outputs": TOP_OUTPUTS, "top_k": "2"}, {"schema": None}, {"schema": 0},
+        {"schema": 2}, {"schema": "1"},
     ],
     ids=str,
 )  # fmt: skip
@@ -92,4 +87,5 @@ def test_a_value_of_the_wrong_shape_is_refused_in_one_line(change):
     with pytest.raises(ArtifactError) as error:
         Metadata.from_json(json.dumps(_document(**change)), "m.onnx")
     assert str(error.value).startswith("m.onnx: ")
+    assert any(name in str(error.value) for name in change)
     assert "\n" not in str(error.value)

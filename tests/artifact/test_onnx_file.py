@@ -6,7 +6,7 @@ import re
 
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError
@@ -48,10 +48,7 @@ def test_the_default_operator_set_counts_and_properties_are_kept_apart(tmp_path)
 
 def test_files_that_are_not_ours_are_refused_in_one_line(tmp_path):
     path, source = tmp_path / "m.onnx", random.Random(0)
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
-    onnx.save(
-        helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [value])), path
-    )
+    onnx.save(helper.make_model(helper.make_graph([], "g", [], [])), path)
     with pytest.raises(ArtifactError, match="without opal metadata"):
         onnx_file.read_metadata(path)
     formats = [b"", b"\0", b"\x08", b"hello world", b"\xff" * 100, b"PK\3\4" + b"\0" * 50]

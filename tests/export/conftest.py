@@ -1,18 +1,11 @@
 """Networks that are exported for real: one that is tiny, and ResNet-18 with an attention that is far from uniform."""
 
-from pathlib import Path
-
 import pytest
 
 from opal_deploy.export import images
-from opal_deploy.export.checkpoint_source import CheckpointSource
-from opal_deploy.export.exporter import export
-from opal_deploy.export.files import ExportTargets
-from opal_deploy.export.onnx_source import OnnxSource
-from opal_deploy.export.options import ExportOptions
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.synthetic import draw_example
-from tests.builders import build_checkpoint
+from tests.builders import build_checkpoint, export_onnx
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -49,16 +42,7 @@ def resnet18():
 
 @pytest.fixture(scope="session")
 def write_onnx():
-    """`write_onnx(source, out, precision, **options)`: one ONNX file of a checkpoint, or of the path of one of ours."""
-
-    def write(source, out, precision="fp32", **options):
-        from_file = isinstance(source, Path)
-        export_source = OnnxSource(source) if from_file else CheckpointSource(source, out)
-        return export(
-            export_source, ExportTargets({precision: out}), ExportOptions(threads=2, overwrite=True, **options)
-        ).onnx[0]
-
-    return write
+    return export_onnx
 
 
 @pytest.fixture(scope="session")

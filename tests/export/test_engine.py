@@ -4,6 +4,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import onnx
 import pytest
@@ -187,10 +188,6 @@ def _rename_classes(path):
     onnx_file.embed_digest(path)
 
 
-def _interrupt(*_):
-    raise KeyboardInterrupt
-
-
 def _fail_the_second_build(patch):
     build_network = Network.build
 
@@ -227,7 +224,7 @@ class TestFailures:
             pytest.param(
                 _fail_the_second_build, {}, UsageError, "could not build sm89", id="the second of two builds gives up"
             ),
-            pytest.param(None, {"progress": _interrupt}, KeyboardInterrupt, None, id="ctrl c"),
+            pytest.param(None, {"progress": Mock(side_effect=KeyboardInterrupt)}, KeyboardInterrupt, None, id="ctrl c"),
             pytest.param(
                 _fill_the_disk, {}, UsageError, r"cannot be written \(No space left", id="a disk that is full"
             ),

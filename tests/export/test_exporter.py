@@ -9,7 +9,7 @@ from onnx import TensorProto
 from PIL import Image
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.errors import ArtifactError, UsageError, VerificationError
+from opal_deploy.errors import UsageError, VerificationError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.files import plan_targets
@@ -22,8 +22,7 @@ from tests.builders import build_checkpoint
 
 @pytest.fixture(scope="module")
 def fp16(fp32, write_onnx, tmp_path_factory):
-    path = write_onnx(fp32, tmp_path_factory.mktemp("fp16") / "c.fp16.onnx", "fp16").path
-    return path
+    return write_onnx(fp32, tmp_path_factory.mktemp("fp16") / "c.fp16.onnx", "fp16").path
 
 
 class TestFromOnnx:
@@ -38,21 +37,6 @@ class TestFromOnnx:
         assert metadata.test_vectors == source.test_vectors
         assert metadata.source == source.source
         assert verify_test_vectors(OnnxSession(fp16, device="cpu", threads=2), "c.fp16.onnx")
-
-    @pytest.mark.parametrize("damage", ["flipped", "truncated", "foreign"])
-    def test_a_source_that_is_not_ours_is_refused(self, fp32, write_onnx, tmp_path, damage):
-        content, foreign = fp32.read_bytes(), onnx.load(fp32)
-        del foreign.metadata_props[:]
-        damaged = {
-            "flipped": content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
-            "truncated": content[: len(content) // 2],
-            "foreign": foreign.SerializeToString(),
-        }
-        path = tmp_path / "c.onnx"
-        path.write_bytes(damaged[damage])
-        with pytest.raises(ArtifactError):
-            write_onnx(path, tmp_path / "c.fp16.onnx", "fp16")
-        assert [p.name for p in tmp_path.iterdir()] == ["c.onnx"]
 
     @pytest.mark.parametrize(
         ("source", "precision", "options", "message"),

@@ -128,8 +128,7 @@ class TestSimulation:
 
 @pytest.fixture(scope="module")
 def bf16(write_onnx, tmp_path_factory):
-    path = write_onnx(build_checkpoint(seed=8), tmp_path_factory.mktemp("bf16") / "c.bf16.onnx", "bf16").path
-    return path
+    return write_onnx(build_checkpoint(seed=8), tmp_path_factory.mktemp("bf16") / "c.bf16.onnx", "bf16").path
 
 
 class TestBf16:

@@ -13,16 +13,14 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.errors import UsageError
 from opal_deploy.export.builder import EngineTarget, Network
-from opal_deploy.export.checkpoint_source import CheckpointSource, ExportGraph, trace
-from opal_deploy.export.exporter import export
-from opal_deploy.export.files import ExportTargets
+from opal_deploy.export.checkpoint_source import ExportGraph, trace
 from opal_deploy.export.images import choose_images
 from opal_deploy.export.options import EngineOptions, ExportOptions
 from opal_deploy.export.precision import quantised_layers, refinements, to_int8
 from opal_deploy.model.checkpoint import build_metadata
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 from opal_deploy.synthetic import example_images
-from tests.builders import build_checkpoint
+from tests.builders import build_checkpoint, export_onnx
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +116,8 @@ class TestImages:
 
     @pytest.mark.data
     def test_a_network_that_int8_ruins_is_quantised_less(self, cub_mini, tmp_path):
-        source = CheckpointSource(build_checkpoint("resnet18", size=(64, 64)), tmp_path / "c.pt")
-        messages: list[str] = []
-        options = ExportOptions(threads=2, calibrate=cub_mini / "images", log=messages.append)
-        path = tmp_path / "c.int8.onnx"
-        (written,) = export(source, ExportTargets({"int8": path}), options).onnx
+        checkpoint, path, messages = build_checkpoint("resnet18", size=(64, 64)), tmp_path / "c.int8.onnx", []
+        written = export_onnx(checkpoint, path, "int8", calibrate=cub_mini / "images", log=messages.append)
         refused = next(line for line in messages if line.startswith("Refused"))
         assert re.search(r"at least 97 % must.*worst on .*\.jpg, where .* is furthest off", refused)
         assert messages[messages.index(refused) + 1] == "Trying again, quantised: 19 of 19 layers, sums in float32"

@@ -92,8 +92,6 @@ def test_an_export_lists_what_all_outputs_say_and_builds_in_tensorrt(fp32, write
         assert comparison.cells + comparison.cells_tied == 4 * 3 * 5
     if installed_version(TENSORRT_RTX) is not None:
         network = Network(load(TENSORRT_RTX, "a test"), best.path.read_bytes(), "best.onnx")
-        shapes = [(-1, 3), (-1, 3), (-1, 3, 5), (-1, 3, 5), (-1,)]
-        assert {output.name: output.shape for output in network.outputs} == dict(zip(TOP_OUTPUTS, shapes, strict=True))
         target = EngineTarget(TENSORRT_RTX, "sm80", None, "a test")
         assert network.build(target, EngineOptions(batch="1:2:4")).content
 

@@ -15,26 +15,13 @@ from opal_deploy.inference.sources.annotations import read_boxes
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.records import label_config, tables, to_coco, to_label_studio
 from opal_deploy.records.record import error_record
-from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, to_table, write_table
+from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, write_table
 
-ANSWER = {
-    "class_id": 1,
-    "label": 'birch, "<b>"\n',
-    "logit": -0.1 - 0.2,
-    "cosine": 0.875,
-    "calibrated_probability": 0.75,
-}
-LABEL = ANSWER["label"]
+LABEL = 'birch, "<b>"\n'
+ANSWER = {"class_id": 1, "label": LABEL, "logit": -0.1 - 0.2, "cosine": 0.875, "calibrated_probability": 0.75}
 OK = {
-    "schema": 1,
-    "image": "a\\\\b.jpg",
-    "status": "ok",
-    "image_sha256": "0" * 64,
-    "model_sha256": "f" * 64,
-    "width": 200,
-    "height": 50,
-    "prediction": ANSWER,
-    "margin": 0.25,
+    "schema": 1, "image": "a\\\\b.jpg", "status": "ok", "image_sha256": "0" * 64, "model_sha256": "f" * 64,
+    "width": 200, "height": 50, "prediction": ANSWER, "margin": 0.25,
     "top": [ANSWER, {**ANSWER, "class_id": 0, "cosine": None}],
     "evidence": [
         {"slot": 0, "channel": 2, "cell": [0, 1], "score": 0.5, "contribution": 0.5, "box": [50.0, 0.0, 100.0, 12.5]},
@@ -137,22 +124,17 @@ def test_formats_are_checked_before_the_run(monkeypatch):
 
 
 def test_pandas_has_a_row_an_image_or_a_row_a_slot():
-    columns, rows = to_table([OK, FAILED])
-    assert columns == [*COLUMNS, *LISTS]
-    assert [row["prediction"] for row in rows] == [LABEL, None]
-    assert [row["image_sha256"] for row in rows] == ["0" * 64, None]
-    columns, rows = to_table(RECORDS, "evidence")
-    assert [[row[name] for name in ("slot", "row", "col", "x0", "name")] for row in rows] == [
-        [0, 0, 1, 50.0, None],
-        [1, 3, 3, 150.0, "beak"],
-    ]
-    # each column once
-    assert all(sorted(row) == sorted(columns) for row in rows)
     pytest.importorskip("pandas")
     frame = opal_deploy.to_pandas([OK, FAILED])
     assert list(frame.columns) == [*COLUMNS, *LISTS]
-    assert frame["margin"].tolist()[0] == 0.25
-    assert opal_deploy.to_pandas([OK], "evidence")["name"].tolist()[1:] == ["beak"]
+    assert [frame["prediction"][0], frame["image_sha256"][0], frame["margin"][0]] == [LABEL, "0" * 64, 0.25]
+    assert frame.loc[1, ["prediction", "image_sha256", "margin"]].isna().all()
+    slots = opal_deploy.to_pandas(RECORDS, "evidence")
+    assert slots.columns.is_unique
+    assert slots[["image", "slot", "row", "col", "x0"]].to_numpy().tolist() == [
+        [OK["image"], 0, 0, 1, 50.0], [OK["image"], 1, 3, 3, 150.0],
+    ]  # fmt: skip
+    assert slots["name"].tolist()[1:] == ["beak"]
     assert len(opal_deploy.to_pandas([])) == 0
 
 
@@ -167,10 +149,8 @@ def test_coco():
     assert [annotation["id"] for annotation in document["annotations"]] == [1, 2]
     assert document["info"]["failed_images"] == 1
     by_slot = to_coco([OK], "slot")
-    assert by_slot["categories"] == [
-        {"id": 3, "name": f"{LABEL} slot 0", "supercategory": LABEL},
-        {"id": 4, "name": "beak", "supercategory": LABEL},
-    ]
+    assert [(one["id"], one["name"]) for one in by_slot["categories"]] == [(3, f"{LABEL} slot 0"), (4, "beak")]
+    assert {one["supercategory"] for one in by_slot["categories"]} == {LABEL}
     assert [annotation["category_id"] for annotation in by_slot["annotations"]] == [3, 4]
 
 

@@ -76,7 +76,7 @@ def test_names_are_read_by_class_and_slot(tmp_path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("[oka]\n0 = 'x'", "did you mean 'oak'"),
+        ("[oka]\n0 = 'x'", "did you mean oak"),
         ("[oak]\n3 = 'x'", "no slot '3'; expected 0 to 2"),
         ("[oak]\nleaf = 'x'", "no slot 'leaf'"),
         ("[oak]\n0 = 7", "expected a name of 1 to 100"),

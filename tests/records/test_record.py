@@ -1,9 +1,6 @@
 """Records built by the batch, against the paper's formulas written out for one image at a time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +8,7 @@ import pytest
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines, select_top
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import ImageInfo, Record, Slot, build_records, class_evidence
+from opal_deploy.records.record import ImageInfo, build_records, class_evidence
 
 C, M, N = 60, 3, 11
 METADATA = Metadata(
@@ -20,7 +17,7 @@ METADATA = Metadata(
 
 
 @pytest.mark.parametrize("top", [1, 5, 40])
-def test_a_batch_of_records_is_what_each_image_says_alone(top: int) -> None:
+def test_a_batch_of_records_is_what_each_image_says_alone(top):
     rng = np.random.default_rng(0)
     scores = rng.random((N, C * M)).astype(np.float32)
     scores[3] = 0.5  # every class ties: the lowest ids come first
@@ -46,7 +43,7 @@ def test_a_batch_of_records_is_what_each_image_says_alone(top: int) -> None:
             assert tuple(found["box"]) == image.geometry.cell_box(*cell, METADATA.grid)
 
 
-def test_a_calibrated_model_gives_each_listed_class_its_probability_among_all() -> None:
+def test_a_calibrated_model_gives_each_listed_class_its_probability_among_all():
     rng = np.random.default_rng(2)
     scores = rng.random((N, C * M)).astype(np.float32)
     argmax = rng.integers(0, 28, (N, C * M)).astype(np.int32)
@@ -72,7 +69,7 @@ def test_a_calibrated_model_gives_each_listed_class_its_probability_among_all() 
 
 
 @pytest.mark.parametrize("distance", ["l2", "kl", "linf"])
-def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance: str) -> None:
+def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance):
     rng = np.random.default_rng(1)
     scores = rng.random((N, C * M)).astype(np.float32)
     argmax = rng.integers(0, 28, (N, C * M)).astype(np.int32)
@@ -82,7 +79,7 @@ def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance: st
     images = [ImageInfo(None, Geometry(500, 333, (i, 3, 411 + i, 330))) for i in range(N)]
     rows = [7, 0, 3]
 
-    def build(outputs: Outputs) -> list[Record]:
+    def build(outputs):
         records = build_records(images[:4], outputs.rows(2, 6), metadata)
         records += build_records(images[:3], outputs.take(rows), metadata, top=2, min_margin=0.01)
         return records + build_records(images, Outputs.concatenate([outputs.rows(0, 4), outputs.rows(4, N)]), metadata)
@@ -98,23 +95,21 @@ def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance: st
     assert [len(record["top"]) for record in build_records(images, best, metadata, top=9)] == [5] * N
 
 
-def approx_records(records: list[Record]) -> list[dict[str, Any]]:
+def approx_records(records):
     """Allow what depends on the norm, which a graph computes in float32, 1e-6; all else must be equal."""
     return [
-        {
-            **record,
+        approx(record, "margin") | {
             "prediction": approx(record["prediction"], "cosine"),
             "top": [approx(answer, "cosine") for answer in record["top"]],
-            "margin": pytest.approx(record["margin"], abs=1e-6),
             "evidence": approx_slots(record["evidence"]),
         }
         for record in records
-    ]
+    ]  # fmt: skip
 
 
-def approx_slots(slots: list[Slot]) -> list[dict[str, Any]]:
+def approx_slots(slots):
     return [approx(slot, "contribution") for slot in slots]
 
 
-def approx(document: Any, key: str) -> dict[str, Any]:
+def approx(document, key):
     return {**document, key: pytest.approx(document[key], abs=1e-6)}

@@ -1,7 +1,5 @@
 """A tiny network as files, and one engine: a stand-in on the CPU, or built and run on a GPU (marker `gpu`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +9,6 @@ import pytest
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import BatchRange, write_sidecar
 from opal_deploy.export.builder import choose_engine_targets
-from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
 from opal_deploy.export.files import EngineTargets, ExportTargets
 from opal_deploy.export.onnx_source import OnnxSource
@@ -20,29 +17,25 @@ from opal_deploy.runtime import engine_session, tensorrt
 from opal_deploy.runtime.devices import Driver, Gpu, read_driver
 from opal_deploy.runtime.engine_session import EngineSession
 from opal_deploy.runtime.tensorrt import AHEAD_OF_TIME, TENSORRT, Bindings, platform_name, sm_name
-from tests.builders import build_checkpoint, build_sidecar
+from tests.builders import build_checkpoint, build_sidecar, export_onnx
 from tests.runtime.fakes import FakeCuda, FakeTensorRT
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    checkpoint, out = build_checkpoint(), tmp_path_factory.mktemp("tiny") / "c.onnx"
-    export(CheckpointSource(checkpoint, out), ExportTargets({"fp32": out}), ExportOptions(threads=2))
-    return SimpleNamespace(checkpoint=checkpoint, path=out)
+    checkpoint = build_checkpoint()
+    path = export_onnx(checkpoint, tmp_path_factory.mktemp("tiny") / "c.onnx").path
+    return SimpleNamespace(checkpoint=checkpoint, path=path)
 
 
 @pytest.fixture(scope="session")
 def tiny_fp16(tiny, tmp_path_factory):
-    out = tmp_path_factory.mktemp("tiny16") / "c.fp16.onnx"
-    export(OnnxSource(tiny.path), ExportTargets({"fp16": out}), ExportOptions(threads=2))
-    return out
+    return export_onnx(tiny.path, tmp_path_factory.mktemp("tiny16") / "c.fp16.onnx", "fp16").path
 
 
 @pytest.fixture(scope="session")
 def another(tmp_path_factory):
-    out = tmp_path_factory.mktemp("another") / "other.onnx"
-    export(CheckpointSource(build_checkpoint(seed=1), out), ExportTargets({"fp32": out}), ExportOptions(threads=2))
-    return out
+    return export_onnx(build_checkpoint(seed=1), tmp_path_factory.mktemp("another") / "other.onnx").path
 
 
 VERSION = "11.4.0.106"

@@ -86,17 +86,9 @@ def test_without_a_driver_the_missing_library_is_named(monkeypatch):
 
 
 def test_sensors_leave_out_what_the_gpu_does_not_report(answer):
-    answer()
+    answer(DeviceGetCurrentClocksThrottleReasons=0x48)
     assert GpuSensors(0).read() == {"power_watts": 699.5, "temperature_celsius": 88, "memory_used_mb": 5000}
-
-
-@pytest.mark.parametrize(
-    ("bits", "reasons"),
-    [(0, []), (0x48, ["hw_slowdown", "hw_thermal_slowdown"]), (0x101, ["gpu_idle", "display_clock_setting"])],
-)
-def test_clock_reasons_are_named_by_their_bits(answer, bits, reasons):
-    answer(DeviceGetCurrentClocksThrottleReasons=bits)
-    assert GpuSensors(0).read_clock_reasons() == reasons
+    assert GpuSensors(0).read_clock_reasons() == ["hw_slowdown", "hw_thermal_slowdown"]
 
 
 @pytest.mark.parametrize(("visible", "opened"), [("3,1", 1), ("GPU-aa,GPU-bb", "GPU-bb"), ("", 1)])

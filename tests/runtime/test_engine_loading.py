@@ -74,37 +74,21 @@ def test_missing_files_and_another_schema_are_named(stand):
     assert "no such engine" in refusal(stand)
 
 
-@pytest.mark.parametrize(
-    ("machine", "sidecar", "says"),
-    [
-        (NO_GPU, {}, "only on NVIDIA GPUs: no NVIDIA driver"),
-        ({"version": None}, {}, "needs TensorRT 11.4.0.106, which is not installed: pip install 'opal-deploy[trt]'"),
-        ({"version": "11.5.0.1"}, {}, "built by TensorRT 11.4.0.106, and 11.5.0.1 is installed here"),
-        ({}, {"builder": BUILDER | {"platform": "Windows AMD64"}}, "built on Windows AMD64, and this is "),
-        ({"gpu": A100}, {}, "built for sm89 (L4, L40), and NVIDIA A100-SXM4-80GB is sm80"),
-        (OLD_DRIVER, {}, "needs CUDA 13.0, and driver 550.54 runs CUDA 12.4 at most; update the driver"),
-        (OLD_DRIVER, {"builder": BUILDER | {"name": "tensorrt-rtx", "cuda": 12}}, "needs CUDA 12.9, and driver 550.54"),
-        (
-            {},
-            {"builder": {"name": "tensorrt-next", "version": "1"}},
-            "'tensorrt-next', which this version of",
-        ),
-        ({"version": "12.0", "gpu": A100, **OLD_DRIVER}, {}, "12.0 is installed"),
-        ({"gpu": A100, **OLD_DRIVER}, {}, "is sm80"),
-    ],
-    ids=[
-        "no GPU",
-        "no library",
-        "version",
-        "system",
-        "capability",
-        "driver",
-        "minor",
-        "builder",
-        "version first",
-        "then GPU",
-    ],
-)
+OTHER_MACHINES = {
+    "no GPU": (NO_GPU, {}, "only on NVIDIA GPUs: no NVIDIA driver"),
+    "no library": ({"version": None}, {}, "11.4.0.106, which is not installed: pip install 'opal-deploy[trt]'"),
+    "version": ({"version": "11.5.0.1"}, {}, "built by TensorRT 11.4.0.106, and 11.5.0.1 is installed here"),
+    "system": ({}, {"builder": BUILDER | {"platform": "Windows AMD64"}}, "built on Windows AMD64, and this is "),
+    "capability": ({"gpu": A100}, {}, "built for sm89 (L4, L40), and NVIDIA A100-SXM4-80GB is sm80"),
+    "driver": (OLD_DRIVER, {}, "needs CUDA 13.0, and driver 550.54 runs CUDA 12.4 at most; update the driver"),
+    "minor": (OLD_DRIVER, {"builder": BUILDER | {"name": "tensorrt-rtx", "cuda": 12}}, "needs CUDA 12.9, and driver"),
+    "builder": ({}, {"builder": {"name": "tensorrt-next", "version": "1"}}, "'tensorrt-next', which this version of"),
+    "version first": ({"version": "12.0", "gpu": A100, **OLD_DRIVER}, {}, "12.0 is installed"),
+    "then GPU": ({"gpu": A100, **OLD_DRIVER}, {}, "is sm80"),
+}
+
+
+@pytest.mark.parametrize(("machine", "sidecar", "says"), OTHER_MACHINES.values(), ids=OTHER_MACHINES)
 def test_another_machine_is_refused(stand, machine, sidecar, says):
     stand.describe(**sidecar)
     stand.cuda.gpu = machine.get("gpu", L4)

@@ -70,15 +70,9 @@ def session_and_cuda(request):
     return cuda.open(), cuda
 
 
-@pytest.fixture
-def session(session_and_cuda):
-    return session_and_cuda[0]
-
-
 @pytest.fixture(scope="module")
 def expected(tiny):
-    outputs = OnnxSession(tiny.path, device="cpu", threads=1).run(IMAGES)
-    return outputs.rows
+    return OnnxSession(tiny.path, device="cpu", threads=1).run(IMAGES).rows
 
 
 def assert_same(outputs, expected):
@@ -86,7 +80,8 @@ def assert_same(outputs, expected):
     np.testing.assert_array_equal(outputs.argmax, expected.argmax)
 
 
-def test_batches_in_flight_are_collected_in_order_with_the_outputs_of_the_cpu(session, expected):
+def test_batches_in_flight_are_collected_in_order_with_the_outputs_of_the_cpu(session_and_cuda, expected):
+    session, cuda = session_and_cuda
     for kind in (PipelinedSession, PinningSession, StagedSession):
         assert isinstance(session, kind)
     assert session.depth == 3
@@ -105,7 +100,9 @@ def test_batches_in_flight_are_collected_in_order_with_the_outputs_of_the_cpu(se
     session.submit(IMAGES[:3])
     assert_same(session.run(IMAGES[4:6]), expected(4, 6))
     assert_same(session.run_staged(IMAGES[4:6])[0], expected(4, 6))
+    assert cuda.memory
     session.close()
+    assert (cuda.memory, cuda.streams, cuda.live_events) == ({}, {}, 0)
 
 
 def test_nothing_is_waited_for_until_a_batch_is_collected(gpu, expected):

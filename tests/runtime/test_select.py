@@ -151,29 +151,19 @@ class TestNoChoice:
         for part in ("ckpt.onnx (from c0.pt)", "ckpt.fp16.onnx (from c0.pt)", "other.onnx (from c1.pt)", "--model"):
             assert part in str(refusal.value)
 
-    @pytest.mark.parametrize(
-        ("create", "says"),
-        [
-            (lambda folder: None, r"no exported model.*--model"),
-            (lambda folder: (folder / "ckpt.pt").touch(), r"opal-deploy export .*ckpt\.pt"),
-            (lambda folder: foreign_file(folder / "theirs.onnx"), r"theirs\.onnx was not exported by opal-deploy"),
-        ],
-        ids=["an empty folder", "a checkpoint alone", "a foreign file alone"],
-    )
-    def test_without_a_model_the_line_says_how_to_go_on(self, tmp_path, create, says):
-        create(tmp_path)
-        with pytest.raises(UsageError, match=says):
-            find(tmp_path)
+    def test_without_a_model_the_line_says_how_to_go_on(self, tmp_path):
+        for create, says in (
+            (lambda: None, r"no exported model.*--model"),
+            (lambda: foreign_file(tmp_path / "theirs.onnx"), r"theirs\.onnx was not exported by opal-deploy"),
+            (lambda: (tmp_path / "ckpt.pt").touch(), r"opal-deploy export .*ckpt\.pt"),
+        ):
+            create()
+            with pytest.raises(UsageError, match=says):
+                find(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("nowhere.onnx", r"nowhere\.onnx: no such model"),
-        ("nowhere.pt", r"nowhere\.pt: no such model"),
-        (".", "a folder"),
-        ("m.tflite", r"expected \.onnx"),
-    ],
+    ("name", "says"), [("nowhere.onnx", "no such model"), (".", "a folder"), ("m.tflite", r"expected \.onnx")]
 )
 def test_what_is_no_model_is_refused(tmp_path, name, says):
     (tmp_path / "m.tflite").touch()

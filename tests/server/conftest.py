@@ -1,10 +1,8 @@
 """A real server in this process: uvicorn on a free port, with models of any session."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,12 @@ from typing import Any
 import pytest
 
 from opal_deploy.inference.types import InferenceOptions
-from opal_deploy.runtime.session import Session
 from opal_deploy.server import process
 from opal_deploy.server.app import create_app
 from opal_deploy.server.models import ServerState, start_model
 from opal_deploy.server.options import ServeOptions
 from opal_deploy.server.process import Server, bind
-from opal_deploy.server.telemetry import MetricsTimer, ServerLog
+from opal_deploy.server.telemetry import MetricsTimer
 
 Serve = Callable[..., Any]
 
@@ -26,29 +23,21 @@ Serve = Callable[..., Any]
 class Running:
     """A server that runs in a thread; `url` is its address, `host` the address without its scheme."""
 
-    def __init__(self, state: ServerState, port: int, thread: threading.Thread) -> None:
+    def __init__(self, state, port, thread):
         self.state, self.thread, self.host = state, thread, f"127.0.0.1:{port}"
         self.url = f"http://{self.host}"
 
 
 @pytest.fixture(scope="session")
-def serving() -> Serve:
+def serving():
     """A context manager that serves sessions by name; `limits` are options of `ServeOptions`."""
     return _serving
 
 
 @contextmanager
 def _serving(
-    sessions: dict[str, Session],
-    *,
-    path: Path = Path("model.onnx"),
-    capacity: int = 64,
-    max_wait: float = 0.005,
-    limits: dict[str, Any] | None = None,
-    token: str | None = None,
-    log: ServerLog | None = None,
-    **options: Any,
-) -> Iterator[Running]:
+    sessions, *, path=Path("model.onnx"), capacity=64, max_wait=0.005, limits=None, token=None, log=None, **options
+):
     inference = InferenceOptions(**{"batch": 4, "workers": 2, **options})
     with ExitStack() as stack:
         # no request is on its way when a test ends

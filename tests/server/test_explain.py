@@ -1,43 +1,37 @@
 """A picture in; its record, overlay or sheet out."""
 
-from __future__ import annotations
-
 import io
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
 
 import opal_deploy
-from opal_deploy.runtime.onnx_session import OnnxSession
 from tests.inference.bright import BrightSession, wait_until
 
 
 @pytest.fixture(scope="module")
-def server(serving: Callable, exact_session: OnnxSession) -> Iterator[Any]:
+def server(serving, exact_session):
     # processes, as `serve` has them
     with serving({"trees": exact_session}, isolate=True, max_pixels=100_000) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def picture(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def picture(make_pictures, tmp_path_factory):
     return make_pictures(tmp_path_factory.mktemp("pictures"), 1)[0]
 
 
-def png(width: int, height: int) -> bytes:
+def png(width, height):
     stream = io.BytesIO()
     Image.new("1", (width, height)).save(stream, "PNG")
     return stream.getvalue()
 
 
-def test_a_picture_gives_the_record_of_explain(server: Any, picture: Path, exact_model: Path) -> None:
+def test_a_picture_gives_the_record_of_explain(server, picture, exact_model):
     expected = opal_deploy.load(exact_model, device="cpu", threads=1).explain(picture)
     expected["model_sha256"] = None
     data = picture.read_bytes()
@@ -52,9 +46,7 @@ def test_a_picture_gives_the_record_of_explain(server: Any, picture: Path, exact
 @pytest.mark.parametrize(
     ("drawing", "kind", "accept"), [("sheet", "PNG", "image/png"), ("overlay", "JPEG", "image/jpeg")]
 )
-def test_a_picture_gives_its_drawing_by_format_or_accept(
-    server: Any, picture: Path, drawing: str, kind: str, accept: str
-) -> None:
+def test_a_picture_gives_its_drawing_by_format_or_accept(server, picture, drawing, kind, accept):
     data = picture.read_bytes()
     by_name = httpx.post(f"{server.url}/explain", params={"format": drawing}, content=data)
     by_type = httpx.post(f"{server.url}/explain", headers={"Accept": accept}, content=data)
@@ -74,9 +66,7 @@ def test_a_picture_gives_its_drawing_by_format_or_accept(
     ids=["text", "empty", "too large", "cut off"],
 )
 @pytest.mark.parametrize("drawing", ["record", "sheet"])
-def test_a_bad_picture_is_refused_with_the_code_of_its_error_record(
-    server: Any, data: bytes, status: int, code: str, drawing: str
-) -> None:
+def test_a_bad_picture_is_refused_with_the_code_of_its_error_record(server, data, status, code, drawing):
     response = httpx.post(f"{server.url}/explain", params={"format": drawing}, content=data)
     assert response.status_code == status
     document = response.json()
@@ -95,18 +85,18 @@ def test_a_bad_picture_is_refused_with_the_code_of_its_error_record(
     ],
     ids=["model", "format", "form", "no file", "two files"],
 )
-def test_a_wrong_call_is_refused_with_its_reason(server: Any, how: dict[str, Any], reason: str) -> None:
+def test_a_wrong_call_is_refused_with_its_reason(server, how, reason):
     response = httpx.post(f"{server.url}/explain", **how)
     assert response.status_code in (400, 404)
     assert reason in response.json()["error"]
 
 
-def test_drawings_do_not_queue_without_end(serving: Callable, picture: Path) -> None:
+def test_drawings_do_not_queue_without_end(serving, picture):
     session = BrightSession()
     with serving({"light": session}) as running, ThreadPoolExecutor(16) as threads:
         hold = session.hold = threading.Event()
 
-        def ask(drawing: str) -> httpx.Response:
+        def ask(drawing):
             return httpx.post(
                 f"{running.url}/explain", params={"format": drawing}, content=picture.read_bytes(), timeout=30
             )
@@ -121,7 +111,7 @@ def test_drawings_do_not_queue_without_end(serving: Callable, picture: Path) -> 
         assert {future.result().status_code for future in drawn} == {200}
 
 
-def test_a_model_without_evidence_draws_nothing(serving: Callable, picture: Path) -> None:
+def test_a_model_without_evidence_draws_nothing(serving, picture):
     session = BrightSession()
     session.metadata = replace(session.metadata, evidence="none")
     with serving({"linear": session}) as running:

@@ -1,17 +1,11 @@
 """The page for people, in a real browser."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
-from opal_deploy.runtime.onnx_session import OnnxSession
 from tests.inference.bright import BrightSession
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -24,7 +18,7 @@ DROP = """([name, bytes]) => {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
@@ -36,12 +30,10 @@ def browser() -> Iterator[Browser]:
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 @pytest.mark.parametrize("width", [1280, 360])
-def test_a_dropped_picture_is_explained(
-    serving: Callable, exact_session: OnnxSession, make_pictures: Callable, tmp_path: Path, browser: Browser, width: int
-) -> None:
-    data: bytes = make_pictures(tmp_path, 1)[0].read_bytes()
-    problems: list[str] = []
-    elsewhere: list[str] = []
+def test_a_dropped_picture_is_explained(serving, exact_session, make_pictures, tmp_path, browser, width):
+    data = make_pictures(tmp_path, 1)[0].read_bytes()
+    problems = []
+    elsewhere = []
     with (
         serving({"trees": exact_session, "light": BrightSession()}, token="s3cret") as running,
         browser.new_context(viewport={"width": width, "height": 800}) as context,
@@ -75,9 +67,9 @@ def test_a_dropped_picture_is_explained(
     assert [url for url in elsewhere if not url.startswith((running.url, "blob:", "data:"))] == []
 
 
-def test_the_page_allows_nothing_from_elsewhere(serving: Callable) -> None:
+def test_the_page_allows_nothing_from_elsewhere(serving):
     with serving({"light": BrightSession()}) as running:
-        answers: dict[str, Any] = {path: httpx.get(f"{running.url}/{path}") for path in ("", "page.css", "page.js")}
+        answers = {path: httpx.get(f"{running.url}/{path}") for path in ("", "page.css", "page.js")}
     for answer in answers.values():
         assert answer.status_code == 200
         assert answer.headers["content-security-policy"].startswith("default-src 'none'; ")

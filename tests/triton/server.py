@@ -1,7 +1,5 @@
 """A real tritonserver, of the wheel nvidia-pytriton, which `make triton-venv` installs in a virtual environment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -9,10 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -30,22 +25,22 @@ _START_SECONDS = 100
 class Server:
     """A running server; models are loaded by name."""
 
-    def __init__(self, ports: dict[str, int], log: Path) -> None:
+    def __init__(self, ports, log):
         self._ports, self._log = ports, log
 
-    def client(self, protocol: ModuleType) -> Any:
+    def client(self, protocol):
         """Return a client of `tritonclient.http` or `tritonclient.grpc`."""
         name = protocol.__name__.rpartition(".")[2]
         options = {"network_timeout": 60.0, "connection_timeout": 60.0} if name == "http" else {}
         return protocol.InferenceServerClient(f"127.0.0.1:{self._ports[name]}", **options)
 
     @property
-    def log(self) -> str:
+    def log(self):
         return self._log.read_text("utf-8", "replace")
 
 
 @contextlib.contextmanager
-def run_server(repository: Path, models: Sequence[str], folder: Path) -> Iterator[Server]:
+def run_server(repository, models, folder):
     """Start a server with the models of a repository that are named, and stop it when the block ends.
 
     Args:
@@ -95,7 +90,7 @@ def run_server(repository: Path, models: Sequence[str], folder: Path) -> Iterato
 
 
 @contextlib.contextmanager
-def reserved_ports(*names: str) -> Iterator[dict[str, int]]:
+def reserved_ports(*names):
     """Yield a port for each name, which nobody else is given while the block runs."""
     with contextlib.ExitStack() as stack:
         ports = {}
@@ -107,7 +102,7 @@ def reserved_ports(*names: str) -> Iterator[dict[str, int]]:
         yield ports
 
 
-def _wait_until_ready(server: Server, process: subprocess.Popen[bytes]) -> None:
+def _wait_until_ready(server, process):
     import tritonclient.grpc as protocol
 
     deadline = time.monotonic() + _START_SECONDS

@@ -1,7 +1,5 @@
 """`export --triton`: the files of the repository, as protobuf and Triton's own description of a config read them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess
@@ -15,19 +13,19 @@ from tritonclient.grpc import model_config_pb2 as model_config
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import write_sidecar
 from tests.builders import build_sidecar
-from tests.cli.calls import Opal, one_line
+from tests.cli.calls import one_line
 
 
-def read_config(model: Path):
+def read_config(model):
     """Return the model's config; a field that Triton does not know raises."""
     return text_format.Parse((model / "config.pbtxt").read_text("utf-8"), model_config.ModelConfig())
 
 
-def shapes(tensors) -> dict:
+def shapes(tensors):
     return {t.name: (model_config.DataType.Name(t.data_type), list(t.dims)) for t in tensors}
 
 
-def test_an_onnx_file_becomes_two_models(exact_model: Path, opal: Opal, tmp_path: Path) -> None:
+def test_an_onnx_file_becomes_two_models(exact_model, opal, tmp_path):
     done = opal("export", exact_model, "--triton", tmp_path / "models", "--json", blocked=("torch", "onnx"))
 
     assert done.returncode == 0, done.stderr
@@ -35,11 +33,8 @@ def test_an_onnx_file_becomes_two_models(exact_model: Path, opal: Opal, tmp_path
     config, metadata = read_config(tensor), onnx_file.read_metadata(exact_model)
     assert (config.name, config.backend, config.max_batch_size) == ("opal", "onnxruntime", 64)
     assert shapes(config.input) == {"images": ("TYPE_UINT8", [96, 96, 3])}
-    assert shapes(config.output) == {
-        "logits": ("TYPE_FP32", [4]),
-        "argmax": ("TYPE_INT32", [12]),
-        "scores": ("TYPE_FP32", [12]),
-    }
+    outputs = {"logits": ("TYPE_FP32", [4]), "argmax": ("TYPE_INT32", [12]), "scores": ("TYPE_FP32", [12])}
+    assert shapes(config.output) == outputs
     assert {sample.batch_size for sample in config.model_warmup} == {1, 8, 64}
     assert (tensor / "1/model.onnx").read_bytes() == exact_model.read_bytes()
     parameters = {key: value.string_value for key, value in config.parameters.items()}
@@ -48,19 +43,14 @@ def test_an_onnx_file_becomes_two_models(exact_model: Path, opal: Opal, tmp_path
     assert (tensor / config.output[0].label_filename).read_text("utf-8").splitlines() == list(metadata.class_names)
     config = read_config(explain)
     assert (config.name, config.backend) == ("opal_explain", "python")
-    assert shapes([*config.input, *config.output]) == {
-        "image": ("TYPE_STRING", [1]),
-        "name": ("TYPE_STRING", [1]),
-        "box": ("TYPE_FP32", [4]),
-        "record": ("TYPE_STRING", [1]),
-    }
+    text = ("TYPE_STRING", [1])
+    expected = {"image": text, "name": text, "box": ("TYPE_FP32", [4]), "record": text}
+    assert shapes([*config.input, *config.output]) == expected
     assert [tensor.optional for tensor in config.input] == [False, True, True]
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["opal", "opal_explain"]
 
 
-def test_models_are_kept_or_replaced_only_when_asked_to_and_only_ours(
-    exact_model: Path, map_model: Path, opal: Opal, tmp_path: Path
-) -> None:
+def test_models_are_kept_or_replaced_only_when_asked_to_and_only_ours(exact_model, map_model, opal, tmp_path):
     command = ("export", exact_model, "--triton", tmp_path, "--no-verify")
     foreign = tmp_path / "birds"
     foreign.mkdir()
@@ -82,10 +72,8 @@ def test_models_are_kept_or_replaced_only_when_asked_to_and_only_ours(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["birds", "opal", "opal_explain"]
 
 
-def test_a_failed_write_leaves_the_old_models(
-    exact_model: Path, opal: Opal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rename(path: Path, target: Path) -> Path:
+def test_a_failed_write_leaves_the_old_models(exact_model, opal, tmp_path, monkeypatch):
+    def rename(path, target):
         if path.name == "opal_explain" and path.parent.name.endswith(".part"):
             raise OSError(28, "No space left on device")
         return actual(path, target)
@@ -117,9 +105,7 @@ def test_a_failed_write_leaves_the_old_models(
         ({"options": {"batch": [1, 2, 4], "strip_weights": True}}, "weights"),
     ],
 )
-def test_an_engine_is_served_within_its_batch_sizes_or_refused(
-    changes: dict, reason: str | None, exact_model: Path, opal: Opal, tmp_path: Path
-) -> None:
+def test_an_engine_is_served_within_its_batch_sizes_or_refused(changes, reason, exact_model, opal, tmp_path):
     engine = tmp_path / "model.engine"
     engine.write_bytes(b"plan")
     write_sidecar(engine, build_sidecar(engine, onnx_file.read_metadata(exact_model), **changes))
@@ -138,13 +124,13 @@ def test_an_engine_is_served_within_its_batch_sizes_or_refused(
     assert read_config(tmp_path / "models/birds_explain").parameters["model"].string_value == "birds"
 
 
-def test_the_explain_model_needs_the_base_install_only() -> None:
+def test_the_explain_model_needs_the_base_install_only():
     absent = dict.fromkeys(("torch", "onnx", "onnxruntime", "tritonclient", "google.protobuf"))
     code = f"import sys; sys.modules.update({absent}); import opal_deploy.triton.explain_model"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_options_that_would_do_nothing_are_refused(exact_model: Path, opal: Opal, tmp_path: Path) -> None:
+def test_options_that_would_do_nothing_are_refused(exact_model, opal, tmp_path):
     command = ("export", exact_model, "--triton", tmp_path)
     assert "leave out --batch, --size" in one_line(opal(*command, "--batch", "1:8:16", "--size", "64"))
     assert "add --triton" in one_line(opal("export", exact_model, "--name", "birds"))

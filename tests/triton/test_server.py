@@ -3,32 +3,23 @@
 The config of the tensor model is the exported one; a stand-in under the name of NVIDIA's ONNX Runtime backend runs it.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 import tritonclient.http as http
 
-from opal_deploy.preprocess.geometry import Box
-from opal_deploy.runtime.onnx_session import OnnxSession
-from tests.cli.calls import Opal, read_results
-from tests.conftest import PictureFolder
-from tests.triton.server import Server, needs_tritonserver, run_server
+from tests.cli.calls import read_results
+from tests.triton.server import needs_tritonserver, run_server
 
 pytestmark = needs_tritonserver
 PROTOCOLS = pytest.mark.parametrize("protocol", [http, grpc], ids=["http", "grpc"])
 
 
 @pytest.fixture(scope="module")
-def server(exact_model: Path, opal: Opal, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(exact_model, opal, tmp_path_factory):
     """A server with the models of `exact_model`, and two more that must be refused."""
     folder = tmp_path_factory.mktemp("triton")
     repository = folder / "models"
@@ -45,20 +36,13 @@ def server(exact_model: Path, opal: Opal, tmp_path_factory: pytest.TempPathFacto
         yield running
 
 
-def as_input(protocol: ModuleType, name: str, array: np.ndarray, kind: str) -> Any:
+def as_input(protocol, name, array, kind):
     tensor = protocol.InferInput(name, array.shape, kind)
     tensor.set_data_from_numpy(array)
     return tensor
 
 
-def explain(
-    client: Any,
-    protocol: ModuleType,
-    files: Sequence[bytes],
-    names: Sequence[str | bytes] | None = None,
-    boxes: Sequence[Box] | None = None,
-    model: str = "opal_explain",
-) -> list[dict[str, Any]]:
+def explain(client, protocol, files, names=None, boxes=None, model="opal_explain"):
     """Return the records of image files."""
     inputs = [as_input(protocol, "image", np.array(files, np.object_)[:, None], "BYTES")]
     if names is not None:
@@ -70,9 +54,7 @@ def explain(
 
 
 @PROTOCOLS
-def test_the_tensor_model_answers_as_onnx_runtime(
-    protocol: ModuleType, server: Server, exact_session: OnnxSession
-) -> None:
+def test_the_tensor_model_answers_as_onnx_runtime(protocol, server, exact_session):
     images = np.random.default_rng(0).integers(0, 256, (3, 96, 96, 3), np.uint8)
     with server.client(protocol) as client:
         found = client.infer("opal", [as_input(protocol, "images", images, "UINT8")])
@@ -88,9 +70,7 @@ def test_the_tensor_model_answers_as_onnx_runtime(
 
 
 @PROTOCOLS
-def test_concurrent_clients_get_the_records_of_infer(
-    protocol: ModuleType, server: Server, exact_model: Path, make_pictures: PictureFolder, opal: Opal, tmp_path: Path
-) -> None:
+def test_concurrent_clients_get_the_records_of_infer(protocol, server, exact_model, make_pictures, opal, tmp_path):
     paths = make_pictures(tmp_path / "images", 24)
     paths[5].write_bytes(b"not an image")
     paths[17].write_bytes(paths[16].read_bytes()[:700])
@@ -100,7 +80,7 @@ def test_concurrent_clients_get_the_records_of_infer(
         del record["image_index"]
     groups = [paths[start : start + size] for start, size in ((0, 1), (1, 7), (8, 2), (10, 1), (11, 13))]
 
-    def ask(group: list[Path]) -> list[dict[str, Any]]:
+    def ask(group):
         # a client belongs to one thread
         with server.client(protocol) as client:
             return explain(client, protocol, [path.read_bytes() for path in group], [*map(str, group)])
@@ -112,9 +92,7 @@ def test_concurrent_clients_get_the_records_of_infer(
     assert found == expected
 
 
-def test_images_may_have_no_names_and_boxes(
-    server: Server, exact_model: Path, make_pictures: PictureFolder, tmp_path: Path
-) -> None:
+def test_images_may_have_no_names_and_boxes(server, exact_model, make_pictures, tmp_path):
     import opal_deploy
 
     files = [path.read_bytes() for path in make_pictures(tmp_path, 3)]
@@ -132,9 +110,7 @@ def test_images_may_have_no_names_and_boxes(
     assert unnamed[1] == expected[1]
 
 
-def test_a_model_that_is_not_the_exported_one_answers_nothing(
-    server: Server, make_pictures: PictureFolder, tmp_path: Path
-) -> None:
+def test_a_model_that_is_not_the_exported_one_answers_nothing(server, make_pictures, tmp_path):
     (path,) = make_pictures(tmp_path, 1)
     with (
         server.client(grpc) as client,
@@ -143,7 +119,7 @@ def test_a_model_that_is_not_the_exported_one_answers_nothing(
         explain(client, grpc, [path.read_bytes()], model="other_explain")
 
 
-def test_metadata_of_another_version_is_refused_when_the_model_is_loaded(server: Server) -> None:
+def test_metadata_of_another_version_is_refused_when_the_model_is_loaded(server):
     with (
         server.client(grpc) as client,
         pytest.raises(grpc.InferenceServerException, match="schema 2 found, 1 expected"),
@@ -151,7 +127,7 @@ def test_metadata_of_another_version_is_refused_when_the_model_is_loaded(server:
         client.load_model("newer_explain")
 
 
-def test_a_broken_request_harms_no_other(server: Server, make_pictures: PictureFolder, tmp_path: Path) -> None:
+def test_a_broken_request_harms_no_other(server, make_pictures, tmp_path):
     (path,) = make_pictures(tmp_path, 1)
     lengthless = http.InferInput("image", [1, 1], "BYTES")
     lengthless._raw_data = b"\xff\xff\xff\x7fpicture"
