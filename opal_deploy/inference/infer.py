@@ -55,7 +55,7 @@ class InferenceRun:
     """A complete run.
 
     Attributes:
-        out: the run directory; a URL for one in a bucket.
+        out: the run directory; a URL if it is in a bucket.
         summary: the document of summary.json: counts, accuracy, times, model and command.
         lines: what the command prints about the run.
     """
@@ -111,7 +111,8 @@ def run_inference(
     """Classify images and explain the predictions, and write a run directory, as `opal-deploy infer` does.
 
     The run directory holds results.jsonl with one record per image, and summary.json. Prints nothing. A run that ended
-    early, through an exception, KeyboardInterrupt or a killed process, continues when the same call is made again.
+    early, by an exception, KeyboardInterrupt or a killed process, resumes when the same call is made again. A complete
+    run is returned without computing it again.
 
     Args:
         images: folders (with subfolders), files, globs, tar and zip archives, or URLs of them (s3://, gs://, az://,
@@ -119,15 +120,11 @@ def run_inference(
         model: an exported model, a checkpoint, or what `load` returned; None: the best model in the working directory.
         options: see the keywords.
 
-    Returns:
-        The run, with the paths of its files. A run that was complete already is not computed again.
-
     Raises:
         UsageError: an input or an option is wrong, or `out` holds another run.
         ArtifactError: the model does not exist or is damaged.
         StoppedEarly: the disk is full, a device was lost, or more than `max_errors` images failed.
-        MissingExtra: an extra is not installed.
-        KeyboardInterrupt: the run was interrupted.
+        MissingExtra: an extra is not installed. KeyboardInterrupt: the run was interrupted.
     """
     with ExitStack() as stack:
         job = _prepare(images, model, options, stack)
@@ -185,7 +182,7 @@ def _prepare(
 
 @dataclass
 class _Job:
-    """A call that was checked, with everything that its run needs."""
+    """A checked call, with everything that its run needs."""
 
     options: InferOptions
     inputs: Inputs
@@ -238,7 +235,7 @@ class _Job:
         }
 
     def complete(self, directory: RunDirectory) -> InferenceRun:
-        """Return a run that was finished before, and write those of its tables that are missing."""
+        """Return a run that is complete already, and write any of its tables that are missing."""
         document, log = directory.read_summary(), self.options.log
         log(
             f"{directory.location}: this run is finished ({document['images']} images, ended {document['ended']}); "
@@ -251,7 +248,7 @@ class _Job:
         return self._result(directory, document, (f"Summary: {directory.location}/{SUMMARY}",))
 
     def run(self, directory: RunDirectory) -> InferenceRun:
-        """Run, and write summary.json however the run ends."""
+        """Run, and write summary.json even if the run ends early."""
         options, log, backend = self.options, self.options.log, self.backend
         log(f"Explaining with {self.loaded.path} in {backend.description}, batches of {self.inference.batch}")
         run_options = RunOptions(

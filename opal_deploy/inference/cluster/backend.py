@@ -20,7 +20,7 @@ from opal_deploy.inference.cluster.connection import ActorPlan
 from opal_deploy.inference.cluster.pool import ActorPool, NodeStatistics
 from opal_deploy.inference.cluster.scheduler import Scheduler, make_chunks
 from opal_deploy.inference.run.drawing import Thumbnails
-from opal_deploy.inference.run.run import RunOptions
+from opal_deploy.inference.run.run import Backend, RunOptions
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InputImage
 from opal_deploy.options import RuntimeName
@@ -33,16 +33,7 @@ _PROBE = ".visible-"
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model of a run, and how the actors open it.
-
-    Attributes:
-        path: its file, on the driver.
-        sha256: the file's hex digest.
-        runtime: that opens it.
-        threads: CPU threads of the runtime; None: the actor's cores.
-        cuda_graphs: replay a batch size as a CUDA graph.
-        heatmap: sheets show attention maps.
-    """
+    """The model of a run: its file on the driver, the file's hex digest, and how the actors open it."""
 
     path: Path
     sha256: str
@@ -52,21 +43,19 @@ class ModelOptions:
     heatmap: bool = False
 
 
-class RayBackend:
-    """Predicts with actors of the cluster that this process is connected to; see `connection.connect`."""
+class RayBackend(Backend):
+    """Predicts with actors of the connected cluster, see `connection.connect`."""
 
     def __init__(self, plan: ActorPlan, model: ModelOptions, shared: Sequence[Path] = ()) -> None:
-        """Start nothing yet.
-
-        Args:
-            plan: the size of the actors.
-            model: the model.
-            shared: folders that every node has to see, beside those of images and drawings.
-        """
+        """Start nothing yet; every node has to see the folders in `shared`, and those of images and drawings."""
         self._plan, self._model, self._shared = plan, model, shared
-        self.description = f"Ray {ray.__version__}, actors of {plan}"
         self._pool: ActorPool | None = None
         self._scheduler: Scheduler | None = None
+
+    @property
+    def description(self) -> str:
+        """See `Backend.description`."""
+        return f"Ray {ray.__version__}, actors of {self._plan}"
 
     @contextmanager
     def predict(
@@ -78,7 +67,7 @@ class RayBackend:
         thumbnails: Thumbnails,
         timer: StageTimer,
     ) -> Iterator[Iterator[Sequence[Record]]]:
-        """See `Backend.predict`; thumbnails are left to the report, which makes them of the overlays.
+        """See `Backend.predict`; the report makes the thumbnails from the overlays.
 
         Raises:
             UsageError: a node has another version, does not see the images or the run directory, or cannot open the
@@ -135,7 +124,7 @@ class RayBackend:
 
     @property
     def nodes(self) -> list[NodeStatistics]:
-        """The nodes that answered, by their addresses."""
+        """The nodes that returned results, sorted by address."""
         return [] if self._pool is None else [node for _, node in sorted(self._pool.statistics.items())]
 
     def describe_progress(self) -> str:
@@ -170,7 +159,7 @@ class RayBackend:
 
 @contextmanager
 def _probe(out: Path) -> Iterator[Path]:
-    """Yield a file in the run directory, by which a node sees that it is the same directory there."""
+    """Yield a file in the run directory, by which a node recognises that directory."""
     for left in out.glob(f"{_PROBE}*"):
         left.unlink(missing_ok=True)
     path = out / f"{_PROBE}{uuid.uuid4().hex}"
@@ -183,7 +172,7 @@ def _probe(out: Path) -> Iterator[Path]:
 
 
 def _find_file(request: InputImage) -> list[str]:
-    """Return the absolute path of the file that holds an image, if there is one here."""
+    """Return the absolute path of the file that holds an image, if it exists here."""
     source = request.source
     path = source if isinstance(source, str | Path) else getattr(source, "path", None)
     if request.error is not None or not isinstance(path, str | Path) or not os.path.lexists(path):

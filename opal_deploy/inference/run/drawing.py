@@ -1,7 +1,7 @@
 """The overlays and evidence sheets of a run.
 
-They are drawn from the forward pass that made the record, in processes of their own: a drawing that crashes, takes too
-long or runs out of memory is missing from its record, which says why.
+They are drawn from the forward pass that made the record, in separate processes: a drawing that crashes, takes too long
+or runs out of memory is missing, and its record says why.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ _MAX_THUMBNAILS = 500
 
 
 def prepare_folders(out: Path, *, overlays: bool, sheets: bool, first: int) -> None:
-    """Make the folders of a run's drawings, and remove what is there of the image `first` and of all after it.
-
-    Raises:
-        UsageError: they cannot be written to.
-    """
+    """Make the folders of drawings, and remove drawings from the image `first` on; raise UsageError if that fails."""
     try:
         for folder, needed in ((OVERLAYS, overlays), (SHEETS, sheets)):
             if needed:
@@ -52,7 +48,7 @@ def prepare_folders(out: Path, *, overlays: bool, sheets: bool, first: int) -> N
 
 
 class Drawer:
-    """Has the overlay and the sheet of each result drawn, and writes them; a context manager, which ends its processes.
+    """Draws and writes the overlay and the sheet of each result; a context manager, which ends its processes.
 
     Every method may be called from any thread.
     """
@@ -71,12 +67,10 @@ class Drawer:
 
         Args:
             out: the run directory, with the folders of `prepare_folders`, or its URL.
-            report: draw overlays; None: draw none.
-            sheets: draw evidence sheets; None: draw none.
-            inference: `workers` images are drawn at a time, with `isolate` in processes, each for at most
-                `decode_timeout`.
-            thumbnails: gets those of the report's first images, made here where the overlay is in memory.
-            timer: gets the times of drawing and writing, under the role `drawers`.
+            report, sheets: draw overlays, and evidence sheets; None: none.
+            inference: `workers`, `isolate` and `decode_timeout` apply to drawing, too.
+            thumbnails: receives those of the report's first images, while the overlays are in memory.
+            timer: receives the times of drawing and writing, under the role `drawers`.
         """
         self._out, self._workers = out, inference.workers
         self._thumbnails, self._timer = thumbnails, timer
@@ -102,8 +96,8 @@ class Drawer:
         """Yield the records with the names of their drawings, in order.
 
         Args:
-            results: with images, and with outputs where there are sheets.
-            first: number of the first result's image in the run.
+            results: with images, and for sheets with outputs.
+            first: number of the first image in the run.
 
         Raises:
             StoppedEarly: the disk is full or gone, or no process can be started.
@@ -112,7 +106,7 @@ class Drawer:
         return prefetch(futures, 2 * self._workers, lambda: self._timer.waiting("drawing"))
 
     def draw(self, index: int, result: Result) -> Record:
-        """Return the record, which names the drawings that were written, or the reason why one is missing."""
+        """Return a record that names the drawings that were written, or says why one is missing."""
         record = result.record.copy()
         if record["status"] == "error":
             return record

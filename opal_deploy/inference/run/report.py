@@ -1,7 +1,6 @@
-"""report.html of a run, written once the run is complete.
+"""report.html of a run, written after the last record.
 
-It is made of the records and of the overlays on the disk, so that a run that was interrupted and resumed has the same
-report as one that was not.
+It is made from the records and the overlays on disk, so that a resumed run has the same report as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class ReportOptions:
 
     Attributes:
         facts: (name, value) pairs about the run, below the head of the page.
-        evidence: what was measured of the model's evidence, at the head of the page; empty shows nothing.
-        field: the model's effective receptive field, which the page shows on demand; None where it is not known.
-        draw_field: draw it on the overlays, always.
         limit: images shown; all are counted.
-        images: `embed` overlays in the page or show the `files` beside it; None: embed them where they are few.
+        images: `embed` overlays in the page or show the `files` beside it; None: embed if there are few.
+        evidence: what was measured of the model's evidence, for the head of the page.
+        field: the model's effective receptive field, shown on demand; None if it is unknown.
+        draw_field: always draw it on the overlays.
     """
 
     facts: tuple[Fact, ...] = ()
@@ -63,7 +62,7 @@ def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> 
 
 
 def describe_evidence(path: Path, metadata: Metadata) -> str:
-    """Return what was measured of the model's evidence in one line; empty for a model whose evidence is no cells."""
+    """Return what was measured of the model's evidence in one line; empty if it is not single cells."""
     if metadata.evidence != "exact":
         return ""
     # a file that lists its best classes alone cannot be measured itself
@@ -74,16 +73,16 @@ def describe_evidence(path: Path, metadata: Metadata) -> str:
 def write_report(
     out: Path, options: ReportOptions, thumbnails: Mapping[int, bytes], drawings_out: Path | RemoteFile | None = None
 ) -> None:
-    """Write report.html of the run in `out`.
+    """Write report.html of a run.
 
     Args:
         out: the run directory.
         options: the content.
-        thumbnails: those that are in memory; the others are made from the overlays that were written.
-        drawings_out: the run directory, or its URL, where overlays were written elsewhere than to `out`.
+        thumbnails: those in memory; the others are made from the overlays.
+        drawings_out: the run directory, or its URL, that holds the overlays, if not `out`.
 
     Raises:
-        StoppedEarly: the disk is full; everything else is there.
+        StoppedEarly: the disk is full; everything else was written.
     """
     try:
         images = options.images
