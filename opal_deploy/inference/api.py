@@ -251,11 +251,7 @@ def _write(path: str | os.PathLike[str], data: bytes) -> Path:
 
 
 def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
-    """Return a box or None for each of `images` images; `one`: a single image was given, not a sequence of one.
-
-    Raises:
-        ValueError: `boxes` is something else, or of another length.
-    """
+    """Return a box or None per image; `one`: a single image was given; raise ValueError if they do not fit."""
     if boxes is None:
         return [None] * images
     entries = list(boxes) if isinstance(boxes, Sequence | np.ndarray) else [boxes]

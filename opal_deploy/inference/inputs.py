@@ -100,8 +100,7 @@ class _NotCountable(Exception):
 class ImageCounter:
     """Counts, in a thread while its block runs, what `discover` yields for the same inputs.
 
-    Attributes:
-        total: number of images; None until it is known, or if counting would be slow.
+    `total` is None until it is known, or if counting would be slow.
     """
 
     def __init__(

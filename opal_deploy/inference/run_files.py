@@ -68,11 +68,7 @@ def write_image_file(out: Path | RemoteFile, name: str, encoded: bytes) -> None:
 
 
 def remove_image_files(out: Path, kind: str, first: int = 0) -> None:
-    """Remove the drawings from the image `first` on, and partial files; `kind` is OVERLAYS or SHEETS.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
+    """Remove the drawings from the image `first` on, and partial files; `kind` is OVERLAYS or SHEETS; raise OSError."""
     root = out / kind
     if not root.is_dir() or root.is_symlink():
         return

@@ -152,11 +152,7 @@ class Service:
         return self._submit([request], lambda result: to_explanation(result.record), wait=wait)[0]
 
     def submit_requests(self, requests: Sequence[InputImage], *, wait: bool = True) -> list[Future[Result]]:
-        """Begin to classify images, all or none; return a future of each result.
-
-        Raises:
-            ValueError: more than `capacity` images. The errors of `submit`.
-        """
+        """Begin to classify images, all or none; return a future of each result; raise ValueError if too many."""
         return self._submit(requests, lambda result: result, wait=wait)
 
     def submit_pixels(self, pixels: Pixels, *, wait: bool = True) -> list[Future[Outputs]]:

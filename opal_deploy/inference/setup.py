@@ -57,11 +57,7 @@ def load_model(
 def prepare_batch_size(
     path: Path, sessions: Sequence[Session], size: int, runtime: RuntimeName, log: Log = log_line
 ) -> None:
-    """Let sessions that compile for a batch size do so; log it if it takes a minute.
-
-    Raises:
-        UsageError: nothing can be compiled here. VerificationError: the compiled model gives other results.
-    """
+    """Let sessions that compile for a batch size do so; raise UsageError or VerificationError if that fails."""
     from opal_deploy.runtime.session import PaddingSession
 
     if runtime == "compiled":
@@ -146,8 +142,7 @@ def log_cautions(metadata: Metadata, *, boxed: bool, log: Log = log_line) -> Non
 def parse_min_margin(value: float | str, path: Path, metadata: Metadata, log: Log = log_line) -> float:
     """Return the margin below which predictions abstain: a number, or the one for an error rate such as `5%`.
 
-    Raises:
-        UsageError: the text is neither, or the model has too few validation images for that rate.
+    Raises UsageError for anything else, and if the model has too few validation images for that rate.
     """
     text = str(value)
     if not text.strip().endswith("%"):

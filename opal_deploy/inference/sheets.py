@@ -160,11 +160,7 @@ class _AlwaysAttention:
 
 
 def load_atlas(path: Path, metadata: Metadata, model: Mapping[str, str], folder: Path) -> Atlas:
-    """Load the atlas in `folder` for the model at `path`; `model` is from `fingerprint_model`.
-
-    Raises:
-        ArtifactError: the atlas does not exist or is damaged. UsageError: it was built with another model.
-    """
+    """Load the atlas in `folder` for a model; raise ArtifactError if it is damaged, UsageError if it is another's."""
     atlas = load_atlas_folder(folder)
     atlas.check_model({**model, "checkpoint_sha256": metadata.source.get("sha256")}, str(path))
     return atlas
@@ -203,8 +199,7 @@ def prepare_sheets(model: LoadedModel, options: InferOptions, min_margin: float 
     """Check that the model can draw the sheets of a run, and read the files that they need.
 
     Raises:
-        UsageError: the model has no single-cell evidence, no attention maps or no measured receptive field, or the
-            atlas or the names belong to another model.
+        UsageError: the model does not support the options, or the atlas or the names belong to another model.
         ArtifactError: the atlas does not exist or is damaged.
     """
     path, metadata, sessions = model.path, model.metadata, model.sessions

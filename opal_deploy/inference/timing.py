@@ -79,11 +79,7 @@ class StageTimes:
 
 
 class StageTimer:
-    """A stopwatch of one run's stages and waits; every method may be called from any thread.
-
-    Attributes:
-        enabled: False: measure nothing, at next to no cost.
-    """
+    """A stopwatch of one run's stages and waits, for any thread; without `enabled` it measures nothing."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -142,11 +138,7 @@ class StageTimer:
 
 @dataclass
 class _Thread:
-    """One thread's sums: wall and processor seconds and calls by stage, seconds of waits by reason.
-
-    Attributes:
-        inner: wall and processor seconds of the stages inside the current one.
-    """
+    """One thread's sums by stage and wait; `inner`: wall and CPU seconds of the stages inside the current one."""
 
     role: ThreadRole = "loop"
     stages: dict[Stage, tuple[float, float, int]] = field(default_factory=dict)

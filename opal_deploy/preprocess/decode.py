@@ -60,10 +60,7 @@ _MAX_PLAIN_PIXELS, _MAX_PLAIN_BYTES = 25_000_000, 32_000_000
 
 @runtime_checkable
 class FileSource(Protocol):
-    """An encoded image that is not a local file, such as a member of an archive or an object in a bucket.
-
-    It can be pickled, so that a decode worker opens it.
-    """
+    """An encoded image that is not a local file, such as an archive's member; picklable, so that a worker opens it."""
 
     def open(self) -> BinaryIO:
         """Open a seekable stream of the bytes; raise OSError or ImageError if the container cannot be read."""
@@ -73,7 +70,7 @@ class FileSource(Protocol):
 class Decoding(StrEnum):
     """The decode path.
 
-    `default` is the fastest with Pillow's pixels within 1 count, `exact` has Pillow's pixels bit for bit, `fast` decodes
+    `default`: the fastest with Pillow's pixels within 1 count. `exact`: Pillow's pixels, bit for bit. `fast`: decodes
     JPEG at a fraction of its size if that is large enough for the model.
     """
 
@@ -95,11 +92,7 @@ PathOrSource: TypeAlias = Path | FileSource
 
 
 def open_file(source: PathOrSource) -> BinaryIO:
-    """Open a regular file or a FileSource, without reading it as a whole: a .jpg may have any length.
-
-    Raises:
-        ImageError: `not_found`, `not_a_file`, `unreadable`, or what the FileSource raises.
-    """
+    """Open a regular file or a FileSource, without reading it as a whole; raise ImageError."""
     try:
         if not isinstance(source, Path):
             return source.open()
@@ -234,10 +227,7 @@ def _open_image(stream: BinaryIO) -> Image.Image:
 
 
 def _decode_plain_jpeg(stream: BinaryIO, size: int, header: Image.Image, options: _DecodeOptions) -> Image.Image | None:
-    """Decode an ordinary JPEG with simplejpeg; return None for every other file and for any error.
-
-    Pillow decodes those, so that every decode path reports the same errors.
-    """
+    """Decode an ordinary JPEG with simplejpeg; None leaves it to Pillow, so that every path has the same errors."""
     if options.decoding is Decoding.exact or not is_plain_jpeg(header, size):
         return None
     min_size = options.min_size if options.decoding is Decoding.fast else None

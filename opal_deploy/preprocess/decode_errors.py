@@ -176,10 +176,7 @@ class _EndWatcher:
 
 
 def _ends_early(stream: BinaryIO, image: Image.Image | None) -> bool:
-    """Return whether a file is shorter than its own structure says.
-
-    Decoders that read a whole file report a missing end as damage.
-    """
+    """Return whether a file is shorter than its own structure says; some decoders report that as damage."""
     size = stream.seek(0, 2)
     stream.seek(0)
     head = stream.read(12)

@@ -115,13 +115,7 @@ class VideoReader:
     """
 
     def __init__(self, path: Path, sampling: Sampling, max_pixels: int = MAX_PIXELS) -> None:
-        """Open the file, and decode nothing yet; raise ImageError or MissingExtra if that is impossible.
-
-        Args:
-            path: the video.
-            sampling: the frames to take.
-            max_pixels: width times height above which a video is refused.
-        """
+        """Open the file, and decode nothing yet; raise ImageError or MissingExtra if that is impossible."""
         require_pyav()
         self._sampling, self._max_pixels = sampling, max_pixels
         self._file = open_file(path)
@@ -265,11 +259,7 @@ class _Clock:
 
 
 class _Decoder:
-    """Decodes a video stream, and finds how much of it is missing or damaged.
-
-    Attributes:
-        damaged: the last frame is damaged, or may be predicted from one that is.
-    """
+    """Decodes a video stream, and finds how much is missing; `damaged`: the last frame, or one that it needs, is."""
 
     def __init__(self, container: InputContainer, stream: VideoStream) -> None:
         self._container, self._stream = container, stream

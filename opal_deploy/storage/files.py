@@ -90,11 +90,7 @@ class RemoteFile:
         return RemoteFile(f"{self.url.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", fingerprint)
 
     def open(self) -> BinaryIO:
-        """Return a seekable stream of the bytes: in memory if they are few, else by ranges of one version.
-
-        Raises:
-            ImageError: `not_found`, `unreadable`, also if its length has changed.
-        """
+        """Return a seekable stream of the bytes, in memory if they are few; raise ImageError, also if it changed."""
         if self.fingerprint is None or self.fingerprint.size <= MAX_WHOLE_BYTES:
             data = self._read_whole()
             if data is not None:
@@ -104,11 +100,7 @@ class RemoteFile:
         return self.open_ranges()
 
     def open_ranges(self, read_ahead: int = READ_AHEAD_BYTES) -> BinaryIO:
-        """Return a seekable stream that requests ranges as they are read.
-
-        Raises:
-            ImageError: as `open`; every read raises it if the file has changed.
-        """
+        """Return a seekable stream that requests ranges as they are read; raises ImageError if the file changed."""
         pinned = self if self.fingerprint is not None else replace(self, fingerprint=self.read_fingerprint())
         return cast(BinaryIO, io.BufferedReader(RemoteStream(pinned), max(1, read_ahead)))
 
@@ -150,11 +142,7 @@ class RemoteFile:
         return retry(read)
 
     def read_range(self, start: int, end: int) -> bytes:
-        """Return the bytes from `start` to before `end` of the listed version.
-
-        Raises:
-            ImageError: `not_found`, `unreadable`, also if it has changed or the server does not support ranges.
-        """
+        """Return the bytes from `start` to before `end` of the listed version; raise ImageError if it changed."""
         assert self.fingerprint is not None  # `open_ranges` asked for it
         if start >= end:
             return b""

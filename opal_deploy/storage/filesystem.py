@@ -40,12 +40,7 @@ _lock = threading.Lock()
 
 
 def open_filesystem(url: str) -> Any:
-    """Return fsspec's file system of a URL, for any thread of this process.
-
-    Raises:
-        ImageError: `unreadable`: it cannot be opened, for example without an account.
-        UsageError: the scheme is not supported. MissingExtra: its package is not installed.
-    """
+    """Return fsspec's file system of a URL, for any thread of this process; raise ImageError if it cannot be opened."""
     scheme = parse_scheme(url)
     # the account of abfs://container@account.dfs.core.windows.net is an option of its file system
     account = url.partition("://")[2].partition("/")[0] if "@" in url and scheme.startswith(("abfs", "az")) else ""

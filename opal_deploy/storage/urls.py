@@ -45,12 +45,7 @@ def is_url(text: str) -> bool:
 
 
 def parse_scheme(url: str) -> str:
-    """Return the scheme of a URL, in lower case.
-
-    Raises:
-        UsageError: it is not supported, names no bucket, or holds an unused password.
-        MissingExtra: its package is not installed.
-    """
+    """Return the scheme of a URL, in lower case; raise UsageError or MissingExtra if it is not supported."""
     match = _URL.match(url)
     name = match[1].lower() if match else ""
     scheme = SCHEMES.get(name)

@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from opal_deploy.inference.cluster.actor import ActorConfig, compute_digests, re
 from opal_deploy.inference.cluster.connection import ActorPlan
 from opal_deploy.inference.cluster.pool import ActorPool, NodeStatistics
 from opal_deploy.inference.cluster.scheduler import Scheduler, make_chunks
+from opal_deploy.inference.options import InferOptions
 from opal_deploy.inference.run.drawing import Thumbnails
 from opal_deploy.inference.run.run import Backend, RunOptions
+from opal_deploy.inference.setup import LoadedModel
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InputImage
-from opal_deploy.options import RuntimeName
 from opal_deploy.records.record import Digests, Record, error_record
 
 # an actor that dies costs two chunks at most, and a message to an actor as much as some images
@@ -31,24 +32,12 @@ BATCHES_PER_CHUNK = 4
 _PROBE = ".visible-"
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """The model of a run: its file on the driver, the file's hex digest, and how the actors open it."""
-
-    path: Path
-    sha256: str
-    runtime: RuntimeName = "auto"
-    threads: int | None = None
-    cuda_graphs: bool = False
-    heatmap: bool = False
-
-
 class RayBackend(Backend):
     """Predicts with actors of the connected cluster, see `connection.connect`."""
 
-    def __init__(self, plan: ActorPlan, model: ModelOptions, shared: Sequence[Path] = ()) -> None:
-        """Start nothing yet; every node has to see the folders in `shared`, and those of images and drawings."""
-        self._plan, self._model, self._shared = plan, model, shared
+    def __init__(self, plan: ActorPlan, model: LoadedModel, options: InferOptions) -> None:
+        """Start nothing yet; `options` say how the actors open the model."""
+        self._plan, self._model, self._options = plan, model, options
         self._pool: ActorPool | None = None
         self._scheduler: Scheduler | None = None
 
@@ -67,18 +56,13 @@ class RayBackend(Backend):
         thumbnails: Thumbnails,
         timer: StageTimer,
     ) -> Iterator[Iterator[Sequence[Record]]]:
-        """See `Backend.predict`; the report makes the thumbnails from the overlays.
-
-        Raises:
-            UsageError: a node has another version, does not see the images or the run directory, or cannot open the
-                model.
-        """
+        """See `Backend.predict`; raise UsageError if a node cannot take part; the report makes the thumbnails."""
         out = Path(os.path.abspath(options.out))
         files = read_model_files(self._model.path)
         digests = compute_digests(files)
-        if digests[self._model.path.name] != self._model.sha256:
+        if digests[self._model.path.name] != self._model.fingerprint["sha256"]:
             raise ArtifactError(f"{self._model.path}: it was changed since this run was begun; run again")
-        visible = [os.path.abspath(path) for path in self._shared]
+        visible = [] if self._options.atlas is None else [os.path.abspath(self._options.atlas)]
         if (head := next(requests, None)) is not None:
             requests = itertools.chain([head], requests)
             visible += _find_file(head)
@@ -91,10 +75,10 @@ class RayBackend(Backend):
                 digests,
                 ray.put(files),
                 "cuda" if self._plan.gpus else "cpu",
-                self._model.threads or self._plan.cpus,
-                self._model.runtime,
-                self._model.cuda_graphs,
-                self._model.heatmap,
+                self._options.threads or self._plan.cpus,
+                self._options.runtime,
+                self._options.cuda_graphs,
+                self._options.heatmap,
                 replace(options, out=out, log=_ignore),
                 os.getcwd(),
                 visible,
@@ -117,7 +101,7 @@ class RayBackend(Backend):
 
     def _build_error(self, request: InputImage) -> Record:
         message = "the actors that predicted it died, the last one with no other image in work"
-        digests = Digests(None, self._model.sha256)
+        digests = Digests(None, self._model.fingerprint["sha256"])
         return error_record(
             request.name, "worker_died", message, digests=digests, label=request.label, index=request.index
         )

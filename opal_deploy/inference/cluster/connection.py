@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opal_deploy.errors import UsageError, first_line, require
+from opal_deploy.inference.options import InferOptions
 from opal_deploy.logs import Log
 from opal_deploy.runtime.devices import CPU_BATCH, GPU_BATCH
 
@@ -52,6 +53,19 @@ class ActorPlan:
 
     def __str__(self) -> str:
         return f"a GPU and {self.cpus} CPUs" if self.gpus else f"{self.cpus} CPUs"
+
+
+def check_ray_options(options: InferOptions) -> None:
+    """Raise UsageError for options that contradict `ray`."""
+    if options.ray is None and options.ray_cpus is not None:
+        raise UsageError("--ray-cpus without --ray: it is the size of a Ray actor; give --ray local, auto or HOST:PORT")
+    if options.ray is not None and options.device != "auto":
+        raise UsageError(
+            f"--device {options.device} with --ray: every actor has one GPU, or with --ray-cpus N that many CPUs; "
+            "leave out --device"
+        )
+    if options.ray is not None and options.every is not None:
+        raise UsageError("--every with --ray: videos are decoded on one machine; leave out --ray")
 
 
 @contextmanager
@@ -129,12 +143,10 @@ def list_nodes() -> list[Node]:
 
 
 def plan_actors(nodes: list[Node], cpus: int | None) -> ActorPlan:
-    """Return the size of the actors for a cluster's nodes; raise UsageError if no node has room for one.
+    """Return the size of the actors; raise UsageError if no node has room for one.
 
-    Args:
-        nodes: of the cluster.
-        cpus: cores of a CPU actor; None: one actor per GPU with its share of the cores, or without GPUs actors of four
-            cores, or of the smallest node's.
+    `cpus`: cores of a CPU actor; None: one actor per GPU with its share of the cores, or without GPUs actors of four
+    cores, or of the smallest node's.
     """
     largest = max((node.cpus for node in nodes), default=0)
     with_gpu = [node for node in nodes if node.gpus and node.cpus]

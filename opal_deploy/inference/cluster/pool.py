@@ -107,11 +107,7 @@ class ActorPool:
         self._nodes: list[Node] = []
 
     def maintain(self) -> None:
-        """Start actors where there is room.
-
-        Raises:
-            StoppedEarly: there is no actor, and none starts on any node, or no node had room for a minute.
-        """
+        """Start actors where there is room; raise StoppedEarly if none starts, or there is no room for a minute."""
         now = time.monotonic()
         if now - self._listed >= _LIST_SECONDS:
             self._nodes, self._listed = list_nodes(), now

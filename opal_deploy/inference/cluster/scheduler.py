@@ -60,9 +60,8 @@ _WAIT_SECONDS = 0.2
 class Scheduler:
     """Has chunks computed by the actors of a pool; used by one thread.
 
-    A chunk whose actor died is retried once, as the only chunk of an actor: any others of the dead actor succeed, and a
-        chunk
-    that kills again is the cause. It is halved until a single image is left.
+    A chunk whose actor died is retried once, as the only chunk of an actor. A chunk that kills again is the cause; it
+    is halved until a single image is left.
     """
 
     def __init__(
@@ -96,11 +95,9 @@ class Scheduler:
         self.num_retried = 0
 
     def run(self) -> Iterator[Sequence[Record]]:
-        """Yield the records of one chunk after the other.
+        """Yield the records of one chunk after the other; raise StoppedEarly if no actor starts or several fail.
 
-        Raises:
-            StoppedEarly: no actor starts, or several fail in a row.
-            OpalError: the chunks raised it, after all records before were yielded; or a node cannot take part.
+        An OpalError of the chunks is raised after all records before it.
         """
         while True:
             self._pool.maintain()

@@ -32,17 +32,11 @@ class SlotLayout:
 class PixelSlots:
     """The slots of one decoder pool; every method may be called from any thread.
 
-    Attributes:
-        layout: for the processes that write into the slots; None if they are not shared.
-        pixels: uint8 [slots, rows, H0, W0, 3].
+    `pixels` is uint8 [slots, rows, H0, W0, 3]; `layout` finds it in other processes, None if they do not share it.
     """
 
     def __init__(self, slots: int, rows: int, input_size: tuple[int, int], *, shared: bool) -> None:
-        """Create `slots` slots of `rows` images; memory is allocated on first use.
-
-        Raises:
-            MemoryError: they do not fit into memory. StoppedEarly: memory cannot be shared.
-        """
+        """Create `slots` slots of `rows` images, allocated on first use; raise MemoryError or StoppedEarly."""
         shape = (slots, rows, *input_size, 3)
         self.layout: SlotLayout | None = None
         if shared:

@@ -63,10 +63,7 @@ class WorkerTimeout(Exception):
 
 
 class WorkerProcess:
-    """A process that answers one group of requests at a time.
-
-    It is used by one thread at a time; any may call `kill_if_overdue` and `extend_limit`.
-    """
+    """A process that answers one group of requests at a time, for one thread at a time."""
 
     def __init__(self, files: Sequence[int] = ()) -> None:
         """Start the process, which inherits the descriptors `files`; raise StoppedEarly if it cannot be started."""
@@ -109,11 +106,7 @@ class WorkerProcess:
             os.close(descriptor)
 
     def wait_until_ready(self, config: WorkerConfig) -> None:
-        """Send the configuration and wait until requests can be sent.
-
-        Raises:
-            StoppedEarly: the process ended, or took too long.
-        """
+        """Send the configuration and wait until requests can be sent; raise StoppedEarly if that fails."""
         self._group_size, self._deadline = 1, time.monotonic() + _START_SECONDS
         ready: bytes | None = b""
         with contextlib.suppress(OSError):

@@ -51,13 +51,7 @@ class Task(Protocol):
     """
 
     def __call__(self, request: Any, timer: StageTimer, claim: Callable[[int], None]) -> Response:
-        """Answer one request.
-
-        Args:
-            request: what `ProcessPool.call` was given.
-            timer: receives the times of the stages.
-            claim: waits until the parent grants so many pixels, until the end of the request.
-        """
+        """Answer a request of `ProcessPool.call`; `claim` waits until the parent grants so many pixels."""
         ...
 
 
@@ -195,12 +189,9 @@ def _resident_bytes() -> int:
 
 
 def create_shared_memory(size: int) -> int:
-    """Return the descriptor of `size` bytes of zeros; close it once it is mapped and passed on.
+    """Return the descriptor of `size` bytes of zeros; close it once it is mapped and passed on; raise StoppedEarly.
 
     Memory is allocated on first write. It is not in /dev/shm, which is small in containers.
-
-    Raises:
-        StoppedEarly: the system refuses it, as under a limit on the size of files (ulimit -f).
     """
     try:
         descriptor = _create_unnamed_file()

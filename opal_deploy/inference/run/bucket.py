@@ -69,12 +69,7 @@ class BucketRunDirectory(RunDirectory):
             self._upload = self._thread.submit(self._upload_parts, (self.root / RESULTS).stat().st_size)
 
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
-        """Upload what is missing, and last summary.json; return its document.
-
-        Raises:
-            StoppedEarly: the bucket refuses it, or another process writes to this run.
-            UsageError: the local directory cannot be written to.
-        """
+        """Upload what is missing, and last summary.json; return its document; raise StoppedEarly or UsageError."""
         document = super().write_summary(summary, context, stopped)
         if self._upload is not None:
             self._upload.result()
@@ -146,11 +141,7 @@ def _part_name(first: int) -> str:
 def acquire_bucket_run_dir(
     remote: RemoteFile, config: RunConfig, *, resume: bool, overwrite: bool
 ) -> Iterator[RunDirectory]:
-    """Yield a run directory in a bucket; see `acquire_run_dir`.
-
-    Raises:
-        UsageError: it holds another run, or cannot be read. StoppedEarly: it cannot be written to.
-    """
+    """Yield a run directory in a bucket; see `acquire_run_dir`; raise StoppedEarly if it cannot be written to."""
     with TemporaryDirectory(prefix="opal-deploy-run-") as folder:
         root = Path(folder)
         try:

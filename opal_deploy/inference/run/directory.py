@@ -86,10 +86,7 @@ class RunDirectory:
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
         """Write summary.json, and return its document; raise UsageError if that fails.
 
-        Args:
-            summary: the counts.
-            context: model, runtime and command.
-            stopped: why the run ended before its images did; None if it did not.
+        `context` has model, runtime and command; `stopped` is why the run ended before its images did.
         """
         document = {
             "schema": SCHEMA,

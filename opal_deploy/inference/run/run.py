@@ -16,9 +16,8 @@ from typing import Any
 
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.executor import predict_batches, release_each
-from opal_deploy.inference.run.drawing import Drawer, Thumbnails, prepare_folders
+from opal_deploy.inference.run.drawing import Drawer, ReportOptions, Thumbnails, prepare_folders, write_report
 from opal_deploy.inference.run.interrupt import Interrupt
-from opal_deploy.inference.run.report import ReportOptions, write_report
 from opal_deploy.inference.run.results import RecordWriter, ResumePoint, load_resume_point, read_records
 from opal_deploy.inference.run.summary import ErrorLimit, Summary
 from opal_deploy.inference.run_files import RESULTS

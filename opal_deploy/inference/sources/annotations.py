@@ -101,11 +101,7 @@ class Boxes:
         return len(self._boxes)
 
     def find(self, path: str) -> Box:
-        """Return the crop (x0, y0, x1, y1) of the image at `path`, in pixels of the oriented image.
-
-        Raises:
-            ImageError: `no_box`: the file has none, or several candidates.
-        """
+        """Return the crop (x0, y0, x1, y1) of the image at `path`, in pixels; raise ImageError (`no_box`)."""
         names = self._boxes.matches(path.removesuffix(PurePosixPath(path).suffix) if self._by_stem else path)
         if len(names) != 1:
             why = "no box" if not names else f"{len(names)} boxes ({names[0]}, {names[1]}, ...)"

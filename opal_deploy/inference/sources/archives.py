@@ -29,11 +29,7 @@ def is_archive_name(name: str) -> bool:
 
 
 def archive_items(archive: Location, skipped: Skipped) -> Iterator[InputImage]:
-    """Yield an archive's images in its order, then an image with an error if it is damaged or has none.
-
-    Raises:
-        StoppedEarly: the storage does not answer.
-    """
+    """Yield an archive's images in order, then an image with an error if it is damaged or empty; raise StoppedEarly."""
     if archive.name.lower().endswith(_UNSUPPORTED_SUFFIXES):
         message = "an archive of this kind is not read; expected .tar, .tar.gz, .tar.bz2, .tar.xz or .zip"
         yield container_error(archive, "unsupported_archive", message)

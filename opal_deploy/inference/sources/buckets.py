@@ -44,12 +44,7 @@ def check_input(text: str, list_mark: str) -> None:
 
 
 def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[InputImage]:
-    """Yield the images of a URL: a file, an archive, a folder or a glob.
-
-    Raises:
-        UsageError: the scheme is not supported. MissingExtra: its package is not installed.
-        StoppedEarly: the bucket does not answer.
-    """
+    """Yield the images of a URL: a file, an archive, a folder or a glob; raise StoppedEarly if it does not answer."""
     file = RemoteFile.parse(url)
     try:
         if is_bucket_url(url) and has_magic(url) and not _is_there(file):

@@ -32,11 +32,7 @@ _HEADER_SLACK, _MAX_AHEAD = 1024, 64 << 20
 def open_archive(
     archive: Location, fingerprint: FileFingerprint | None = None, read_ahead: int = READ_AHEAD_BYTES
 ) -> BinaryIO:
-    """Open an archive; a remote one is read by ranges of at least `read_ahead` bytes.
-
-    Raises:
-        ImageError: `not_found`, `not_a_file` or `unreadable`, also if its fingerprint is no longer `fingerprint`.
-    """
+    """Open an archive, a remote one by ranges of at least `read_ahead` bytes; raise ImageError if it has changed."""
     if not isinstance(archive, Path):
         return replace(archive, fingerprint=fingerprint or archive.fingerprint).open_ranges(read_ahead)
     stream = open_file(archive)
@@ -104,12 +100,7 @@ class ByteRange:
     crc: int | None = None
 
     def open(self) -> BinaryIO:
-        """Return the checked bytes as a seekable stream in memory.
-
-        Raises:
-            ImageError: `truncated_image`, `corrupt_image`, or as `open_archive`.
-            OSError: reading failed.
-        """
+        """Return the checked bytes as a stream in memory; raise ImageError or OSError if that is impossible."""
         # one request gets the header and all bytes of a zip's member
         ahead = self.length + _HEADER_SLACK if self.zipped else 1
         with open_archive(self.path, self.fingerprint, min(ahead, _MAX_AHEAD)) as stream:

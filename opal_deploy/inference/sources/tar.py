@@ -48,10 +48,7 @@ _CHUNK = 1 << 20
 
 
 class _HeaderReader:
-    """The stream from which `TarFile` reads headers.
-
-    `TarFile.next` returns None at the end and for a damaged header; the last block read tells which.
-    """
+    """The stream from which `TarFile` reads headers; `last_block` tells the end of the tar from a damaged header."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -72,11 +69,7 @@ def _open_tar(reader: _HeaderReader) -> tarfile.TarFile:
 
 
 def is_tar(stream: BinaryIO, decompress: Decompressor | None) -> bool:
-    """Return whether a stream is a tar after decompression.
-
-    Raises:
-        ImageError: `unreadable`: the storage failed.
-    """
+    """Return whether a stream is a tar after decompression; raise ImageError if it cannot be read."""
     try:
         _open_tar(_HeaderReader(_decompressed(stream, decompress)))
     except ImageError:
@@ -92,11 +85,7 @@ def _decompressed(stream: BinaryIO, decompress: Decompressor | None) -> BinaryIO
 
 
 def _tar_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield every member's header, also those of further tars after the end of the first.
-
-    Raises:
-        ArchiveError: a header is damaged or missing.
-    """
+    """Yield every member's header, also those of further tars after the end of the first; raise ArchiveError."""
     start: int | None = 0
     while start is not None:
         yield from _members_from(stream, start)
@@ -218,11 +207,7 @@ class _LinkTargets:
         fingerprint: FileFingerprint,
         spool: IO[bytes] | None,
     ) -> None:
-        """Read the tar at `archive`; linked images of a compressed tar are kept in the temporary file `spool`.
-
-        Raises:
-            ImageError: `unreadable`: the tar changed.
-        """
+        """Read the tar at `archive`; `spool` keeps linked images of a compressed tar; raise ImageError."""
         self._archive, self._fingerprint = archive, fingerprint
         self._links: dict[str, Link] = {}
         # the target at each path; a hard link keeps the one that existed when it was made

@@ -96,8 +96,7 @@ class FrameReader:
 
         Args:
             max_pixels: width times height above which a video is refused.
-            isolate: decode in a process, so that a decoder that crashes or hangs costs one video.
-            timeout: seconds without progress, with `isolate`; None: no limit.
+            isolate, timeout: decode in a process, with a limit of seconds without progress; None: no limit.
         """
         self._task, self._timeout = FrameTask(max_pixels), timeout
         self._pool = ProcessPool(1, self._task, timeout) if isolate else None
@@ -199,11 +198,7 @@ def parse_frame_name(name: str) -> FrameName | None:
 
 
 def check_video_input(text: str, sampling: Sampling | None) -> None:
-    """Refuse an input that is a video on a server, or without a choice of frames.
-
-    Raises:
-        UsageError: the input is refused. MissingExtra: PyAV is not installed.
-    """
+    """Raise UsageError for a video on a server, or without a choice of frames, and MissingExtra without PyAV."""
     frame = parse_frame_name(text)
     if frame is not None:
         require_pyav()
@@ -216,10 +211,7 @@ def check_video_input(text: str, sampling: Sampling | None) -> None:
 
 
 def expand_videos(items: Iterable[InputImage], options: VideoOptions) -> Iterator[InputImage]:
-    """Yield the images, with the chosen frames in place of each video.
-
-    A damaged video is an image with an error after its good frames.
-    """
+    """Yield the images, with the chosen frames in place of each video, after them an error if it is damaged."""
     with options.open_reader() as reader:
         for item in items:
             if item.error is not None or not isinstance(item.source, Path):
