@@ -84,10 +84,10 @@ def predict_batches(
     requests = itertools.chain(itertools.repeat(_PADDING, padding), until_error(requests, errors))
     predictors = [BatchPredictor(session, options, timer, print_message) for session in sessions]
     in_flight = sum(predictor.depth for predictor in predictors)
-    # every worker has a group in work, and every session its next batch
+    # every worker has a group in flight, and every session its next batch
     ahead = -(-options.workers * group_size(options.batch, options.workers) // options.batch) + len(sessions) - 1
     if options.keep_images:
-        # they take megabytes each, and drawing them takes far longer than predicting: one batch is drawn while the next
+        # they take megabytes each, and drawing takes far longer than predicting: one batch is drawn while the next
         # is decoded, and no other waits
         in_flight, ahead = 0, -(-options.workers // options.batch)
     # those being decoded, those of the sessions, and the one whose results are being built
@@ -107,7 +107,7 @@ def predict_batches(
             lambda: timer.waiting("pictures"),
         )
         predicted = prefetch(
-            # a loop's variable, and the tuples of zip, would hold the last batch's images
+            # a loop variable or the tuples of zip would hold the last batch's images
             map(SessionRunner.submit, itertools.cycle(runners), prepared),
             in_flight,
             lambda: timer.waiting("session"),
@@ -116,7 +116,7 @@ def predict_batches(
             results = predictor.build_results(batch.images, batch.pixels, outputs)[padding:]
             padding = 0
             batch.release()
-            # nothing but the results holds the images while they are drawn
+            # only the results hold the images while they are drawn
             del batch
             if results:
                 yield results
@@ -178,7 +178,7 @@ class SessionRunner:
                 self._collect()
             elif not self._left and job[1].set_running_or_notify_cancel():
                 self._begin(*job)
-            # its images may be drawn, and go, before the next one comes
+            # its images may be drawn and freed before the next job arrives
             job = ()
         while self._in_flight:
             self._collect()
@@ -191,7 +191,7 @@ class SessionRunner:
             return
         self._in_flight.append((handle, batch, future))
         while handle is None and self._in_flight:
-            # it runs alone, after those before it
+            # it runs by itself, after those before it
             self._collect()
 
     def _collect(self) -> None:
@@ -241,7 +241,7 @@ def prefetch(
     try:
         for future in until_error(futures, errors):
             pending.append(future)
-            # its result may be large, and is nobody's once it was yielded
+            # its result may be large, and must be freed after it was yielded
             del future
             if len(pending) > distance:
                 yield first_result()

@@ -143,7 +143,7 @@ def _prepare(
     images: StrPath | Sequence[StrPath], model: StrPath | Model | None, options: InferOptions, stack: ExitStack
 ) -> _Job:
     """Check the call, open the model and find the first image; nothing is written."""
-    # everything that the call may have wrong is checked before the model is loaded
+    # everything is checked before the model is loaded
     texts = [os.fspath(image) for image in ([images] if isinstance(images, str | os.PathLike) else images)]
     inputs = Inputs.read(texts, options)
     tables = check_formats(options.formats)
@@ -206,7 +206,7 @@ class _Job:
 
     def __post_init__(self) -> None:
         self.skipped = Skipped()
-        # raises where there is no image
+        # raises if there is no image
         self.images = self.inputs.find_images(self.skipped)
 
     def compile(self) -> None:
@@ -237,7 +237,7 @@ class _Job:
             "shard": "{}/{}".format(*inputs.shard) if inputs.shard[1] > 1 else None,
             "recursive": options.recursive,
             **self.sheets.config,
-            # its arithmetic is another, and on a GPU half precision
+            # its arithmetic differs, and on a GPU it is half precision
             **({"runtime": options.runtime} if options.runtime == "compiled" else {}),
             **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
         }
@@ -316,7 +316,7 @@ class _Job:
         evidence = describe_evidence(path, metadata)
         if evidence:
             options.log(f"Evidence: {evidence}")
-            # the report may be handed on, and its reader has the model elsewhere
+            # the report may be passed on, and its reader has the model elsewhere
             evidence = describe_evidence(Path(path.name), metadata)
         facts = report_facts(path, metadata, self.backend.description, self._format_command(short=True))
         return ReportOptions(

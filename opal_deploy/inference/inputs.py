@@ -89,7 +89,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-# the thread gives way to the ones that work after so many images, for so many seconds
+# after so many images the thread pauses for so many seconds, in favour of the others
 _CHUNK, _PAUSE = 256, 0.005
 
 

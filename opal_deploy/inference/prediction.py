@@ -54,7 +54,7 @@ class BatchPredictor:
         self._pipelined = session if isinstance(session, PipelinedSession) else None
         self.depth = 1 if self._pipelined is None else self._pipelined.depth
         self._max_batch = options.batch
-        # a session whose outputs do not depend on the batch's size needs no filling up; ONNX Runtime's CPU kernels do
+        # only a session whose outputs depend on the batch size, as ONNX Runtime's on a CPU, needs full batches
         self._fixed_batch = options.fixed_batch and not getattr(session, "batch_invariant", False)
         self._announce_batch_size()
         self._in_flight = 0
@@ -112,7 +112,7 @@ class BatchPredictor:
         try:
             return session.submit(batch)
         except (OutOfMemory, MemoryError):
-            # `run` meets it again, and goes on with smaller batches
+            # `run` meets it again, and continues with smaller batches
             self._count_collected()
             return None
         except BaseException:
@@ -155,7 +155,7 @@ class BatchPredictor:
         return rows
 
     def _announce_batch_size(self) -> None:
-        # a batch that is filled up here already needs no filling up by its session
+        # a batch that is filled up here must not be filled up by the session, too
         if self._fixed_batch and isinstance(self._session, PaddingSession):
             self._session.add_batch_size(self._max_batch)
 
@@ -228,6 +228,6 @@ def _frame_place(request: InputImage) -> FramePlace | None:
     return None if request.frame is None else FramePlace(request.frame.index, request.frame.seconds)
 
 
-# a session is used by one predictor at a time
+# only one predictor at a time uses a session
 _LOCKS: WeakKeyDictionary[Session, FairSemaphore] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()

@@ -10,11 +10,11 @@ from opal_deploy.errors import StoppedEarly
 from opal_deploy.storage.buckets import write_bytes
 from opal_deploy.storage.files import RemoteFile
 
-# what the run is, its records, what came of it, and the page that shows it
+# options, records, counts, and the HTML page
 RUN, RESULTS, SUMMARY, REPORT = "run.json", "results.jsonl", "summary.json", "report.html"
-# folders of drawings, and, of a run in a bucket that is not finished, of its records
+# folders of drawings, and of the records of an unfinished run in a bucket
 OVERLAYS, SHEETS, PARTS = "overlays", "sheets", "parts"
-# no folder holds millions of files: from the ten-thousandth image on they lie in subfolders
+# from the ten-thousandth image on, files are in subfolders, so that no folder holds millions
 FILES_PER_FOLDER = 10_000
 
 _SUFFIXES = {OVERLAYS: ".jpg", SHEETS: ".png"}
@@ -75,7 +75,7 @@ def remove_image_files(out: Path, kind: str, first: int = 0) -> None:
     suffix = re.escape(_SUFFIXES[kind])
     numbered = [path for path in root.iterdir() if re.fullmatch(r"\d{4,}", path.name) and path.is_dir()]
     for folder in (root, *numbered):
-        # the others hold only earlier images
+        # the other folders hold only earlier images
         if folder is not root and int(folder.name) < first // FILES_PER_FOLDER:
             continue
         for path in folder.iterdir():

@@ -34,7 +34,7 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session, check_batch, pinned
 
 T = TypeVar("T")
-# stands for an image that came as pixels, of which no record is built
+# stands for an image that came as pixels and gets no record
 _PIXELS = Prepared(InputImage(None, b""))
 
 
@@ -116,7 +116,7 @@ class Service:
         self._ready: queue.SimpleQueue[_Image | None] = queue.SimpleQueue()
         predictors = [BatchPredictor(session, options, timer, log) for session in sessions]
         with ExitStack() as stack:
-            # per session the batches in flight, and the one that is being gathered
+            # per session the batches in flight and the one being gathered
             count = sum(predictor.depth + 1 for predictor in predictors)
             self._slots = PixelSlots(count, options.batch, self.metadata.input_size, shared=False)
             for session in sessions:
@@ -252,7 +252,7 @@ class Service:
 
     def _gather(self, wait: bool) -> list[_Image]:
         if not wait and self._ready.qsize() < self._batch:
-            # the device is busy, so that the batch may as well grow
+            # the device is busy, so let the batch grow
             raise queue.Empty
         images: list[_Image] = []
         deadline = 0.0

@@ -76,7 +76,7 @@ def find_default_model(device: str, runtime: RuntimeName = "auto", log: Log = lo
     from opal_deploy.runtime.select import find_model, find_newest_run
     from opal_deploy.runtime.tensorrt import find_incompatibility_here
 
-    # of several devices the first stands for all: a session refuses devices of another kind
+    # the first device decides: a session refuses devices of different kinds
     number = device.split(",")[0].rpartition(":")[2]
     index = int(number) if number.isdigit() else 0
 

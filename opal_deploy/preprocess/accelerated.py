@@ -28,7 +28,7 @@ def decode_jpeg(data: bytes, at_least: tuple[int, int] | None = None) -> Image.I
     if simplejpeg is None:
         return None
     height, width = at_least or (0, 0)
-    # between the whole and a half, decoding to a part takes longer than decoding everything
+    # between half and full size, scaled decoding takes longer than decoding everything
     factor = 2.0 if at_least else 1.0
     try:
         # strict: a warning of the decoder is an error, which Pillow may judge in its own way
@@ -49,7 +49,7 @@ def resize(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8] | Non
     if library is None or size[0] >= image.width:
         return None
     if not hasattr(_thread_local, "resizer"):
-        # one a thread, since it keeps buffers
+        # one per thread, since it keeps buffers
         bilinear = library.ResizeAlg.convolution(library.FilterType.bilinear)
         _thread_local.resizer = library.Resizer(), library.ResizeOptions(resize_alg=bilinear, use_alpha=False)
     resizer, options = _thread_local.resizer

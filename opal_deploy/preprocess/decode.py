@@ -86,7 +86,7 @@ def parse_decoding(text: str) -> Decoding:
     return Decoding(text)
 
 
-# whatever can be decoded, and what of it has to be opened first; a text is a path or a URL
+# whatever can be decoded, and the part of it that has to be opened first; a str is a path or a URL
 Source: TypeAlias = str | Path | bytes | FileSource | Image.Image | NDArray[np.uint8]
 PathOrSource: TypeAlias = Path | FileSource
 
@@ -98,7 +98,7 @@ def open_file(source: PathOrSource) -> BinaryIO:
             return source.open()
         mode = source.stat().st_mode
         if not stat.S_ISREG(mode):
-            # a named pipe would block for ever
+            # a named pipe would block forever
             raise ImageError("not_a_file", "it is a folder, a pipe or a device, not a file")
         return source.open("rb")
     except FileNotFoundError:
@@ -221,7 +221,7 @@ def _open_image(stream: BinaryIO) -> Image.Image:
         try:
             import pi_heif
         except ImportError:
-            # the error will name what to install
+            # the error will say what to install
             raise UnidentifiedImageError from None
         return cast(Image.Image, pi_heif.HeifImageFile(stream))
 

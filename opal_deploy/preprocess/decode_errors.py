@@ -27,7 +27,7 @@ _IS_UNSUPPORTED = re.compile(
 _SAYS_NOTHING = re.compile(
     r"decoder error|broken data stream|cannot (load|parse) this image|not an? \S+ file|not identified|negative seek"
 )
-# what these say is about Python's objects, not about the file
+# their texts are about Python objects, not about the file
 _TEXTS_OF_PYTHON = (struct.error, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, UnicodeError)
 # two bytes, or a few small numbers: other files begin like that too
 _WEAK_SIGNATURES = ("DIB", "GBR", "PCX", "PPM", "XBM")
@@ -67,7 +67,7 @@ def decode_error(error: Exception, stream: BinaryIO | None, image: Image.Image |
         return _too_many_pixels(error, max_pixels)
     if isinstance(error, MemoryError):
         return ImageError("too_many_pixels", "it needs more memory than there is; lower --max-pixels")
-    # a source that cannot be read again explains nothing more
+    # a source that cannot be read again gives no further explanation
     with contextlib.suppress(Exception):
         if stream is not None and image is None:
             return _unopened(stream, error)
@@ -89,7 +89,7 @@ def is_heic(stream: BinaryIO) -> bool:
 
 
 def _classify(error: Exception, name: str | None) -> ImageError:
-    # Pillow raises some once more as a SyntaxError
+    # Pillow re-raises some as a SyntaxError
     cause = error.__cause__ if str(error.__cause__) == str(error) else error
     of_python = isinstance(cause, _TEXTS_OF_PYTHON)
     text = "" if of_python else str(error).removesuffix(" when reading image file").strip(" .")

@@ -18,10 +18,10 @@ from opal_deploy.preprocess import accelerated
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.preprocess.geometry import Geometry
 
-# of an image that is drawn on: what a screen shows and an image in flight may cost, whatever the shape of the file
+# limits of an image to draw on: enough for a screen, and bounded memory per image in flight
 MAX_DISPLAY_PIXELS, MAX_DISPLAY_SIDE = 2_000_000, 4096
 
-# a filter has two weights of 8 bytes for each pixel of a side: of a longer one, whole pixels are averaged first
+# a filter has two 8-byte weights per pixel of a side: on a longer side, whole pixels are averaged first
 _MAX_SIDE = 1_000_000
 
 

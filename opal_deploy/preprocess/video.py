@@ -213,7 +213,7 @@ def _open(file: BinaryIO) -> InputContainer:
 def _find_stream(container: InputContainer, max_pixels: int) -> VideoStream:
     from av.stream import Disposition
 
-    # the cover of a piece of music is a video stream too
+    # album covers are video streams, too
     streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
     if not streams:
         raise ImageError("no_frames", "it has no video, perhaps only sound")
@@ -228,7 +228,7 @@ def _find_stream(container: InputContainer, max_pixels: int) -> VideoStream:
         )
     # frames of another size than the header's come before anything else could refuse them
     stream.codec_context.options = {"max_pixels": str(max_pixels)}
-    # with several, the last frame of a video that was cut was marked as damaged in 14 readings of 15
+    # with several threads, the last frame of a cut video was marked as damaged in 14 of 15 readings
     stream.codec_context.thread_count = 1
     return stream
 
@@ -333,7 +333,7 @@ class _Converter:
             why = f"its pixels ({frame.format.name}) are not converted to RGB"
             raise ImageError("unsupported_video", why) from None
         if self._rotation != frame.rotation:
-            # not of each frame: a frame whose side data was read is freed by the garbage collector alone
+            # not for each frame: only the garbage collector frees a frame whose side data was read
             self._rotation, self._matrix = frame.rotation, _read_display_matrix(frame)
         return np.ascontiguousarray(_turn(pixels, self._matrix)) if self._matrix else pixels
 

@@ -19,7 +19,7 @@ from opal_deploy.storage.files import FileFingerprint, RemoteFile
 from opal_deploy.storage.filesystem import open_filesystem, response_code, retry
 from opal_deploy.storage.urls import is_bucket_url
 
-# the most that S3 gives at a time
+# S3's maximum per request
 _PAGE_NAMES = 1000
 
 _MAGIC = re.compile(r"[*?[]")
@@ -121,7 +121,7 @@ def expand_glob(pattern: RemoteFile) -> Iterator[tuple[str, RemoteFile]]:
 # are in memory
 _REMOVED_AT_ONCE = 1000
 _PIECE_BYTES, _PIECES = 32 << 20, 2
-# a large file that failed is sent again from its beginning
+# a failed upload restarts from the beginning
 _UPLOAD_PATIENCE_SECONDS = 900.0
 
 

@@ -16,9 +16,9 @@ from opal_deploy.storage.urls import is_bucket_url, is_url, parse_scheme, redact
 
 # a file up to this size is read at once
 MAX_WHOLE_BYTES = 64 << 20
-# of a part of a file, so that the next small read is answered from memory
+# read ahead in a range, so that the next small read comes from memory
 READ_AHEAD_BYTES = 1 << 20
-# what storages call the version of an object: another value, another content
+# storages' names for the version of an object: another value, another content
 _VERSIONS = ("ETag", "etag", "generation", "LastModified", "Last-Modified", "last_modified", "updated", "mtime")
 _CHANGED = "it was changed while it was read"
 
@@ -152,7 +152,7 @@ class RemoteFile:
             data = retry(lambda: _get_s3_range(filesystem, self.url, start, end, version))
         else:
             data = self._read_range(start, end)
-            # the version after the read is that of the bytes: an older one never comes back
+            # the version after the read is that of the bytes, since older versions never return
             if self.read_fingerprint() != self.fingerprint:
                 raise ImageError("unreadable", _CHANGED)
         if len(data) != end - start:
@@ -209,7 +209,7 @@ def _get(filesystem: Any, url: str, limit: int, start: int | None = None) -> byt
 
     options = dict(filesystem.kwargs)
     if start is not None:
-        # a part of what is compressed on its way would be another part
+        # a range of a compressed transfer would be another range
         part = {"Range": f"bytes={start}-{start + limit - 1}", "Accept-Encoding": "identity"}
         options["headers"] = {**options.get("headers", {}), **part}
 
@@ -218,7 +218,7 @@ def _get(filesystem: Any, url: str, limit: int, start: int | None = None) -> byt
         async with session.get(filesystem.encode_url(url), **options) as response:
             response.raise_for_status()
             if start and response.status != 206:
-                # it sends the file from its beginning, however long that is
+                # it sends the file from its beginning
                 raise ImageError("unreadable", "the server gives no parts of files; download it first")
             pieces, size = [], 0
             async for piece in response.content.iter_any():

@@ -21,12 +21,12 @@ from opal_deploy.storage.urls import parse_scheme, redact
 
 T = TypeVar("T")
 
-# an operation that fails for the moment is repeated for so long after it was begun, with waits that double
+# how long temporary failures are retried, with waits that double
 PATIENCE_SECONDS = 20.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 5.0
-# until a connection is there, and between two pieces of an answer
+# until the connection is open, and between two parts of a response
 _CONNECT_SECONDS, _READ_SECONDS = 5, 15
-# of aiohttp, botocore, azure-core and fsspec, none of which is imported only to name its errors
+# classes of aiohttp, botocore, azure-core and fsspec, by name so that these are not imported
 _LOST_CONNECTIONS = frozenset(
     ["EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "HTTPClientError", "ResponseParserError",
      "ConnectionClosedError", "IncompleteReadError", "ClientConnectionError", "ClientPayloadError", "FSTimeoutError",
@@ -34,7 +34,7 @@ _LOST_CONNECTIONS = frozenset(
 )  # fmt: skip
 _BUSY_ERRNOS = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))
 
-# by process, so that the child of a fork opens its own, and scheme
+# by process, so that a fork opens its own, and by scheme
 _filesystems: dict[tuple[int, str], Any] = {}
 _lock = threading.Lock()
 
@@ -55,7 +55,7 @@ def open_filesystem(url: str) -> Any:
             except Exception as error:  # as in `retry`: no account, no credentials
                 raise to_image_error(error) from None
             if hasattr(filesystem, "call_s3"):
-                # `retry` and botocore repeat what failed; a third loop inside would multiply the time that it takes
+                # `retry` and botocore retry already; a third loop would multiply the time
                 filesystem.retries = 1
             _filesystems[key] = filesystem
         return _filesystems[key]
@@ -68,7 +68,7 @@ def _silence_libraries() -> None:
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    # a listing that is remembered would hide what changed; fsspec caches a file system for each thread
+    # a cached listing would hide changes; fsspec caches one file system per thread
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme in ("s3", "s3a"):
         from fsspec.config import conf
@@ -83,7 +83,7 @@ def _options(scheme: str) -> dict[str, Any]:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
-        # trust_env: proxies of the environment. URLs stay as they are given: a signature is over the very characters
+        # trust_env: proxies from the environment. URLs stay as given: a signature covers the exact characters
         options |= {"client_kwargs": {"timeout": timeout, "trust_env": True}, "encoded": True}
     return options
 
@@ -128,7 +128,7 @@ def response_code(error: BaseException) -> tuple[int | None, str]:
 
 def is_temporary(error: BaseException) -> bool:
     """Return whether the same operation may succeed soon: throttling, an internal error, a lost connection."""
-    # first of all these: what broke off has an HTTP status too, of an answer that there never was
+    # first: a broken connection may have an HTTP status, too, of a response that never arrived
     if not _class_names(error).isdisjoint(_LOST_CONNECTIONS):
         return True
     status, code = response_code(error)
@@ -149,7 +149,7 @@ def _class_names(error: BaseException) -> set[str]:
 
 
 def _one_line(error: BaseException) -> str:
-    # what botocore finds wrong with a name stands behind the first line
+    # botocore describes an invalid name after the first line
     return first_line(Exception(" ".join(str(error).split()) or type(error).__name__))
 
 

@@ -11,7 +11,7 @@ from opal_deploy.errors import UsageError, require
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _USERINFO = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/?#@\s]*@")
 _HTTP_QUERY = re.compile(r"(?i)(\bhttps?://[^\s?#'\"]*)\?([^\s#'\"]*)(#[^\s'\"]*)?")
-# parameters of signed URLs (AWS, Google, Azure, CloudFront) and of others that let in whoever has the URL
+# parameters of signed URLs (AWS, Google, Azure, CloudFront) and others that grant access
 _SECRET = re.compile(
     r"(?i)x-amz-|x-goog-|sig|token|key|secret|passw|pwd|pass$|auth|cred|session|jwt|policy|awsaccesskeyid|code$"
 )
@@ -54,8 +54,7 @@ def parse_scheme(url: str) -> str:
         raise UsageError(f"{redact(url)}: {name}:// is not read; {what}")
     if scheme.is_bucket and re.match(r"[^/]*:[^/]*@", url.partition("://")[2]):
         raise UsageError(
-            f"{redact(url)}: credentials inside the URL are not used; give them as the storage's own tools take them "
-            "(environment, profile, role)"
+            f"{redact(url)}: credentials inside the URL are not used; set them in the environment, a profile or a role"
         )
     if scheme.is_bucket and url.partition("://")[2][:1] in ("", "/"):
         raise UsageError(f"{url}: it names no bucket; expected {name}://BUCKET/...")
@@ -83,7 +82,7 @@ def redact(text: str) -> str:
         return match[1] if any(_SECRET.search(name) for name in names) else match[0]
 
     def without_user(match: re.Match[str]) -> str:
-        # abfs://container@account.dfs.core.windows.net is no user
+        # abfs://container@account.dfs.core.windows.net has no user
         keeps = match[1].lower().startswith(("abfs", "az")) and ":" not in match[0][len(match[1]) :]
         return match[0] if keeps else match[1]
 

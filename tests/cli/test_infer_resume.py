@@ -231,7 +231,7 @@ def test_another_run_is_refused_and_overwriting_begins_anew(begun: Infer) -> Non
     before = (out / "results.jsonl").read_bytes()
     refused = [begun("--top", "2", "--decode", "exact"), begun("--no-resume")]
     assert [done.returncode for done in refused] == [2, 2]
-    assert "out: it holds a run of its own: --top 5 there, 2 here; --decode default there, exact" in refused[0].stderr
+    assert "out: it holds another run: --top 5 there, 2 here; --decode default there, exact" in refused[0].stderr
     assert "out: it holds an unfinished run, and --no-resume was given; choose another --out" in refused[1].stderr
     assert (out / "results.jsonl").read_bytes() == before
     done = begun("--overwrite", "--max-errors", "0", "--top", "2")

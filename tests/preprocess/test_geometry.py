@@ -1,16 +1,14 @@
 """Where a cell lies on the picture: the exact inverse of orienting, cropping and squashing."""
 
-import io
 import math
 from itertools import product
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image
+from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.geometry import Geometry, compute_geometry
+from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
 
 GRID = (3, 4)
@@ -44,18 +42,6 @@ def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size, box):
         geometry = compute_geometry(Image.new("RGB", size), box)
         image = with_block(size, geometry.cell_box(row, col, GRID))
         assert brightest_cell(to_input(image, geometry, INPUT)) == (row, col)
-
-
-@pytest.mark.parametrize(("orientation", "turn"), [(3, "ROTATE_180"), (6, "ROTATE_90"), (8, "ROTATE_270")])
-def test_boxes_are_those_of_the_image_as_a_viewer_shows_it(orientation, turn):
-    geometry = Geometry.whole(400, 300)
-    stored = with_block((400, 300), geometry.cell_box(0, 2, GRID)).transpose(Image.Transpose[turn])
-    exif, stream = Image.Exif(), io.BytesIO()
-    exif[ExifTags.Base.Orientation] = orientation
-    stored.save(stream, "PNG", exif=exif)
-    shown = decode(stream.getvalue())
-    assert compute_geometry(shown) == geometry
-    assert brightest_cell(to_input(shown, geometry, INPUT)) == (0, 2)
 
 
 @pytest.mark.parametrize(

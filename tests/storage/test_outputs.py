@@ -84,7 +84,7 @@ def test_a_finished_run_is_found_replaced_and_given_tables(s3, exact_model, make
     assert len(_read(s3, "results.csv").splitlines()) == 3
     other = opal(*command, "--top", "2")
     assert other.returncode == 2
-    assert "s3://photos/run: it holds a run of its own: --top 5 there, 2 here" in other.stderr
+    assert "s3://photos/run: it holds another run: --top 5 there, 2 here" in other.stderr
     assert opal(*command, "--top", "2", "--overwrite").returncode == 0
     assert len(json.loads(_read(s3, "results.jsonl").splitlines()[0])["top"]) == 2
     assert "run/results.csv" not in _keys(s3)

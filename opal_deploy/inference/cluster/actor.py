@@ -42,7 +42,7 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import PaddingSession, pinned
 
-# chunks in work at a time
+# chunks in flight per actor
 IN_FLIGHT = 2
 
 
@@ -233,7 +233,7 @@ class ChunkActor:
             if self._decoders is None:
                 pool = self._stack.enter_context(DecoderPool(*arguments, slots=IN_FLIGHT * slots, rows=rows))
                 for session in self._sessions:
-                    # for all chunks: memory that one of them locked must not be unlocked beside another
+                    # for all chunks: one must not unlock memory that another still uses
                     self._stack.enter_context(pinned(session, pool.pixels))
                 self._decoders = pool
             # it stays open after a chunk
@@ -294,7 +294,7 @@ def _acquire(folder: Path, digests: Mapping[str, str], fetch: Callable[[], Mappi
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            # before that, another actor may have taken the folder away
+            # another actor may have removed the folder meanwhile
             if _is_same(folder, descriptor):
                 with (folder / ".lock").open("wb") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -27,7 +27,7 @@ from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InputImage
 from opal_deploy.records.record import Digests, Record, error_record
 
-# an actor that dies costs two chunks at most, and a message to an actor as much as some images
+# an actor that dies costs at most two chunks; a message costs as much as some images
 BATCHES_PER_CHUNK = 4
 _PROBE = ".visible-"
 
@@ -61,7 +61,7 @@ class RayBackend(Backend):
         files = read_model_files(self._model.path)
         digests = compute_digests(files)
         if digests[self._model.path.name] != self._model.fingerprint["sha256"]:
-            raise ArtifactError(f"{self._model.path}: it was changed since this run was begun; run again")
+            raise ArtifactError(f"{self._model.path}: it has changed since this run began; run again")
         visible = [] if self._options.atlas is None else [os.path.abspath(self._options.atlas)]
         if (head := next(requests, None)) is not None:
             requests = itertools.chain([head], requests)

@@ -19,7 +19,7 @@ from opal_deploy.runtime.devices import CPU_BATCH, GPU_BATCH
 
 LOCAL = "local"
 _CONNECT_SECONDS = 10.0
-# a CPU actor's cores, where nobody says how many: more actors of fewer cores keep these busier than fewer of more
+# default cores of a CPU actor: many small actors keep the cores busier than few large ones
 _DEFAULT_CPUS = 4
 
 
@@ -111,7 +111,7 @@ def connect(address: str) -> Iterator[None]:
         if port:
             _check_reachable(address, host, port)
         if host.startswith("127."):
-            # Ray takes this machine's outer address otherwise, at which such a cluster has no node
+            # otherwise Ray uses this machine's outer address, where such a cluster has no node
             options["_node_ip_address"] = host
     try:
         with _signal_handlers_kept():

@@ -18,12 +18,12 @@ from opal_deploy.errors import OpalError, StoppedEarly, UsageError, first_line
 from opal_deploy.inference.cluster.actor import IN_FLIGHT, ActorConfig, Chunk, ChunkActor, ChunkResult
 from opal_deploy.inference.cluster.connection import ActorPlan, Node, list_nodes
 
-# a place whose actors end before they answered anything is given up after so many
+# a node is given up after so many actors that ended without a result
 _MAX_STARTS = 3
-# without an actor and without a node to start one on, a run ends after this; a node that restarts takes its time
+# a run without actors and without room for one ends after this time; a node may take long to restart
 _PATIENCE_SECONDS = 60.0
 _LIST_SECONDS = 1.0
-# without an actor that is open, until a person is told
+# without an open actor, until a message
 _QUIET_SECONDS = 30.0
 _CLOSE_SECONDS = 10.0
 
@@ -99,10 +99,10 @@ class ActorPool:
         self.actors: list[Actor] = []
         self.statistics: dict[str, NodeStatistics] = {}
         self.num_opened = 0
-        # actors that failed without an answer in between, by node
+        # consecutive failures by node
         self._failures: Counter[str] = Counter()
         self._last_failure = ""
-        # when nodes were last listed, there was last an actor, and one that was open
+        # when nodes were last listed, and when there was last an actor, and an open one
         self._listed = self._alive = self._open = time.monotonic() - _LIST_SECONDS
         self._nodes: list[Node] = []
 
@@ -128,7 +128,7 @@ class ActorPool:
             return
         failing = [self._failures[node.key] >= _MAX_STARTS for node in self._nodes if self._plan.count_places(node)]
         if failing and all(failing):
-            raise StoppedEarly(f"actors fail on every node: {self._last_failure}; mend that and run again")
+            raise StoppedEarly(f"actors fail on every node: {self._last_failure}; fix this, then run again")
         if now - self._alive > _PATIENCE_SECONDS:
             raise StoppedEarly(
                 f"no actor is left, and none of {len(self._nodes)} nodes has room for one of {self._plan}; "
@@ -183,7 +183,7 @@ class ActorPool:
             return self._bury(actor)
         chunk = actor.chunks.pop(ref)
         if isinstance(result, OpalError):
-            # a device that was lost may be lost again, and again after that
+            # a device that was lost may be lost repeatedly
             self._count_failure(actor, str(result))
             return [(chunk.count_death(actor.node.key), result), *self._bury(actor)]
         self._failures[actor.node.key] = 0

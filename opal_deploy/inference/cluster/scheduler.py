@@ -17,7 +17,7 @@ from opal_deploy.inference.executor import until_error
 from opal_deploy.inference.types import InputImage
 from opal_deploy.records.record import Record
 
-# a chunk of members of a compressed archive, which travel as bytes, ends early
+# a chunk of members of a compressed archive, which are sent as bytes, ends early
 _MAX_BYTES = 64 << 20
 
 
@@ -51,9 +51,9 @@ def make_chunks(requests: Iterator[InputImage], first: int, size: int, batch: in
 # chunks between the first one without a result and the last one begun, per actor: those in flight and as many as it
 # does while another one is slow
 _WINDOW = 8
-# deaths with a chunk until it is halved, or, of one image, until it is the reason
+# deaths until a chunk is halved, or a single image is the cause
 _MAX_DEATHS = 2
-# signals are taken in between
+# signals are handled in between
 _WAIT_SECONDS = 0.2
 
 
@@ -85,9 +85,9 @@ class Scheduler:
         """
         self._pool, self._chunks, self._size, self._batch = pool, chunks, size, batch
         self._build_error = build_error
-        # the first image without a record, and the one behind the last chunk taken
+        # the first image without a record, and the first one after the last chunk taken
         self._head = self._taken = first
-        # results that others must come before, by the number of their first image
+        # results that wait for earlier ones, by the number of their first image
         self._finished: dict[int, tuple[int, ChunkResult | list[Record]]] = {}
         self._suspects: list[tuple[int, Chunk]] = []
         self._ended = False
@@ -120,7 +120,7 @@ class Scheduler:
             return
         self.num_retried += 1
         if isinstance(result, OpalError) and chunk.deaths >= _MAX_DEATHS:
-            # no image causes it: the disk is full, or devices are lost one after the other
+            # not caused by an image: the disk is full, or devices are lost one after the other
             raise result
         if chunk.deaths < _MAX_DEATHS:
             self._add_suspect(chunk)
@@ -138,7 +138,7 @@ class Scheduler:
         waiting: list[tuple[int, Chunk]] = []
         while self._suspects:
             first, chunk = heapq.heappop(self._suspects)
-            # an actor of its own, on another node if there is one; it gets nothing else until it is free
+            # an idle actor, on another node if possible; it gets nothing else until it is free
             actor = min(actors, key=lambda a: (a.node.key == chunk.node, len(a.chunks)), default=None)
             if actor is not None:
                 actors.remove(actor)
@@ -166,7 +166,7 @@ class Scheduler:
         try:
             chunk = next(self._chunks, None)
         except OpalError as error:
-            # those before it are answered first
+            # the records before it come first
             self._errors.append(error)
             chunk = None
         if chunk is None:

@@ -114,7 +114,7 @@ class DecoderPool:
 
         def finish(done: Future[None]) -> None:
             self._frames.release(held)
-            # dropped before it began: nothing else would ever end the future
+            # dropped before it began: nothing else would end the future
             if done.cancelled():
                 batch.future.cancel()
 

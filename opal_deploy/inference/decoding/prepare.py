@@ -114,14 +114,14 @@ def prepare(
     if options.keep_images or request.drawn:
         with timer.stage("resize"), contextlib.suppress(ImageError, MemoryError):
             if image.size != (geometry.width, geometry.height):
-                # it came at a fraction of its size, enough for the model; a person wants to see more
+                # it was decoded at a fraction of its size, enough for the model but not for a person
                 image = decode(source, max_pixels=options.max_pixels, open_file=open_timed, claim=claim)
             kept = to_display(image)
     return Prepared(request, geometry, pixels if out is None else None, kept, image_sha256=digest)
 
 
 def _without_frames(error: ImageError) -> ImageError:
-    # the frames of a traceback would keep the file's bytes in memory until the record is written
+    # a traceback would keep the file's bytes in memory until the record is written
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
 
@@ -138,7 +138,7 @@ def read_small_file(source: File, open_file: OpenFile = open_file) -> tuple[File
             raise
         except Exception:  # an archive's reader may raise anything; decoding meets it too, and says what it means
             return source, None
-        # the file is still being written, or its container is wrong about it
+        # the file is still being written, or its container states a wrong size
         if len(data) != size:
             return source, None
         source = data
@@ -252,10 +252,10 @@ class _TimedStream(io.RawIOBase):
         super().close()
 
 
-# requests that a worker has under way at a time, and bytes that it holds of images that are not decoded yet
+# per worker: requests in flight, and bytes of images that are not decoded yet
 _REQUESTS = 8
 _MAX_BYTES = 64 << 20
-# of an image that was not listed
+# assumed size of an image that was not listed
 _ASSUMED_BYTES = 4 << 20
 
 

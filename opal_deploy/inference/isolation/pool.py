@@ -25,9 +25,9 @@ from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.preprocess.decode import no_claim
 
 T = TypeVar("T")
-# makes the result of a request, given by its position, of its part of the header and of bytes read from the process
+# builds the result of the request at a position from its part of the header and from bytes read from the process
 Reader: TypeAlias = Callable[[WorkerProcess, dict[str, Any], int], T]
-# between two checks of the processes' time limits; a check that is late by more was stopped with the whole process
+# seconds between two checks of the time limits; if a check is later than this, the whole process was stopped
 _WATCH_SECONDS, _STOPPED_SECONDS = 0.1, 1.0
 # a system short of memory kills processes that did nothing wrong: the second crash is the request's fault, and the run
 # ends only where one process after the other does not start
@@ -101,7 +101,7 @@ class ProcessPool:
             try:
                 results.update(self._call_once({n: requests[n] for n in group}, read, claim))
             except (WorkerCrashed, WorkerTimeout) as failure:
-                # a process that was taken over by its file may have written any number
+                # a malicious file may have written any number
                 culprit = group.pop(min(failure.position, len(group) - 1))
                 crashes[culprit] += 1
                 if isinstance(failure, WorkerTimeout):
@@ -120,7 +120,7 @@ class ProcessPool:
         """Return the results of some requests by position."""
         process, reusable = self._idle.get(), False
         try:
-            # a process that ended between two requests is no request's fault
+            # a process that ended between two requests is not a request's fault
             if process is None or not process.is_running():
                 self._close_process(process)
                 process = self._start_process()
@@ -161,7 +161,7 @@ class ProcessPool:
                 self._timer.add(stage, wall, cpu, calls)
             return results, process.finish_response() and not header["retire"]
         except (ArithmeticError, LookupError, TypeError, ValueError):
-            # the process may have been taken over by the file that it decoded
+            # a malicious file may have taken over the process
             raise WorkerCrashed("sent an answer that makes no sense") from None
 
     def _start_process(self) -> WorkerProcess:
@@ -198,7 +198,7 @@ class ProcessPool:
             with self._lock:
                 processes = list(self._processes)
             for process in processes:
-                # by Ctrl-Z, a paused container or a cluster's scheduler, which stops the workers too
+                # by Ctrl-Z, a paused container or a cluster's scheduler, which stop the workers, too
                 if late > _STOPPED_SECONDS:
                     process.extend_limit(late)
                 else:

@@ -96,9 +96,9 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 bufsize=0,
-                # one thread is all that it needs of numpy's libraries
+                # numpy's libraries need only one thread
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                # Ctrl-C goes to everybody in the terminal's foreground, and would end it while it starts
+                # Ctrl-C goes to all foreground processes, and would end this one while it starts
                 start_new_session=True,
                 pass_fds=(descriptor, *files),
             )
@@ -200,7 +200,7 @@ class WorkerProcess:
                 return
             position = self._read_position()
             if not self._seen_position <= position < self._group_size:
-                # a decoder wrote over it, so that nobody knows any more whose time it is: a crash, which is tried again
+                # a decoder overwrote it, so the request is unknown: treated as a crash, which is retried
                 self._deadline = None
                 self._kill()
             elif position > self._seen_position and self._timeout is not None:
@@ -222,7 +222,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self._kill()
             self._process.wait()
-        # what it left behind
+        # processes that it started
         self._kill()
         self._stdout.close()
         self._stderr.close()
@@ -245,7 +245,7 @@ class WorkerProcess:
         if not hasattr(os, "killpg"):
             self._process.kill()
             return
-        # it leads a group of its own; the group's number is taken as long as any process is in it
+        # it leads a process group, whose number stays in use as long as any process is in it
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -32,7 +32,7 @@ from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 
 LENGTH = struct.Struct(">Q")
-# the position in its group of the request that is being answered
+# the position of the request in flight in its group
 POSITION = struct.Struct("<Q")
 READY = b"\x01"
 # a process that has grown by this much is replaced: an allocator does not always give memory back
@@ -75,7 +75,7 @@ def main(position_descriptor: int) -> None:
     memory_at_start = _resident_bytes()
     responses.write(READY)
     responses.flush()
-    # drop what libraries print about odd files from here on
+    # from here on, drop what libraries print about odd files
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     while size := _read_length(requests):
         group: list[Any] = pickle.loads(_read(requests, size))  # noqa: S301 (the parent wrote it)
@@ -111,12 +111,12 @@ def _build_response(
         try:
             header, parts = config.task(request, timer, claim_pixels)
         except MemoryError:
-            # this process ends, and the request is tried in another one
+            # this process ends, and another one retries the request
             raise
         except Exception:
             header, parts = {"traceback": traceback.format_exc()}, []
         if claims and number + 1 < len(group):
-            # the next one need not have what this one had
+            # the next request may need fewer pixels
             claim(0)
         headers.append(header)
         all_parts += parts
@@ -156,7 +156,7 @@ def _end_with_the_parent(requests: BinaryIO) -> None:
     hangup.register(requests.fileno(), 0)
 
     def watch() -> None:
-        # the parent's end is closed; the task may be in the middle of a request that takes for ever
+        # the parent's end is closed; the request in flight may never end
         hangup.poll()
         # with the processes that it started
         if os.getpgrp() == os.getpid():

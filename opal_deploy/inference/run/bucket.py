@@ -29,7 +29,7 @@ from opal_deploy.records.tables import TABLES, Format
 from opal_deploy.storage import buckets
 from opal_deploy.storage.files import RemoteFile
 
-# work that is lost at most when this machine is: a part is begun so long after the last one was
+# seconds between two parts: the work that is lost at most with this machine
 PART_SECONDS = 10.0
 _MAX_PART_BYTES = 32 << 20
 
@@ -81,7 +81,7 @@ class BucketRunDirectory(RunDirectory):
                     buckets.upload(self._file(name), self.root / name)
         buckets.upload(self._file(SUMMARY), self.root / SUMMARY)
         if stopped is None:
-            # they are in results.jsonl; what stays of them is in nobody's way
+            # they are in results.jsonl; leftovers do no harm
             with suppress(OpalError):
                 buckets.remove(file for _, file in buckets.list_files(self._file(PARTS), recursive=True))
         return document

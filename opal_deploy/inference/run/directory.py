@@ -28,11 +28,11 @@ from opal_deploy.storage.files import RemoteFile
 
 SCHEMA = 1
 DEFAULT_OUT = "explanations"
-# the key of a run's configuration that is no option
+# the key of a run's configuration that is not an option
 IMAGES = "images"
 
 State = Literal["new", "unfinished", "finished"]
-# the options that decide the records and drawings, by their names, and `images`; values as in JSON
+# the options that determine records and drawings, and `images`; values as in JSON
 RunConfig = Mapping[str, Any]
 
 _HINT = "choose another --out, or give --overwrite"
@@ -163,9 +163,9 @@ def inspect_run_dir(
     if document is None or not isinstance(document.get("run"), dict):
         raise UsageError(f"{where}/{RUN}: damaged, or of another version, so nothing can be continued there; {_HINT}")
     if different := _differences(document["run"], config):
-        raise UsageError(f"{where}: it holds a run of its own: {'; '.join(different)}; {_HINT}")
+        raise UsageError(f"{where}: it holds another run: {'; '.join(different)}; {_HINT}")
     summary = _read(root / SUMMARY) or {}
-    # a summary of other results says nothing of these
+    # the summary may be that of other results
     finished = summary.get("complete") is True and summary.get("results_bytes") == size
     started, resumed = document.get("started"), document.get("resumed")
     return RunDirectory(
@@ -226,7 +226,7 @@ def _first_free(base: Path) -> Path:
 def _clear(root: Path) -> None:
     """Remove only the files of an earlier run."""
     try:
-        # in this order: whenever this is cut short, nothing is left that looks like a finished run
+        # in this order: if interrupted, nothing is left that looks like a complete run
         for name in (SUMMARY, RUN, RESULTS, REPORT, *TABLES.values()):
             (root / name).unlink(missing_ok=True)
         for name in (OVERLAYS, SHEETS):

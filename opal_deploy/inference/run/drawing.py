@@ -47,7 +47,7 @@ from opal_deploy.visualization.report import (
 
 # by the image's number in the run
 Thumbnails: TypeAlias = dict[int, Thumbnail]
-# kept in memory for the report, a few megabytes; later ones are made from the overlays on the disk
+# thumbnails kept in memory, a few megabytes; later ones are made from the overlays on disk
 _MAX_THUMBNAILS = 500
 
 
@@ -186,7 +186,7 @@ def describe_evidence(path: Path, metadata: Metadata) -> str:
     """Return what was measured of the model's evidence in one line; empty if it is not single cells."""
     if metadata.evidence != "exact":
         return ""
-    # a file that lists its best classes alone cannot be measured itself
+    # a file that lists only the best classes cannot be measured itself
     export_of = None if metadata.top_k is None else metadata.checkpoint_name
     return one_line(describe_evaluation(metadata.evaluation, path, metadata.receptive_field, export_of=export_of))
 
@@ -243,5 +243,5 @@ def _read_overlay(out: Path | RemoteFile, name: str) -> bytes | None:
         with out.child(name).open() as stream:
             return stream.read()
     except (OSError, ImageError):
-        # it was taken away; the card says that there is no image
+        # it was removed; the card says so
         return None

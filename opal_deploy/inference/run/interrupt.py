@@ -50,13 +50,13 @@ class Interrupt:
         if not self._running:
             raise KeyboardInterrupt
         if self.requested:
-            # records are written by one call each, so they are whole lines now too
+            # each record is written by one call, so the file has only whole lines
             print_message("Interrupted again: ending at once")
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # a progress bar hides the cursor
             os._exit(ExitCode.INTERRUPTED)
         self.requested = True
-        print_message("Interrupted: the batches in work are finished first (again: end at once)")
+        print_message("Interrupted: finishing the batches in flight (interrupt again to exit at once)")
 
 
 @contextmanager
@@ -78,5 +78,5 @@ def handle_signals(print_message: Callable[[str], None]) -> Iterator[Interrupt]:
         yield interrupt
     finally:
         for number, handler in previous.items():
-            # None: installed by something else than Python, which cannot be put back from here
+            # None: not installed by Python, so it cannot be restored
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

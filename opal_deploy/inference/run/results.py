@@ -22,7 +22,7 @@ from opal_deploy.inference.types import InputImage
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import RECORD_SCHEMA, Record
 
-# work that is lost at most when the power fails; a killed process loses none of what was written
+# the most work that a power failure loses, in seconds; a killed process loses nothing
 SYNC_SECONDS = 5.0
 # a record is a few kilobytes; a damaged file may have no line ends at all
 _MAX_LINE_BYTES = 16 << 20
@@ -194,7 +194,7 @@ def _check_same_image(out: Path, index: int, record: Record, request: InputImage
         return
     now = "there are no more images now" if request is None else f"now it is {request.name}"
     raise UsageError(
-        f"{out}: the images are others than when this run was begun: number {index + 1} was {record['image']}, {now}; "
+        f"{out}: the images have changed since this run began: number {index + 1} was {record['image']}, {now}; "
         "give the same images, another --out, or --overwrite"
     )
 

@@ -147,7 +147,7 @@ class LocalBackend(Backend):
             stream = predict_batches(
                 requests, self._sessions, inference, timer, options.log, self._open_decoders, first=first
             )
-            # or its threads would live as long as an exception's traceback
+            # otherwise its threads would live as long as an exception's traceback
             batches = stack.enter_context(closing(stream))
             if not options.draws:
                 yield ([result.record for result in results] for results in batches)
@@ -212,7 +212,7 @@ def run(
                 )
             )  # fmt: skip
             if options.max_errors is not None:
-                # nothing is written behind the error that is one too many
+                # nothing is written after the error that exceeds the limit
                 chunks = ([record] for chunk in chunks for record in chunk)
             for chunk in chunks:
                 count = writer.count
@@ -238,7 +238,7 @@ def run(
 
 
 def _resume(requests: Iterator[InputImage], options: RunOptions, summary: Summary) -> ResumePoint:
-    # in a bucket, drawings are there before the records that name them
+    # in a bucket, drawings exist before the records that name them
     resume_point = load_resume_point(options.out, requests, summary.count, check_drawings=options.remote is None)
     summary.resumed = resume_point.count
     if resume_point.count or resume_point.damaged:

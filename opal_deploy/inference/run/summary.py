@@ -14,7 +14,7 @@ from opal_deploy.records.record import Record
 
 # a percentage of fewer images says little
 _MIN_IMAGES_FOR_PERCENT = 100
-# names that are kept as examples
+# names kept as examples
 _MAX_EXAMPLES = 3
 
 

@@ -128,7 +128,7 @@ def read_boxes(path: Path) -> Boxes:
         return _read_box_folder(path) if file is None else read_boxes(file)
     expected = "expected a CSV or COCO file, CUB's bounding_boxes.txt, or Stanford Dogs' Annotation folder"
     try:
-        # line ends as they are: a quoted name may hold one
+        # keep line ends: a quoted name may contain one
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
             text = stream.read()
     except OSError as error:
@@ -145,7 +145,7 @@ def read_boxes(path: Path) -> Boxes:
     for name, box in rows:
         name = _normalize(name)
         if name in by_name:
-            raise UsageError(f"{path}: two boxes for {name}; expected one an image")
+            raise UsageError(f"{path}: two boxes for {name}; expected one per image")
         by_name[name] = box
     if not by_name:
         raise UsageError(f"{path}: no boxes in it")
@@ -303,7 +303,7 @@ def read_labels(text: str) -> Labels:
     path = Path(text)
     expected = "expected `folders`, or a CSV file with the columns image and label"
     try:
-        # line ends as they are: a quoted name may hold one
+        # keep line ends: a quoted name may contain one
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
             by_name = _parse_label_rows(path, csv.DictReader(stream))
         identity = f"{path.name}, sha256 {compute_sha256(path)}"
@@ -328,5 +328,5 @@ def _parse_label_rows(path: Path, reader: csv.DictReader[str]) -> dict[str, str]
             raise UsageError(f"--labels {path}: line {reader.line_num} lacks an image's name or its label")
         name = _normalize(name)
         if by_name.setdefault(name, label) != label:
-            raise UsageError(f"--labels {path}: two labels for {name}; expected one an image")
+            raise UsageError(f"--labels {path}: two labels for {name}; expected one per image")
     return by_name

@@ -114,7 +114,7 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
         if not text.startswith(LIST_MARK):
             raise UsageError(f"{text}: no such file or folder")
         if not os.path.lexists(text.removeprefix(LIST_MARK)) or os.path.isdir(text.removeprefix(LIST_MARK)):
-            raise UsageError(f"{text}: no such list; expected a text file with a path a line")
+            raise UsageError(f"{text}: no such list; expected a text file with one path per line")
 
 
 def shard(items: Iterable[InputImage], index: int, count: int) -> Iterator[InputImage]:
@@ -126,7 +126,7 @@ def _input_items(
     inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, recursive: bool, *, videos: bool
 ) -> Iterator[InputImage]:
     for text in inputs:
-        # os.path: unlike pathlib's it is False, not an error, where the answer is refused
+        # os.path, unlike pathlib, returns False where access is refused
         if text == STDIN:
             yield from _list_items(stdin_lines(stdin), Path("-"), "standard input", skipped)
         elif is_url(text):
@@ -144,7 +144,7 @@ def _input_items(
         elif glob.has_magic(text):
             yield from glob_items(text, skipped, recursive=recursive, videos=videos)
         else:
-            # it was there when the call was checked; its record will say not_found
+            # it existed when the call was checked; its record will say not_found
             yield InputImage.at(Path(text), Path(text).name)
 
 
@@ -282,17 +282,17 @@ def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) 
     is_run_dir = any(entry.name == RESULTS for entry in sorted_entries)
     for entry in sorted_entries:
         path = folder / entry.name
-        # overlays of an earlier run, or of this one, are no photographs
+        # overlays of a run are not photographs
         if entry.name.startswith(".") or (is_run_dir and entry.name in (OVERLAYS, SHEETS)):
             skipped.add(path)
-        # a folder that is gone by now is one all the same
+        # a folder that has disappeared is listed, too: its record says so
         elif entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(path)):
             if recursive:
                 yield path
         elif _is_taken(entry.name, videos):
             yield InputImage.at(path, entry.name)
         elif recursive and entry.is_symlink() and not os.path.exists(path):
-            # perhaps a folder of images on a disk that is not there
+            # perhaps a folder of images on a disk that is not mounted
             problem = ImageError("not_found", f"it is a link to {os.readlink(path)}, which is not there")
             yield InputImage.at(path, entry.name, problem)
         else:
@@ -304,7 +304,7 @@ def stdin_lines(stdin: TextIO | None) -> Iterator[str]:
     if stdin is None:
         raise UsageError("-: there is no standard input to read paths from")
     if isinstance(stdin, io.TextIOWrapper):
-        # names are bytes; one that is not UTF-8 names a file all the same
+        # names are bytes; a file name need not be UTF-8
         stdin.reconfigure(errors="surrogateescape", newline="\n")
     yield from _read_names(stdin)
 
@@ -316,7 +316,7 @@ def file_lines(path: Path) -> Iterator[str]:
             yield from _read_names(stream)
     except OSError as error:
         raise UsageError(
-            f"@{path}: the list cannot be read ({error.strerror or error}); expected a text file with a path a line"
+            f"@{path}: the list cannot be read ({error.strerror or error}); expected a text file with one path per line"
         ) from None
 
 
@@ -329,14 +329,14 @@ def remote_lines(file: RemoteFile) -> Iterator[str]:
         if error.code == "storage_unavailable":
             raise StoppedEarly(f"@{file}: {error}") from None
         raise UsageError(
-            f"@{file}: the list cannot be read: {error}; expected a text file with a path a line"
+            f"@{file}: the list cannot be read: {error}; expected a text file with one path per line"
         ) from None
 
 
 def _read_names(stream: TextIO) -> Iterator[str]:
     for line in stream:
         name = line.removesuffix("\n")
-        # a list written on Windows, unless a file has that very name
+        # a list written on Windows, unless a file has exactly that name
         if name.endswith("\r") and not os.path.lexists(name):
             name = name.removesuffix("\r")
         if name:

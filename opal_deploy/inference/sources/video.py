@@ -28,7 +28,7 @@ from opal_deploy.preprocess.decode import MAX_PIXELS, no_claim
 from opal_deploy.preprocess.video import ALL_FRAMES, Progress, Sampling, VideoFrame, VideoReader, require_pyav
 from opal_deploy.storage.urls import is_url
 
-# a frame that is far away takes several requests, so that the time limit is one of standing still
+# a distant frame takes several requests, so that the time limit applies to lack of progress
 _PATIENCE_SECONDS = 1.0
 
 
@@ -177,7 +177,7 @@ class VideoOptions:
 
 
 _BEHIND_THE_END = 10**15
-# of a call that takes only frames that it names
+# for a call that takes only named frames
 NO_VIDEOS = VideoOptions()
 
 

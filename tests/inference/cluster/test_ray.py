@@ -260,11 +260,3 @@ def test_a_damaged_model_is_the_one_line_of_the_node_that_opens_it(infer, nodes,
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("opal-deploy: node 127.0.0.")
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_cluster_of_this_machine_alone_starts_and_ends_with_the_run(infer, nodes):
-    infer("one")
-    done = infer("ray", "--ray", "local", "--ray-cpus", "1")
-    assert done.returncode == 3, done.stderr
-    assert infer.files("ray") == infer.files("one")

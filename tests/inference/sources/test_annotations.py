@@ -98,7 +98,7 @@ def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path):
         (boxes, HEADER + "a.jpg,1,2,3,4\nb.jpg,1,two,3,4\n", "line 3 has no four numbers in x0, y0, x1, y1"),
         (boxes, HEADER + "a.jpg,1,2,3\n", "line 2 has no four numbers"),
         (boxes, "x0,y0,x1,y1,image\n1,2,3,4\n", "line 2 has no image's name"),
-        (boxes, HEADER + "a.jpg,1,2,3,4\na.jpg,1,2,3,4\n", "two boxes for a.jpg; expected one an image"),
+        (boxes, HEADER + "a.jpg,1,2,3,4\na.jpg,1,2,3,4\n", "two boxes for a.jpg; expected one per image"),
         # images in an archive may have these names, and both are a/b.jpg in their records
         (boxes, HEADER + "a//b.jpg,1,2,3,4\na/./b.jpg,1,2,3,4\n", "two boxes for a/b.jpg"),
         (boxes, HEADER.encode() + b"a" * 200_000 + b",1,2,3,4\n", "not a CSV file"),
@@ -115,7 +115,7 @@ def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path):
         (labels, "image,label\n", "no labels in it"),
         (labels, "image,label\na\n", "line 2 lacks an image's name or its label"),
         (labels, "image,label\n,x\n", "line 2 lacks an image's name or its label"),
-        (labels, "image,label\na,x\n./a,y\n", "two labels for a; expected one an image"),
+        (labels, "image,label\na,x\n./a,y\n", "two labels for a; expected one per image"),
         (lambda folder, _: read_boxes(folder / "none.csv"), "", "cannot be read"),
         (lambda folder, _: read_labels(str(folder / "none.csv")), "", "No such file or directory"),
     ],
