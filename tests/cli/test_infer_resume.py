@@ -187,7 +187,7 @@ def test_a_second_signal_ends_it_at_once_with_whole_records(infer: Infer) -> Non
         infer.wait_for(8, process)
         process.send_signal(signal.SIGINT)
         # two signals at a time would be one
-        assert any("again: end at once" in line for line in cast(IO[str], process.stderr))
+        assert any("interrupt again to exit at once" in line for line in cast(IO[str], process.stderr))
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
