@@ -1,4 +1,4 @@
-"""Atlases built from data sets: the work of `opal-deploy atlas`. Light to import."""
+"""Build atlases from data sets: the work of `opal-deploy atlas`. Light to import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opal_deploy.options import Batch, Devices, MaxPixels, Option, Options, StrP
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.inference.types import InferenceOptions, Request
+    from opal_deploy.inference.types import InferenceOptions, InputImage
     from opal_deploy.runtime.session import Session
     from opal_deploy.visualization.atlas.collector import AtlasCollector, ImageCounts
     from opal_deploy.visualization.atlas.entries import Atlas
@@ -74,8 +74,7 @@ def create_atlas(data: StrPath, model: StrPath | None, options: AtlasOptions) ->
         model: an exported model or a checkpoint; None: found as by `opal-deploy infer`.
 
     Raises:
-        UsageError: the data, the model or the output folder cannot be used.
-        StoppedEarly: a device was lost.
+        UsageError: the data, the model or the output folder cannot be used. StoppedEarly: a device was lost.
     """
     from opal_deploy.artifact.files import lock_directory
     from opal_deploy.inference import setup
@@ -129,25 +128,22 @@ def create_atlas(data: StrPath, model: StrPath | None, options: AtlasOptions) ->
 
 
 def collect_images(
-    requests: Iterable[Request],
+    requests: Iterable[InputImage],
     sessions: Sequence[Session],
     options: InferenceOptions,
     collector: AtlasCollector,
     progress: Progress = no_progress,
     total: int | None = None,
 ) -> None:
-    """Run the model on every image and hand the records to the collector.
+    """Run the model on every image and hand the records to the collector; raise StoppedEarly if a device is lost.
 
     Args:
         requests: the images, with their labels.
         sessions: sessions of one model with `exact` evidence.
         options: how images are decoded and batched.
         collector: receives the records.
-        progress: called with the number of images done after each.
+        progress: receives the number of images done after each image, and `total`.
         total: number of images, if it is known.
-
-    Raises:
-        StoppedEarly: a device was lost.
     """
     from opal_deploy.inference.decoding.prepare import content_sha256
     from opal_deploy.inference.executor import predict_stream
@@ -158,10 +154,10 @@ def collect_images(
         sha256 = prepared.image_sha256
         if sha256 is None and "error" not in record:
             try:
-                sha256 = content_sha256(prepared.request.source)
+                sha256 = content_sha256(prepared.input.source)
             except ImageError as error:
                 record = error_record(record["image"], error.code, str(error))
-        collector.add(record, label=prepared.request.label, sha256=sha256 or "", image=prepared.image)
+        collector.add(record, label=prepared.input.label, sha256=sha256 or "", image=prepared.image)
         progress(collector.counts.images, total, "")
 
 
@@ -173,17 +169,9 @@ def explain_unused(counts: ImageCounts) -> str:
 
 @dataclass(frozen=True)
 class _ImageSet:
-    """The images of a data set.
+    """The images of a data set, with their labels; `total` and `labels` are None if they are not known."""
 
-    Attributes:
-        requests: the images, with their labels.
-        description: the set in a few words.
-        total: number of images, if it is known.
-        labels: labels that the images may have, if they are known.
-        cropped: whether the images are cropped to boxes.
-    """
-
-    requests: Iterator[Request]
+    requests: Iterator[InputImage]
     description: str
     total: int | None
     labels: frozenset[str] | None
@@ -191,11 +179,7 @@ class _ImageSet:
 
 
 def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
-    """Read a data set as the trainer does, or as plain folders if the trainer's packages are missing.
-
-    Raises:
-        UsageError: the data set cannot be used.
-    """
+    """Read a data set as the trainer does, or as plain folders if the trainer's packages are missing."""
     from opal_deploy.datasets.registry import read_dataset
 
     if options.plain or (options.dataset is None and not data.is_dir()):
@@ -216,15 +200,15 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
     if not samples:
         raise UsageError(f"{data}: has no {options.split} split; choose another --split")
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[InputImage]:
         from opal_deploy.datasets.samples import display_path
-        from opal_deploy.inference.types import Request
+        from opal_deploy.inference.types import InputImage
         from opal_deploy.records.names import escape_name
 
         for sample in samples:
             name = escape_name(display_path(sample.path, dataset.root))
             box = sample.box if options.boxes else None
-            yield Request(name, sample.path, box, dataset.class_names[sample.label])
+            yield InputImage(name, sample.path, box, dataset.class_names[sample.label])
 
     cropped = options.boxes and dataset.crop == "boxes"
     crop_note = ", cropped to boxes" if cropped else ""
@@ -233,18 +217,14 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
 
 
 def _read_plain(data: Path) -> _ImageSet:
-    from opal_deploy.inference.sources.annotations import FolderLabels
+    from opal_deploy.inference.sources.annotations import FolderLabels, annotate
     from opal_deploy.inference.sources.discovery import discover
     from opal_deploy.inference.sources.items import Skipped
-    from opal_deploy.inference.types import Request
     from opal_deploy.records.names import escape_name
 
-    labels = FolderLabels()
-
-    def requests() -> Iterator[Request]:
-        for item in discover([str(data)], Skipped()):
-            label = labels.find(item.path.as_posix())
-            yield Request(escape_name(item.relative), item.source, label=label, error=item.problem)
+    def requests() -> Iterator[InputImage]:
+        for image in annotate(discover([str(data)], Skipped()), None, FolderLabels()):
+            yield replace(image, name=escape_name(image.relative), index=None)
 
     return _ImageSet(requests(), f"{data.name or data} (a folder per class)", None, None, cropped=False)
 
@@ -260,7 +240,7 @@ def _check_labels(images: _ImageSet, metadata: Metadata, data: Path, options: At
         options.log(one_line(f"warning: the model lacks {len(unknown)} of its classes ({', '.join(unknown[:3])})"))
 
 
-def _limit_per_label(requests: Iterator[Request], limit: int | None) -> Iterator[Request]:
+def _limit_per_label(requests: Iterator[InputImage], limit: int | None) -> Iterator[InputImage]:
     counts: Counter[str | None] = Counter()
     for request in requests:
         counts[request.label] += 1

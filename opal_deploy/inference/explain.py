@@ -1,4 +1,4 @@
-"""Evidence sheets as files, one per image: the work of `opal-deploy explain`. Light to import."""
+"""Write evidence sheets, one per image: the work of `opal-deploy explain`. Light to import."""
 
 from __future__ import annotations
 
@@ -64,13 +64,7 @@ class ExplainOptions(Options):
 
 @dataclass(frozen=True)
 class WrittenSheets:
-    """The outcome of `write_sheets`.
-
-    Attributes:
-        documents: content of each sheet for JSON, with its file as `sheet`.
-        failed: number of images that could not be used.
-        single: whether exactly one image was given.
-    """
+    """The outcome of `write_sheets`: each sheet's content for JSON, the failed images, and if one image was given."""
 
     documents: list[dict[str, Any]]
     failed: int
@@ -86,15 +80,14 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
         model: an exported model or a checkpoint; None: found as by `opal-deploy infer`.
 
     Raises:
-        UsageError: an input, the output or the model cannot be used.
-        ImageError: the only image cannot be used.
+        UsageError: an input, the output or the model cannot be used. ImageError: the only image cannot be used.
     """
     from opal_deploy.inference.executor import predict_stream
+    from opal_deploy.inference.inputs import ImageCounter
     from opal_deploy.inference.sources import discovery
-    from opal_deploy.inference.sources.annotations import read_boxes, read_labels
-    from opal_deploy.inference.sources.counting import ImageCounter
+    from opal_deploy.inference.sources.annotations import annotate, read_boxes, read_labels
     from opal_deploy.inference.sources.items import Skipped
-    from opal_deploy.inference.types import InferenceOptions, build_requests
+    from opal_deploy.inference.types import InferenceOptions
 
     images = list(images)
     discovery.check_inputs(images)
@@ -103,13 +96,13 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     labels = read_labels(options.labels) if options.labels else None
     sessions, builder = _open(model, options, boxed=crops is not None)
     inference = InferenceOptions(batch=1, workers=1, max_pixels=options.max_pixels, keep_images=True, keep_outputs=True)
-    requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops, labels)
+    found = annotate(discovery.discover(images, Skipped(), sys.stdin), crops, labels)
     documents: list[dict[str, Any]] = []
     failed = 0
     progress = options.progress or no_progress
     with ImageCounter(images) as counter:
-        for index, result in enumerate(predict_stream(requests, sessions, inference)):
-            name = result.prepared.request.name
+        for index, result in enumerate(predict_stream(found, sessions, inference)):
+            name = result.prepared.input.name
             try:
                 path = output.name_sheet(index, name)
                 output.check(path)
@@ -155,11 +148,7 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
 
 
 def _write_sheet(result: Result, builder: SheetBuilder, path: Path, log: Log) -> dict[str, Any]:
-    """Write one sheet and return its content for JSON.
-
-    Raises:
-        ImageError: the image cannot be used.
-    """
+    """Write one sheet and return its content for JSON; raise ImageError if the image cannot be used."""
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.visualization.style import format_number
 
@@ -175,7 +164,7 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path, log: Log) ->
     if (probability := result.record["prediction"].get("calibrated_probability")) is not None:
         facts.append(f"calibrated probability {format_number(probability)}")
     mark = " (abstained)" if content.abstained else ""
-    log(one_line(f"{result.prepared.request.name}: {', '.join(facts)}{mark}: {path}"))
+    log(one_line(f"{result.prepared.input.name}: {', '.join(facts)}{mark}: {path}"))
     return content.to_dict()
 
 
@@ -190,11 +179,7 @@ class _Output:
 
     @staticmethod
     def parse(images: Sequence[str], options: ExplainOptions) -> _Output:
-        """Read the output off the options.
-
-        Raises:
-            UsageError: a file for several images, contradicting options, or an existing sheet.
-        """
+        """Read the output off the options; raise UsageError if they contradict each other or the images."""
         from opal_deploy.inference.sources.archives import is_archive_name
         from opal_deploy.inference.sources.video import parse_frame_name
 
@@ -224,7 +209,7 @@ class _Output:
         return output
 
     def check(self, path: Path) -> None:
-        """Raise UsageError for an existing file, unless it may be overwritten."""
+        """Raise UsageError for an existing file, unless it may be replaced."""
         if path.exists() and not self.overwrite:
             raise UsageError(f"{path}: already exists; choose another --out, or replace it with --overwrite")
 

@@ -1,14 +1,13 @@
 """Predict prepared batches with one session, and build their records.
 
 A record does not depend on the other images. An image with an error keeps its place in the batch as a blank image, so
-that the others are computed exactly as they would be beside a good one; and where a runtime's last bits depend on the
-size of the batch, every forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
+that the others are computed exactly as beside a good one. Where a runtime's last bits depend on the batch size, every
+forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
@@ -18,21 +17,22 @@ import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OutOfMemory
+from opal_deploy.inference.decoding.budget import FairSemaphore
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request, Result
+from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared, Result
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Digests, FramePlace, ImageInfo, Record, build_records, error_record
 from opal_deploy.runtime.session import PaddingSession, PipelinedSession, Session
 
 
 class BatchPredictor:
-    """A session that predicts batches, and the largest batch that its memory takes.
+    """A session that predicts batches, and the largest batch that fits into its memory.
 
     `run`, or `submit` and `collect`, need the session; `build_results` does not, so that another thread builds records
     while the session computes the next batch.
 
     Attributes:
-        depth: batches that may be in flight between `submit` and `collect`; 1: only `run` may be called.
+        depth: maximum batches in flight between `submit` and `collect`; 1: only `run` may be called.
     """
 
     def __init__(
@@ -42,39 +42,39 @@ class BatchPredictor:
         timer: StageTimer = NO_OP_TIMER,
         print_message: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Load nothing and run nothing yet.
+        """Load and run nothing yet.
 
         Args:
             session: the model.
             options: the options of batches and records.
-            timer: gets the times of the stages `compute` and `evidence`.
-            print_message: is called when memory was short and batches are smaller from then on.
+            timer: receives the times of the stages `compute` and `evidence`.
+            print_message: receives a line when memory was short and batches become smaller.
         """
         self._session, self._options, self._timer, self._print_message = session, options, timer, print_message
         self._pipelined = session if isinstance(session, PipelinedSession) else None
         self.depth = 1 if self._pipelined is None else self._pipelined.depth
         self._max_batch = options.batch
-        # a session whose outputs do not depend on the batch's size needs no filling up; ONNX Runtime's CPU kernels do
+        # only a session whose outputs depend on the batch size, as ONNX Runtime's on a CPU, needs full batches
         self._fixed_batch = options.fixed_batch and not getattr(session, "batch_invariant", False)
         self._announce_batch_size()
         self._in_flight = 0
         with _LOCKS_LOCK:
-            self._lock = _LOCKS.setdefault(session, _FairLock())
+            self._lock = _LOCKS.setdefault(session, FairSemaphore(1))
 
     @property
     def is_awaited(self) -> bool:
-        """Whether another predictor waits for the session, which it gets once no batch of this one is in flight."""
+        """Whether another predictor waits for the session, which it gets when none of these batches is in flight."""
         return self._lock.is_contended
 
     def run(self, images: Sequence[Prepared], pixels: Pixels) -> Outputs | None:
         """Return the outputs of some images, one row each; None if all of them have errors.
 
-        Where memory does not suffice, the images are predicted in batches of half the size, which stays the limit from
-        then on. No batch may be in flight.
+        If memory is short, the images are predicted in batches of half the size, which remains the limit. No batch may
+        be in flight.
 
         Args:
             images: at most `options.batch`.
-            pixels: uint8 [rows, H0, W0, 3], the first rows those of the images; later ones may be overwritten.
+            pixels: uint8 [rows, H0, W0, 3], the images' rows first; later rows may be overwritten.
 
         Raises:
             OutOfMemory: a single image does not fit. StoppedEarly: the device was lost.
@@ -86,7 +86,8 @@ class BatchPredictor:
         while done < len(images):
             batch = self._take_rows(pixels, done, min(len(images) - done, self._max_batch))
             try:
-                with self._timer.stage("compute"), self._lock:
+                with self._timer.stage("compute"), self._lock.lease() as claim:
+                    claim(1)
                     outputs = self._session.run(batch)
             except (OutOfMemory, MemoryError) as error:
                 self._halve_batch(len(batch), error)
@@ -96,25 +97,22 @@ class BatchPredictor:
         return parts[0] if len(parts) == 1 else Outputs.concatenate(parts)
 
     def submit(self, images: Sequence[Prepared], pixels: Pixels) -> object | None:
-        """Begin a batch and return its handle; None where only `run` can predict it.
+        """Begin a batch and return its handle; None if only `run` can predict it; raise StoppedEarly.
 
-        The arguments are those of `run`; `pixels` must not change until the batch is collected. Until all batches are
-        collected, which happens in their order and on the same thread, no other predictor uses the session.
-
-        Raises:
-            StoppedEarly: the device was lost.
+        The arguments are those of `run`; `pixels` must not change until the batch is collected. Batches are collected
+        in order, on the same thread; until then no other predictor uses the session.
         """
         session = self._pipelined
         if session is None or len(images) > self._max_batch or all(image.error is not None for image in images):
             return None
         batch = self._take_rows(pixels, 0, len(images))
         if not self._in_flight:
-            self._lock.acquire()
+            self._lock.acquire(1)
         self._in_flight += 1
         try:
             return session.submit(batch)
         except (OutOfMemory, MemoryError):
-            # `run` meets it again, and goes on with smaller batches
+            # `run` meets it again, and continues with smaller batches
             self._count_collected()
             return None
         except BaseException:
@@ -122,11 +120,11 @@ class BatchPredictor:
             raise
 
     def collect(self, handle: object, images: Sequence[Prepared]) -> Outputs | None:
-        """Return the outputs of the oldest batch in flight; None where memory did not suffice, and `run` is called for.
+        """Return the outputs of the oldest batch in flight; None if memory was short and `run` must be called.
 
         Args:
             handle: what `submit` returned.
-            images: those of the batch.
+            images: the batch's images.
 
         Raises:
             StoppedEarly: the device was lost.
@@ -143,10 +141,10 @@ class BatchPredictor:
     def _count_collected(self) -> None:
         self._in_flight -= 1
         if not self._in_flight:
-            self._lock.release()
+            self._lock.release(1)
 
     def _take_rows(self, pixels: Pixels, start: int, count: int) -> Pixels:
-        """Return `count` rows of a batch, filled up with blank images where the session needs one size."""
+        """Return `count` rows of a batch, filled up with blank images if the session needs one size."""
         if not self._fixed_batch:
             return pixels[start : start + count]
         rows = pixels[start : start + self._max_batch]
@@ -157,7 +155,7 @@ class BatchPredictor:
         return rows
 
     def _announce_batch_size(self) -> None:
-        # a batch that is filled up here already needs no filling up by its session
+        # a batch that is filled up here must not be filled up by the session, too
         if self._fixed_batch and isinstance(self._session, PaddingSession):
             self._session.add_batch_size(self._max_batch)
 
@@ -171,7 +169,7 @@ class BatchPredictor:
         self._print_message(f"{where}: out of memory with a batch of {size}; going on with {self._max_batch}")
 
     def build_results(self, part: Sequence[Prepared], pixels: Pixels, outputs: Outputs | None) -> list[Result]:
-        """Return the result of each image; see `run` for the arguments and the outputs."""
+        """Return the result of each image from its row of `outputs`, see `run`."""
         with self._timer.stage("evidence"):
             return self._build_results(part, pixels, outputs)
 
@@ -195,7 +193,7 @@ class BatchPredictor:
             else:
                 if options.keep_pixels:
                     prepared = replace(prepared, pixels=pixels[row].copy())
-                keep = options.keep_outputs or prepared.request.drawn
+                keep = options.keep_outputs or prepared.input.drawn
                 kept = outputs.rows(row, row + 1) if outputs is not None and keep else None
                 results.append(Result(next(records), prepared, kept))
         return results
@@ -213,55 +211,23 @@ class BatchPredictor:
         ]
 
     def _build_info(self, prepared: Prepared) -> ImageInfo:
-        request = prepared.request
+        request = prepared.input
         digests = Digests(prepared.image_sha256, self._options.model_sha256)
         geometry = cast(Geometry, prepared.geometry)
         return ImageInfo(request.name, geometry, digests, request.label, request.index, _frame_place(request))
 
     def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
-        request, digests = prepared.request, Digests(prepared.image_sha256, self._options.model_sha256)
+        request, digests = prepared.input, Digests(prepared.image_sha256, self._options.model_sha256)
         return error_record(
             request.name, error.code, str(error), digests=digests, label=request.label, index=request.index,
             frame=_frame_place(request),
         )  # fmt: skip
 
 
-def _frame_place(request: Request) -> FramePlace | None:
+def _frame_place(request: InputImage) -> FramePlace | None:
     return None if request.frame is None else FramePlace(request.frame.index, request.frame.seconds)
 
 
-class _FairLock:
-    """A lock that those who wait get in turn."""
-
-    def __init__(self) -> None:
-        self._tickets: deque[object] = deque()
-        self._changed = threading.Condition()
-
-    @property
-    def is_contended(self) -> bool:
-        """Whether somebody waits for it."""
-        return len(self._tickets) > 1
-
-    def acquire(self) -> None:
-        """Wait for the lock, behind those who wait already."""
-        ticket = object()
-        with self._changed:
-            self._tickets.append(ticket)
-            self._changed.wait_for(lambda: self._tickets[0] is ticket)
-
-    def release(self) -> None:
-        """Leave the lock to the next one."""
-        with self._changed:
-            self._tickets.popleft()
-            self._changed.notify_all()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-# a session is used by one predictor at a time
-_LOCKS: WeakKeyDictionary[Session, _FairLock] = WeakKeyDictionary()
+# only one predictor at a time uses a session
+_LOCKS: WeakKeyDictionary[Session, FairSemaphore] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()

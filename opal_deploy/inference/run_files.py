@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 
 from opal_deploy.errors import StoppedEarly
+from opal_deploy.storage.buckets import write_bytes
 from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.writing import write_bytes
 
-# what the run is, its records, what came of it, and the page that shows it
+# options, records, counts, and the HTML page
 RUN, RESULTS, SUMMARY, REPORT = "run.json", "results.jsonl", "summary.json", "report.html"
-# folders of drawings, and, of a run in a bucket that is not finished, of its records
+# folders of drawings, and of the records of an unfinished run in a bucket
 OVERLAYS, SHEETS, PARTS = "overlays", "sheets", "parts"
-# no folder holds millions of files: from the ten-thousandth image on they lie in subfolders
+# from the ten-thousandth image on, files are in subfolders, so that no folder holds millions
 FILES_PER_FOLDER = 10_000
 
 _SUFFIXES = {OVERLAYS: ".jpg", SHEETS: ".png"}
@@ -23,12 +23,7 @@ _STEM_LENGTH = 80
 
 
 def overlay_name(index: int, image: str | None) -> str:
-    """Return the path of an overlay in the run directory: unique in a run and safe, whatever the image is called.
-
-    Args:
-        index: of the image in the run, from 0.
-        image: its name.
-    """
+    """Return the path of an image's overlay in the run directory: unique and safe; `index` counts images from 0."""
     return _name(OVERLAYS, index, image)
 
 
@@ -45,15 +40,14 @@ def _name(kind: str, index: int, image: str | None) -> str:
 
 
 def write_image_file(out: Path | RemoteFile, name: str, encoded: bytes) -> None:
-    """Write `out/name`; a process that is killed meanwhile leaves no half image under that name.
+    """Write `out/name`; a process that is killed meanwhile leaves no partial file under that name.
 
     Args:
         out: the run directory, or its URL.
-        name: of the file in it.
-        encoded: its bytes.
+        name, encoded: of the file, and its bytes.
 
     Raises:
-        StoppedEarly: the disk is full or gone, or the bucket does not take it.
+        StoppedEarly: the disk is full or gone, or the bucket refuses it.
     """
     if isinstance(out, RemoteFile):
         write_bytes(out.child(name), encoded)
@@ -74,23 +68,14 @@ def write_image_file(out: Path | RemoteFile, name: str, encoded: bytes) -> None:
 
 
 def remove_image_files(out: Path, kind: str, first: int = 0) -> None:
-    """Remove the drawings of the image `first` and of all after it, and the half ones of a killed process.
-
-    Args:
-        out: the run directory.
-        kind: OVERLAYS or SHEETS.
-        first: number of an image, from 0.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
+    """Remove the drawings from the image `first` on, and partial files; `kind` is OVERLAYS or SHEETS; raise OSError."""
     root = out / kind
     if not root.is_dir() or root.is_symlink():
         return
     suffix = re.escape(_SUFFIXES[kind])
     numbered = [path for path in root.iterdir() if re.fullmatch(r"\d{4,}", path.name) and path.is_dir()]
     for folder in (root, *numbered):
-        # the others hold only earlier images
+        # the other folders hold only earlier images
         if folder is not root and int(folder.name) < first // FILES_PER_FOLDER:
             continue
         for path in folder.iterdir():

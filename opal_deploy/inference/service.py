@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from opal_deploy.artifact.outputs import Outputs
@@ -27,7 +26,7 @@ from opal_deploy.inference.executor import Job, Predicted, SessionRunner
 from opal_deploy.inference.explanation import to_explanation
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request, Result
+from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared, Result
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name
@@ -35,8 +34,8 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session, check_batch, pinned
 
 T = TypeVar("T")
-# stands for an image that came as pixels, of which no record is built
-_PIXELS = Prepared(Request(None, b""))
+# stands for an image that came as pixels and gets no record
+_PIXELS = Prepared(InputImage(None, b""))
 
 
 def _release_nothing() -> None:
@@ -48,11 +47,10 @@ class _Image:
     """One image that is ready for a batch.
 
     Attributes:
-        future: gets what `convert` makes of the result, or the image's row of the outputs where `convert` is None.
-        prepared: the decoded image, without its pixels.
-        pixels: uint8 [H0, W0, 3].
+        future: gets what `convert` returns for the result, or without `convert` the image's row of the outputs.
+        prepared, pixels: the image, and its pixels, uint8 [H0, W0, 3].
         release: gives the memory of the pixels back.
-        convert: makes the future's value of the result; None: no record is wanted.
+        convert: returns the future's value from the result; None: no record is wanted.
         since: when the image was ready, by `time.monotonic`.
     """
 
@@ -65,22 +63,22 @@ class _Image:
 
 
 class ServiceObserver:
-    """Observes a service, from any thread; this one ignores everything."""
+    """Observes a service, from any thread; this one does nothing."""
 
     def prepared(self, seconds: float) -> None:
         """Observe the time from an image's submission until it was read, decoded and resized."""
 
     def batch_began(self, waited: Sequence[float]) -> None:
-        """Observe a batch, with the seconds that each of its images waited since it was ready."""
+        """Observe a batch, with the seconds that each image waited since it was ready."""
 
     def device_lost(self, error: StoppedEarly) -> None:
-        """Observe that a session can compute nothing more."""
+        """Observe that a session cannot compute any more."""
 
 
 class Service:
     """Gathers images into batches as they arrive, and turns each into its record.
 
-    A batch holds the images that are waiting when a session becomes free, up to `options.batch`; an image waits up to
+    A batch holds the images that wait when a session becomes free, up to `options.batch`; an image waits up to
     `max_wait` for others. On a GPU, full batches are added while others are in flight. Image files and pixels share
     batches. Every method may be called from any thread; `close` ends the service's threads.
     """
@@ -103,7 +101,7 @@ class Service:
             options: how images are decoded, batched and predicted.
             max_wait: maximum seconds that an image waits for its batch to fill.
             capacity: maximum images in flight, from `submit` to their record.
-            timer: gets the times of every stage.
+            timer: receives the times of every stage.
             observer: observes images and batches.
             log: receives a line, from any thread, when memory was short and batches become smaller.
         """
@@ -118,7 +116,7 @@ class Service:
         self._ready: queue.SimpleQueue[_Image | None] = queue.SimpleQueue()
         predictors = [BatchPredictor(session, options, timer, log) for session in sessions]
         with ExitStack() as stack:
-            # per session the batches in flight, and the one that is being gathered
+            # per session the batches in flight and the one being gathered
             count = sum(predictor.depth + 1 for predictor in predictors)
             self._slots = PixelSlots(count, options.batch, self.metadata.input_size, shared=False)
             for session in sessions:
@@ -136,42 +134,33 @@ class Service:
         return self._in_flight
 
     def submit(self, image: Source, box: Box | None = None, *, wait: bool = True) -> Future[Record]:
-        """Begin to classify one image.
+        """Begin to classify one image, and return a future of its record.
+
+        An image that cannot be classified has an error record. The future raises StoppedEarly if the device was lost,
+        and can be cancelled until the image's batch begins.
 
         Args:
             image: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB. An array or a PIL image must not change
                 until the future is done.
             box: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image.
-            wait: where `capacity` images are in flight, wait for one to finish; else raise.
-
-        Returns:
-            A future of the record; an image that cannot be classified has an error record. The future raises
-            StoppedEarly if the device was lost, and can be cancelled until the image's batch begins.
+            wait: if `capacity` images are in flight, wait for one to finish; else raise.
 
         Raises:
-            queue.Full: `capacity` images are in flight, and `wait` is False.
-            RuntimeError: the service is closed.
+            queue.Full: `capacity` images are in flight, and `wait` is False. RuntimeError: the service is closed.
         """
-        request = Request(source_name(image), image, box)
+        request = InputImage(source_name(image), image, box)
         return self._submit([request], lambda result: to_explanation(result.record), wait=wait)[0]
 
-    def submit_requests(self, requests: Sequence[Request], *, wait: bool = True) -> list[Future[Result]]:
-        """Begin to classify images, all or none of them; return a future of each result. See `submit`.
-
-        Raises:
-            ValueError: more than `capacity` images. The errors of `submit`.
-        """
+    def submit_requests(self, requests: Sequence[InputImage], *, wait: bool = True) -> list[Future[Result]]:
+        """Begin to classify images, all or none; return a future of each result; raise ValueError if too many."""
         return self._submit(requests, lambda result: result, wait=wait)
 
     def submit_pixels(self, pixels: Pixels, *, wait: bool = True) -> list[Future[Outputs]]:
-        """Begin to compute the outputs of prepared images, all or none of them.
+        """Begin to compute the outputs of prepared images, all or none; return a future of each row, N = 1.
 
         Args:
             pixels: uint8 [N, H0, W0, 3] RGB of the model's input size, which must not change until all are done.
             wait: as for `submit`.
-
-        Returns:
-            A future of each image's row of the outputs, N = 1.
 
         Raises:
             ValueError: another shape or dtype, or more than `capacity` images. The errors of `submit`.
@@ -195,12 +184,10 @@ class Service:
     def __enter__(self) -> Service:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.close()
 
-    def _submit(self, requests: Sequence[Request], convert: Callable[[Result], T], *, wait: bool) -> list[Future[T]]:
+    def _submit(self, requests: Sequence[InputImage], convert: Callable[[Result], T], *, wait: bool) -> list[Future[T]]:
         self._acquire(len(requests), wait=wait)
         futures: list[Future[T]] = []
         submitted = time.monotonic()
@@ -247,11 +234,7 @@ class Service:
             future.set_exception(error)
 
     def _take_batch(self, wait: bool) -> Job | None:
-        """Return the next batch for a session, None once the service is closed.
-
-        Raises:
-            queue.Empty: no full batch is ready, and `wait` is False.
-        """
+        """Return a session's next batch, None after the end; raise `queue.Empty` if none is full and not `wait`."""
         images = self._gather(wait)
         if not images:
             return None
@@ -269,7 +252,7 @@ class Service:
 
     def _gather(self, wait: bool) -> list[_Image]:
         if not wait and self._ready.qsize() < self._batch:
-            # the device is busy, so that the batch may as well grow
+            # the device is busy, so let the batch grow
             raise queue.Empty
         images: list[_Image] = []
         deadline = 0.0

@@ -1,4 +1,4 @@
-"""The file systems of URLs, by fsspec: opened once a process, with retries of what may pass, and errors in one line.
+"""The file systems of URLs, by fsspec: opened once per process, with retries, and errors in one line.
 
 Credentials are found as the storage's own libraries find them: environment, profiles, roles of the machine, and
 fsspec's configuration files (https://filesystem-spec.readthedocs.io/en/latest/features.html#configuration).
@@ -21,12 +21,12 @@ from opal_deploy.storage.urls import parse_scheme, redact
 
 T = TypeVar("T")
 
-# an operation that fails for the moment is repeated for so long after it was begun, with waits that double
+# how long temporary failures are retried, with waits that double
 PATIENCE_SECONDS = 20.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 5.0
-# until a connection is there, and between two pieces of an answer
+# until the connection is open, and between two parts of a response
 _CONNECT_SECONDS, _READ_SECONDS = 5, 15
-# of aiohttp, botocore, azure-core and fsspec, none of which is imported only to name its errors
+# classes of aiohttp, botocore, azure-core and fsspec, by name so that these are not imported
 _LOST_CONNECTIONS = frozenset(
     ["EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "HTTPClientError", "ResponseParserError",
      "ConnectionClosedError", "IncompleteReadError", "ClientConnectionError", "ClientPayloadError", "FSTimeoutError",
@@ -34,18 +34,13 @@ _LOST_CONNECTIONS = frozenset(
 )  # fmt: skip
 _BUSY_ERRNOS = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))
 
-# by process, so that the child of a fork opens its own, and scheme
+# by process, so that a fork opens its own, and by scheme
 _filesystems: dict[tuple[int, str], Any] = {}
 _lock = threading.Lock()
 
 
 def open_filesystem(url: str) -> Any:
-    """Return fsspec's file system of a URL, which any thread of this process may use.
-
-    Raises:
-        ImageError: unreadable: it cannot be opened, as where no account is known.
-        UsageError: the scheme is not read. MissingExtra: what reads it is not installed.
-    """
+    """Return fsspec's file system of a URL, for any thread of this process; raise ImageError if it cannot be opened."""
     scheme = parse_scheme(url)
     # the account of abfs://container@account.dfs.core.windows.net is an option of its file system
     account = url.partition("://")[2].partition("/")[0] if "@" in url and scheme.startswith(("abfs", "az")) else ""
@@ -60,20 +55,20 @@ def open_filesystem(url: str) -> Any:
             except Exception as error:  # as in `retry`: no account, no credentials
                 raise to_image_error(error) from None
             if hasattr(filesystem, "call_s3"):
-                # `retry` and botocore repeat what failed; a third loop inside would multiply the time that it takes
+                # `retry` and botocore retry already; a third loop would multiply the time
                 filesystem.retries = 1
             _filesystems[key] = filesystem
         return _filesystems[key]
 
 
 def _silence_libraries() -> None:
-    """Let the libraries' own words about errors go to whoever set up logging, and else nowhere: they become ours."""
+    """Send the libraries' log messages only to loggers that the caller has set up."""
     for name in ("fsspec", "s3fs", "gcsfs", "adlfs", "azure", "google", "aiobotocore", "asyncio"):
         logging.getLogger(name).addHandler(logging.NullHandler())
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    # a listing that is remembered would hide what changed; fsspec caches a file system for each thread
+    # a cached listing would hide changes; fsspec caches one file system per thread
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme in ("s3", "s3a"):
         from fsspec.config import conf
@@ -88,21 +83,20 @@ def _options(scheme: str) -> dict[str, Any]:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
-        # trust_env: proxies of the environment. URLs stay as they are given: a signature is over the very characters
+        # trust_env: proxies from the environment. URLs stay as given: a signature covers the exact characters
         options |= {"client_kwargs": {"timeout": timeout, "trust_env": True}, "encoded": True}
     return options
 
 
 def retry(operation: Callable[[], T], patience: float | None = None) -> T:
-    """Return what an operation returns, repeating it while it fails for the moment.
+    """Return the result of an operation; retry it during temporary failures.
 
     Args:
-        operation: leaves nothing half done.
-        patience: seconds after which it is repeated no more; None: `PATIENCE_SECONDS`.
+        operation: can be repeated after it failed.
+        patience: seconds after which it is not retried; None: `PATIENCE_SECONDS`.
 
     Raises:
-        ImageError: not_found, unreadable, or storage_unavailable where it failed for the moment all the time; the
-            message holds no URL.
+        ImageError: `not_found`, `unreadable`, or `storage_unavailable` if all retries failed; the message has no URL.
     """
     began, wait = time.monotonic(), _FIRST_WAIT
     patience = PATIENCE_SECONDS if patience is None else patience
@@ -134,7 +128,7 @@ def response_code(error: BaseException) -> tuple[int | None, str]:
 
 def is_temporary(error: BaseException) -> bool:
     """Return whether the same operation may succeed soon: throttling, an internal error, a lost connection."""
-    # first of all these: what broke off has an HTTP status too, of an answer that there never was
+    # first: a broken connection may have an HTTP status, too, of a response that never arrived
     if not _class_names(error).isdisjoint(_LOST_CONNECTIONS):
         return True
     status, code = response_code(error)
@@ -155,7 +149,7 @@ def _class_names(error: BaseException) -> set[str]:
 
 
 def _one_line(error: BaseException) -> str:
-    # what botocore finds wrong with a name stands behind the first line
+    # botocore describes an invalid name after the first line
     return first_line(Exception(" ".join(str(error).split()) or type(error).__name__))
 
 

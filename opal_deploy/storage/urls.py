@@ -1,4 +1,4 @@
-"""URLs: which texts are URLs that are read here, and what of a URL records and messages may show."""
+"""URLs: which texts are supported URLs, and which part of a URL records and messages may show."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from opal_deploy.errors import UsageError, require
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _USERINFO = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/?#@\s]*@")
 _HTTP_QUERY = re.compile(r"(?i)(\bhttps?://[^\s?#'\"]*)\?([^\s#'\"]*)(#[^\s'\"]*)?")
-# parameters of signed URLs (AWS, Google, Azure, CloudFront) and of others that let in whoever has the URL
+# parameters of signed URLs (AWS, Google, Azure, CloudFront) and others that grant access
 _SECRET = re.compile(
     r"(?i)x-amz-|x-goog-|sig|token|key|secret|passw|pwd|pass$|auth|cred|session|jwt|policy|awsaccesskeyid|code$"
 )
 
 
 class Scheme(NamedTuple):
-    """A scheme of URLs that is read here.
-
-    Attributes:
-        package: the module that fsspec needs for it.
-        extra: the extra of opal-deploy that installs it.
-        is_bucket: whether it names objects in a bucket, which can be listed and written, rather than a web page.
-    """
+    """A supported scheme: fsspec's module, our extra that installs it, and if it names objects in a bucket."""
 
     package: str
     extra: str
@@ -46,17 +40,12 @@ _EXPECTED = "expected a path, or a URL with s3://, gs://, az://, abfs:// or http
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is a URL rather than a path, also one of a scheme that is not read."""
+    """Return whether a text is a URL rather than a path, also one with an unsupported scheme."""
     return _URL.match(text) is not None
 
 
 def parse_scheme(url: str) -> str:
-    """Return the scheme of a URL, in lower case.
-
-    Raises:
-        UsageError: it is not read here, names no bucket, or holds a password where none is used.
-        MissingExtra: what reads it is not installed.
-    """
+    """Return the scheme of a URL, in lower case; raise UsageError or MissingExtra if it is not supported."""
     match = _URL.match(url)
     name = match[1].lower() if match else ""
     scheme = SCHEMES.get(name)
@@ -65,8 +54,7 @@ def parse_scheme(url: str) -> str:
         raise UsageError(f"{redact(url)}: {name}:// is not read; {what}")
     if scheme.is_bucket and re.match(r"[^/]*:[^/]*@", url.partition("://")[2]):
         raise UsageError(
-            f"{redact(url)}: credentials inside the URL are not used; give them as the storage's own tools take them "
-            "(environment, profile, role)"
+            f"{redact(url)}: credentials inside the URL are not used; set them in the environment, a profile or a role"
         )
     if scheme.is_bucket and url.partition("://")[2][:1] in ("", "/"):
         raise UsageError(f"{url}: it names no bucket; expected {name}://BUCKET/...")
@@ -85,8 +73,8 @@ def is_bucket_url(text: str) -> bool:
 def redact(text: str) -> str:
     """Return a text whose URLs show no user names, passwords or signatures.
 
-    Of `https://`, the whole query goes where one of its parameters lets in whoever has the URL, so that a URL that was
-    signed again is shown alike; other queries stay, since they may be all that tells two images apart.
+    For `https://` the whole query is removed if one of its parameters grants access, so that a URL that was signed
+    again looks the same; other queries stay, since they may be all that distinguishes two images.
     """
 
     def shown(match: re.Match[str]) -> str:
@@ -94,7 +82,7 @@ def redact(text: str) -> str:
         return match[1] if any(_SECRET.search(name) for name in names) else match[0]
 
     def without_user(match: re.Match[str]) -> str:
-        # abfs://container@account.dfs.core.windows.net is no user
+        # abfs://container@account.dfs.core.windows.net has no user
         keeps = match[1].lower().startswith(("abfs", "az")) and ":" not in match[0][len(match[1]) :]
         return match[0] if keeps else match[1]
 

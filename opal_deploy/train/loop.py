@@ -23,7 +23,7 @@ from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
-from opal_deploy.logs import Log, Progress, no_log, no_progress
+from opal_deploy.logs import Log, Progress, no_progress
 from opal_deploy.model.backbones import get_library
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
@@ -104,7 +104,7 @@ def fit(
     resume: bool = False,
     recipe: Recipe | None = None,
     progress: Progress = no_progress,
-    log: Log = no_log,
+    log: Log = lambda line: None,
 ) -> TrainResult:
     """Train a network, keep the best weights, and evaluate them on the test split.
 
@@ -143,7 +143,7 @@ def fit(
                 "each needs at least 2 images; start fewer processes"
             )
         if not group.is_main:
-            progress, log = no_progress, no_log
+            progress, log = no_progress, lambda line: None
         recipe = Recipe(options) if recipe is None else replace(recipe, options=options)
         run = _TrainingRun(data, options, TrainRunDirectory(out), group, progress, log)
         try:

@@ -22,7 +22,7 @@ from opal_deploy.inference.decoding.budget import raise_pillow_limit
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests
 from opal_deploy.inference.prediction import BatchPredictor
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Record
@@ -111,7 +111,7 @@ class TritonPythonModel:
         """End the processes before Triton ends this one."""
         self._decoders.close()
 
-    def _explain(self, requests: Sequence[Request]) -> list[Record]:
+    def _explain(self, requests: Sequence[InputImage]) -> list[Record]:
         """Return the record of each image.
 
         The first call checks the model against its test vectors: this server was not part of the export.
@@ -134,7 +134,7 @@ class TritonPythonModel:
             records += [result.record for result in results]
         return records
 
-    def _read(self, request: Any) -> list[Request] | ValueError:
+    def _read(self, request: Any) -> list[InputImage] | ValueError:
         def read(name: str) -> Any:
             tensor = self._backend.get_input_tensor_by_name(request, name)
             return None if tensor is None else tensor.as_numpy()

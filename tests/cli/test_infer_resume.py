@@ -187,7 +187,7 @@ def test_a_second_signal_ends_it_at_once_with_whole_records(infer: Infer) -> Non
         infer.wait_for(8, process)
         process.send_signal(signal.SIGINT)
         # two signals at a time would be one
-        assert any("again: end at once" in line for line in cast(IO[str], process.stderr))
+        assert any("interrupt again to exit at once" in line for line in cast(IO[str], process.stderr))
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
@@ -231,7 +231,7 @@ def test_another_run_is_refused_and_overwriting_begins_anew(begun: Infer) -> Non
     before = (out / "results.jsonl").read_bytes()
     refused = [begun("--top", "2", "--decode", "exact"), begun("--no-resume")]
     assert [done.returncode for done in refused] == [2, 2]
-    assert "out: it holds a run of its own: --top 5 there, 2 here; --decode default there, exact" in refused[0].stderr
+    assert "out: it holds another run: --top 5 there, 2 here; --decode default there, exact" in refused[0].stderr
     assert "out: it holds an unfinished run, and --no-resume was given; choose another --out" in refused[1].stderr
     assert (out / "results.jsonl").read_bytes() == before
     done = begun("--overwrite", "--max-errors", "0", "--top", "2")

@@ -140,7 +140,9 @@ def measure(checkpoint, threads, folder, faults):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("checkpoints", type=Path, nargs="*", help="trained networks; without any, the paper's and timm's with random weights")
+    parser.add_argument(
+        "checkpoints", type=Path, nargs="*", help="trained networks; default: the paper's and timm's, random"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-onednn", action="store_true")
     parser.add_argument("--faults", action="store_true")

@@ -1,7 +1,6 @@
 """Damaged files: whatever was cut off or flipped, a picture or an ImageError comes out, the same from every path."""
 
 import io
-from functools import partial
 
 import numpy as np
 import pytest
@@ -71,19 +70,11 @@ def check(data):
     assert np.abs(squashed.astype(int) - expected).max() <= 1
 
 
-repeat = partial(settings, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@repeat(max_examples=500)
+@settings(
+    max_examples=500, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(damaged())
 def test_a_damaged_file_has_one_fate(data):
-    check(data)
-
-
-@pytest.mark.slow
-@repeat(max_examples=20_000)
-@given(damaged())
-def test_many_damaged_files_have_one_fate(data):
     check(data)
 
 

@@ -1,16 +1,14 @@
 """Where a cell lies on the picture: the exact inverse of orienting, cropping and squashing."""
 
-import io
 import math
 from itertools import product
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image
+from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.geometry import Geometry, compute_geometry
+from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
 
 GRID = (3, 4)
@@ -44,37 +42,6 @@ def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size, box):
         geometry = compute_geometry(Image.new("RGB", size), box)
         image = with_block(size, geometry.cell_box(row, col, GRID))
         assert brightest_cell(to_input(image, geometry, INPUT)) == (row, col)
-
-
-@pytest.mark.parametrize(("orientation", "turn"), [(3, "ROTATE_180"), (6, "ROTATE_90"), (8, "ROTATE_270")])
-def test_boxes_are_those_of_the_image_as_a_viewer_shows_it(orientation, turn):
-    geometry = Geometry.whole(400, 300)
-    stored = with_block((400, 300), geometry.cell_box(0, 2, GRID)).transpose(Image.Transpose[turn])
-    exif, stream = Image.Exif(), io.BytesIO()
-    exif[ExifTags.Base.Orientation] = orientation
-    stored.save(stream, "PNG", exif=exif)
-    shown = decode(stream.getvalue())
-    assert compute_geometry(shown) == geometry
-    assert brightest_cell(to_input(shown, geometry, INPUT)) == (0, 2)
-
-
-def test_cells_tile_the_crop_without_gap_or_overlap():
-    geometry = Geometry(500, 400, (13, 17, 200, 371))
-    boxes = {cell: geometry.cell_box(*cell, (7, 5)) for cell in product(range(7), range(5))}
-    assert boxes[0, 0][:2] == (13, 17)
-    assert boxes[6, 4][2:] == pytest.approx((200, 371))
-    for (row, col), (x0, y0, x1, y1) in boxes.items():
-        assert x1 - x0 == pytest.approx((200 - 13) / 5)
-        assert y1 - y0 == pytest.approx((371 - 17) / 7)
-        if col < 4:
-            assert boxes[row, col + 1][0] == pytest.approx(x1)
-        if row < 6:
-            assert boxes[row + 1, col][1] == pytest.approx(y1)
-
-
-def test_rows_come_first():
-    assert Geometry.whole(100, 100).cell_box(1, 0, (2, 4)) == (0, 50, 25, 100)
-    assert to_input(Image.new("RGB", (9, 9)), Geometry.whole(9, 9), (32, 64)).shape == (32, 64, 3)
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from opal_deploy._version import __version__
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, first_line
-from opal_deploy.inference.cluster.actor import IN_FLIGHT, ActorConfig, ShardActor, ShardResult
+from opal_deploy.inference.cluster.actor import IN_FLIGHT, ActorConfig, Chunk, ChunkActor, ChunkResult
 from opal_deploy.inference.cluster.connection import ActorPlan, Node, list_nodes
-from opal_deploy.inference.cluster.shards import Shard
 
-# a place whose actors end before they answered anything is given up after so many
+# a node is given up after so many actors that ended without a result
 _MAX_STARTS = 3
-# without an actor and without a node to start one on, a run ends after this; a node that restarts takes its time
+# a run without actors and without room for one ends after this time; a node may take long to restart
 _PATIENCE_SECONDS = 60.0
 _LIST_SECONDS = 1.0
-# without an actor that is open, until a person is told
+# without an open actor, until a message
 _QUIET_SECONDS = 30.0
 _CLOSE_SECONDS = 10.0
 
@@ -36,46 +35,43 @@ class Actor:
     """An actor as the driver sees it.
 
     Attributes:
-        handle: Ray's.
-        node: where it runs.
-        version: reference to the version there, until it is opened.
-        opening: reference to what `open` returns, until it is opened.
-        shards: in work, by the reference to their results.
+        handle, node: Ray's handle, and where the actor runs.
+        version: reference to the version there, until the actor opens.
+        opening: reference to what `open` returns, until it has opened.
+        chunks: in flight, by the reference to their results.
     """
 
     handle: Any
     node: Node
     version: Ref | None
     opening: Ref | None = None
-    shards: dict[Ref, Shard] = field(default_factory=dict)
+    chunks: dict[Ref, Chunk] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes shards."""
+        """Whether it takes chunks."""
         return self.version is None and self.opening is None
 
     @property
     def room(self) -> int:
-        """The number of shards that it takes now; one that killed another actor is alone."""
-        if not self.is_open or any(shard.deaths for shard in self.shards.values()):
+        """The number of chunks that it accepts now; a chunk that killed an actor gets an actor for itself."""
+        if not self.is_open or any(chunk.deaths for chunk in self.chunks.values()):
             return 0
-        return IN_FLIGHT - len(self.shards)
+        return IN_FLIGHT - len(self.chunks)
 
-    def submit(self, shard: Shard) -> None:
-        """Send it a shard."""
-        self.shards[self.handle.predict.remote(shard.to_bytes())] = shard
+    def submit(self, chunk: Chunk) -> None:
+        """Send it a chunk."""
+        self.chunks[self.handle.predict.remote(chunk.to_bytes())] = chunk
 
 
 @dataclass
 class NodeStatistics:
-    """What became of one node's actors.
+    """The work of one node's actors.
 
     Attributes:
-        address: the node's.
-        runtime: of its actors, and their device.
-        images: answered there.
-        started: when its first actor was open, by `time.monotonic`.
-        seconds: from then to the last answer.
+        address, runtime: of the node, and the runtime and device of its actors.
+        started: when its first actor had opened, by `time.monotonic`.
+        images, seconds: images done, and the time from `started` to the last of them.
         lost: actors that died.
     """
 
@@ -93,29 +89,25 @@ class NodeStatistics:
 
 
 class ActorPool:
-    """Starts actors, hands out shards' results, and replaces actors; used by one thread."""
+    """Starts and replaces actors, and collects their results; used by one thread."""
 
     def __init__(self, plan: ActorPlan, config: ActorConfig, print_message: Callable[[str], None]) -> None:
         """Start nothing yet."""
         self._plan, self._print_message = plan, print_message
         self._config = ray.put(config)
-        self._class: Any = ray.remote(ShardActor)
+        self._class: Any = ray.remote(ChunkActor)
         self.actors: list[Actor] = []
         self.statistics: dict[str, NodeStatistics] = {}
         self.num_opened = 0
-        # actors that failed without an answer in between, by node
+        # consecutive failures by node
         self._failures: Counter[str] = Counter()
         self._last_failure = ""
-        # when nodes were last listed, there was last an actor, and one that was open
+        # when nodes were last listed, and when there was last an actor, and an open one
         self._listed = self._alive = self._open = time.monotonic() - _LIST_SECONDS
         self._nodes: list[Node] = []
 
     def maintain(self) -> None:
-        """Start actors where there is a place for one.
-
-        Raises:
-            StoppedEarly: there is no actor, and none starts on any node, or for a minute there was no place for one.
-        """
+        """Start actors where there is room; raise StoppedEarly if none starts, or there is no room for a minute."""
         now = time.monotonic()
         if now - self._listed >= _LIST_SECONDS:
             self._nodes, self._listed = list_nodes(), now
@@ -136,7 +128,7 @@ class ActorPool:
             return
         failing = [self._failures[node.key] >= _MAX_STARTS for node in self._nodes if self._plan.count_places(node)]
         if failing and all(failing):
-            raise StoppedEarly(f"actors fail on every node: {self._last_failure}; mend that and run again")
+            raise StoppedEarly(f"actors fail on every node: {self._last_failure}; fix this, then run again")
         if now - self._alive > _PATIENCE_SECONDS:
             raise StoppedEarly(
                 f"no actor is left, and none of {len(self._nodes)} nodes has room for one of {self._plan}; "
@@ -154,63 +146,63 @@ class ActorPool:
         ).remote()
         self.actors.append(Actor(handle, node, handle.get_version.remote()))
 
-    def wait(self, seconds: float) -> list[tuple[Shard, ShardResult | OpalError | None]]:
-        """Wait until something happens, and return the shards that are done.
+    def wait(self, seconds: float) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
+        """Wait until something happens, and return the chunks that are done.
 
         Args:
             seconds: to wait at most.
 
         Returns:
-            Each shard with its result; with None where its actor died, and with an error after which its actor is
-            replaced. These two count it as a death of the shard.
+            Each chunk with its result; with None where its actor died, and with an error after which its actor is
+            replaced. These two count it as a death of the chunk.
 
         Raises:
             UsageError: a node has another version, or cannot open the model.
         """
-        refs = [ref for actor in self.actors for ref in (actor.version, actor.opening, *actor.shards) if ref]
+        refs = [ref for actor in self.actors for ref in (actor.version, actor.opening, *actor.chunks) if ref]
         if not refs:
             time.sleep(min(seconds, _LIST_SECONDS))
             return []
         ray.wait(refs, num_returns=1, timeout=seconds)
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
-        done: list[tuple[Shard, ShardResult | OpalError | None]] = []
+        done: list[tuple[Chunk, ChunkResult | OpalError | None]] = []
         for actor in list(self.actors):
             if ready & {actor.version, actor.opening}:
                 self._continue_opening(actor)
-            for ref in [ref for ref in actor.shards if ref in ready]:
-                if ref in actor.shards:  # the actor did not turn out to be dead meanwhile
+            for ref in [ref for ref in actor.chunks if ref in ready]:
+                if ref in actor.chunks:  # the actor did not turn out to be dead meanwhile
                     done += self._collect(actor, ref)
         return done
 
-    def _collect(self, actor: Actor, ref: Ref) -> list[tuple[Shard, ShardResult | OpalError | None]]:
+    def _collect(self, actor: Actor, ref: Ref) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
         try:
-            result: ShardResult | OpalError = ray.get(ref)
+            result: ChunkResult | OpalError = ray.get(ref)
         except RayTaskError:
             raise  # a bug of ours
         except RayError:
             return self._bury(actor)
-        shard = actor.shards.pop(ref)
+        chunk = actor.chunks.pop(ref)
         if isinstance(result, OpalError):
-            # a device that was lost may be lost again, and again after that
+            # a device that was lost may be lost repeatedly
             self._count_failure(actor, str(result))
-            return [(shard.count_death(actor.node.key), result), *self._bury(actor)]
+            return [(chunk.count_death(actor.node.key), result), *self._bury(actor)]
         self._failures[actor.node.key] = 0
         statistics = self.statistics[actor.node.address]
-        statistics.images += len(shard)
+        statistics.images += len(chunk)
         statistics.seconds = time.monotonic() - statistics.started
         for message in result.messages:
             self._print_message(f"{actor.node.address}: {message}")
-        return [(shard, result)]
+        return [(chunk, result)]
 
-    def _bury(self, actor: Actor) -> list[tuple[Shard, ShardResult | OpalError | None]]:
-        """Forget an actor that died or cannot go on, and return the shards that it had."""
+    def _bury(self, actor: Actor) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
+        """Forget an actor that died or cannot go on, and return the chunks that it had."""
         self._remove(actor)
         if (statistics := self.statistics.get(actor.node.address)) is not None:
             statistics.lost += 1
-        again = f"; its {len(actor.shards)} shards are tried again" if actor.shards else ""
+        again = f"; its {len(actor.chunks)} chunks are tried again" if actor.chunks else ""
         self._print_message(f"{actor.node.address}: an actor was lost{again}")
-        shards, actor.shards = list(actor.shards.values()), {}
-        return [(shard.count_death(actor.node.key), None) for shard in shards]
+        chunks, actor.chunks = list(actor.chunks.values()), {}
+        return [(chunk.count_death(actor.node.key), None) for chunk in chunks]
 
     def _remove(self, actor: Actor) -> None:
         self.actors.remove(actor)
@@ -256,7 +248,7 @@ class ActorPool:
 
     def close(self) -> None:
         """End all actors, those that are open in good order."""
-        closing = [actor.handle.close.remote() for actor in self.actors if actor.is_open and not actor.shards]
+        closing = [actor.handle.close.remote() for actor in self.actors if actor.is_open and not actor.chunks]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
         for actor in self.actors:

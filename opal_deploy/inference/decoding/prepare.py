@@ -1,10 +1,12 @@
 """Prepare one image for the model: read, hash, decode, orient, crop and resize it.
 
-Whatever can be wrong with an image becomes the error of its `Prepared`, never an exception.
+Any error of an image goes into its `Prepared` and is never raised.
 
-A decoder reads as it goes, and reads no more than it needs: a file of any length may be called .jpg, and a header that
-claims too many pixels ends its decoding. Reading is therefore timed inside each call that asks the system for bytes.
-(libtiff reads compressed TIFF through the file's descriptor by itself; that part counts as decoding.)
+A decoder reads as it goes, and only what it needs: a file called .jpg may have any length, and a header that claims too
+many pixels ends its decoding. Reading is therefore timed inside each call that asks the system for bytes. (libtiff
+reads compressed TIFF through the file's descriptor itself; that part counts as decoding.)
+
+Images over a network are read ahead of their decoding.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import contextlib
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias, cast
@@ -22,8 +25,8 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request
+from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
+from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared
 from opal_deploy.preprocess.decode import (
     FileSource,
     PathOrSource,
@@ -35,10 +38,11 @@ from opal_deploy.preprocess.decode import (
 )
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_display, to_input
-from opal_deploy.storage.files import parse_source
+from opal_deploy.storage.files import RemoteFile, parse_source
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
 
 # a file up to the first size is read once, as a whole, so that the bytes hashed are the bytes decoded; a larger one is
 # read by its decoder and hashed in a second pass, up to the second size
@@ -53,7 +57,7 @@ OpenFile: TypeAlias = Callable[[PathOrSource], BinaryIO]
 
 
 def prepare(
-    request: Request,
+    request: InputImage,
     input_size: tuple[int, int],
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
@@ -66,9 +70,9 @@ def prepare(
         request: the image.
         input_size: (H0, W0) of the model.
         options: `max_pixels`, `decode` and `keep_images` are read.
-        timer: gets the times of the stages `read`, `decode` and `resize`.
+        timer: receives the times of the stages `read`, `decode` and `resize`.
         claim: see `decode`.
-        out: uint8 [H0, W0, 3] that gets the pixels, which `Prepared` then does not hold; None: it holds them.
+        out: uint8 [H0, W0, 3] for the pixels, instead of `Prepared.pixels`.
     """
     open_timed = timed_open(timer)
     source, unreadable = request.source, None
@@ -83,7 +87,7 @@ def prepare(
         return Prepared(request, error=request.error or unreadable, image_sha256=digest)
     try:
         with timer.stage("decode"):
-            if request.box is None:
+            if request.crop is None:
                 image, geometry = decode_for_input(
                     source, input_size, max_pixels=options.max_pixels, open_file=open_timed, decoding=options.decode,
                     claim=claim,
@@ -93,7 +97,7 @@ def prepare(
                 image = decode(
                     source, max_pixels=options.max_pixels, open_file=open_timed, decoding=options.decode, claim=claim
                 )
-                geometry = compute_geometry(image, request.box)
+                geometry = compute_geometry(image, request.crop)
         with timer.stage("resize"):
             pixels = to_input(image, geometry, input_size, options.decode)
             if out is not None:
@@ -110,24 +114,20 @@ def prepare(
     if options.keep_images or request.drawn:
         with timer.stage("resize"), contextlib.suppress(ImageError, MemoryError):
             if image.size != (geometry.width, geometry.height):
-                # it came at a fraction of its size, enough for the model; a person wants to see more
+                # it was decoded at a fraction of its size, enough for the model but not for a person
                 image = decode(source, max_pixels=options.max_pixels, open_file=open_timed, claim=claim)
             kept = to_display(image)
     return Prepared(request, geometry, pixels if out is None else None, kept, image_sha256=digest)
 
 
 def _without_frames(error: ImageError) -> ImageError:
-    # the frames of a traceback would keep the file's bytes in memory until the record is written
+    # a traceback would keep the file's bytes in memory until the record is written
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
 
 
 def read_small_file(source: File, open_file: OpenFile = open_file) -> tuple[File, str | None]:
-    """Return a file's bytes and their sha256; the source itself and None where they are too many, or change.
-
-    Raises:
-        ImageError: it cannot be read.
-    """
+    """Return a file's bytes and sha256; the source and None if it is large or changes; raise ImageError."""
     if not isinstance(source, bytes):
         try:
             with _open_sized(source, open_file) as (stream, size):
@@ -138,7 +138,7 @@ def read_small_file(source: File, open_file: OpenFile = open_file) -> tuple[File
             raise
         except Exception:  # an archive's reader may raise anything; decoding meets it too, and says what it means
             return source, None
-        # the file is still being written, or its container is wrong about it
+        # the file is still being written, or its container states a wrong size
         if len(data) != size:
             return source, None
         source = data
@@ -146,7 +146,7 @@ def read_small_file(source: File, open_file: OpenFile = open_file) -> tuple[File
 
 
 def _hash_large_file(source: File, open_file: OpenFile) -> str | None:
-    """Return the sha256 of an image file that was not read as a whole; None where it is far longer than an image."""
+    """Return the sha256 of an image file that was not read as a whole; None if it is far longer than any image."""
     assert not isinstance(source, bytes)
     digest, remaining = hashlib.sha256(), MAX_HASHED_BYTES
     try:
@@ -164,11 +164,7 @@ def _hash_large_file(source: File, open_file: OpenFile) -> str | None:
 
 
 def content_sha256(source: Source) -> str:
-    """Return the hex sha256 of an image's file or archive member; for an image in memory that of its pixels as PPM.
-
-    Raises:
-        ImageError: it cannot be read.
-    """
+    """Return the hex sha256 of an image's file or member, or of an image in memory as PPM; raise ImageError."""
     if isinstance(source, bytes):
         return hashlib.sha256(source).hexdigest()
     if isinstance(source, str | Path | FileSource):
@@ -187,7 +183,7 @@ def content_sha256(source: Source) -> str:
 
 @contextmanager
 def _open_sized(source: str | Path | FileSource, open_file: OpenFile) -> Iterator[tuple[BinaryIO, int]]:
-    """Yield the stream and the number of bytes that its file system or container claims for it."""
+    """Yield the stream and the number of bytes that its file system or container states."""
     with open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(0)
@@ -195,8 +191,8 @@ def _open_sized(source: str | Path | FileSource, open_file: OpenFile) -> Iterato
 
 
 def timed_open(timer: StageTimer) -> OpenFile:
-    """Return `open_file` whose own time, and that of every read of its stream, counts as the stage `read`."""
-    if isinstance(timer, NoOpTimer):
+    """Return an `open_file` whose time, and that of every read of its stream, counts as the stage `read`."""
+    if not timer.enabled:
         return open_file
 
     def open_timed(source: PathOrSource) -> BinaryIO:
@@ -213,7 +209,7 @@ def timed_open(timer: StageTimer) -> OpenFile:
 
 
 class _TimedFile(io.FileIO):
-    """A file by its descriptor, which libtiff asks for."""
+    """A file by its descriptor, which libtiff needs."""
 
     def __init__(self, descriptor: int, timer: StageTimer) -> None:
         super().__init__(descriptor, "rb")
@@ -254,3 +250,60 @@ class _TimedStream(io.RawIOBase):
     def close(self) -> None:
         self._stream.close()
         super().close()
+
+
+# per worker: requests in flight, and bytes of images that are not decoded yet
+_REQUESTS = 8
+_MAX_BYTES = 64 << 20
+# assumed size of an image that was not listed
+_ASSUMED_BYTES = 4 << 20
+
+
+def is_remote(source: Source) -> bool:
+    """Return whether an image is read over a network."""
+    return isinstance(source, RemoteFile) or isinstance(getattr(source, "path", None), RemoteFile)
+
+
+class ReadAhead:
+    """Reads images over a network ahead of their decoding, in its own threads; used by one thread."""
+
+    def __init__(self) -> None:
+        """Start no thread yet."""
+        self._threads = ThreadPoolExecutor(_REQUESTS, "read-ahead")
+
+    def read(self, sources: Sequence[Source]) -> Iterator[Source]:
+        """Yield the sources; the next remote ones, up to 64 MiB or one larger image, are read meanwhile."""
+        futures: dict[int, Future[BinaryIO]] = {}
+        sizes = [_size(source) if is_remote(source) else 0 for source in sources]
+        begun = held = 0
+        for index, source in enumerate(sources):
+            while begun < len(sources) and (
+                begun <= index or (len(futures) < _REQUESTS and held + sizes[begun] <= _MAX_BYTES)
+            ):
+                upcoming = sources[begun]
+                if isinstance(upcoming, FileSource) and sizes[begun]:
+                    futures[begun] = self._threads.submit(upcoming.open)
+                    held += sizes[begun]
+                begun += 1
+            future = futures.pop(index, None)
+            held -= sizes[index]
+            yield source if future is None or not isinstance(source, FileSource) else _ReadFile(source, future)
+
+
+class _ReadFile:
+    """An image that is being read; opened a second time, it is read again."""
+
+    def __init__(self, source: FileSource, future: Future[BinaryIO]) -> None:
+        self._source = source
+        self._future: Future[BinaryIO] | None = future
+
+    def open(self) -> BinaryIO:
+        future, self._future = self._future, None
+        return self._source.open() if future is None else future.result()
+
+
+def _size(source: Source) -> int:
+    size = getattr(source, "size", None)
+    if isinstance(source, RemoteFile):
+        size = None if source.fingerprint is None else source.fingerprint.size
+    return max(1, size) if isinstance(size, int) else _ASSUMED_BYTES

@@ -1,7 +1,7 @@
 """Worker processes that are lent to the threads that need one.
 
 A process is started when it is first needed, and replaced when it ended, was killed, or has grown too large. All end
-with this process, whatever ends it.
+with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from PIL import Image
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess, WorkerTimeout
 from opal_deploy.inference.isolation.worker import Task, WorkerConfig
-from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
+from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.preprocess.decode import no_claim
 
 T = TypeVar("T")
-# makes the result of a request, given by its position, of its part of the header and of bytes read from the process
+# builds the result of the request at a position from its part of the header and from bytes read from the process
 Reader: TypeAlias = Callable[[WorkerProcess, dict[str, Any], int], T]
-# between two checks of the processes' time limits; a check that is late by more was stopped with the whole process
+# seconds between two checks of the time limits; if a check is later than this, the whole process was stopped
 _WATCH_SECONDS, _STOPPED_SECONDS = 0.1, 1.0
 # a system short of memory kills processes that did nothing wrong: the second crash is the request's fault, and the run
 # ends only where one process after the other does not start
@@ -48,14 +48,14 @@ class ProcessPool:
         """Start nothing yet.
 
         Args:
-            workers: the largest number of processes.
+            workers: maximum number of processes.
             task: answers the requests.
-            timeout: seconds that one request may take; None: no limit.
-            timer: gets the times of the task's stages, without the time that data takes between processes.
-            files: descriptors that the processes get, under their numbers.
+            timeout: seconds per request; None: no limit.
+            timer: receives the times of the task's stages, without the transfer between processes.
+            files: descriptors that the processes inherit, under the same numbers.
         """
         self._timeout, self._timer, self._files = timeout, timer, tuple(files)
-        self._config = WorkerConfig(task, timed=not isinstance(timer, NoOpTimer), pillow_limit=Image.MAX_IMAGE_PIXELS)
+        self._config = WorkerConfig(task, timed=timer.enabled, pillow_limit=Image.MAX_IMAGE_PIXELS)
         # the last one used comes first, so that a short run starts no more processes than it needs; None: to be started
         self._idle: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
         for _ in range(workers):
@@ -66,12 +66,7 @@ class ProcessPool:
         self._watcher: threading.Thread | None = None
 
     def call(self, request: object, read: Reader[T], claim: Callable[[int], None] = no_claim) -> T:
-        """Have one request answered; see `call_group`.
-
-        Raises:
-            WorkerCrashed: the process ended in the middle. WorkerTimeout: it took too long.
-            StoppedEarly: no process can be started. RuntimeError: the task raised an exception.
-        """
+        """Have one request answered, see `call_group`; raise WorkerCrashed or WorkerTimeout if that failed."""
         (result,) = self.call_group([request], read, claim)
         if isinstance(result, WorkerCrashed | WorkerTimeout):
             raise result
@@ -80,20 +75,20 @@ class ProcessPool:
     def call_group(
         self, requests: Sequence[object], read: Reader[T], claim: Callable[[int], None] = no_claim
     ) -> list[T | WorkerCrashed | WorkerTimeout]:
-        """Have some requests answered by one process, waiting for a process while all of them are in use.
+        """Have some requests answered by one process; wait while all processes are in use.
 
-        A request whose process ended is tried a second time, since processes are also killed from outside; the others
-        of its group are answered whatever becomes of it.
+        A request whose process ended is tried a second time, since processes are also killed from outside; the other
+        requests of its group are answered in any case.
 
         Args:
             requests: are pickled for the task.
-            read: makes a request's result of its part of the header and of the bytes that it reads from the process; it
-                is also given the request's position. An ArithmeticError, LookupError, TypeError or ValueError of its
-                means that the response makes no sense.
-            claim: waits until so many pixels may be decoded; called where the task claims them.
+            read: builds a request's result from its part of the header, the bytes that it reads from the process, and
+                the request's position. If it raises an ArithmeticError, LookupError, TypeError or ValueError, the
+                process counts as crashed.
+            claim: waits until so many pixels may be decoded; called when the task claims them.
 
         Returns:
-            The result of each request, in their order, or the exception that its process ended with.
+            The result of each request, in order, or the exception that its process ended with.
 
         Raises:
             StoppedEarly: no process can be started. RuntimeError: the task raised an exception.
@@ -106,7 +101,7 @@ class ProcessPool:
             try:
                 results.update(self._call_once({n: requests[n] for n in group}, read, claim))
             except (WorkerCrashed, WorkerTimeout) as failure:
-                # a process that was taken over by its file may have written any number
+                # a malicious file may have written any number
                 culprit = group.pop(min(failure.position, len(group) - 1))
                 crashes[culprit] += 1
                 if isinstance(failure, WorkerTimeout):
@@ -122,10 +117,10 @@ class ProcessPool:
     def _call_once(
         self, requests: dict[int, object], read: Reader[T], claim: Callable[[int], None]
     ) -> dict[int, T | WorkerCrashed | WorkerTimeout]:
-        """Return the results of some requests by their positions."""
+        """Return the results of some requests by position."""
         process, reusable = self._idle.get(), False
         try:
-            # a process that ended between two requests is no request's fault
+            # a process that ended between two requests is not a request's fault
             if process is None or not process.is_running():
                 self._close_process(process)
                 process = self._start_process()
@@ -137,7 +132,7 @@ class ProcessPool:
             self._idle.put(process if reusable else None)
 
     def close(self) -> None:
-        """End the processes; no call may be going on."""
+        """End the processes; no call may be in flight."""
         self._closed.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -166,7 +161,7 @@ class ProcessPool:
                 self._timer.add(stage, wall, cpu, calls)
             return results, process.finish_response() and not header["retire"]
         except (ArithmeticError, LookupError, TypeError, ValueError):
-            # the process may have been taken over by the file that it decoded
+            # a malicious file may have taken over the process
             raise WorkerCrashed("sent an answer that makes no sense") from None
 
     def _start_process(self) -> WorkerProcess:
@@ -203,7 +198,7 @@ class ProcessPool:
             with self._lock:
                 processes = list(self._processes)
             for process in processes:
-                # by Ctrl-Z, a paused container or a cluster's scheduler, which stops the workers too
+                # by Ctrl-Z, a paused container or a cluster's scheduler, which stop the workers, too
                 if late > _STOPPED_SECONDS:
                     process.extend_limit(late)
                 else:

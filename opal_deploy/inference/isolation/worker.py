@@ -1,36 +1,38 @@
-"""The main function of a worker process: groups of requests on stdin, their responses on stdout, until stdin ends.
+"""The main function of a worker process, which answers groups of requests until stdin ends; and shared memory.
 
-It imports numpy, Pillow and what its task needs, and no runtime. A request is a pickle, since it comes from the parent
-process; a response is JSON and raw bytes, since a decoder may have been taken over by the file that it read, and must
-not be able to run anything in the parent. The position of the request that is being answered lies in shared memory,
-where the parent finds it after a crash.
+It imports numpy, Pillow and what its task needs, and no runtime. A request is a pickle, since it comes from the parent.
+A response is JSON and raw bytes, since a malicious file may have taken over the decoder, which must not be able to run
+anything in the parent. The position of the request in flight is kept in shared memory, where the parent finds it after
+a crash.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 import pickle
 import select
 import signal
 import struct
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from mmap import mmap
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from PIL import Image
 
-from opal_deploy.inference.isolation.memory import map_shared_memory
+from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 
 LENGTH = struct.Struct(">Q")
-# the position in its group of the request that is being answered
+# the position of the request in flight in its group
 POSITION = struct.Struct("<Q")
 READY = b"\x01"
 # a process that has grown by this much is replaced: an allocator does not always give memory back
@@ -42,32 +44,20 @@ Response: TypeAlias = tuple[dict[str, Any], list[bytes]]
 
 
 class Task(Protocol):
-    """The work of a worker process; it is pickled once for each process.
+    """The work of a worker process; it is pickled once per process.
 
-    One with a method `prepare_group` is given each group of requests by it, and answers what that returns. While an
-    attribute `in_use` of one is true, its process is not replaced for having grown.
+    If it has a method `prepare_group`, that gets each group of requests and returns the requests to answer. While its
+    attribute `in_use` is true, its process is not replaced for having grown.
     """
 
     def __call__(self, request: Any, timer: StageTimer, claim: Callable[[int], None]) -> Response:
-        """Answer one request.
-
-        Args:
-            request: what `ProcessPool.call` was given.
-            timer: gets the times of its stages.
-            claim: waits until the parent lets so many pixels be decoded, from now to the end of the request.
-        """
+        """Answer a request of `ProcessPool.call`; `claim` waits until the parent grants so many pixels."""
         ...
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The part of a worker's work that is the same for every request.
-
-    Attributes:
-        task: answers the requests.
-        timed: send the times of the stages.
-        pillow_limit: Pillow's own limit of pixels in the parent.
-    """
+    """What every request shares: the task, whether to send times, and the parent's `Image.MAX_IMAGE_PIXELS`."""
 
     task: Task
     timed: bool
@@ -75,11 +65,7 @@ class WorkerConfig:
 
 
 def main(position_descriptor: int) -> None:
-    """Run the process from its start to its end.
-
-    Args:
-        position_descriptor: of the shared memory that gets the position of the request that is being answered.
-    """
+    """Run the process; `position_descriptor`: shared memory for the position of the request in flight."""
     position = map_shared_memory(position_descriptor, POSITION.size)
     requests, responses = _take_over_standard_streams()
     _end_with_the_parent(requests)
@@ -89,7 +75,7 @@ def main(position_descriptor: int) -> None:
     memory_at_start = _resident_bytes()
     responses.write(READY)
     responses.flush()
-    # drop what libraries print about odd files from here on
+    # from here on, drop what libraries print about odd files
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     while size := _read_length(requests):
         group: list[Any] = pickle.loads(_read(requests, size))  # noqa: S301 (the parent wrote it)
@@ -107,7 +93,7 @@ def _claim(requests: BinaryIO, responses: BinaryIO, pixels: int) -> None:
 
 
 def _build_response(
-    group: list[Any], position: mmap, config: WorkerConfig, claim: Callable[[int], None], memory_at_start: int
+    group: list[Any], position: mmap.mmap, config: WorkerConfig, claim: Callable[[int], None], memory_at_start: int
 ) -> list[bytes]:
     """Return the header with its length, and the bytes that follow it."""
     timer = StageTimer() if config.timed else NO_OP_TIMER
@@ -125,12 +111,12 @@ def _build_response(
         try:
             header, parts = config.task(request, timer, claim_pixels)
         except MemoryError:
-            # this process ends, and the request is tried in another one
+            # this process ends, and another one retries the request
             raise
         except Exception:
             header, parts = {"traceback": traceback.format_exc()}, []
         if claims and number + 1 < len(group):
-            # the next one need not have what this one had
+            # the next request may need fewer pixels
             claim(0)
         headers.append(header)
         all_parts += parts
@@ -144,7 +130,7 @@ def _build_response(
 
 
 def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return copies of stdin and stdout: what a library prints must not end up between responses."""
+    """Return copies of stdin and stdout: what a library prints must not mix with responses."""
     requests, responses = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -161,7 +147,7 @@ def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _end_with_the_parent(requests: BinaryIO) -> None:
-    """Leave Ctrl-C to the parent, and end this process once the parent is gone, however it went."""
+    """Leave Ctrl-C to the parent, and end this process when the parent has ended, for whatever reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not hasattr(select, "poll"):
         # it still ends when it next reads a request
@@ -170,7 +156,7 @@ def _end_with_the_parent(requests: BinaryIO) -> None:
     hangup.register(requests.fileno(), 0)
 
     def watch() -> None:
-        # the parent's end is closed; the task may be in the middle of a request that takes for ever
+        # the parent's end is closed; the request in flight may never end
         hangup.poll()
         # with the processes that it started
         if os.getpgrp() == os.getpid():
@@ -194,9 +180,54 @@ def _read(stream: BinaryIO, size: int) -> bytes:
 
 
 def _resident_bytes() -> int:
-    """Return the memory that this process occupies; 0 where the system does not tell."""
+    """Return the memory of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as stream:
             return int(stream.read(200).split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
+
+
+def create_shared_memory(size: int) -> int:
+    """Return the descriptor of `size` bytes of zeros; close it once it is mapped and passed on; raise StoppedEarly.
+
+    Memory is allocated on first write. It is not in /dev/shm, which is small in containers.
+    """
+    try:
+        descriptor = _create_unnamed_file()
+        try:
+            os.ftruncate(descriptor, size)
+            _fix_size(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise StoppedEarly(
+            f"{-(-size >> 20)} MiB of memory to share with worker processes cannot be had ({error.strerror or error}); "
+            "see ulimit -f and ulimit -n, use a smaller --batch, or --no-isolate"
+        ) from None
+    return descriptor
+
+
+def _create_unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("opal-deploy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _fix_size(descriptor: int) -> None:
+    """Seal the size, if the system can: if a process shrank the memory, all others would end with SIGBUS."""
+    if sys.platform == "linux":
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def map_shared_memory(descriptor: int, size: int) -> mmap.mmap:
+    """Return the memory of `create_shared_memory`; raise MemoryError if it does not fit."""
+    try:
+        return mmap.mmap(descriptor, size)
+    except OSError as error:
+        raise MemoryError(f"{-(-size >> 20)} MiB cannot be mapped ({error.strerror})") from None

@@ -1,6 +1,6 @@
-"""The file of records, results.jsonl: appending to it, reading it, and where an interrupted run goes on.
+"""The file of records, results.jsonl: append to it, read it, and find where an interrupted run resumes.
 
-All are single passes: memory does not grow with the number of records.
+Memory does not grow with the number of records.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run_files import RESULTS
-from opal_deploy.inference.types import Request
+from opal_deploy.inference.types import InputImage
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import RECORD_SCHEMA, Record
 
-# work that is lost at most when the power fails; a killed process loses none of what was written
+# the most work that a power failure loses, in seconds; a killed process loses nothing
 SYNC_SECONDS = 5.0
 # a record is a few kilobytes; a damaged file may have no line ends at all
 _MAX_LINE_BYTES = 16 << 20
@@ -35,14 +34,13 @@ _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
 
 
 class RecordWriter:
-    """A JSON Lines file to append records to; at any moment it holds whole lines only, after an error too.
+    """A JSON Lines file to append records to, which holds only whole lines at any moment, also after an error.
 
-    A written record survives the process at once, and a power failure after `SYNC_SECONDS` at the latest.
+    A written record survives the process at once, and a power failure after at most `SYNC_SECONDS`.
 
     Args:
         path: the file.
-        keep: bytes of the file that stay; the bytes after them are cut off.
-        count: number of records in the bytes that stay.
+        keep, count: bytes of the file to keep, and number of records in them; the bytes after them are cut off.
     """
 
     def __init__(self, path: Path, keep: int = 0, count: int = 0) -> None:
@@ -59,11 +57,7 @@ class RecordWriter:
         self._synced = time.monotonic()
 
     def write(self, *records: Record) -> None:
-        """Append records, in one call to the system.
-
-        Raises:
-            StoppedEarly: the disk is full or gone; the records that were written before it was are whole, and counted.
-        """
+        """Append records in one system call; raise StoppedEarly if the disk is full: whole records stay and count."""
         lines = [to_json_line(record) for record in records]
         data, start = b"".join(lines), self._stream.tell()
         written = 0
@@ -81,11 +75,7 @@ class RecordWriter:
             self.sync()
 
     def sync(self) -> None:
-        """Flush all records to the disk.
-
-        Raises:
-            StoppedEarly: the disk is full or gone.
-        """
+        """Flush all records to disk; raise StoppedEarly if that fails."""
         try:
             os.fsync(self._stream.fileno())
         except OSError as error:
@@ -102,9 +92,7 @@ class RecordWriter:
     def __enter__(self) -> RecordWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         try:
             if kind is None:
                 self.sync()
@@ -117,12 +105,9 @@ class RecordWriter:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The whole records at the beginning of a file, after which a run goes on.
+    """The whole records at the beginning of a file, after which a run resumes: `count` records in `size` bytes.
 
-    Attributes:
-        count: number of records.
-        size: bytes of the file that hold them.
-        damaged: bytes after these, which hold no whole record.
+    `damaged` bytes after them hold no whole record.
     """
 
     count: int = 0
@@ -131,18 +116,18 @@ class ResumePoint:
 
 
 def load_resume_point(
-    out: Path, requests: Iterator[Request], count: Callable[[Record], None], *, check_drawings: bool = True
+    out: Path, requests: Iterator[InputImage], count: Callable[[Record], None], *, check_drawings: bool = True
 ) -> ResumePoint:
-    """Read the records of an unfinished run, and take as many requests, which are done already.
+    """Read the records of an unfinished run, and take as many images, which are done.
 
     Reading ends at the first line that is not a whole record: a process may have been killed while it wrote it, or the
     power may have failed before it reached the disk.
 
     Args:
         out: the run directory.
-        requests: are left at the first one without a record.
+        requests: the images; left at the first one without a record.
         count: is called with each whole record.
-        check_drawings: go on at the first of the last records whose drawing is missing.
+        check_drawings: resume at the first of the last records whose drawing is missing.
 
     Raises:
         UsageError: the images are not those of the run; nothing was changed.
@@ -180,7 +165,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Return the record that a line of results.jsonl holds; None if it is not a whole one."""
+    """Return the record in a line of results.jsonl; None if it is not a whole one."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -204,18 +189,18 @@ def _lines(stream: BinaryIO, end: int | None) -> Iterator[bytes]:
         yield line
 
 
-def _check_same_image(out: Path, index: int, record: Record, request: Request | None) -> None:
+def _check_same_image(out: Path, index: int, record: Record, request: InputImage | None) -> None:
     if request is not None and request.name == record["image"]:
         return
     now = "there are no more images now" if request is None else f"now it is {request.name}"
     raise UsageError(
-        f"{out}: the images are others than when this run was begun: number {index + 1} was {record['image']}, {now}; "
+        f"{out}: the images have changed since this run began: number {index + 1} was {record['image']}, {now}; "
         "give the same images, another --out, or --overwrite"
     )
 
 
 def _find_missing_drawing(out: Path, stream: BinaryIO, size: int) -> int:
-    """Return the offset of the first record whose drawing is missing or empty, of the last ones; `size` if none is."""
+    """Return the offset of the first of the last records whose drawing is missing or empty; else `size`."""
     start = max(0, size - _CHECKED_BYTES)
     stream.seek(start)
     if start:

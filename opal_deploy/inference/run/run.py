@@ -1,25 +1,166 @@
-"""One run of `opal-deploy infer`: requests in, a run directory with records, drawings, tables and a report out."""
+"""One run of `opal-deploy infer`: images in, a run directory with records, drawings, tables and a report out.
+
+A `Backend` turns images into records: `LocalBackend` in this process, `cluster` on many machines. Everything else is
+the same for both: the order of the records, resuming, counts, the limit of errors, interruption, tables and the report.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from opal_deploy.inference.run.backend import Backend, RunOptions
-from opal_deploy.inference.run.drawing import Thumbnails, prepare_folders
+from opal_deploy.inference.decoding.pool import DecoderPool
+from opal_deploy.inference.executor import predict_batches, release_each
+from opal_deploy.inference.run.drawing import Drawer, ReportOptions, Thumbnails, prepare_folders, write_report
 from opal_deploy.inference.run.interrupt import Interrupt
-from opal_deploy.inference.run.report import write_report
 from opal_deploy.inference.run.results import RecordWriter, ResumePoint, load_resume_point, read_records
-from opal_deploy.inference.run.summary import Summary
+from opal_deploy.inference.run.summary import ErrorLimit, Summary
 from opal_deploy.inference.run_files import RESULTS
+from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
-from opal_deploy.inference.types import Request
-from opal_deploy.records.tables import write_table
+from opal_deploy.inference.types import InferenceOptions, InputImage
+from opal_deploy.logs import Log
+from opal_deploy.records.record import Record
+from opal_deploy.records.tables import Format, write_table
+from opal_deploy.runtime.session import Session
+from opal_deploy.storage.files import RemoteFile
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run writes, and when it ends.
+
+    Attributes:
+        out: the run directory, which exists.
+        inference: how images are classified; see `inference_for_drawing`.
+        report: draw an overlay per image and write report.html; None: neither.
+        sheets: draw an evidence sheet per image; None: none.
+        formats: tables to write at the end.
+        max_errors: end the run if more images failed; None: never.
+        resume: keep the records in `out` and continue after them; else replace them.
+        remote: where `out` is uploaded to: drawings are written only there; None: nowhere.
+        log: receives messages, from any thread.
+    """
+
+    out: Path
+    inference: InferenceOptions
+    report: ReportOptions | None = None
+    sheets: SheetBuilder | None = None
+    formats: tuple[Format, ...] = ()
+    max_errors: ErrorLimit | None = None
+    resume: bool = False
+    remote: RemoteFile | None = None
+    log: Log = lambda _: None
+
+    @property
+    def drawings_out(self) -> Path | RemoteFile:
+        """The folder to which the names of drawings are relative."""
+        return self.out if self.remote is None else self.remote
+
+    @property
+    def draws(self) -> bool:
+        """Whether images are drawn."""
+        return self.report is not None or self.sheets is not None
+
+    @property
+    def inference_for_drawing(self) -> InferenceOptions:
+        """The inference options, with images and outputs kept for the drawings."""
+        return replace(self.inference, keep_images=self.draws, keep_outputs=self.sheets is not None)
+
+
+class Backend(ABC):
+    """Turns images into records."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """The engines and devices in one line."""
+
+    def describe_progress(self) -> str:
+        """Return a note for the progress bar; empty for none."""
+        return ""
+
+    def summarize(self) -> dict[str, Any]:
+        """Return more entries of summary.json."""
+        return {}
+
+    @abstractmethod
+    def predict(
+        self,
+        requests: Iterator[InputImage],
+        options: RunOptions,
+        *,
+        first: int,
+        thumbnails: Thumbnails,
+        timer: StageTimer,
+    ) -> AbstractContextManager[Iterator[Sequence[Record]]]:
+        """Open the models, and yield the records in groups, one record per image, in the order of the images.
+
+        Args:
+            requests: the images, read a bounded distance ahead; every image that was read is predicted, so that ending
+                `requests` ends the run without losing any.
+            options: of the run; drawings are in `out` before their records are yielded.
+            first: number of the first image in the run, from 0; not 0 in a resumed run.
+            thumbnails: may receive those of the report's first images.
+            timer: receives the times of the stages.
+
+        Raises:
+            StoppedEarly: it cannot continue; everything before was yielded.
+            OpalError: `requests` raised it; everything before was yielded.
+        """
+
+
+class LocalBackend(Backend):
+    """Predicts with the sessions of this process."""
+
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        open_decoders: Callable[..., AbstractContextManager[DecoderPool]] = DecoderPool,
+    ) -> None:
+        """Start nothing yet; `sessions` are of one model, and `open_decoders` is as for `predict_batches`."""
+        self._sessions, self._open_decoders = sessions, open_decoders
+
+    @property
+    def description(self) -> str:
+        """See `Backend.description`."""
+        return "; ".join(session.description for session in self._sessions)
+
+    @contextmanager
+    def predict(
+        self,
+        requests: Iterator[InputImage],
+        options: RunOptions,
+        *,
+        first: int,
+        thumbnails: Thumbnails,
+        timer: StageTimer,
+    ) -> Iterator[Iterator[Sequence[Record]]]:
+        """See `Backend.predict`."""
+        inference = options.inference_for_drawing
+        with ExitStack() as stack:
+            stream = predict_batches(
+                requests, self._sessions, inference, timer, options.log, self._open_decoders, first=first
+            )
+            # otherwise its threads would live as long as an exception's traceback
+            batches = stack.enter_context(closing(stream))
+            if not options.draws:
+                yield ([result.record for result in results] for results in batches)
+                return
+            drawer = Drawer(
+                options.drawings_out, options.report, options.sheets, inference, thumbnails=thumbnails, timer=timer
+            )
+            stack.enter_context(drawer)
+            yield ([record] for record in drawer.draw_all(release_each(batches), first))
 
 
 def run(
-    requests: Iterator[Request],
+    requests: Iterator[InputImage],
     backend: Backend,
     options: RunOptions,
     *,
@@ -28,24 +169,23 @@ def run(
     timer: StageTimer | None = None,
     report: Callable[[Summary], None] = lambda _: None,
 ) -> Summary:
-    """Classify every image, and write exactly one record for each, in their order.
+    """Classify every image, and write exactly one record for each, in order.
 
-    Report and tables are written once every image has its record, and not before.
+    Report and tables are written after the last record.
 
     Args:
         requests: the images.
-        backend: turns requests into records.
-        options: the outputs, and when the run ends.
-        summary: is counted up as records are written, and returned; also after an exception it is true. None: a new
-            one.
-        interrupt: ends the run in good order when that is requested.
-        timer: gets the times of every stage; None: a new one.
+        backend: turns images into records.
+        options: what the run writes, and when it ends.
+        summary: counts the records as they are written, also if the run fails; None: a new one.
+        interrupt: stops the run gracefully on request.
+        timer: receives the times of every stage; None: a new one.
         report: is called after each write of records.
 
     Raises:
         StoppedEarly: the disk is full, a device was lost, or too many images failed; the records so far are whole.
-        UsageError: `options.out` cannot be written to, the images are not those of the run to be resumed, or
-            `requests` raised it.
+        UsageError: `options.out` cannot be written to, the images are not those of the run to resume, or `requests`
+            raised it.
     """
     summary = Summary() if summary is None else summary
     interrupt = Interrupt() if interrupt is None else interrupt
@@ -72,7 +212,7 @@ def run(
                 )
             )  # fmt: skip
             if options.max_errors is not None:
-                # nothing is written behind the error that is one too many
+                # nothing is written after the error that exceeds the limit
                 chunks = ([record] for chunk in chunks for record in chunk)
             for chunk in chunks:
                 count = writer.count
@@ -97,8 +237,8 @@ def run(
     return summary
 
 
-def _resume(requests: Iterator[Request], options: RunOptions, summary: Summary) -> ResumePoint:
-    # in a bucket, drawings are there before the records that name them
+def _resume(requests: Iterator[InputImage], options: RunOptions, summary: Summary) -> ResumePoint:
+    # in a bucket, drawings exist before the records that name them
     resume_point = load_resume_point(options.out, requests, summary.count, check_drawings=options.remote is None)
     summary.resumed = resume_point.count
     if resume_point.count or resume_point.damaged:

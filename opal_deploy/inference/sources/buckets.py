@@ -1,6 +1,6 @@
-"""Images that URLs name: files on a web server or in a bucket, folders and globs in a bucket, archives in either.
+"""Images by URL: files on a web server or in a bucket, folders and globs in a bucket, archives in either.
 
-What a bucket cannot list or give is an item with a problem, like a folder or a file on a disk.
+As with folders and files on a disk, what cannot be listed or read is an image with an error.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.inference.run_files import OVERLAYS, RUN, SHEETS
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
-from opal_deploy.inference.sources.items import Item, Skipped, container_error, is_image_name, no_images_error
+from opal_deploy.inference.sources.items import Skipped, container_error, is_image_name, no_images_error
 from opal_deploy.inference.sources.members import is_hidden
+from opal_deploy.inference.types import InputImage
+from opal_deploy.storage.buckets import expand_glob, has_magic, list_files
 from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.listing import expand_glob, has_magic, list_files
 from opal_deploy.storage.urls import is_bucket_url, redact
 
 
@@ -21,16 +22,16 @@ def check_input(text: str, list_mark: str) -> None:
     """Refuse a URL that cannot be read, and a misspelt one in a bucket.
 
     Args:
-        text: the URL, with the mark before that of a list.
-        list_mark: the mark.
+        text: the URL, for a list with `list_mark` before it.
+        list_mark: the mark of a list.
 
     Raises:
-        UsageError: nothing is there, or it cannot be asked for. MissingExtra: what reads it is not installed.
+        UsageError: nothing exists there, or it cannot be read. MissingExtra: its package is not installed.
     """
     file = RemoteFile.parse(text.removeprefix(list_mark))
     is_list = text.startswith(list_mark)
     if not is_bucket_url(file.url) or (has_magic(file.url) and not is_list):
-        # a server need not answer what it has; a glob that matches nothing is found out later
+        # a web server need not list its files; a glob without a match is found later
         return
     try:
         if is_list:
@@ -42,13 +43,8 @@ def check_input(text: str, list_mark: str) -> None:
         raise UsageError(f"{file}: {what}{error}") from None
 
 
-def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
-    """Yield the images of a URL that was given: a file, an archive, a folder or a glob.
-
-    Raises:
-        UsageError: the scheme is not read. MissingExtra: what reads it is not installed.
-        StoppedEarly: the bucket does not answer.
-    """
+def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[InputImage]:
+    """Yield the images of a URL: a file, an archive, a folder or a glob; raise StoppedEarly if it does not answer."""
     file = RemoteFile.parse(url)
     try:
         if is_bucket_url(url) and has_magic(url) and not _is_there(file):
@@ -59,38 +55,36 @@ def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
             yield from _file_items(file, skipped)
     except ImageError as error:
         if error.code == "storage_unavailable":
-            # the images that are not listed yet would be passed over for good; a run can be resumed
+            # the images that are not listed yet would be lost for good; a run can be resumed
             raise StoppedEarly(f"{file}: {error}") from None
-        # it was there when the call was checked
+            # it existed when the call was checked
         yield (
-            Item(file, file.name, error) if error.code == "not_found" else container_error(file, error.code, str(error))
+            InputImage.at(file, error=error)
+            if error.code == "not_found"
+            else container_error(file, error.code, str(error))
         )
 
 
-def line_items(url: str, skipped: Skipped) -> Iterator[Item]:
-    """Yield the image, or the images of the archive, of a URL in a list."""
+def line_items(url: str, skipped: Skipped) -> Iterator[InputImage]:
+    """Yield the images of a URL in a list: itself, or an archive's."""
     try:
         file = RemoteFile.parse(url)
     except UsageError as error:
         file = RemoteFile(url, redact(url))
-        yield Item(file, file.shown, ImageError("unreadable", str(error)))
+        yield InputImage.at(file, file.shown, ImageError("unreadable", str(error)))
         return
     yield from _file_items(file, skipped, relative=file.shown)
 
 
-def _file_items(file: RemoteFile, skipped: Skipped, relative: str | None = None) -> Iterator[Item]:
+def _file_items(file: RemoteFile, skipped: Skipped, relative: str | None = None) -> Iterator[InputImage]:
     if is_archive_name(file.name):
         yield from archive_items(file, skipped)
     else:
-        yield Item(file, relative or file.name)
+        yield InputImage.at(file, relative or file.name)
 
 
 def _is_folder(file: RemoteFile) -> bool:
-    """Return whether a URL in a bucket names a folder rather than an object.
-
-    Raises:
-        ImageError: not_found, unreadable.
-    """
+    """Return whether a URL in a bucket names a folder rather than an object."""
     _, _, path = file.url.partition("://")
     if path.endswith("/") or "/" not in path:
         return True
@@ -113,7 +107,7 @@ def _is_there(file: RemoteFile) -> bool:
     return True
 
 
-def _folder_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
+def _folder_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> Iterator[InputImage]:
     found, others = False, Skipped()
     run_dirs: dict[str, bool] = {}
     for name, file in list_files(folder, recursive=recursive):
@@ -121,14 +115,14 @@ def _folder_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> I
             others.add(file)
         else:
             found = True
-            yield Item(file, name)
+            yield InputImage.at(file, name)
     skipped.merge(others)
     if not found:
         yield no_images_error(folder, others, recursive=recursive)
 
 
 def _is_drawing(folder: RemoteFile, name: str, run_dirs: dict[str, bool]) -> bool:
-    """Return whether an image is an overlay or a sheet of an earlier run, or of this one; these are no photographs."""
+    """Return whether an image is an overlay or a sheet of a run."""
     parts = name.split("/")[:-1]
     for number, part in enumerate(parts):
         if part in (OVERLAYS, SHEETS):
@@ -140,7 +134,7 @@ def _is_drawing(folder: RemoteFile, name: str, run_dirs: dict[str, bool]) -> boo
     return False
 
 
-def _glob_items(pattern: RemoteFile, skipped: Skipped) -> Iterator[Item]:
+def _glob_items(pattern: RemoteFile, skipped: Skipped) -> Iterator[InputImage]:
     found, matches = False, 0
     for name, file in expand_glob(pattern):
         matches += 1

@@ -1,9 +1,9 @@
-"""Discovery of images: from the inputs of a call to a stream of items.
+"""Discovery of images: from the inputs of a call to a stream of images.
 
-Everything is found lazily and in a fixed order: inputs in that of the call, files of a folder (depth first, one
-folder's names in memory at a time) and of a glob sorted by their names' bytes, those of an archive or list in its own;
-`buckets` finds those that URLs name. Links to folders are followed as torchvision's ImageFolder does, except to a
-folder that the link lies in.
+Images are found lazily and in a fixed order: inputs in the order of the call, files of a folder (depth first, with the
+names of one folder at a time in memory) and of a glob sorted by the bytes of their names, those of an archive or list
+in its own order; `buckets` finds those of URLs. Links to folders are followed as torchvision's ImageFolder does, except
+to a folder around the link.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from opal_deploy.inference.sources import buckets
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
 from opal_deploy.inference.sources.items import (
     CONTAINER_CODES,
-    Item,
-    Location,
     Skipped,
     container_error,
     is_image_name,
@@ -38,6 +36,7 @@ from opal_deploy.inference.sources.video import (
     expand_videos,
     parse_frame_name,
 )
+from opal_deploy.inference.types import InputImage, Location
 from opal_deploy.preprocess.video import Sampling
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url
@@ -52,30 +51,29 @@ def discover(
     *,
     recursive: bool = True,
     video: VideoOptions = NO_VIDEOS,
-) -> Iterator[Item]:
-    """Yield the images that `inputs` name, in their order and numbered.
+) -> Iterator[InputImage]:
+    """Yield the images of `inputs`, in order and numbered.
 
     Args:
-        inputs: folders, files, globs, archives (.tar, plain or compressed, and .zip; also what a glob matches), `-` for
-            one path a line on `stdin`, or `@list.txt` for one path a line in that file; all of them may be URLs. A line
-            names a file or an archive. What exists under the very name given is that file, whatever it looks like.
+        inputs: folders, files, globs, archives (.tar, plain or compressed, and .zip; a glob may match them), `-` for
+            one path per line on `stdin`, or `@list.txt` for one path per line in that file; all of them may be URLs. A
+            line names a file or an archive. If a file of the exact name exists, it is that file.
         skipped: counts the other files in folders and archives.
-        stdin: the stream that `-` reads.
-        recursive: whether to look into subfolders.
-        video: the frames of videos to take, and how; videos in folders and globs are passed over unless frames are
-            chosen.
+        stdin: the stream for `-`.
+        recursive: include subfolders.
+        video: which frames of videos to take, and how; without a choice, videos in folders and globs are skipped.
 
     Raises:
-        UsageError: not one image was found. Inputs without an image beside others that have some are items with a
-            `problem`: one empty folder costs the other folders nothing.
+        UsageError: no image was found. An input without images beside others that have some is an image with an
+            `error`.
     """
     # problems before the first image
-    problems: list[Item] = []
+    problems: list[InputImage] = []
     found = False
     found_items = _input_items(inputs, skipped, stdin, recursive, videos=video.sampling is not None)
     for index, unnumbered in enumerate(expand_videos(found_items, video)):
         item = replace(unnumbered, index=index)
-        if not found and item.problem is not None and item.problem.code in CONTAINER_CODES:
+        if not found and item.error is not None and item.error.code in CONTAINER_CODES:
             problems.append(item)
             continue
         if not found:
@@ -83,7 +81,9 @@ def discover(
             yield from problems
         yield item
     if not found:
-        raise UsageError(f"{problems[0].path}: {problems[0].problem}" if problems else "not one image was given")
+        raise UsageError(
+            f"{cast(Location, problems[0].source)}: {problems[0].error}" if problems else "not one image was given"
+        )
 
 
 def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> None:
@@ -94,8 +94,8 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
         sampling: the frames of videos to take; None: only those that are named.
 
     Raises:
-        UsageError: no input, or one that is neither `-`, nor there, nor a glob; a video whose frames are not chosen.
-        MissingExtra: what reads it is not installed.
+        UsageError: no input, one that does not exist, or a video without a choice of frames.
+        MissingExtra: a package for an input is not installed.
     """
     texts = list(inputs)
     if not texts:
@@ -114,19 +114,19 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
         if not text.startswith(LIST_MARK):
             raise UsageError(f"{text}: no such file or folder")
         if not os.path.lexists(text.removeprefix(LIST_MARK)) or os.path.isdir(text.removeprefix(LIST_MARK)):
-            raise UsageError(f"{text}: no such list; expected a text file with a path a line")
+            raise UsageError(f"{text}: no such list; expected a text file with one path per line")
 
 
-def shard(items: Iterable[Item], index: int, count: int) -> Iterator[Item]:
-    """Return every `count`-th item from the `index`-th (from 1): shards are disjoint and cover everything."""
+def shard(items: Iterable[InputImage], index: int, count: int) -> Iterator[InputImage]:
+    """Yield every `count`-th image from the `index`-th on (from 1): shards are disjoint and cover everything."""
     return (item for position, item in enumerate(items) if position % count == index - 1)
 
 
 def _input_items(
     inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, recursive: bool, *, videos: bool
-) -> Iterator[Item]:
+) -> Iterator[InputImage]:
     for text in inputs:
-        # os.path: unlike pathlib's it is False, not an error, where the answer is refused
+        # os.path, unlike pathlib, returns False where access is refused
         if text == STDIN:
             yield from _list_items(stdin_lines(stdin), Path("-"), "standard input", skipped)
         elif is_url(text):
@@ -144,19 +144,19 @@ def _input_items(
         elif glob.has_magic(text):
             yield from glob_items(text, skipped, recursive=recursive, videos=videos)
         else:
-            # it was there when the call was checked; its record will say not_found
-            yield Item(Path(text), Path(text).name)
+            # it existed when the call was checked; its record will say not_found
+            yield InputImage.at(Path(text), Path(text).name)
 
 
-def _file_items(path: Path, skipped: Skipped) -> Iterator[Item]:
-    """Yield the members of an archive, or the file itself whatever it is called."""
+def _file_items(path: Path, skipped: Skipped) -> Iterator[InputImage]:
+    """Yield the members of an archive, or the file itself, whatever its name."""
     if is_archive_name(path.name) and os.path.isfile(path):
         yield from archive_items(path, skipped)
     else:
-        yield Item(path, path.name)
+        yield InputImage.at(path)
 
 
-def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Skipped) -> Iterator[Item]:
+def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Skipped) -> Iterator[InputImage]:
     found = False
     for line in lines:
         found = True
@@ -167,16 +167,13 @@ def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Sk
         if is_archive_name(path.name):
             yield from _file_items(path, skipped)
         else:
-            yield Item(path, line)
+            yield InputImage.at(path, line)
     if not found:
         yield container_error(origin, "no_images", f"{called} named no image; expected one path a line")
 
 
-def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[Item]:
-    """Yield what a glob matches: images, members of archives, images of folders; if none, an item with a problem.
-
-    `videos` are passed over unless they are asked for.
-    """
+def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
+    """Yield what a glob matches: images, members of archives, images of folders; with `videos` also videos."""
     matches = sorted(expand_glob(pattern), key=os.fsencode)
     found = False
     for match in matches:
@@ -190,7 +187,7 @@ def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool 
             yield from _file_items(path, skipped)
         elif _is_taken(path.name, videos):
             found = True
-            yield Item(path, path.name)
+            yield InputImage.at(path)
         else:
             skipped.add(path)
     if not found:
@@ -199,7 +196,7 @@ def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool 
 
 
 def expand_glob(pattern: str) -> set[str]:
-    """Return what a glob matches; `**` goes through links to folders, but in no circle, as `glob` would 40 times."""
+    """Return what a glob matches; `**` follows links to folders, but never in a circle."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         return set(glob.glob(pattern))
@@ -210,7 +207,7 @@ def expand_glob(pattern: str) -> set[str]:
 
 
 def _folders_below(start: str) -> Iterator[str]:
-    """Yield a folder and those below it, without hidden ones and links to a folder around them."""
+    """Yield a folder and its subfolders, without hidden ones and links to a folder around them."""
     stack = [(start, [os.path.realpath(start)])]
     while stack:
         folder, around = stack.pop()
@@ -229,10 +226,10 @@ def _is_taken(name: str, videos: bool) -> bool:
     return is_image_name(name) or (videos and is_video_name(name))
 
 
-def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[Item]:
-    """Yield a folder's images, with its subfolders' if `recursive`; if there are none, one item with a problem.
+def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
+    """Yield a folder's images, with `recursive` those of its subfolders, with `videos` also videos.
 
-    `videos` are passed over unless they are asked for.
+    A folder without images is one image with an error.
     """
     found = False
     others = Skipped()
@@ -244,15 +241,15 @@ def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: boo
         yield no_images_error(folder, others, recursive=recursive)
 
 
-def _walk(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[Item]:
+def _walk(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[InputImage]:
     # an explicit stack: folders may be nested deeper than Python recurses
     stack = [_OpenFolder(os.path.realpath(folder), _scan_folder(folder, skipped, recursive, videos))]
     while stack:
         entry = next(stack[-1].entries, None)
         if entry is None:
             stack.pop()
-        elif isinstance(entry, Item):
-            yield Item(entry.path, cast(Path, entry.path).relative_to(folder).as_posix(), entry.problem)
+        elif isinstance(entry, InputImage):
+            yield replace(entry, relative=cast(Path, entry.source).relative_to(folder).as_posix())
         else:
             is_link = entry.is_symlink()
             real_path = os.path.realpath(entry) if is_link else os.path.join(stack[-1].real_path, entry.name)
@@ -264,18 +261,18 @@ def _walk(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iter
 
 
 class _OpenFolder(NamedTuple):
-    """A folder that is being walked: its path without links, and its images and subfolders still to come."""
+    """A folder that is being walked: its path without links, and its remaining images and subfolders."""
 
     real_path: str
-    entries: Iterator[Item | Path]
+    entries: Iterator[InputImage | Path]
 
 
 def _contains(folder: str, path: str) -> bool:
     return os.path.commonpath([folder, path]) == folder
 
 
-def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[Item | Path]:
-    """Yield one folder's images as items, its subfolders, linked ones too, as paths."""
+def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[InputImage | Path]:
+    """Yield one folder's images, and its subfolders (also linked ones) as paths."""
     try:
         with os.scandir(folder) as entries:
             sorted_entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))
@@ -285,58 +282,46 @@ def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) 
     is_run_dir = any(entry.name == RESULTS for entry in sorted_entries)
     for entry in sorted_entries:
         path = folder / entry.name
-        # overlays of an earlier run, or of this one, are no photographs
+        # overlays of a run are not photographs
         if entry.name.startswith(".") or (is_run_dir and entry.name in (OVERLAYS, SHEETS)):
             skipped.add(path)
-        # a folder that is gone by now is one all the same
+        # a folder that has disappeared is listed, too: its record says so
         elif entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(path)):
             if recursive:
                 yield path
         elif _is_taken(entry.name, videos):
-            yield Item(path, entry.name)
+            yield InputImage.at(path, entry.name)
         elif recursive and entry.is_symlink() and not os.path.exists(path):
-            # perhaps a folder of images on a disk that is not there
+            # perhaps a folder of images on a disk that is not mounted
             problem = ImageError("not_found", f"it is a link to {os.readlink(path)}, which is not there")
-            yield Item(path, entry.name, problem)
+            yield InputImage.at(path, entry.name, problem)
         else:
             skipped.add(path)
 
 
 def stdin_lines(stdin: TextIO | None) -> Iterator[str]:
-    """Yield the paths on standard input, one a line.
-
-    Raises:
-        UsageError: there is no standard input.
-    """
+    """Yield the paths on standard input, one per line; raise UsageError if there is none."""
     if stdin is None:
         raise UsageError("-: there is no standard input to read paths from")
     if isinstance(stdin, io.TextIOWrapper):
-        # names are bytes; one that is not UTF-8 names a file all the same
+        # names are bytes; a file name need not be UTF-8
         stdin.reconfigure(errors="surrogateescape", newline="\n")
     yield from _read_names(stdin)
 
 
 def file_lines(path: Path) -> Iterator[str]:
-    """Yield the paths in a UTF-8 text file, one a line; relative ones are meant from the working directory.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """Yield the paths in a UTF-8 text file, one per line, relative to the working directory; raise UsageError."""
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
             yield from _read_names(stream)
     except OSError as error:
         raise UsageError(
-            f"@{path}: the list cannot be read ({error.strerror or error}); expected a text file with a path a line"
+            f"@{path}: the list cannot be read ({error.strerror or error}); expected a text file with one path per line"
         ) from None
 
 
 def remote_lines(file: RemoteFile) -> Iterator[str]:
-    """Yield the paths and URLs in a UTF-8 text file that has a URL, as `file_lines` does.
-
-    Raises:
-        UsageError: the file cannot be read. StoppedEarly: the storage does not answer.
-    """
+    """Yield the paths and URLs in a remote text file, as `file_lines` does; raise UsageError or StoppedEarly."""
     try:
         with io.TextIOWrapper(file.open(), encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
             yield from _read_names(stream)
@@ -344,14 +329,14 @@ def remote_lines(file: RemoteFile) -> Iterator[str]:
         if error.code == "storage_unavailable":
             raise StoppedEarly(f"@{file}: {error}") from None
         raise UsageError(
-            f"@{file}: the list cannot be read: {error}; expected a text file with a path a line"
+            f"@{file}: the list cannot be read: {error}; expected a text file with one path per line"
         ) from None
 
 
 def _read_names(stream: TextIO) -> Iterator[str]:
     for line in stream:
         name = line.removesuffix("\n")
-        # a list written on Windows, unless a file has that very name
+        # a list written on Windows, unless a file has exactly that name
         if name.endswith("\r") and not os.path.lexists(name):
             name = name.removesuffix("\r")
         if name:

@@ -1,15 +1,12 @@
 """The budget of pixels that are decoded at a time."""
 
-from __future__ import annotations
-
 import threading
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from opal_deploy.inference.decoding import pool as pool_module
-from opal_deploy.inference.decoding.budget import PixelBudget
+from opal_deploy.inference.decoding.budget import FairSemaphore
 from opal_deploy.inference.types import InferenceOptions
 from tests.inference.bright import wait_until
 from tests.inference.decoding.prepared import INPUT, code, open_decoders, prepare_all
@@ -18,13 +15,13 @@ from tests.inference.decoding.prepared import INPUT, code, open_decoders, prepar
 class Holder(threading.Thread):
     """Claims pixels and holds them until `done` is set."""
 
-    def __init__(self, budget: PixelBudget, *claims: int) -> None:
+    def __init__(self, budget, *claims):
         super().__init__(daemon=True)
         self.budget, self.claims = budget, claims
         self.has, self.done = threading.Event(), threading.Event()
         self.start()
 
-    def run(self) -> None:
+    def run(self):
         with self.budget.lease() as claim:
             for pixels in self.claims:
                 claim(pixels)
@@ -32,8 +29,8 @@ class Holder(threading.Thread):
             self.done.wait(30)
 
 
-def test_pixels_are_granted_in_turn_and_a_huge_image_is_alone() -> None:
-    budget = PixelBudget(10)
+def test_pixels_are_granted_in_turn_and_a_huge_image_is_alone():
+    budget = FairSemaphore(10)
     # a second claim replaces the first
     first, second = Holder(budget, 10, 4), Holder(budget, 5)
     assert first.has.wait(30)
@@ -56,17 +53,17 @@ def test_pixels_are_granted_in_turn_and_a_huge_image_is_alone() -> None:
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_large_images_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: bool) -> None:
+def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch, isolate):
     monkeypatch.setattr(pool_module, "PIXELS_PER_WORKER", 3_000_000)
-    free: list[int] = []
-    acquire = PixelBudget.acquire
+    free = []
+    acquire = FairSemaphore.acquire
 
-    def record(budget: PixelBudget, pixels: int) -> int:
+    def record(budget, pixels):
         taken = acquire(budget, pixels)
         free.append(budget._free)
         return taken
 
-    monkeypatch.setattr(PixelBudget, "acquire", record)
+    monkeypatch.setattr(FairSemaphore, "acquire", record)
     # in a row of tiny images
     sizes = [(5000, 1000), (20, 10), (9000, 1000), (5000, 1000), (20, 10), (5000, 1000)]
     paths = [tmp_path / f"{number}.png" for number in range(len(sizes))]

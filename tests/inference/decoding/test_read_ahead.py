@@ -1,24 +1,21 @@
 """Images over a network are read ahead of their decoding, a bounded number of them."""
 
-from __future__ import annotations
-
 import io
 import threading
-from typing import BinaryIO
 
 import pytest
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding import read_ahead
-from opal_deploy.inference.decoding.read_ahead import ReadAhead
+from opal_deploy.inference.decoding.prepare import ReadAhead
+from opal_deploy.preprocess.decode import FileSource
 from opal_deploy.storage.files import FileFingerprint, RemoteFile
 
 
-def test_the_next_images_are_read_at_a_time_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_images_are_read_at_a_time_within_bounds(monkeypatch):
     under_way = threading.Semaphore(0)
-    opened: list[str] = []
+    opened = []
 
-    def open_file(file: RemoteFile) -> BinaryIO:
+    def open_file(file):
         opened.append(file.name)
         under_way.release()
         if file.name == "1":
@@ -34,11 +31,11 @@ def test_the_next_images_are_read_at_a_time_within_bounds(monkeypatch: pytest.Mo
         under_way.acquire()
     # the third alone is larger than all that may be held
     assert sorted(opened) == ["0", "1"]
-    assert isinstance(first, read_ahead.FileSource)
+    assert isinstance(first, FileSource)
     assert first.open().read() == first.open().read() == b"0"
     second = next(reading)
     with pytest.raises(ImageError, match="no such object"):
-        second.open()  # type: ignore[union-attr]
-    others = [source if isinstance(source, bytes) else source.open().read() for source in reading]  # type: ignore[union-attr]
+        second.open()
+    others = [source if isinstance(source, bytes) else source.open().read() for source in reading]
     assert others == [b"2", b"3", b"4", b"5", b"in memory"]
     assert sorted(opened) == ["0", "0", "1", "2", "3", "4", "5"]
