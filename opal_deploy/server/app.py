@@ -82,6 +82,8 @@ def create_app(state: ServerState, *, draw_workers: int = 2) -> ASGIApp:
             Exception: _report_bug,
         },
     )
+    # a redirect would name the host that the client gave
+    app.router.redirect_slashes = False
     return RequestMiddleware(app, state)
 
 

@@ -1,4 +1,4 @@
-"""Around every request: its id, authentication, log line and metrics, and how its connection ends."""
+"""Around every request: who may send it, its id, log line and metrics, and how its connection ends."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from opal_deploy.server.admission import error_response
+from opal_deploy.server.connections import CROWDED
+from opal_deploy.server.hosts import AllowedHosts
 from opal_deploy.server.models import ServerState
 
 _REQUEST_ID = "X-Request-ID"
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+_HEALTH = ("/v2/health/live", "/v2/health/ready")
 # health, and the page that asks for the token, need no token
-_OPEN = ("/v2/health/live", "/v2/health/ready", "/", "/page.css", "/page.js")
+_OPEN = (*_HEALTH, "/", "/page.css", "/page.js")
+# h11 limits a head only as long as it is incomplete
+_MAX_HEAD_BYTES = 32 << 10
 # load balancers and Prometheus poll these: logged only when they fail
 _QUIET = ("live", "ready", "model_ready", "metrics")
 # reading and discarding the rest of a body lets a client that is still sending receive the response
 _DISCARD_SECONDS = 2.0
+_CLOSE = {"Connection": "close"}
 
 
 class RequestMiddleware:
@@ -32,6 +39,8 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state = app, state
+        # a web page elsewhere cannot know the token
+        self._hosts = None if state.token is not None else AllowedHosts(state.options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -42,24 +51,36 @@ class RequestMiddleware:
         metrics, start = self._state.metrics, time.perf_counter()
         metrics.in_progress.inc()
         try:
-            if self._is_authorized(scope):
-                await self._app(scope, exchange.receive, exchange.send)
-            else:
-                refusal = error_response(
-                    401, "expected a bearer token: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
-                )
-                await refusal(scope, exchange.receive, exchange.send)
+            refusal = self._refuse(scope)
+            await (refusal or self._app)(scope, exchange.receive, exchange.send)
         finally:
             metrics.in_progress.dec()
             self._account(scope, exchange, time.perf_counter() - start)
 
-    def _is_authorized(self, scope: Scope) -> bool:
-        token = self._state.token
-        if token is None or scope["path"] in _OPEN:
-            return True
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    def _refuse(self, scope: Scope) -> Response | None:
+        """Return the response to a request that may not be answered, else None."""
+        path, headers = scope["path"], Headers(scope=scope)
+        head = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in scope["headers"])
+        if head > _MAX_HEAD_BYTES:
+            return error_response(431, f"a head of {head:,} bytes found; expected at most {_MAX_HEAD_BYTES:,}", _CLOSE)
+        if path in _HEALTH:
+            return None
+        if scope.get("state", {}).get(CROWDED):
+            return error_response(503, "too many connections are open; try again later", _CLOSE | {"Retry-After": "1"})
+        if self._hosts is not None:
+            foreign = self._hosts.find_problem(scope["method"], headers)
+            return error_response(403, foreign) if foreign else None
+        if path in _OPEN or self._is_authorized(headers):
+            return None
+        return error_response(
+            401, "expected a bearer token: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
+        )
+
+    def _is_authorized(self, headers: Headers) -> bool:
+        assert self._state.token is not None
+        scheme, _, given = headers.get("authorization", "").partition(" ")
         # takes the same time for every token
-        return hmac.compare_digest(given.strip().encode(), token.encode()) and scheme.lower() == "bearer"
+        return hmac.compare_digest(given.strip().encode(), self._state.token.encode()) and scheme.lower() == "bearer"
 
     def _account(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
         route = getattr(scope.get("endpoint"), "__name__", "unknown")
@@ -92,6 +113,8 @@ class _Exchange:
         self.status = 499
         # a client that expects "100 Continue" has not sent its body
         self._body_is_read = "expect" in headers
+        # RFC 9112, section 6.3: such a request may be an attempt to smuggle another one
+        self._ambiguous = "content-length" in headers and "transfer-encoding" in headers
 
     async def receive(self) -> Message:
         """Return the client's next message."""
@@ -106,7 +129,7 @@ class _Exchange:
             headers = MutableHeaders(scope=message)
             headers[_REQUEST_ID] = self.id
             headers["X-Content-Type-Options"] = "nosniff"
-            if self._state.problem:
+            if self._state.problem or self._ambiguous:
                 headers["Connection"] = "close"
             # after a timeout the client gets no more time
             if headers.get("connection") == "close" and self.status != HTTPStatus.REQUEST_TIMEOUT:

@@ -172,7 +172,7 @@ def test_few_bodies_are_inflated_at_a_time(serving: Callable, monkeypatch: pytes
 
 def test_a_slow_body_is_given_up(server: Any) -> None:
     with socket.create_connection(("127.0.0.1", int(server.host.split(":")[1])), 10) as client:
-        client.sendall(b"POST /explain HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nsome")
+        client.sendall(b"POST /explain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nsome")
         answer = client.makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"4 bytes found after 0.5 s" in answer
@@ -296,7 +296,7 @@ def test_pixels_and_pictures_share_batches(serving: Callable) -> None:
 
 
 def test_a_slow_head_is_given_up(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opal_deploy.server.process._HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("opal_deploy.server.connections._HEAD_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", int(server.host.split(":")[1])), 30) as client:
         client.sendall(b"POST /explain HTTP/1.1\r\nHost")
         assert client.recv(100) == b""
