@@ -18,6 +18,7 @@ from opal_deploy.errors import UsageError
 
 # seconds for the head of a request to arrive
 _HEAD_SECONDS = 10.0
+_CROWDED_HEAD_SECONDS = 1.0
 # for a client to read why it was refused
 _LINGER_SECONDS = 2.0
 # for a client to read what fills the send buffers
@@ -143,7 +144,8 @@ class HttpProtocol(H11Protocol):
     def _watch(self) -> None:
         """Run the timer of what the client has yet to send: the head, the body, or nothing."""
         state = self.conn.their_state
-        self._head_timer = self._run(self._head_timer, state is h11.IDLE, _HEAD_SECONDS)
+        head_seconds = _CROWDED_HEAD_SECONDS if CROWDED in self.app_state else _HEAD_SECONDS
+        self._head_timer = self._run(self._head_timer, state is h11.IDLE, head_seconds)
         # the application's own deadline comes first, and has an answer
         self._body_timer = self._run(
             self._body_timer, state is h11.SEND_BODY, self._limit.body_seconds + _LINGER_SECONDS

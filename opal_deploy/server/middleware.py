@@ -65,7 +65,7 @@ class RequestMiddleware:
             return error_response(431, f"a head of {head:,} bytes found; expected at most {_MAX_HEAD_BYTES:,}", _CLOSE)
         if path in _HEALTH:
             return None
-        if scope.get("state", {}).get(CROWDED):
+        if CROWDED in scope.get("state", {}):
             return error_response(503, "too many connections are open; try again later", _CLOSE | {"Retry-After": "1"})
         if self._hosts is not None:
             foreign = self._hosts.find_problem(scope["method"], headers)
@@ -113,6 +113,7 @@ class _Exchange:
         self.status = 499
         # a client that expects "100 Continue" has not sent its body
         self._body_is_read = "expect" in headers
+        self._crowded = CROWDED in scope.get("state", {})
         # RFC 9112, section 6.3: such a request may be an attempt to smuggle another one
         self._ambiguous = "content-length" in headers and "transfer-encoding" in headers
 
@@ -131,8 +132,8 @@ class _Exchange:
             headers["X-Content-Type-Options"] = "nosniff"
             if self._state.problem or self._ambiguous:
                 headers["Connection"] = "close"
-            # after a timeout the client gets no more time
-            if headers.get("connection") == "close" and self.status != HTTPStatus.REQUEST_TIMEOUT:
+            # after a timeout, and where connections are scarce, the client gets no more time
+            if headers.get("connection") == "close" and self.status != HTTPStatus.REQUEST_TIMEOUT and not self._crowded:
                 await self._discard_body()
         await self._send(message)
 
