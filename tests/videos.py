@@ -11,8 +11,8 @@ from typing import Any
 import av
 import numpy as np
 
-from opal_deploy.inference.decoding.frames import FrameRequest, FrameTask
 from opal_deploy.inference.isolation.worker import Response
+from opal_deploy.inference.sources.video import FrameRequest, FrameTask
 from opal_deploy.inference.timing import StageTimer
 
 # every tenth frame is a key frame

@@ -94,12 +94,12 @@ def _write_records(model: Path, out: Path, options: DiffOptions) -> None:
     """Write a model's records of the images to `out`."""
     from opal_deploy.artifact.files import compute_sha256
     from opal_deploy.inference.executor import predict_stream
+    from opal_deploy.inference.inputs import ImageCounter
     from opal_deploy.inference.run.results import RecordWriter
     from opal_deploy.inference.sources import discovery
-    from opal_deploy.inference.sources.annotations import read_boxes
-    from opal_deploy.inference.sources.counting import ImageCounter
+    from opal_deploy.inference.sources.annotations import annotate, read_boxes
     from opal_deploy.inference.sources.items import Skipped
-    from opal_deploy.inference.types import InferenceOptions, build_requests
+    from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.runtime.devices import default_batch, default_workers
     from opal_deploy.runtime.select import open_sessions
 
@@ -117,7 +117,7 @@ def _write_records(model: Path, out: Path, options: DiffOptions) -> None:
         isolate=True,
         model_sha256=compute_sha256(model),
     )
-    requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops)
+    requests = annotate(discovery.discover(images, Skipped(), sys.stdin), crops)
     progress = options.progress or no_progress
     with RecordWriter(out) as writer, ImageCounter(images) as counter:
         for result in predict_stream(requests, sessions, inference, print_message=options.log):

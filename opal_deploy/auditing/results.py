@@ -22,7 +22,7 @@ from opal_deploy.inference.decoding.prepare import content_sha256
 from opal_deploy.inference.run.results import parse_record
 from opal_deploy.inference.run_files import RESULTS, RUN
 from opal_deploy.inference.sources.archives import is_archive_name
-from opal_deploy.inference.sources.items import Item
+from opal_deploy.inference.types import InputImage
 from opal_deploy.records.names import escape_name, unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.storage.files import RemoteFile, parse_source
@@ -179,7 +179,7 @@ class RecordSources:
     the same path within its folder or archive, as inputs may have moved.
     """
 
-    def __init__(self, items: Iterable[Item] = (), records: Iterable[Record] | None = None) -> None:
+    def __init__(self, items: Iterable[InputImage] = (), records: Iterable[Record] | None = None) -> None:
         """Keep the images that `records` may match; None: all.
 
         Raises:
@@ -188,26 +188,26 @@ class RecordSources:
         wanted = None if records is None else list(records)
         names = None if wanted is None else {record["image"] for record in wanted}
         indices = None if wanted is None else {record.get("image_index") for record in wanted}
-        self._by_name: dict[str, list[Item]] = {}
-        self._by_index: dict[int, Item] = {}
+        self._by_name: dict[str, list[InputImage]] = {}
+        self._by_index: dict[int, InputImage] = {}
         self._spool: BinaryIO | None = None
         for item in items:
             named = names is None or item.name in names
             indexed = item.index is not None and (indices is None or item.index in indices)
-            if isinstance(item.content, bytes) and (named or indexed):
-                item = replace(item, content=self._write(item.content))
+            if isinstance(item.source, bytes) and (named or indexed):
+                item = replace(item, source=self._write(item.source))
             if named:
-                self._by_name.setdefault(item.name, []).append(item)
+                self._by_name.setdefault(item.name or "", []).append(item)
             if item.index is not None and indexed:
                 self._by_index[item.index] = item
 
-    def find(self, record: Record) -> Item | None:
+    def find(self, record: Record) -> InputImage | None:
         """Return the image of a record, which may hold any JSON; None if it was not given."""
         item = self._find(record)
-        if item is None or not isinstance(item.content, _SpooledImage):
+        if item is None or not isinstance(item.source, _SpooledImage):
             return item
         # decode processes cannot open the temporary file
-        return replace(item, content=item.content.open().read())
+        return replace(item, source=item.source.open().read())
 
     def _write(self, content: bytes) -> _SpooledImage:
         try:
@@ -223,13 +223,13 @@ class RecordSources:
             raise UsageError(f"{reason}; set TMPDIR to a folder with room, or unpack the tar") from None
         return _SpooledImage(self._spool, offset, len(content))
 
-    def _find(self, record: Record) -> Item | None:
+    def _find(self, record: Record) -> InputImage | None:
         name, index = record["image"], record.get("image_index")
         if not isinstance(name, str):
             return None
         if same := sorted(self._by_name.get(name, []), key=lambda item: item.index != index):
             # files with the same name are the same file
-            if len(same) == 1 or all(item.content is None for item in same):
+            if len(same) == 1 or all(isinstance(item.source, Path | RemoteFile) for item in same):
                 return same[0]
             digest = record.get("image_sha256")
             return next((item for item in same if _hash(item) == digest), same[0])
@@ -241,9 +241,9 @@ class RecordSources:
         return moved if f"/{name}".endswith(f"/{tail}") else None
 
 
-def _hash(item: Item) -> str | None:
+def _hash(item: InputImage) -> str | None:
     try:
-        return None if item.problem else content_sha256(item.source)
+        return None if item.error else content_sha256(item.source)
     except ImageError:
         return None
 

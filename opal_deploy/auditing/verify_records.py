@@ -13,13 +13,11 @@ import numpy as np
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
 from opal_deploy.auditing.results import RecordSources, locate, read_numbered_records
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.frames import FrameReader
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.run_files import overlay_name
-from opal_deploy.inference.sources.annotations import Boxes, Labels
-from opal_deploy.inference.sources.items import Item
-from opal_deploy.inference.sources.video import find_frame
-from opal_deploy.inference.types import InferenceOptions, Request, Result, build_requests
+from opal_deploy.inference.sources.annotations import Boxes, Labels, annotate
+from opal_deploy.inference.sources.video import FrameReader, find_frame
+from opal_deploy.inference.types import InferenceOptions, InputImage, Result
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session
@@ -167,7 +165,7 @@ def verify_records(
     options = replace(inference, top=session.metadata.max_top, model_sha256=check.model_sha256, keep_pixels=True)
     pending: list[tuple[int, Record]] = []
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[InputImage]:
         timeout = inference.decode_timeout
         with FrameReader(inference.max_pixels, isolate=inference.isolate, timeout=timeout) as frames:
             for number, record in _select_records(path, lines, report):
@@ -192,24 +190,24 @@ def _select_records(path: Path, lines: frozenset[int] | None, report: RecordsRep
             yield number, record
 
 
-def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> Request:
+def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> InputImage:
     name = record["image"]
     if not isinstance(name, str):
-        return Request(None, b"", error=ImageError("not_found", "the record has no image name"))
+        return InputImage(None, b"", error=ImageError("not_found", "the record has no image name"))
     item = check.sources.find(record)
     if item is None:
         try:
             path = locate(unescape_name(name), Path())
         except ImageError as error:
-            return Request(name, b"", error=error)
-        item = Item(path, path.name)
+            return InputImage(name, b"", error=error)
+        item = InputImage.at(path)
         source: Any = check.root / path if isinstance(path, Path) else path
         if isinstance(source, Path):
             item = find_frame(frames, source, item, at_end="error" in record)
-            source = source if item.content is None else item.content
+            source = source if item.source is path else item.source
     else:
         source = item.source
-    (request,) = build_requests([item], check.boxes)
+    (request,) = annotate([item], check.boxes)
     return replace(request, name=name, source=source, index=None)
 
 

@@ -24,12 +24,12 @@ from opal_deploy.bench.options import (
 from opal_deploy.cli.console import print_json, print_json_line, print_message, progress
 from opal_deploy.cli.options import expand_options
 from opal_deploy.errors import UsageError, require
+from opal_deploy.inference.types import InputImage
 
 if TYPE_CHECKING:
     from opal_deploy.bench.diff import FigureChange, MeasurementDiff
     from opal_deploy.bench.measurement import Measurement
     from opal_deploy.bench.targets import LoadedTarget
-    from opal_deploy.inference.sources.items import Item
 
 S = TypeVar("S", bound=SweepOptions)
 Files = Annotated[list[Path], typer.Argument(help="Files that `opal-deploy bench` wrote with --out, or folders.")]
@@ -268,7 +268,7 @@ def _write(measurement: Measurement, options: OutputOptions) -> None:
         print_json_line(measurement.to_line())
 
 
-def _find_items(images: list[str], limit: int) -> list[Item]:
+def _find_items(images: list[str], limit: int) -> list[InputImage]:
     from opal_deploy.inference.sources.discovery import check_inputs, discover
     from opal_deploy.inference.sources.items import Skipped
 

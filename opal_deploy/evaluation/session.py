@@ -20,7 +20,7 @@ from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
 from opal_deploy.evaluation.parts import PartFigures, PartMeter
 from opal_deploy.inference.decoding.prepare import prepare
 from opal_deploy.inference.executor import prefetch
-from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import ImageBatch, Session
@@ -123,7 +123,7 @@ def prepared_batches(
     """
 
     def prepared(sample: Sample) -> Prepared:
-        request = Request(str(sample.path), sample.path, sample.box if boxes else None)
+        request = InputImage(str(sample.path), sample.path, sample.box if boxes else None)
         return prepare(request, size, InferenceOptions())
 
     with ThreadPoolExecutor(_WORKERS, "decode") as pool:
@@ -135,7 +135,7 @@ def prepared_batches(
 
 def _check_usable(entry: Prepared) -> tuple[Pixels, Geometry]:
     if entry.pixels is None or entry.geometry is None:
-        raise UsageError(f"{entry.request.name}: {entry.error or 'unusable'}; remove it from the data set")
+        raise UsageError(f"{entry.input.name}: {entry.error or 'unusable'}; remove it from the data set")
     return entry.pixels, entry.geometry
 
 

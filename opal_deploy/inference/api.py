@@ -19,7 +19,7 @@ from opal_deploy.inference.explanation import Explanations, load_record_image, t
 from opal_deploy.inference.service import Service
 from opal_deploy.inference.sources.discovery import check_inputs, discover
 from opal_deploy.inference.sources.items import Skipped
-from opal_deploy.inference.types import InferenceOptions, Request, build_requests
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name, unescape_name
@@ -115,8 +115,8 @@ class Model:
         options = InferenceOptions(
             batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels, model_sha256=self.sha256
         )
-        requests = (Request(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True))
-        records = to_explanations(result.record for result in predict_stream(requests, self.sessions, options))
+        found = (InputImage(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True))
+        records = to_explanations(result.record for result in predict_stream(found, self.sessions, options))
         return records[0] if one else records
 
     def stream(
@@ -148,11 +148,11 @@ class Model:
         if isinstance(images, str | os.PathLike):
             inputs = [os.fspath(images)]
             check_inputs(inputs)
-            requests = build_requests(discover(inputs, Skipped()))
+            found = discover(inputs, Skipped())
         else:
             several = cast(Iterable[Source], [images] if isinstance(images, bytes | Image.Image) else images)
-            requests = (Request(source_name(source), source) for source in several)
-        for result in predict_stream(requests, self.sessions, options):
+            found = (InputImage(source_name(source), source) for source in several)
+        for result in predict_stream(found, self.sessions, options):
             yield to_explanation(result.record)
 
     def draw_overlay(self, record: Record, path: str | os.PathLike[str], image: Source | None = None) -> Path:
@@ -188,7 +188,7 @@ class Model:
 
         builder = SheetBuilder(self.metadata, model=str(self.path or "the model"))
         options = InferenceOptions(batch=1, workers=1, keep_images=True, keep_outputs=True)
-        (result,) = predict_stream([Request(source_name(image), image, box)], self.sessions[:1], options)
+        (result,) = predict_stream([InputImage(source_name(image), image, box)], self.sessions[:1], options)
         if "error" in result.record:
             raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
         return _write(path, builder.build(result).encode(Path(path).suffix.lstrip(".").lower() or "png"))

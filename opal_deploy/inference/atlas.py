@@ -15,7 +15,7 @@ from opal_deploy.options import Batch, Devices, MaxPixels, Option, Options, StrP
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.inference.types import InferenceOptions, Request
+    from opal_deploy.inference.types import InferenceOptions, InputImage
     from opal_deploy.runtime.session import Session
     from opal_deploy.visualization.atlas.collector import AtlasCollector, ImageCounts
     from opal_deploy.visualization.atlas.entries import Atlas
@@ -129,7 +129,7 @@ def create_atlas(data: StrPath, model: StrPath | None, options: AtlasOptions) ->
 
 
 def collect_images(
-    requests: Iterable[Request],
+    requests: Iterable[InputImage],
     sessions: Sequence[Session],
     options: InferenceOptions,
     collector: AtlasCollector,
@@ -158,10 +158,10 @@ def collect_images(
         sha256 = prepared.image_sha256
         if sha256 is None and "error" not in record:
             try:
-                sha256 = content_sha256(prepared.request.source)
+                sha256 = content_sha256(prepared.input.source)
             except ImageError as error:
                 record = error_record(record["image"], error.code, str(error))
-        collector.add(record, label=prepared.request.label, sha256=sha256 or "", image=prepared.image)
+        collector.add(record, label=prepared.input.label, sha256=sha256 or "", image=prepared.image)
         progress(collector.counts.images, total, "")
 
 
@@ -183,7 +183,7 @@ class _ImageSet:
         cropped: whether the images are cropped to boxes.
     """
 
-    requests: Iterator[Request]
+    requests: Iterator[InputImage]
     description: str
     total: int | None
     labels: frozenset[str] | None
@@ -216,15 +216,15 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
     if not samples:
         raise UsageError(f"{data}: has no {options.split} split; choose another --split")
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[InputImage]:
         from opal_deploy.datasets.samples import display_path
-        from opal_deploy.inference.types import Request
+        from opal_deploy.inference.types import InputImage
         from opal_deploy.records.names import escape_name
 
         for sample in samples:
             name = escape_name(display_path(sample.path, dataset.root))
             box = sample.box if options.boxes else None
-            yield Request(name, sample.path, box, dataset.class_names[sample.label])
+            yield InputImage(name, sample.path, box, dataset.class_names[sample.label])
 
     cropped = options.boxes and dataset.crop == "boxes"
     crop_note = ", cropped to boxes" if cropped else ""
@@ -233,18 +233,14 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
 
 
 def _read_plain(data: Path) -> _ImageSet:
-    from opal_deploy.inference.sources.annotations import FolderLabels
+    from opal_deploy.inference.sources.annotations import FolderLabels, annotate
     from opal_deploy.inference.sources.discovery import discover
     from opal_deploy.inference.sources.items import Skipped
-    from opal_deploy.inference.types import Request
     from opal_deploy.records.names import escape_name
 
-    labels = FolderLabels()
-
-    def requests() -> Iterator[Request]:
-        for item in discover([str(data)], Skipped()):
-            label = labels.find(item.path.as_posix())
-            yield Request(escape_name(item.relative), item.source, label=label, error=item.problem)
+    def requests() -> Iterator[InputImage]:
+        for image in annotate(discover([str(data)], Skipped()), None, FolderLabels()):
+            yield replace(image, name=escape_name(image.relative), index=None)
 
     return _ImageSet(requests(), f"{data.name or data} (a folder per class)", None, None, cropped=False)
 
@@ -260,7 +256,7 @@ def _check_labels(images: _ImageSet, metadata: Metadata, data: Path, options: At
         options.log(one_line(f"warning: the model lacks {len(unknown)} of its classes ({', '.join(unknown[:3])})"))
 
 
-def _limit_per_label(requests: Iterator[Request], limit: int | None) -> Iterator[Request]:
+def _limit_per_label(requests: Iterator[InputImage], limit: int | None) -> Iterator[InputImage]:
     counts: Counter[str | None] = Counter()
     for request in requests:
         counts[request.label] += 1

@@ -1,13 +1,13 @@
 """Overlays and evidence sheets as encoded files, drawn from results in worker processes.
 
-A drawing that crashes, takes too long or finds no memory costs itself alone.
+A drawing that crashes, takes too long or runs out of memory does not affect any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.errors import ArtifactError, ImageError, StoppedEarly
@@ -26,35 +26,26 @@ from opal_deploy.visualization.report import make_thumbnail
 Part: TypeAlias = Literal["overlay", "thumbnail", "sheet"]
 
 
-class DrawRequest(NamedTuple):
-    """A result to draw.
-
-    Attributes:
-        result: with its image, and with outputs for a sheet; its pixels are not needed.
-        parts: what to draw of it; a thumbnail only with its overlay.
-    """
-
-    result: Result
-    parts: tuple[Part, ...]
-
-
 @dataclass(frozen=True)
 class DrawTask:
-    """Draws results.
-
-    Attributes:
-        field: the effective receptive field to draw on overlays; None for none.
-        sheets: draws evidence sheets; None where none is drawn.
-    """
+    """Draws a result: overlays with the receptive field `field` on them, if there is one, and sheets by `sheets`."""
 
     field: EffectiveField | None = None
     sheets: SheetBuilder | None = None
 
-    def __call__(self, request: DrawRequest, timer: StageTimer, claim: Callable[[int], None] = no_claim) -> Response:
-        """Return the encoded drawings, in the header their names with their sizes under `drawn`, in order.
+    def __call__(
+        self, request: tuple[Result, Sequence[Part]], timer: StageTimer, claim: Callable[[int], None] = no_claim
+    ) -> Response:
+        """Return the drawings of a result: the header lists names and sizes under `drawn`, and the bytes follow.
 
-        What could not be drawn is absent; then the header has `error`, a code and a message, or `stop`, the reason why
-        no other image can be drawn either. Nothing is claimed: images to draw on are small.
+        If a drawing is missing, the header has `error`, a code and a message, or `stop`, the reason why no other image
+        can be drawn either. Nothing is claimed: images to draw on are small.
+
+        Args:
+            request: the result, with its image, and with outputs for a sheet; and what to draw, a thumbnail only with
+                its overlay.
+            timer: receives the time of the stage `draw`.
+            claim: not used.
         """
         drawn: list[tuple[Part, int]] = []
         header: dict[str, Any] = {"drawn": drawn}
@@ -85,27 +76,22 @@ class DrawTask:
 
 @dataclass(frozen=True)
 class Drawings:
-    """The drawings of one result.
-
-    Attributes:
-        files: the encoded ones by name.
-        error: the reason why one is missing.
-    """
+    """The encoded drawings of one result, and the reason why one is missing."""
 
     files: dict[Part, bytes] = field(default_factory=dict)
     error: Problem | None = None
 
 
 class DrawingPool:
-    """Has results drawn, with `isolate` in worker processes; every method but `close` may be called from any thread."""
+    """Draws results, with `isolate` in worker processes; every method but `close` may be called from any thread."""
 
     def __init__(self, task: DrawTask, inference: InferenceOptions, timer: StageTimer = NO_OP_TIMER) -> None:
         """Start nothing yet.
 
         Args:
-            task: draws.
-            inference: `workers` processes draw at a time, each result for at most `decode_timeout`.
-            timer: gets the times of the stage `draw`.
+            task: what the processes do.
+            inference: `workers`, `isolate` and `decode_timeout` apply to drawing, too.
+            timer: receives the time of the stage `draw`.
         """
         self._task, self._timeout, self._timer = task, inference.decode_timeout, timer
         self._processes = None
@@ -118,8 +104,8 @@ class DrawingPool:
         Raises:
             StoppedEarly: no process can be started, or a file that every drawing needs is damaged.
         """
-        # the model's input is not drawn on
-        request = DrawRequest(replace(result, prepared=replace(result.prepared, pixels=None)), tuple(parts))
+        # the model's input is not drawn
+        request = (replace(result, prepared=replace(result.prepared, pixels=None)), tuple(parts))
         try:
             if self._processes is not None:
                 return self._processes.call(request, _read_drawings)
@@ -135,7 +121,7 @@ class DrawingPool:
         return Drawings(error=error)
 
     def close(self) -> None:
-        """End the processes; nothing may be drawn any more."""
+        """End the processes; no drawing may be in flight."""
         if self._processes is not None:
             self._processes.close()
 

@@ -22,15 +22,15 @@ from opal_deploy.inference.decoding.pool import DecoderPool, Decoders, group_siz
 from opal_deploy.inference.decoding.slots import PreparedBatch
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer, ThreadRole
-from opal_deploy.inference.types import InferenceOptions, Request, Result
+from opal_deploy.inference.types import InferenceOptions, InputImage, Result
 from opal_deploy.runtime.session import Session, pinned
 
 T = TypeVar("T")
-_PADDING = Request(None, b"", error=ImageError("padding", "keeps another image at its place in its batch"))
+_PADDING = InputImage(None, b"", error=ImageError("padding", "keeps another image at its place in its batch"))
 
 
 def predict_stream(
-    requests: Iterable[Request],
+    requests: Iterable[InputImage],
     sessions: Sequence[Session],
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
@@ -53,7 +53,7 @@ def release_each(batches: Iterable[list[Result]]) -> Iterator[Result]:
 
 
 def predict_batches(
-    requests: Iterable[Request],
+    requests: Iterable[InputImage],
     sessions: Sequence[Session],
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
@@ -269,7 +269,7 @@ def until_error(items: Iterable[T], errors: list[OpalError]) -> Iterator[T]:
         errors.append(error)
 
 
-def _batches(requests: Iterator[Request], size: int) -> Iterator[Iterator[Request]]:
+def _batches(requests: Iterator[InputImage], size: int) -> Iterator[Iterator[InputImage]]:
     """Yield iterators over batches, each to be read to its end before the next one is taken; none is empty."""
     for first in requests:
         batch = itertools.chain([first], itertools.islice(requests, size - 1))

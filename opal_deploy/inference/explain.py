@@ -90,11 +90,11 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
         ImageError: the only image cannot be used.
     """
     from opal_deploy.inference.executor import predict_stream
+    from opal_deploy.inference.inputs import ImageCounter
     from opal_deploy.inference.sources import discovery
-    from opal_deploy.inference.sources.annotations import read_boxes, read_labels
-    from opal_deploy.inference.sources.counting import ImageCounter
+    from opal_deploy.inference.sources.annotations import annotate, read_boxes, read_labels
     from opal_deploy.inference.sources.items import Skipped
-    from opal_deploy.inference.types import InferenceOptions, build_requests
+    from opal_deploy.inference.types import InferenceOptions
 
     images = list(images)
     discovery.check_inputs(images)
@@ -103,13 +103,13 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     labels = read_labels(options.labels) if options.labels else None
     sessions, builder = _open(model, options, boxed=crops is not None)
     inference = InferenceOptions(batch=1, workers=1, max_pixels=options.max_pixels, keep_images=True, keep_outputs=True)
-    requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops, labels)
+    found = annotate(discovery.discover(images, Skipped(), sys.stdin), crops, labels)
     documents: list[dict[str, Any]] = []
     failed = 0
     progress = options.progress or no_progress
     with ImageCounter(images) as counter:
-        for index, result in enumerate(predict_stream(requests, sessions, inference)):
-            name = result.prepared.request.name
+        for index, result in enumerate(predict_stream(found, sessions, inference)):
+            name = result.prepared.input.name
             try:
                 path = output.name_sheet(index, name)
                 output.check(path)
@@ -175,7 +175,7 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path, log: Log) ->
     if (probability := result.record["prediction"].get("calibrated_probability")) is not None:
         facts.append(f"calibrated probability {format_number(probability)}")
     mark = " (abstained)" if content.abstained else ""
-    log(one_line(f"{result.prepared.request.name}: {', '.join(facts)}{mark}: {path}"))
+    log(one_line(f"{result.prepared.input.name}: {', '.join(facts)}{mark}: {path}"))
     return content.to_dict()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.inference.types import Request
+from opal_deploy.inference.types import InputImage
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import escape_name
 
@@ -19,13 +19,13 @@ _MAX_NAME_BYTES = 4096
 
 def build_explain_requests(
     images: Sequence[bytes], names: Sequence[bytes] | None, boxes: NDArray[np.float32] | None
-) -> list[Request]:
+) -> list[InputImage]:
     """Return one request per image.
 
     Args:
         images: N image files.
         names: N names, see `parse_name`; None: no image has one.
-        boxes: float32 [N, 4], see `Request.box`; a row of NaN, or None: no crop.
+        boxes: float32 [N, 4], see `InputImage.box`; a row of NaN, or None: no crop.
 
     Raises:
         ValueError: another number of names or boxes, or a name that is too long.
@@ -34,7 +34,7 @@ def build_explain_requests(
         if rows is not None and len(rows) != len(images):
             raise ValueError(f"input {tensor!r}: {len(rows)} rows found; expected {len(images)}, one per image")
     return [
-        Request(
+        InputImage(
             None if names is None else parse_name(names[row]),
             bytes(image),
             None if boxes is None else _parse_box(boxes[row]),

@@ -17,12 +17,11 @@ from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
 from opal_deploy.inference.inputs import Inputs
 from opal_deploy.inference.options import InferOptions
-from opal_deploy.inference.run.backend import Backend, LocalBackend, RunOptions
 from opal_deploy.inference.run.bucket import acquire_bucket_run_dir
 from opal_deploy.inference.run.directory import IMAGES, RunDirectory, acquire_run_dir
 from opal_deploy.inference.run.interrupt import Interrupt
 from opal_deploy.inference.run.report import ReportOptions, describe_evidence, report_facts
-from opal_deploy.inference.run.run import run
+from opal_deploy.inference.run.run import Backend, LocalBackend, RunOptions, run
 from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
 from opal_deploy.inference.run_files import OVERLAYS, REPORT, RESULTS, SHEETS, SUMMARY
 from opal_deploy.inference.setup import (
@@ -42,9 +41,9 @@ from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.tables import TABLES, Format, check_formats
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.runtime.select import read_model_metadata
+from opal_deploy.storage.buckets import parse_output
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url, redact
-from opal_deploy.storage.writing import parse_output
 
 if TYPE_CHECKING:
     from opal_deploy.inference.api import Model
@@ -203,7 +202,7 @@ class _Job:
     def __post_init__(self) -> None:
         self.skipped = Skipped()
         # raises where there is no image
-        self.requests = self.inputs.build_requests(self.skipped)
+        self.images = self.inputs.find_images(self.skipped)
 
     def compile(self) -> None:
         """Compile sessions that compile for a batch size."""
@@ -281,7 +280,7 @@ class _Job:
         try:
             # the total is reported before the first batch is done
             with _fewer_collections(), counter.notify(lambda total: report(summary.total, total, "")):
-                run(self.requests, backend, run_options, summary=summary, interrupt=interrupt, report=report_progress)
+                run(self.images, backend, run_options, summary=summary, interrupt=interrupt, report=report_progress)
             if interrupt.stopped:
                 raise KeyboardInterrupt
         except KeyboardInterrupt:

@@ -8,7 +8,6 @@ size of the batch, every forward pass can be filled up to one size (`InferenceOp
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
@@ -18,8 +17,9 @@ import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OutOfMemory
+from opal_deploy.inference.decoding.budget import FairSemaphore
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request, Result
+from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared, Result
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Digests, FramePlace, ImageInfo, Record, build_records, error_record
 from opal_deploy.runtime.session import PaddingSession, PipelinedSession, Session
@@ -59,7 +59,7 @@ class BatchPredictor:
         self._announce_batch_size()
         self._in_flight = 0
         with _LOCKS_LOCK:
-            self._lock = _LOCKS.setdefault(session, _FairLock())
+            self._lock = _LOCKS.setdefault(session, FairSemaphore(1))
 
     @property
     def is_awaited(self) -> bool:
@@ -86,7 +86,8 @@ class BatchPredictor:
         while done < len(images):
             batch = self._take_rows(pixels, done, min(len(images) - done, self._max_batch))
             try:
-                with self._timer.stage("compute"), self._lock:
+                with self._timer.stage("compute"), self._lock.lease() as claim:
+                    claim(1)
                     outputs = self._session.run(batch)
             except (OutOfMemory, MemoryError) as error:
                 self._halve_batch(len(batch), error)
@@ -109,7 +110,7 @@ class BatchPredictor:
             return None
         batch = self._take_rows(pixels, 0, len(images))
         if not self._in_flight:
-            self._lock.acquire()
+            self._lock.acquire(1)
         self._in_flight += 1
         try:
             return session.submit(batch)
@@ -143,7 +144,7 @@ class BatchPredictor:
     def _count_collected(self) -> None:
         self._in_flight -= 1
         if not self._in_flight:
-            self._lock.release()
+            self._lock.release(1)
 
     def _take_rows(self, pixels: Pixels, start: int, count: int) -> Pixels:
         """Return `count` rows of a batch, filled up with blank images where the session needs one size."""
@@ -195,7 +196,7 @@ class BatchPredictor:
             else:
                 if options.keep_pixels:
                     prepared = replace(prepared, pixels=pixels[row].copy())
-                keep = options.keep_outputs or prepared.request.drawn
+                keep = options.keep_outputs or prepared.input.drawn
                 kept = outputs.rows(row, row + 1) if outputs is not None and keep else None
                 results.append(Result(next(records), prepared, kept))
         return results
@@ -213,55 +214,23 @@ class BatchPredictor:
         ]
 
     def _build_info(self, prepared: Prepared) -> ImageInfo:
-        request = prepared.request
+        request = prepared.input
         digests = Digests(prepared.image_sha256, self._options.model_sha256)
         geometry = cast(Geometry, prepared.geometry)
         return ImageInfo(request.name, geometry, digests, request.label, request.index, _frame_place(request))
 
     def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
-        request, digests = prepared.request, Digests(prepared.image_sha256, self._options.model_sha256)
+        request, digests = prepared.input, Digests(prepared.image_sha256, self._options.model_sha256)
         return error_record(
             request.name, error.code, str(error), digests=digests, label=request.label, index=request.index,
             frame=_frame_place(request),
         )  # fmt: skip
 
 
-def _frame_place(request: Request) -> FramePlace | None:
+def _frame_place(request: InputImage) -> FramePlace | None:
     return None if request.frame is None else FramePlace(request.frame.index, request.frame.seconds)
 
 
-class _FairLock:
-    """A lock that those who wait get in turn."""
-
-    def __init__(self) -> None:
-        self._tickets: deque[object] = deque()
-        self._changed = threading.Condition()
-
-    @property
-    def is_contended(self) -> bool:
-        """Whether somebody waits for it."""
-        return len(self._tickets) > 1
-
-    def acquire(self) -> None:
-        """Wait for the lock, behind those who wait already."""
-        ticket = object()
-        with self._changed:
-            self._tickets.append(ticket)
-            self._changed.wait_for(lambda: self._tickets[0] is ticket)
-
-    def release(self) -> None:
-        """Leave the lock to the next one."""
-        with self._changed:
-            self._tickets.popleft()
-            self._changed.notify_all()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
 # a session is used by one predictor at a time
-_LOCKS: WeakKeyDictionary[Session, _FairLock] = WeakKeyDictionary()
+_LOCKS: WeakKeyDictionary[Session, FairSemaphore] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from opal_deploy.errors import StoppedEarly
+from opal_deploy.storage.buckets import write_bytes
 from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.writing import write_bytes
 
 # what the run is, its records, what came of it, and the page that shows it
 RUN, RESULTS, SUMMARY, REPORT = "run.json", "results.jsonl", "summary.json", "report.html"

@@ -27,7 +27,7 @@ from opal_deploy.inference.executor import Job, Predicted, SessionRunner
 from opal_deploy.inference.explanation import to_explanation
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request, Result
+from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared, Result
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name
@@ -36,7 +36,7 @@ from opal_deploy.runtime.session import Session, check_batch, pinned
 
 T = TypeVar("T")
 # stands for an image that came as pixels, of which no record is built
-_PIXELS = Prepared(Request(None, b""))
+_PIXELS = Prepared(InputImage(None, b""))
 
 
 def _release_nothing() -> None:
@@ -152,10 +152,10 @@ class Service:
             queue.Full: `capacity` images are in flight, and `wait` is False.
             RuntimeError: the service is closed.
         """
-        request = Request(source_name(image), image, box)
+        request = InputImage(source_name(image), image, box)
         return self._submit([request], lambda result: to_explanation(result.record), wait=wait)[0]
 
-    def submit_requests(self, requests: Sequence[Request], *, wait: bool = True) -> list[Future[Result]]:
+    def submit_requests(self, requests: Sequence[InputImage], *, wait: bool = True) -> list[Future[Result]]:
         """Begin to classify images, all or none of them; return a future of each result. See `submit`.
 
         Raises:
@@ -200,7 +200,7 @@ class Service:
     ) -> None:
         self.close()
 
-    def _submit(self, requests: Sequence[Request], convert: Callable[[Result], T], *, wait: bool) -> list[Future[T]]:
+    def _submit(self, requests: Sequence[InputImage], convert: Callable[[Result], T], *, wait: bool) -> list[Future[T]]:
         self._acquire(len(requests), wait=wait)
         futures: list[Future[T]] = []
         submitted = time.monotonic()

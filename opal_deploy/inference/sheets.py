@@ -95,14 +95,14 @@ class SheetBuilder:
         image = get_image(prepared)
         if not options.heatmap:
             outputs = replace(outputs, attention=None)
-        info = ImageInfo(prepared.request.name, prepared.geometry, label=prepared.request.label)
+        info = ImageInfo(prepared.input.name, prepared.geometry, label=prepared.input.label)
         content = build_sheet_content(info, outputs, self._metadata, min_margin=options.min_margin, names=options.names)
         exemplars = None if options.atlas is None else self._find_exemplars(options.atlas, content, result)
         return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields))
 
     def _find_exemplars(self, atlas: Atlas, content: SheetContent, result: Result) -> Exemplars:
         prepared, predicted = result.prepared, content.predicted
-        own = {prepared.image_sha256 or content_sha256(prepared.request.source), content.image or ""}
+        own = {prepared.image_sha256 or content_sha256(prepared.input.source), content.image or ""}
         slots = [slot.slot for slot in predicted.slots]
         return find_exemplars(atlas, predicted.class_id, slots, exclude=own, rows=self._options.exemplar_rows)
 

@@ -1,16 +1,16 @@
-"""The forms that one image takes on its way through inference, in order, and the options that every step reads.
+"""The forms that an image takes during inference, in order, and the options that every step reads.
 
-    Request    an image to classify: name, source, box, label            built once, by `build_requests`
-    Prepared   its pixels as the model takes them, or its ImageError     `decoding`
-    Result     its record, with what drawing it needs                    `prediction`
+    InputImage   an image to classify: name, source, crop, label     `sources`
+    Prepared     its pixels as the model takes them, or its error    `decoding`
+    Result       its record, with what drawing it needs              `prediction`
 
-Light to import: decode processes load it, and no runtime.
+Light to import: decode processes load this module, and no runtime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -19,17 +19,19 @@ from numpy.typing import NDArray
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.geometry import Box, Geometry
+from opal_deploy.records.names import escape_name
+from opal_deploy.storage.files import RemoteFile
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from opal_deploy.artifact.outputs import Outputs
-    from opal_deploy.inference.sources.annotations import Boxes, Labels
-    from opal_deploy.inference.sources.items import FrameInfo, Item
     from opal_deploy.records.names import SlotNames
     from opal_deploy.records.record import Record
 
 Pixels: TypeAlias = NDArray[np.uint8]
+# where an image lies
+Location: TypeAlias = Path | RemoteFile
 
 
 @dataclass(frozen=True)
@@ -79,44 +81,74 @@ class InferenceOptions:
 
 
 @dataclass(frozen=True)
-class Request:
-    """An image to classify, with everything that is known of it beforehand.
+class FrameInfo:
+    """The place of a frame in its video.
 
     Attributes:
-        name: as the record shows it; None for an image without a name.
-        source: a path, bytes, a file in an archive, a PIL image, or uint8 [H, W, 3] RGB.
-        box: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image.
-        label: its label, where it has one.
-        error: the reason why it cannot be classified, where that is known already: a folder without images, an image
-            without a box.
-        index: its position among all that the inputs name, from 0; None where there are no such inputs.
-        drawn: it will be drawn: keep its image and its row of the outputs, whatever the options say.
-        frame: its place in a video; None where it is no frame of one.
+        video: the video's path.
+        index: number of frames before this one.
+        seconds: time after the first frame; None if the video has no time stamps.
+        image_sha256: hex digest of the video's file.
+    """
+
+    video: Path
+    index: int
+    seconds: float | None
+    image_sha256: str
+
+
+@dataclass(frozen=True)
+class InputImage:
+    """An image to classify, with everything known before it is decoded.
+
+    Attributes:
+        name: the image's name in its record, see `escape_name`; None for an image without a name.
+        source: a path, a remote file, bytes, an archive member, a PIL image, or uint8 [H, W, 3] RGB.
+        crop: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image.
+        label: the image's label, if it has one.
+        error: why the image cannot be classified, if that is known already: an empty folder, a missing crop.
+        index: position among all images of the inputs, from 0; None for an image that `discover` did not find.
+        drawn: the image will be drawn: keep it and its row of the outputs, whatever the options say.
+        frame: the place in a video; None for an image that is not a frame.
+        relative: the path from the folder or archive that was searched; the file's name for a file given directly.
     """
 
     name: str | None
     source: Source
-    box: Box | None = None
+    crop: Box | None = None
     label: str | None = None
     error: ImageError | None = None
     index: int | None = None
     drawn: bool = False
     frame: FrameInfo | None = None
+    relative: str = ""
 
+    @classmethod
+    def at(
+        cls,
+        path: Location,
+        relative: str | None = None,
+        error: ImageError | None = None,
+        source: Source | None = None,
+        index: int | None = None,
+    ) -> InputImage:
+        """Return the image at a path or URL, named after it.
 
-def build_requests(
-    items: Iterable[Item], boxes: Boxes | None = None, labels: Labels | None = None
-) -> Iterator[Request]:
-    """Yield a request for each image, with its box and its label: the one place where these are looked up."""
-    for item in items:
-        box, error = None, item.problem
-        if error is None and boxes is not None:
-            try:
-                box = boxes.find(item)
-            except ImageError as no_box:
-                error = no_box
-        label = None if labels is None else labels.find(item.path.as_posix())
-        yield Request(item.name, item.source, box, label, error, item.index, frame=item.frame)
+        Args:
+            path: as a person would open it from the working directory. For an archive's member the archive's path, a
+                slash and the member's name, which is only a label.
+            relative: see `InputImage.relative`; None: the last part of `path`.
+            error: see `InputImage.error`.
+            source: the member's bytes or the frame's pixels; None: the file itself.
+            index: see `InputImage.index`.
+        """
+        return cls(
+            escape_name(str(path)),
+            path if source is None else source,
+            error=error,
+            index=index,
+            relative=path.name if relative is None else relative,
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +156,7 @@ class Prepared:
     """A decoded image, ready for a batch, or the error that its decoding ended in.
 
     Attributes:
-        request: the request that it answers.
+        input: the image that was asked for.
         geometry: size of the whole image and the crop in it; None where there is an error.
         pixels: uint8 [H0, W0, 3] RGB; None where there is an error, and where they are in a row of a batch.
         image: the whole oriented image, RGB, reduced by `to_display`; None without `keep_images`, and where memory did
@@ -134,7 +166,7 @@ class Prepared:
             read or is too large.
     """
 
-    request: Request
+    input: InputImage
     geometry: Geometry | None = None
     pixels: Pixels | None = None
     image: Image.Image | None = None

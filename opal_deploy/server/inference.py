@@ -23,7 +23,7 @@ from starlette.responses import Response
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests, parse_name
-from opal_deploy.inference.types import Request, Result
+from opal_deploy.inference.types import InputImage, Result
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.server.admission import HttpError, busy, unavailable
 from opal_deploy.server.models import ServedModel
@@ -95,7 +95,7 @@ async def explain_image(model: ServedModel, data: bytes, name: str | None, *, dr
         shown = None if name is None else parse_name(name.encode("utf-8", "replace"))
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    request = Request(shown, data, drawn=drawn)
+    request = InputImage(shown, data, drawn=drawn)
     (result,) = await run_jobs(lambda: model.service.submit_requests([request], wait=False), seconds)
     return result
 
@@ -173,7 +173,7 @@ class DrawingQueue:
             HttpError: drawing failed or took too long.
         """
         # the file's bytes are no longer needed and would be sent to the drawing process
-        prepared = replace(result.prepared, request=replace(result.prepared.request, source=b""))
+        prepared = replace(result.prepared, input=replace(result.prepared.input, source=b""))
         result = replace(result, prepared=prepared)
         loop = asyncio.get_running_loop()
         try:

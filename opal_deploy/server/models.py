@@ -24,7 +24,7 @@ from opal_deploy.inference.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NA
 from opal_deploy.inference.service import Service, ServiceObserver
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.runtime.session import Session
 from opal_deploy.server.admission import AdmissionLimit, HttpError
 from opal_deploy.server.options import ServeOptions
@@ -152,7 +152,7 @@ def start_model(
     # one image per decode process starts them all
     stream = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stream, "PNG")
-    blank = Request(None, stream.getvalue())
+    blank = InputImage(None, stream.getvalue())
     for future in service.submit_requests([blank] * min(options.workers, capacity)):
         future.result()
     return ServedModel(name, path, sessions, options, service, DrawingPool(DrawTask(sheets=sheets), options, timer))

@@ -22,7 +22,7 @@ from opal_deploy.inference.decoding.budget import raise_pillow_limit
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests
 from opal_deploy.inference.prediction import BatchPredictor
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Record
@@ -75,7 +75,7 @@ class Explainer:
         self._predictor = BatchPredictor(session, options)
         self._decoders = DecoderPool(options, session.metadata.input_size, slots=1, rows=options.batch)
 
-    def explain(self, requests: Sequence[Request]) -> list[Record]:
+    def explain(self, requests: Sequence[InputImage]) -> list[Record]:
         """Return the record of each image.
 
         The first call checks the model against its test vectors: this server was not part of the export.
@@ -151,7 +151,7 @@ class TritonPythonModel:
         """End the processes before Triton ends this one."""
         self._explainer.close()
 
-    def _read(self, request: Any) -> list[Request] | ValueError:
+    def _read(self, request: Any) -> list[InputImage] | ValueError:
         def read(name: str) -> Any:
             tensor = self._backend.get_input_tensor_by_name(request, name)
             return None if tensor is None else tensor.as_numpy()

@@ -10,7 +10,7 @@ import pytest
 
 from opal_deploy.auditing.results import RecordSources
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.sources.items import Item
+from opal_deploy.inference.types import InputImage
 
 MEGABYTE = 1 << 20
 
@@ -19,7 +19,7 @@ def members(count):
     """Yield members as a compressed tar gives them, a megabyte each."""
     for number in range(count):
         content = bytes([number]) * MEGABYTE
-        yield Item(Path(f"a.tgz/{number}.jpg"), f"{number}.jpg", content=content, index=number)
+        yield InputImage.at(Path(f"a.tgz/{number}.jpg"), f"{number}.jpg", source=content, index=number)
 
 
 def test_members_of_a_compressed_tar_are_found_and_wait_on_the_disk():
@@ -31,7 +31,7 @@ def test_members_of_a_compressed_tar_are_found_and_wait_on_the_disk():
         tracemalloc.stop()
     for number in (19, 0, 7):
         item = sources.find({"image": f"a.tgz/{number}.jpg", "image_index": number})
-        assert item.content == bytes([number]) * MEGABYTE
+        assert item.source == bytes([number]) * MEGABYTE
 
 
 def test_a_full_disk_is_told_in_a_line(monkeypatch):

@@ -19,7 +19,7 @@ from opal_deploy.bench.monitor import Monitor
 from opal_deploy.bench.options import PipelineOptions, parse_counts
 from opal_deploy.bench.pipeline.measure import PipelineResult, ReplaySession, decode_images, measure_pipeline
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.sources.items import Item
+from opal_deploy.inference.types import InputImage
 from opal_deploy.runtime import compiled_session
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import BatchTimes, ImageBatch
@@ -44,8 +44,8 @@ class SleepingSession:
 
 
 @pytest.fixture
-def items(tmp_path: Path, make_pictures: Callable) -> list[Item]:
-    return [Item(path, path.name) for path in make_pictures(tmp_path / "pictures", 12)]
+def items(tmp_path: Path, make_pictures: Callable) -> list[InputImage]:
+    return [InputImage.at(path) for path in make_pictures(tmp_path / "pictures", 12)]
 
 
 def test_counts_are_parsed() -> None:
@@ -55,22 +55,22 @@ def test_counts_are_parsed() -> None:
             parse_counts("--batch", text)
 
 
-def test_whole_batches_of_usable_images_are_decoded_but_not_of_all(items: list[Item]) -> None:
-    items[1].path.write_bytes(b"no image")
+def test_whole_batches_of_usable_images_are_decoded_but_not_of_all(items: list[InputImage]) -> None:
+    items[1].source.write_bytes(b"no image")
     assert decode_images(items, (32, 48), 5).shape == (10, 32, 48, 3)
     assert decode_images(items * 100, (8, 8), 500).shape == (1000, 8, 8, 3)
     with pytest.raises(UsageError, match=r"11 usable images for a batch of 12; give more, or a smaller --batch"):
         decode_images(items, (32, 32), 12)
 
 
-def measure(session: Any, items: list[Item], log: Any = lambda _: None, **options: Any) -> PipelineResult:
+def measure(session: Any, items: list[InputImage], log: Any = lambda _: None, **options: Any) -> PipelineResult:
     more = {name: options.pop(name) for name in ("device", "progress", "interval") if name in options}
     chosen = PipelineOptions(**{"repeats": 1, "batch": 2, "workers": 1, "isolate": False, **options})
     return measure_pipeline(session, items, chosen, log, **more)
 
 
-def test_everything_is_measured_once_a_repeat_on_the_usable_images(items: list[Item]) -> None:
-    items[3].path.write_bytes(b"")
+def test_everything_is_measured_once_a_repeat_on_the_usable_images(items: list[InputImage]) -> None:
+    items[3].source.write_bytes(b"")
     lines: list[str] = []
     done: list[tuple[int, int]] = []
     result = measure(SleepingSession(), items, lines.append, repeats=3, progress=lambda *counts: done.append(counts))
@@ -123,7 +123,7 @@ class PipelinedSleeper(SleepingSession):
 
 
 def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copies_apart(
-    items: list[Item], monkeypatch: pytest.MonkeyPatch
+    items: list[InputImage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Gpu:
         name = "cuda:0"
@@ -159,7 +159,7 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copi
     ids=["session", "decoding", "reading", "writing", "drawing"],
 )
 def test_a_slow_stage_is_the_bottleneck(
-    items: list[Item], monkeypatch: pytest.MonkeyPatch, slow: str, role: str, stage: str, reason: str
+    items: list[InputImage], monkeypatch: pytest.MonkeyPatch, slow: str, role: str, stage: str, reason: str
 ) -> None:
     if slow:
         function = pkgutil.resolve_name(slow)
@@ -173,7 +173,7 @@ def test_a_slow_stage_is_the_bottleneck(
 
 
 @pytest.mark.parametrize("leaks", [10, 0])
-def test_a_leaking_session_is_found_by_the_memory_curve(items: list[Item], leaks: int) -> None:
+def test_a_leaking_session_is_found_by_the_memory_curve(items: list[InputImage], leaks: int) -> None:
     many = list(itertools.islice(itertools.cycle(items), 60))
     first, second = measure(SleepingSession(0.01, leaks=leaks), many, interval=0.01).variants
     # judged, not merely too short to be judged
@@ -182,7 +182,7 @@ def test_a_leaking_session_is_found_by_the_memory_curve(items: list[Item], leaks
     assert second.memory.grows in (False, bool(leaks))
 
 
-def test_a_model_without_anchors_has_no_overlays_to_measure(linear_model: Path, items: list[Item]) -> None:
+def test_a_model_without_anchors_has_no_overlays_to_measure(linear_model: Path, items: list[InputImage]) -> None:
     result = measure(OnnxSession(linear_model, threads=1), items)
     assert [variant.name for variant in result.variants] == ["infer"]
 
@@ -198,7 +198,7 @@ def test_replayed_outputs_are_the_networks_in_order(exact_session: OnnxSession) 
         replay.run(np.zeros((4, 96, 96, 3), np.uint8))
 
 
-def test_the_network_can_be_left_out(items: list[Item]) -> None:
+def test_the_network_can_be_left_out(items: list[InputImage]) -> None:
     session = SleepingSession()
     result = measure(session, items, network=False)
     assert result.bare == ()
@@ -211,9 +211,9 @@ def test_the_network_can_be_left_out(items: list[Item]) -> None:
 
 
 @pytest.fixture
-def bench(opal: Callable, exact_model: Path, items: list[Item]) -> Callable[..., Any]:
+def bench(opal: Callable, exact_model: Path, items: list[InputImage]) -> Callable[..., Any]:
     def run(*arguments: str | Path, model: Path = exact_model) -> Any:
-        folder = items[0].path.parent
+        folder = items[0].source.parent
         options = ["--repeats", "2", "--threads", "1", "--json", *arguments]
         return opal("bench", "pipeline", folder, "--model", model, *options)
 

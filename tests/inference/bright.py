@@ -17,7 +17,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.inference.executor import predict_stream
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import ImageBatch, Session, check_batch
 
@@ -97,8 +97,8 @@ class QueuedSession(BrightSession):
         return super().run(images)
 
 
-def predict(requests: Iterable[Request | Path], *sessions: Session, **options: Any) -> list[Record]:
-    listed = (Request(one.name, one) if isinstance(one, Path) else one for one in requests)
+def predict(requests: Iterable[InputImage | Path], *sessions: Session, **options: Any) -> list[Record]:
+    listed = (InputImage(one.name, one) if isinstance(one, Path) else one for one in requests)
     return [result.record for result in predict_stream(listed, sessions, InferenceOptions(**options))]
 
 

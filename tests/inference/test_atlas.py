@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.inference.atlas import collect_images
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.entries import Atlas
 from opal_deploy.visualization.atlas.storage import build_atlas, load_atlas, save_atlas
@@ -38,12 +38,12 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
-def requests(folder: Path) -> list[Request]:
+def requests(folder: Path) -> list[InputImage]:
     paths = sorted(folder.rglob("*.*"))
-    return [Request(path.relative_to(folder).as_posix(), path, label=path.parent.name) for path in paths]
+    return [InputImage(path.relative_to(folder).as_posix(), path, label=path.parent.name) for path in paths]
 
 
-def collect(images: list[Request], top: int = 3, sessions: int = 1, batch: int = 4, **how: Any) -> AtlasCollector:
+def collect(images: list[InputImage], top: int = 3, sessions: int = 1, batch: int = 4, **how: Any) -> AtlasCollector:
     made = [BrightSession() for _ in range(sessions)]
     collector = AtlasCollector(made[0].metadata, top, **how)
     collect_images(images, made, InferenceOptions(batch=batch, workers=sessions), collector)

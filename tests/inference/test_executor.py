@@ -21,7 +21,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.inference.decoding import prepare
 from opal_deploy.inference.executor import predict_batches, predict_stream
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import open_sessions
@@ -37,8 +37,8 @@ def shade(number: int) -> Image.Image:
     return image
 
 
-def shades(numbers: Iterable[int]) -> Iterator[Request]:
-    return (Request(str(number), shade(number)) for number in numbers)
+def shades(numbers: Iterable[int]) -> Iterator[InputImage]:
+    return (InputImage(str(number), shade(number)) for number in numbers)
 
 
 def names(records: list[Record]) -> list[int]:
@@ -104,11 +104,11 @@ def test_an_endless_stream_is_read_a_bounded_distance_ahead(count: int) -> None:
     batch, before = 4, own_threads()
     begun: list[weakref.ref[Image.Image]] = []
 
-    def endless() -> Iterator[Request]:
+    def endless() -> Iterator[InputImage]:
         for number in itertools.count():
             image = shade(number)
             begun.append(weakref.ref(image))
-            yield Request(str(number), image)
+            yield InputImage(str(number), image)
 
     options = InferenceOptions(batch=batch, workers=4, keep_images=True)
     results = predict_stream(endless(), [BrightSession() for _ in range(count)], options)
@@ -153,7 +153,7 @@ def test_ending_the_requests_predicts_all_that_were_taken(end: int) -> None:
     taken: list[int] = []
     found: list[int] = []
 
-    def until_end() -> Iterator[Request]:
+    def until_end() -> Iterator[InputImage]:
         for number, request in enumerate(shades(itertools.count())):
             if len(found) >= end:
                 return
@@ -169,7 +169,7 @@ def test_ending_the_requests_predicts_all_that_were_taken(end: int) -> None:
 # ---- errors that end the loop
 
 
-def raising(good: int) -> Iterator[Request]:
+def raising(good: int) -> Iterator[InputImage]:
     yield from shades(range(good))
     raise UsageError("no such file")
 
@@ -183,7 +183,7 @@ def raising(good: int) -> Iterator[Request]:
     ],
 )
 def test_records_before_an_error_are_whole(
-    requests: Iterator[Request], fails_at: list[int | None], message: str, count: int
+    requests: Iterator[InputImage], fails_at: list[int | None], message: str, count: int
 ) -> None:
     sessions = [BrightSession(fails_at=batch) for batch in fails_at]
     records: list[Record] = []
@@ -205,7 +205,7 @@ def test_an_error_of_one_image_is_its_record_and_costs_the_others_nothing(monkey
             raise MemoryError
 
     before_resize(monkeypatch, run_out_of_memory)
-    no_box = Request("a", shade(1), label="oak", error=ImageError("no_box", "boxes.csv has no box for it"))
+    no_box = InputImage("a", shade(1), label="oak", error=ImageError("no_box", "boxes.csv has no box for it"))
     records = predict([*shades(range(4)), no_box], wrap(BrightSession(), id, overflow), batch=5)
     assert [code(record) for record in records] == [None, "not_finite", "too_many_pixels", None, "no_box"]
     assert json.dumps(records[4]) == (
@@ -218,7 +218,7 @@ def test_evidence_inside_a_crop_is_in_pixels_of_the_whole_image() -> None:
     image = Image.new("RGB", (500, 300), (10, 10, 10))
     # the crop is 100 to 300 by 40 to 240: cells of 50 x 50; this is its cell (2, 1)
     image.paste((255, 255, 255), (150, 140, 200, 190))
-    (record,) = predict([Request("a", image, (100, 40, 300, 240))], BrightSession())
+    (record,) = predict([InputImage("a", image, (100, 40, 300, 240))], BrightSession())
     assert (record["width"], record["height"]) == (500, 300)
     assert [(slot["cell"], slot["box"]) for slot in record["evidence"]] == [([2, 1], [150, 140, 200, 190])] * 2
 
@@ -229,7 +229,9 @@ def test_evidence_inside_a_crop_is_in_pixels_of_the_whole_image() -> None:
 def test_bad_images_keep_their_places_as_blank_ones(bad: set[int], passes: list[tuple[int, int]]) -> None:
     session = BrightSession()
     seen = count_blanks(session)
-    records = predict([Request(str(n), b"nothing" if n in bad else shade(n + 1)) for n in range(10)], session, batch=4)
+    records = predict(
+        [InputImage(str(n), b"nothing" if n in bad else shade(n + 1)) for n in range(10)], session, batch=4
+    )
     assert [code(record) for record in records] == ["not_an_image" if n in bad else None for n in range(10)]
     cells = [record["evidence"][0]["cell"] for record in records if "evidence" in record]
     assert cells == [list(divmod((n + 1) % 16, 4)) for n in range(10) if n not in bad]
@@ -260,9 +262,9 @@ def test_one_bad_file_in_a_batch_of_64_changes_not_a_byte_of_the_others(
     images: list[Path] = make_pictures(tmp_path, 64)
     path = exact_model if runtime == "onnx" else exact_model.with_suffix(".pt")
     sessions = open_sessions(path, device="cpu", threads=threads)
-    bad = Request("bad.png", images[20].read_bytes()[:300])
+    bad = InputImage("bad.png", images[20].read_bytes()[:300])
 
-    def run(listed: list[Path | Request], batch: int = 64) -> dict[str, str]:
+    def run(listed: list[Path | InputImage], batch: int = 64) -> dict[str, str]:
         records = predict(listed, *sessions, batch=batch, fixed_batch=True)
         return {str(record["image"]): json.dumps(record) for record in records}
 
@@ -343,7 +345,7 @@ def test_only_the_session_that_is_short_of_memory_takes_smaller_batches() -> Non
 @pytest.mark.parametrize("full_at", [None, 0, 4])
 def test_a_session_with_a_queue_changes_nothing(full_at: int | None) -> None:
     session = QueuedSession(full_at)
-    images = [*shades(range(30)), Request("none", shade(3), error=ImageError("no_box", "none"))]
+    images = [*shades(range(30)), InputImage("none", shade(3), error=ImageError("no_box", "none"))]
     assert predict(images, session, batch=2) == predict(images, BrightSession(), batch=2)
     assert session.longest
 
@@ -362,7 +364,7 @@ import json, resource, sys
 from pathlib import Path
 from opal_deploy.synthetic import example_images
 from opal_deploy.inference.executor import predict_stream
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.runtime.select import open_sessions
 
 sessions = open_sessions(Path(sys.argv[1]), device="cpu", threads=1)
@@ -370,7 +372,7 @@ images = list(example_images(64, 96, 96)) * 4
 messages = []
 
 def run(batch):
-    requests = (Request(str(number), image) for number, image in enumerate(images))
+    requests = (InputImage(str(number), image) for number, image in enumerate(images))
     options = InferenceOptions(batch=batch)
     return [json.dumps(r.record) for r in predict_stream(requests, sessions, options, print_message=messages.append)]
 

@@ -21,7 +21,7 @@ from opal_deploy.bench.monitor import MemoryCurve, MemorySampler
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
-from opal_deploy.inference.types import InferenceOptions, build_requests
+from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.runtime.session import ImageBatch, Session
 from tests.inference.bright import BrightSession
 
@@ -54,7 +54,7 @@ def write_tar(path: Path, count: int) -> Path:
 
 
 def explained(path: Path, session: Session, *, isolate: bool = False) -> Iterator[str]:
-    asked = build_requests(discover([str(path)], Skipped()), None)
+    asked = discover([str(path)], Skipped())
     for result in predict_stream(asked, [session], InferenceOptions(batch=16, workers=2, isolate=isolate)):
         yield result.record["status"]
 

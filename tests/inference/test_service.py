@@ -20,7 +20,7 @@ import opal_deploy
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.explanation import Explanation
 from opal_deploy.inference.service import Service
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.records.record import Record
 from tests.inference.bright import BrightSession, QueuedSession, own_threads
 
@@ -205,13 +205,13 @@ def test_a_cancelled_image_that_waits_for_a_decoder_is_not_decoded() -> None:
     options = InferenceOptions(batch=1, workers=1, isolate=False)
     with Service([BrightSession()], options, capacity=3) as service:
         first, second, third = (
-            service.submit_requests([Request(name, HeldFile(name, may_open, opened))])[0] for name in "abc"
+            service.submit_requests([InputImage(name, HeldFile(name, may_open, opened))])[0] for name in "abc"
         )
         assert second.cancel()
         may_open.set()
         assert wait([first, third], 30).not_done == set()
         # its place, and the memory of its pixels, are free again
-        again = service.submit_requests([Request(name, HeldFile(name, may_open, opened)) for name in "def"])
+        again = service.submit_requests([InputImage(name, HeldFile(name, may_open, opened)) for name in "def"])
         assert wait(again, 30).not_done == set()
     assert opened == list("acdef")
 
@@ -225,7 +225,7 @@ def test_pixels_share_batches_with_images_and_enter_all_or_none() -> None:
         with pytest.raises(queue.Full, match="3 images are in flight"):
             service.submit_pixels(pixels[:2], wait=False)
         with pytest.raises(ValueError, match="5 images found; expected at most 4"):
-            service.submit_requests([Request(None, array(0))] * 5)
+            service.submit_requests([InputImage(None, array(0))] * 5)
         with pytest.raises(ValueError, match=r"expected uint8 \[N, 32, 32, 3\]"):
             service.submit_pixels(pixels[..., :2])
         record = service.submit(array(3), wait=False)
@@ -239,7 +239,7 @@ def test_pixels_share_batches_with_images_and_enter_all_or_none() -> None:
 
 def test_a_request_that_will_be_drawn_keeps_image_and_outputs() -> None:
     with Service([BrightSession()]) as service:
-        drawn, plain = service.submit_requests([Request("a", array(1), drawn=True), Request("b", array(2))])
+        drawn, plain = service.submit_requests([InputImage("a", array(1), drawn=True), InputImage("b", array(2))])
         assert drawn.result(30).prepared.image is not None
         assert drawn.result(30).outputs is not None
         assert plain.result(30).prepared.image is plain.result(30).outputs is None

@@ -15,7 +15,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.inference.atlas import collect_images
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sheets import Sheet, SheetBuilder, SheetOptions, with_attention
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.storage import build_atlas
@@ -25,13 +25,13 @@ OPTIONS = InferenceOptions(batch=1, workers=1, keep_images=True, keep_outputs=Tr
 
 
 def build(session: Any, path: Path, options: SheetOptions | None = None, **request: Any) -> Sheet:
-    (result,) = predict_stream([Request(path.name, path, **request)], [session], OPTIONS)
+    (result,) = predict_stream([InputImage(path.name, path, **request)], [session], OPTIONS)
     return SheetBuilder(session.metadata, options).build(result)
 
 
 def test_results_have_their_outputs_only_with_keep_outputs(tmp_path: Path) -> None:
-    requests = [Request(str(shade), save(tmp_path / f"{shade}.png", shade=shade)) for shade in (0, 200)]
-    requests.append(Request("broken", b"no"))
+    requests = [InputImage(str(shade), save(tmp_path / f"{shade}.png", shade=shade)) for shade in (0, 200)]
+    requests.append(InputImage("broken", b"no"))
     for keep in (False, True):
         for result in predict_stream(requests, [BrightSession()], InferenceOptions(batch=4, keep_outputs=keep)):
             assert isinstance(result.outputs, Outputs) == (keep and result.record["status"] == "ok")
@@ -83,7 +83,7 @@ def test_a_box_crops_the_view_and_places_stay_those_of_the_whole_image(tmp_path:
     pixels = np.zeros((64, 64, 3), np.uint8)
     pixels[40:48, 48:56] = 250
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    content = build(BrightSession(), tmp_path / "a.png", box=(32, 32, 64, 64)).content
+    content = build(BrightSession(), tmp_path / "a.png", crop=(32, 32, 64, 64)).content
     assert content.crop == (32, 32, 64, 64)
     assert content.predicted.slots[0].box == (48.0, 40.0, 56.0, 48.0)
 
@@ -92,7 +92,7 @@ def test_an_image_is_never_its_own_exemplar(tmp_path: Path) -> None:
     session = BrightSession()
     images = [save(tmp_path / f"{number}.png", (32, 32), 150 + 20 * number) for number in range(4)]
     collector = AtlasCollector(session.metadata, 3)
-    collect_images([Request(path.name, path) for path in images], [session], OPTIONS, collector)
+    collect_images([InputImage(path.name, path) for path in images], [session], OPTIONS, collector)
     atlas = build_atlas(collector, tmp_path / "atlas", {"file": "m", "sha256": "f"}, {})
     # under another name, so that only the bytes can tell
     copy = save(tmp_path / "copy.png", (32, 32), 210)

@@ -13,12 +13,11 @@ import pytest
 from PIL import Image
 
 from opal_deploy.inference import timing
-from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.report import ReportOptions
-from opal_deploy.inference.run.run import run
+from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer, StageTimes
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from tests.inference.bright import BrightSession
 
 
@@ -107,10 +106,10 @@ def run_in(
     (folder / "out").mkdir()
     noise = np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), np.uint8)
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[InputImage]:
         for n in range(count):
             Image.fromarray(noise).save(folder / f"{n}.jpg", quality=95)
-            yield Request(str(n), folder / f"{n}.jpg")
+            yield InputImage(str(n), folder / f"{n}.jpg")
 
     options = RunOptions(folder / "out", InferenceOptions(batch=4, workers=workers), ReportOptions() if draw else None)
     return run(requests(), LocalBackend([BrightSession() for _ in range(sessions)]), options)

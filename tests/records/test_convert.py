@@ -4,7 +4,6 @@ import csv
 import importlib.util
 import io
 import json
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 import opal_deploy
 from opal_deploy.errors import MissingExtra, StoppedEarly, UsageError
 from opal_deploy.inference.sources.annotations import read_boxes
-from opal_deploy.inference.sources.items import Item
 from opal_deploy.records import label_config, tables, to_coco, to_label_studio
 from opal_deploy.records.record import error_record
 from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, to_table, write_table
@@ -177,7 +175,7 @@ def test_coco():
 def test_coco_boxes_are_read_back_as_they_were(tmp_path):
     one = {**OK, "image": "a.jpg", "evidence": OK["evidence"][:1]}
     (tmp_path / "coco.json").write_text(json.dumps(to_coco([one])))
-    assert read_boxes(tmp_path / "coco.json").find(Item(Path("a.jpg"), "a.jpg")) == (50.0, 0.0, 100.0, 12.5)
+    assert read_boxes(tmp_path / "coco.json").find("a.jpg") == (50.0, 0.0, 100.0, 12.5)
 
 
 def test_label_studio():

@@ -15,7 +15,7 @@ from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.preprocess.decode import open_file
-from opal_deploy.storage import filesystem, listing
+from opal_deploy.storage import buckets, filesystem
 from opal_deploy.storage.files import RemoteFile
 from tests.conftest import Opal, PictureFolder
 from tests.storage.faulty_proxy import faulty_proxy
@@ -30,7 +30,7 @@ def test_what_fails_for_the_moment_is_repeated(
     # every request fails once
     with faulty_proxy(s3_endpoint, lambda method, path, count: kind if count == 1 else None) as (endpoint, counts):
         use_endpoint(endpoint)
-        ((_, file),) = listing.list_files(RemoteFile.parse("s3://photos/in"), recursive=True)
+        ((_, file),) = buckets.list_files(RemoteFile.parse("s3://photos/in"), recursive=True)
         assert file.open().read() == content
         with file.open_ranges() as stream:
             stream.seek(1000)
@@ -82,7 +82,7 @@ def test_a_listing_that_breaks_off_ends_the_run_which_can_be_resumed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(filesystem, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(listing, "_PAGE_NAMES", 2)
+    monkeypatch.setattr(buckets, "_PAGE_NAMES", 2)
     for path in make_pictures(tmp_path / "in", 4):
         s3.put_object(Bucket="photos", Key=f"in/{path.name}", Body=path.read_bytes())
     command = ["infer", "s3://photos/in/", "--model", exact_model, "--out", tmp_path / "out", "--no-isolate"]
@@ -140,25 +140,25 @@ def test_a_bucket_is_listed_page_by_page_in_byte_order(
     keys += ["in/a.jpg", "in/a/1.jpg", "in/a-b/1.jpg", "in/B/1.jpg", "in/ä.jpg", "in/a b.jpg", "in/a/"]
     for key in keys:
         s3.put_object(Bucket="photos", Key=key, Body=b"x")
-    monkeypatch.setattr(listing, "_PAGE_NAMES", 5)
+    monkeypatch.setattr(buckets, "_PAGE_NAMES", 5)
     expected = sorted((key.removeprefix("in/") for key in keys if not key.endswith("/")), key=str.encode)
     with faulty_proxy(s3_endpoint, lambda *_: None) as (endpoint, counts):
         use_endpoint(endpoint)
         folder = RemoteFile.parse("s3://photos/in")
-        files = listing.list_files(folder, recursive=True)
+        files = buckets.list_files(folder, recursive=True)
         next(files)
         assert counts["GET", "/photos"] == 1
         assert len(list(files)) == len(expected) - 1
         assert counts["GET", "/photos"] == 3
-        assert [name for name, _ in listing.list_files(folder, recursive=True)] == expected
-        flat = [name for name, _ in listing.list_files(folder, recursive=False)]
+        assert [name for name, _ in buckets.list_files(folder, recursive=True)] == expected
+        flat = [name for name, _ in buckets.list_files(folder, recursive=False)]
         assert flat == [name for name in expected if "/" not in name]
         # as storages other than S3 are listed
-        monkeypatch.setattr(listing, "_list_s3", lambda fs, root, deep: listing._list_tree(fs, root, "", deep))
-        assert list(listing.list_files(folder, recursive=True)) == [
-            (name, folder.child(name, file.fingerprint)) for name, file in listing.list_files(folder, recursive=True)
+        monkeypatch.setattr(buckets, "_list_s3", lambda fs, root, deep: buckets._list_tree(fs, root, "", deep))
+        assert list(buckets.list_files(folder, recursive=True)) == [
+            (name, folder.child(name, file.fingerprint)) for name, file in buckets.list_files(folder, recursive=True)
         ]
-        assert [name for name, _ in listing.list_files(folder, recursive=True)] == expected
+        assert [name for name, _ in buckets.list_files(folder, recursive=True)] == expected
 
 
 def test_a_refusal_without_words_says_what_it_may_be() -> None:

@@ -30,12 +30,10 @@ from opal_deploy.bench.timing import time_stages_of
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.decoding.prepare import prepare
-from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.report import ReportOptions
-from opal_deploy.inference.run.run import run
-from opal_deploy.inference.sources.items import Item
+from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
 from opal_deploy.inference.timing import ThreadRole
-from opal_deploy.inference.types import InferenceOptions, build_requests
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.logs import Log
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.runtime.devices import available_cpus, default_workers
@@ -128,7 +126,7 @@ class ReplaySession:
 
 def measure_pipeline(
     session: Session,
-    items: list[Item],
+    items: list[InputImage],
     options: PipelineOptions,
     log: Log,
     *,
@@ -197,13 +195,13 @@ def measure_pipeline(
     )
 
 
-def decode_images(items: list[Item], input_size: tuple[int, int], batch: int) -> ImageBatch:
+def decode_images(items: list[InputImage], input_size: tuple[int, int], batch: int) -> ImageBatch:
     """Decode usable images to the session's input, uint8 [N, H0, W0, 3], in whole batches; at most about 1,000.
 
     Raises:
         UsageError: fewer usable images than a batch.
     """
-    prepared = (prepare(request, input_size, InferenceOptions()) for request in build_requests(items))
+    prepared = (prepare(request, input_size, InferenceOptions()) for request in items)
     usable = (entry.pixels for entry in prepared if entry.pixels is not None)
     pixels = list(itertools.islice(usable, max(_DECODED_IMAGES // batch, 1) * batch))
     if len(pixels) < batch:
@@ -222,7 +220,7 @@ class _Pipeline:
     scratch: Path
     interval: float
 
-    def run(self, items: list[Item], name: str) -> tuple[Pass, MemoryCurve]:
+    def run(self, items: list[InputImage], name: str) -> tuple[Pass, MemoryCurve]:
         """Time one pass over the items into a temporary run directory."""
         out = self.scratch / name
         out.mkdir()
@@ -233,7 +231,7 @@ class _Pipeline:
         with MemorySampler(self.interval) as memory, monitor_devices(self.device) as monitor:
             cpu = _process_cpu_seconds()
             options = RunOptions(out, inference, report=ReportOptions() if name == EXPLAIN else None)
-            summary = run(build_requests(items), LocalBackend([self.session], DecoderPool), options)
+            summary = run(iter(items), LocalBackend([self.session], DecoderPool), options)
             cpu = _process_cpu_seconds() - cpu
         shutil.rmtree(out)
         images = summary.total - summary.statuses["error"]

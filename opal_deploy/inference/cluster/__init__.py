@@ -5,8 +5,8 @@ what lies between, from requests to records, is done by actors. In the order in 
 
     connection   connect to the cluster, and decide how many actors of which size its nodes take
     backend      the run's backend: start here
-    shards       contiguous requests, as they go to an actor; halving those that kill it
-    scheduler    which shard goes to which actor, what follows from an actor's death, and the order of the results
+    chunks       contiguous requests, as they go to an actor; halving those that kill it
+    scheduler    which chunk goes to which actor, what follows from an actor's death, and the order of the results
     pool         the actors: one for every free place on every node, replaced when they die or nodes come back
     actor        the actor itself: today's executor on one GPU, or on some CPUs
     model_files  the model's files on a node, once for all actors there

@@ -1,40 +1,46 @@
-"""The actor: the executor of one machine, on one GPU or some CPUs, which answers shards.
+"""The actor: the executor of one machine, on one GPU or some CPUs, which answers chunks.
 
-It keeps its sessions, decode processes and drawing processes from one shard to the next. Two shards are in work at a
+It keeps its sessions, decode processes and drawing processes from one chunk to the next. Two chunks are in work at a
 time, each in a thread of its own, so that the images of one are decoded while the other's last batches are predicted.
 Errors that a user can cause are returned, not raised: Ray would wrap them in tracebacks.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
 import os
 import pickle
+import shutil
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ray
 
 from opal_deploy._version import __version__
-from opal_deploy.errors import OpalError, UsageError
-from opal_deploy.inference.cluster.model_files import local_model
-from opal_deploy.inference.cluster.shards import Shard
+from opal_deploy.artifact.engine_file import sidecar_path
+from opal_deploy.artifact.files import compute_sha256, model_kind
+from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
 from opal_deploy.inference.executor import predict_batches, release_each
-from opal_deploy.inference.run.backend import RunOptions
 from opal_deploy.inference.run.drawing import Drawer
+from opal_deploy.inference.run.run import RunOptions
 from opal_deploy.inference.sheets import with_attention
 from opal_deploy.inference.timing import NO_OP_TIMER
-from opal_deploy.inference.types import InferenceOptions, Pixels
+from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels
 from opal_deploy.options import RuntimeName
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import PaddingSession, pinned
 
-# shards in work at a time
+# chunks in work at a time
 IN_FLIGHT = 2
 
 
@@ -70,8 +76,71 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
-class ShardResult:
-    """The answer to a shard.
+class Chunk:
+    """Contiguous images of a run.
+
+    Attributes:
+        first: number of the first image in the run, from 0.
+        requests: one an image.
+        deaths: number of actors that died while they had it.
+        node: id of the node where the last of these was; empty for none.
+    """
+
+    first: int
+    requests: tuple[InputImage, ...]
+    deaths: int = 0
+    node: str = ""
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def to_bytes(self) -> bytes:
+        """Return the chunk as it travels: in a fraction of the time and size that its pickle would take."""
+        requests = [
+            # a path is pickled in a fraction of the time as text
+            (
+                r.name,
+                os.fspath(r.source) if isinstance(r.source, Path) else r.source,
+                r.crop,
+                r.label,
+                r.error,
+                r.index,
+                r.drawn,
+                r.frame,
+            )
+            for r in self.requests
+        ]
+        return pickle.dumps((self.first, requests), pickle.HIGHEST_PROTOCOL)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Chunk:
+        """Return the chunk of `to_bytes`."""
+        first, requests = pickle.loads(data)  # noqa: S301 (the driver of this run wrote it)
+        return Chunk(first, tuple(InputImage(*fields) for fields in requests))
+
+    def count_death(self, node: str) -> Chunk:
+        """Return the chunk after one more actor died with it, on the node with this id."""
+        return replace(self, deaths=self.deaths + 1, node=node)
+
+    def halve(self, batch: int) -> tuple[Chunk, Chunk]:
+        """Return two chunks of about half the size, cut between two batches as long as there are several.
+
+        Each counts one death: of which half it was is not known.
+        """
+        middle = self.first + len(self) // 2
+        aligned = middle - middle % batch
+        if self.first < aligned:
+            middle = aligned
+        cut = middle - self.first
+        return (
+            Chunk(self.first, self.requests[:cut], 1, self.node),
+            Chunk(middle, self.requests[cut:], 1, self.node),
+        )
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """The answer to a chunk.
 
     Attributes:
         records: pickled list, one record a request. As bytes they take a fifth of the memory while they wait.
@@ -87,8 +156,8 @@ class ShardResult:
         return records
 
 
-class ShardActor:
-    """Answers shards; `open` comes first, and at most `IN_FLIGHT` calls of `predict` go on at a time."""
+class ChunkActor:
+    """Answers chunks; `open` comes first, and at most `IN_FLIGHT` calls of `predict` go on at a time."""
 
     def __init__(self) -> None:
         """Open nothing yet: an error of the constructor would reach the driver as text."""
@@ -138,29 +207,29 @@ class ShardActor:
             self._drawer = self._stack.enter_context(drawer)
         return self._sessions[0].description
 
-    def predict(self, shard: bytes) -> ShardResult | OpalError:
-        """Return one record a request of the shard; after an error, nothing more can be asked of this actor."""
+    def predict(self, chunk: bytes) -> ChunkResult | OpalError:
+        """Return one record a request of the chunk; after an error, nothing more can be asked of this actor."""
         try:
-            records = self._predict(Shard.from_bytes(shard))
+            records = self._predict(Chunk.from_bytes(chunk))
         except OpalError as error:
             return error
         with self._lock:
             messages, self._messages = tuple(self._messages), []
-        return ShardResult(pickle.dumps(records, pickle.HIGHEST_PROTOCOL), messages)
+        return ChunkResult(pickle.dumps(records, pickle.HIGHEST_PROTOCOL), messages)
 
-    def _predict(self, shard: Shard) -> list[Record]:
+    def _predict(self, chunk: Chunk) -> list[Record]:
         batches = predict_batches(
-            shard.requests,
+            chunk.requests,
             self._sessions,
             self._inference,
             print_message=self._messages.append,
             open_decoders=self._share_decoders,
-            first=shard.first,
+            first=chunk.first,
         )
         with closing(batches):
             results = release_each(batches)
             if self._drawer is not None:
-                return list(self._drawer.draw_all(results, shard.first))
+                return list(self._drawer.draw_all(results, chunk.first))
             return [result.record for result in results]
 
     def _share_decoders(self, *arguments: Any, slots: int, rows: int) -> Decoders:
@@ -168,7 +237,7 @@ class ShardActor:
             if self._decoders is None:
                 pool = self._stack.enter_context(DecoderPool(*arguments, slots=IN_FLIGHT * slots, rows=rows))
                 for session in self._sessions:
-                    # for all shards: memory that one of them locked must not be unlocked beside another
+                    # for all chunks: memory that one of them locked must not be unlocked beside another
                     self._stack.enter_context(pinned(session, pool.pixels))
                 self._decoders = _SharedDecoders(pool)
             return self._decoders
@@ -197,3 +266,104 @@ class _SharedDecoders:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the pool open."""
+
+
+def read_model_files(path: Path) -> dict[str, bytes]:
+    """Return the bytes of a model's files by name: the model's own, first, and an engine's sidecar.
+
+    Raises:
+        ArtifactError: one cannot be read.
+    """
+    paths = [path, sidecar_path(path)] if model_kind(path) == "engine" else [path]
+    try:
+        return {each.name: each.read_bytes() for each in paths}
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error}); give the model's file") from None
+
+
+def compute_digests(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the hex sha256 of each file by its name."""
+    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+
+@contextmanager
+def local_model(digests: Mapping[str, str], fetch: Callable[[], Mapping[str, bytes]]) -> Iterator[Path]:
+    """Yield the path of the model's file on this node, which stays there while the block runs.
+
+    Args:
+        digests: hex sha256 of each file by its name, the model's own first.
+        fetch: returns the files; called where they are not here yet.
+
+    Raises:
+        ArtifactError: what `fetch` returned has another digest.
+        StoppedEarly: the node's temporary folder cannot be written to.
+    """
+    root = Path(tempfile.gettempdir()) / f"opal-deploy-{os.getuid()}"
+    key = hashlib.sha256("".join(digests.values()).encode()).hexdigest()[:32]
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+        if root.stat().st_uid != os.getuid() or root.is_symlink():
+            raise PermissionError(errno.EPERM, "it belongs to somebody else")
+        _remove_unused(root)
+        descriptor = _acquire(root / key, digests, fetch)
+    except OSError as error:
+        raise StoppedEarly(
+            f"{root}: the model cannot be written there ({error.strerror or error}); make room, or set TMPDIR"
+        ) from None
+    try:
+        yield root / key / next(iter(digests))
+    finally:
+        _release(root / key, descriptor)
+
+
+def _acquire(folder: Path, digests: Mapping[str, str], fetch: Callable[[], Mapping[str, bytes]]) -> int:
+    """Write the files unless they are there, and return a descriptor with a shared lock on the folder."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            # before that, another actor may have taken the folder away
+            if _is_same(folder, descriptor):
+                with (folder / ".lock").open("wb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    _write_missing(folder, digests, fetch)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _write_missing(folder: Path, digests: Mapping[str, str], fetch: Callable[[], Mapping[str, bytes]]) -> None:
+    if all((folder / name).is_file() and compute_sha256(folder / name) == digest for name, digest in digests.items()):
+        return
+    for name, data in fetch().items():
+        path = folder / name
+        path.write_bytes(data)
+        if (found := compute_sha256(path)) != digests[name]:
+            raise ArtifactError(f"{name}: sha256 {found} on this node, expected {digests[name]}; it was changed")
+
+
+def _is_same(folder: Path, descriptor: int) -> bool:
+    with suppress(FileNotFoundError):
+        return folder.stat().st_ino == os.fstat(descriptor).st_ino
+    return False
+
+
+def _release(folder: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        pass  # others use it
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unused(root: Path) -> None:
+    """Remove the folders that no living actor has."""
+    for folder in root.iterdir():
+        with suppress(OSError):
+            _release(folder, os.open(folder, os.O_RDONLY))

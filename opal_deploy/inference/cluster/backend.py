@@ -15,21 +15,19 @@ import ray
 from PIL import Image
 
 from opal_deploy.errors import ArtifactError
-from opal_deploy.inference.cluster.actor import ActorConfig
+from opal_deploy.inference.cluster.actor import ActorConfig, compute_digests, read_model_files
 from opal_deploy.inference.cluster.connection import ActorPlan
-from opal_deploy.inference.cluster.model_files import compute_digests, read_model_files
 from opal_deploy.inference.cluster.pool import ActorPool, NodeStatistics
-from opal_deploy.inference.cluster.scheduler import Scheduler
-from opal_deploy.inference.cluster.shards import make_shards
-from opal_deploy.inference.run.backend import RunOptions
+from opal_deploy.inference.cluster.scheduler import Scheduler, make_chunks
 from opal_deploy.inference.run.drawing import Thumbnails
+from opal_deploy.inference.run.run import RunOptions
 from opal_deploy.inference.timing import StageTimer
-from opal_deploy.inference.types import Request
+from opal_deploy.inference.types import InputImage
 from opal_deploy.options import RuntimeName
 from opal_deploy.records.record import Digests, Record, error_record
 
-# an actor that dies costs two shards at most, and a message to an actor as much as some images
-BATCHES_PER_SHARD = 4
+# an actor that dies costs two chunks at most, and a message to an actor as much as some images
+BATCHES_PER_CHUNK = 4
 _PROBE = ".visible-"
 
 
@@ -73,7 +71,7 @@ class RayBackend:
     @contextmanager
     def predict(
         self,
-        requests: Iterator[Request],
+        requests: Iterator[InputImage],
         options: RunOptions,
         *,
         first: int,
@@ -96,7 +94,7 @@ class RayBackend:
             requests = itertools.chain([head], requests)
             visible += _find_file(head)
         batch = options.inference.batch
-        size = BATCHES_PER_SHARD * batch
+        size = BATCHES_PER_CHUNK * batch
         with _probe(out) as probe:
             if options.draws and options.remote is None:
                 visible.append(str(probe))
@@ -117,7 +115,7 @@ class RayBackend:
             pool = self._pool = ActorPool(self._plan, config, options.log)
             scheduler = self._scheduler = Scheduler(
                 pool,
-                make_shards(requests, first, size, batch),
+                make_chunks(requests, first, size, batch),
                 first=first,
                 size=size,
                 batch=batch,
@@ -128,7 +126,7 @@ class RayBackend:
             finally:
                 pool.close()
 
-    def _build_error(self, request: Request) -> Record:
+    def _build_error(self, request: InputImage) -> Record:
         message = "the actors that predicted it died, the last one with no other image in work"
         digests = Digests(None, self._model.sha256)
         return error_record(
@@ -184,7 +182,7 @@ def _probe(out: Path) -> Iterator[Path]:
             path.unlink()
 
 
-def _find_file(request: Request) -> list[str]:
+def _find_file(request: InputImage) -> list[str]:
     """Return the absolute path of the file that holds an image, if there is one here."""
     source = request.source
     path = source if isinstance(source, str | Path) else getattr(source, "path", None)

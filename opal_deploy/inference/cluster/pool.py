@@ -15,9 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from opal_deploy._version import __version__
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, first_line
-from opal_deploy.inference.cluster.actor import IN_FLIGHT, ActorConfig, ShardActor, ShardResult
+from opal_deploy.inference.cluster.actor import IN_FLIGHT, ActorConfig, Chunk, ChunkActor, ChunkResult
 from opal_deploy.inference.cluster.connection import ActorPlan, Node, list_nodes
-from opal_deploy.inference.cluster.shards import Shard
 
 # a place whose actors end before they answered anything is given up after so many
 _MAX_STARTS = 3
@@ -40,30 +39,30 @@ class Actor:
         node: where it runs.
         version: reference to the version there, until it is opened.
         opening: reference to what `open` returns, until it is opened.
-        shards: in work, by the reference to their results.
+        chunks: in work, by the reference to their results.
     """
 
     handle: Any
     node: Node
     version: Ref | None
     opening: Ref | None = None
-    shards: dict[Ref, Shard] = field(default_factory=dict)
+    chunks: dict[Ref, Chunk] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes shards."""
+        """Whether it takes chunks."""
         return self.version is None and self.opening is None
 
     @property
     def room(self) -> int:
-        """The number of shards that it takes now; one that killed another actor is alone."""
-        if not self.is_open or any(shard.deaths for shard in self.shards.values()):
+        """The number of chunks that it takes now; one that killed another actor is alone."""
+        if not self.is_open or any(chunk.deaths for chunk in self.chunks.values()):
             return 0
-        return IN_FLIGHT - len(self.shards)
+        return IN_FLIGHT - len(self.chunks)
 
-    def submit(self, shard: Shard) -> None:
-        """Send it a shard."""
-        self.shards[self.handle.predict.remote(shard.to_bytes())] = shard
+    def submit(self, chunk: Chunk) -> None:
+        """Send it a chunk."""
+        self.chunks[self.handle.predict.remote(chunk.to_bytes())] = chunk
 
 
 @dataclass
@@ -93,13 +92,13 @@ class NodeStatistics:
 
 
 class ActorPool:
-    """Starts actors, hands out shards' results, and replaces actors; used by one thread."""
+    """Starts actors, hands out chunks' results, and replaces actors; used by one thread."""
 
     def __init__(self, plan: ActorPlan, config: ActorConfig, print_message: Callable[[str], None]) -> None:
         """Start nothing yet."""
         self._plan, self._print_message = plan, print_message
         self._config = ray.put(config)
-        self._class: Any = ray.remote(ShardActor)
+        self._class: Any = ray.remote(ChunkActor)
         self.actors: list[Actor] = []
         self.statistics: dict[str, NodeStatistics] = {}
         self.num_opened = 0
@@ -154,63 +153,63 @@ class ActorPool:
         ).remote()
         self.actors.append(Actor(handle, node, handle.get_version.remote()))
 
-    def wait(self, seconds: float) -> list[tuple[Shard, ShardResult | OpalError | None]]:
-        """Wait until something happens, and return the shards that are done.
+    def wait(self, seconds: float) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
+        """Wait until something happens, and return the chunks that are done.
 
         Args:
             seconds: to wait at most.
 
         Returns:
-            Each shard with its result; with None where its actor died, and with an error after which its actor is
-            replaced. These two count it as a death of the shard.
+            Each chunk with its result; with None where its actor died, and with an error after which its actor is
+            replaced. These two count it as a death of the chunk.
 
         Raises:
             UsageError: a node has another version, or cannot open the model.
         """
-        refs = [ref for actor in self.actors for ref in (actor.version, actor.opening, *actor.shards) if ref]
+        refs = [ref for actor in self.actors for ref in (actor.version, actor.opening, *actor.chunks) if ref]
         if not refs:
             time.sleep(min(seconds, _LIST_SECONDS))
             return []
         ray.wait(refs, num_returns=1, timeout=seconds)
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
-        done: list[tuple[Shard, ShardResult | OpalError | None]] = []
+        done: list[tuple[Chunk, ChunkResult | OpalError | None]] = []
         for actor in list(self.actors):
             if ready & {actor.version, actor.opening}:
                 self._continue_opening(actor)
-            for ref in [ref for ref in actor.shards if ref in ready]:
-                if ref in actor.shards:  # the actor did not turn out to be dead meanwhile
+            for ref in [ref for ref in actor.chunks if ref in ready]:
+                if ref in actor.chunks:  # the actor did not turn out to be dead meanwhile
                     done += self._collect(actor, ref)
         return done
 
-    def _collect(self, actor: Actor, ref: Ref) -> list[tuple[Shard, ShardResult | OpalError | None]]:
+    def _collect(self, actor: Actor, ref: Ref) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
         try:
-            result: ShardResult | OpalError = ray.get(ref)
+            result: ChunkResult | OpalError = ray.get(ref)
         except RayTaskError:
             raise  # a bug of ours
         except RayError:
             return self._bury(actor)
-        shard = actor.shards.pop(ref)
+        chunk = actor.chunks.pop(ref)
         if isinstance(result, OpalError):
             # a device that was lost may be lost again, and again after that
             self._count_failure(actor, str(result))
-            return [(shard.count_death(actor.node.key), result), *self._bury(actor)]
+            return [(chunk.count_death(actor.node.key), result), *self._bury(actor)]
         self._failures[actor.node.key] = 0
         statistics = self.statistics[actor.node.address]
-        statistics.images += len(shard)
+        statistics.images += len(chunk)
         statistics.seconds = time.monotonic() - statistics.started
         for message in result.messages:
             self._print_message(f"{actor.node.address}: {message}")
-        return [(shard, result)]
+        return [(chunk, result)]
 
-    def _bury(self, actor: Actor) -> list[tuple[Shard, ShardResult | OpalError | None]]:
-        """Forget an actor that died or cannot go on, and return the shards that it had."""
+    def _bury(self, actor: Actor) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
+        """Forget an actor that died or cannot go on, and return the chunks that it had."""
         self._remove(actor)
         if (statistics := self.statistics.get(actor.node.address)) is not None:
             statistics.lost += 1
-        again = f"; its {len(actor.shards)} shards are tried again" if actor.shards else ""
+        again = f"; its {len(actor.chunks)} chunks are tried again" if actor.chunks else ""
         self._print_message(f"{actor.node.address}: an actor was lost{again}")
-        shards, actor.shards = list(actor.shards.values()), {}
-        return [(shard.count_death(actor.node.key), None) for shard in shards]
+        chunks, actor.chunks = list(actor.chunks.values()), {}
+        return [(chunk.count_death(actor.node.key), None) for chunk in chunks]
 
     def _remove(self, actor: Actor) -> None:
         self.actors.remove(actor)
@@ -256,7 +255,7 @@ class ActorPool:
 
     def close(self) -> None:
         """End all actors, those that are open in good order."""
-        closing = [actor.handle.close.remote() for actor in self.actors if actor.is_open and not actor.shards]
+        closing = [actor.handle.close.remote() for actor in self.actors if actor.is_open and not actor.chunks]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
         for actor in self.actors:

@@ -1,4 +1,4 @@
-"""Which shard goes to which actor, what follows from an actor's death, and the order of the results."""
+"""Which chunk goes to which actor, what follows from an actor's death, and the order of the results."""
 
 from __future__ import annotations
 
@@ -6,113 +6,144 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 
 from opal_deploy.errors import OpalError
-from opal_deploy.inference.cluster.actor import IN_FLIGHT, ShardResult
+from opal_deploy.inference.cluster.actor import IN_FLIGHT, Chunk, ChunkResult
 from opal_deploy.inference.cluster.pool import Actor, ActorPool
-from opal_deploy.inference.cluster.shards import Shard
-from opal_deploy.inference.types import Request
+from opal_deploy.inference.executor import until_error
+from opal_deploy.inference.types import InputImage
 from opal_deploy.records.record import Record
 
-# shards between the first one without a result and the last one begun, per actor: those in flight and as many as it
+# a chunk of members of a compressed archive, which travel as bytes, ends early
+_MAX_BYTES = 64 << 20
+
+
+def make_chunks(requests: Iterator[InputImage], first: int, size: int, batch: int) -> Iterator[Chunk]:
+    """Cut requests into chunks that end at multiples of `size`, or at an earlier one of `batch` where they are large.
+
+    Args:
+        requests: are taken as chunks are.
+        first: number of the first request's image in the run.
+        size: images a chunk, a multiple of `batch`.
+        batch: images a forward pass.
+
+    Raises:
+        OpalError: `requests` raised it; a chunk of all before it was yielded.
+    """
+    part: list[InputImage] = []
+    num_bytes, number = 0, first
+    errors: list[OpalError] = []
+    for number, request in enumerate(until_error(requests, errors), first + 1):
+        part.append(request)
+        num_bytes += len(request.source) if isinstance(request.source, bytes) else getattr(request.source, "nbytes", 0)
+        if number % size == 0 or (num_bytes > _MAX_BYTES and number % batch == 0):
+            yield Chunk(number - len(part), tuple(part))
+            part, num_bytes = [], 0
+    if part:
+        yield Chunk(number - len(part), tuple(part))
+    if errors:
+        raise errors[0]
+
+
+# chunks between the first one without a result and the last one begun, per actor: those in flight and as many as it
 # does while another one is slow
 _WINDOW = 8
-# deaths with a shard until it is halved, or, of one image, until it is the reason
+# deaths with a chunk until it is halved, or, of one image, until it is the reason
 _MAX_DEATHS = 2
 # signals are taken in between
 _WAIT_SECONDS = 0.2
 
 
 class Scheduler:
-    """Has shards answered by the actors of a pool; used by one thread.
+    """Has chunks answered by the actors of a pool; used by one thread.
 
-    A shard whose actor died is tried once more, alone on an actor: others that were there go on, and what dies again
+    A chunk whose actor died is tried once more, alone on an actor: others that were there go on, and what dies again
     is to blame. That one is halved until a single image is left.
     """
 
     def __init__(
         self,
         pool: ActorPool,
-        shards: Iterator[Shard],
+        chunks: Iterator[Chunk],
         *,
         first: int,
         size: int,
         batch: int,
-        build_error: Callable[[Request], Record],
+        build_error: Callable[[InputImage], Record],
     ) -> None:
         """Start nothing yet.
 
         Args:
             pool: the actors.
-            shards: in their order; taken as there is room for them.
+            chunks: in their order; taken as there is room for them.
             first: number of the first image.
-            size: images a shard at most.
+            size: images a chunk at most.
             batch: images a forward pass.
             build_error: returns the record of an image that kills actors.
         """
-        self._pool, self._shards, self._size, self._batch = pool, shards, size, batch
+        self._pool, self._chunks, self._size, self._batch = pool, chunks, size, batch
         self._build_error = build_error
-        # the first image without a record, and the one behind the last shard taken
+        # the first image without a record, and the one behind the last chunk taken
         self._head = self._taken = first
         # results that others must come before, by the number of their first image
-        self._finished: dict[int, tuple[int, ShardResult | list[Record]]] = {}
-        self._suspects: list[tuple[int, Shard]] = []
+        self._finished: dict[int, tuple[int, ChunkResult | list[Record]]] = {}
+        self._suspects: list[tuple[int, Chunk]] = []
         self._ended = False
         self._errors: list[OpalError] = []
         self.num_retried = 0
 
     def run(self) -> Iterator[Sequence[Record]]:
-        """Yield the records of one shard after the other.
+        """Yield the records of one chunk after the other.
 
         Raises:
             StoppedEarly: no actor can be started, or one after the other cannot go on.
-            OpalError: the shards raised it; all records before were yielded. Or a node is not fit for the run.
+            OpalError: the chunks raised it; all records before were yielded. Or a node is not fit for the run.
         """
         while True:
             self._pool.maintain()
             self._assign()
-            in_flight = any(actor.shards for actor in self._pool.actors)
+            in_flight = any(actor.chunks for actor in self._pool.actors)
             if self._ended and not in_flight and not self._suspects:
                 break
-            for shard, result in self._pool.wait(_WAIT_SECONDS):
-                self._take_result(shard, result)
+            for chunk, result in self._pool.wait(_WAIT_SECONDS):
+                self._take_result(chunk, result)
             while self._head in self._finished:
                 count, ready = self._finished.pop(self._head)
                 self._head += count
-                yield ready.load() if isinstance(ready, ShardResult) else ready
+                yield ready.load() if isinstance(ready, ChunkResult) else ready
         if self._errors:
             raise self._errors[0]
 
-    def _take_result(self, shard: Shard, result: ShardResult | OpalError | None) -> None:
-        if isinstance(result, ShardResult):
-            self._finished[shard.first] = len(shard), result
+    def _take_result(self, chunk: Chunk, result: ChunkResult | OpalError | None) -> None:
+        if isinstance(result, ChunkResult):
+            self._finished[chunk.first] = len(chunk), result
             return
         self.num_retried += 1
-        if isinstance(result, OpalError) and shard.deaths >= _MAX_DEATHS:
+        if isinstance(result, OpalError) and chunk.deaths >= _MAX_DEATHS:
             # no image causes it: the disk is full, or devices are lost one after the other
             raise result
-        if shard.deaths < _MAX_DEATHS:
-            self._add_suspect(shard)
-        elif len(shard) > 1:
-            for half in shard.halve(self._batch):
+        if chunk.deaths < _MAX_DEATHS:
+            self._add_suspect(chunk)
+        elif len(chunk) > 1:
+            for half in chunk.halve(self._batch):
                 self._add_suspect(half)
         else:
-            self._finished[shard.first] = 1, [self._build_error(shard.requests[0])]
+            self._finished[chunk.first] = 1, [self._build_error(chunk.requests[0])]
 
-    def _add_suspect(self, shard: Shard) -> None:
-        heapq.heappush(self._suspects, (shard.first, shard))
+    def _add_suspect(self, chunk: Chunk) -> None:
+        heapq.heappush(self._suspects, (chunk.first, chunk))
 
     def _assign(self) -> None:
-        actors = sorted((a for a in self._pool.actors if a.is_open), key=lambda actor: len(actor.shards))
-        waiting: list[tuple[int, Shard]] = []
+        actors = sorted((a for a in self._pool.actors if a.is_open), key=lambda actor: len(actor.chunks))
+        waiting: list[tuple[int, Chunk]] = []
         while self._suspects:
-            first, shard = heapq.heappop(self._suspects)
+            first, chunk = heapq.heappop(self._suspects)
             # an actor of its own, on another node if there is one; it gets nothing else until it is free
-            actor = min(actors, key=lambda a: (a.node.key == shard.node, len(a.shards)), default=None)
+            actor = min(actors, key=lambda a: (a.node.key == chunk.node, len(a.chunks)), default=None)
             if actor is not None:
                 actors.remove(actor)
-            if actor is not None and not actor.shards:
-                actor.submit(shard)
+            if actor is not None and not actor.chunks:
+                actor.submit(chunk)
             else:
-                waiting.append((first, shard))
+                waiting.append((first, chunk))
         self._suspects = waiting
         self._fill(actors)
 
@@ -120,24 +151,24 @@ class Scheduler:
         window = self._size * _WINDOW * max(1, len(self._pool.actors))
         for level in range(IN_FLIGHT):
             for actor in actors:
-                if len(actor.shards) > level or not actor.room:
+                if len(actor.chunks) > level or not actor.room:
                     continue
                 if self._ended or self._taken - self._head >= window:
                     return
-                shard = self._next_shard()
-                if shard is None:
+                chunk = self._next_chunk()
+                if chunk is None:
                     return
-                actor.submit(shard)
+                actor.submit(chunk)
 
-    def _next_shard(self) -> Shard | None:
+    def _next_chunk(self) -> Chunk | None:
         try:
-            shard = next(self._shards, None)
+            chunk = next(self._chunks, None)
         except OpalError as error:
             # those before it are answered first
             self._errors.append(error)
-            shard = None
-        if shard is None:
+            chunk = None
+        if chunk is None:
             self._ended = True
         else:
-            self._taken = shard.first + len(shard)
-        return shard
+            self._taken = chunk.first + len(chunk)
+        return chunk

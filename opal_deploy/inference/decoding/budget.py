@@ -1,4 +1,4 @@
-"""Bounds of pixels: of one image for Pillow, and of the large images that are decoded at a time."""
+"""Limits that several decoders share: the largest image for Pillow, and the pixels that are decoded at a time."""
 
 from __future__ import annotations
 
@@ -17,48 +17,50 @@ def raise_pillow_limit(max_pixels: int) -> None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
 
 
-class PixelBudget:
-    """A number of pixels that may be decoded at a time; an image with more takes all of it, and is decoded alone."""
+class FairSemaphore:
+    """A counter whose units are granted in the order of the requests; a request for more than all units gets all."""
 
-    def __init__(self, pixels: int) -> None:
-        """Start with all `pixels` free."""
-        self._total = self._free = pixels
+    def __init__(self, units: int) -> None:
+        """Start with all `units` free."""
+        self._total = self._free = units
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
 
+    @property
+    def is_contended(self) -> bool:
+        """Whether a thread waits for units."""
+        return bool(self._waiting)
+
+    def acquire(self, units: int) -> int:
+        """Wait for units, and return how many were granted."""
+        units, ticket = min(units, self._total), object()
+        with self._changed:
+            self._waiting.append(ticket)
+            self._changed.wait_for(lambda: self._waiting[0] is ticket and units <= self._free)
+            self._waiting.popleft()
+            self._free -= units
+            self._changed.notify_all()
+        return units
+
+    def release(self, units: int) -> None:
+        """Give back what `acquire` granted, from any thread."""
+        with self._changed:
+            self._free += units
+            self._changed.notify_all()
+
     @contextmanager
     def lease(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that claims pixels, once they are free and those who waited before have theirs.
-
-        A second claim replaces the first, and one of 0 pixels frees it; so does leaving the block.
-        """
+        """Yield a function that claims units; a later claim replaces the first, 0 or the end of the block frees it."""
         held = 0
 
-        def claim(pixels: int) -> None:
+        def claim(units: int) -> None:
             nonlocal held
+            # released first: otherwise those ahead in the queue could wait for these units for ever
             self.release(held)
-            # or those who wait would wait for what this one no longer holds
             held = 0
-            held = self.acquire(pixels) if pixels > 0 else 0
+            held = self.acquire(units) if units > 0 else 0
 
         try:
             yield claim
         finally:
             self.release(held)
-
-    def acquire(self, pixels: int) -> int:
-        """Take pixels once they are free, and return their number: all there are where that is less."""
-        pixels, ticket = min(pixels, self._total), object()
-        with self._changed:
-            self._waiting.append(ticket)
-            self._changed.wait_for(lambda: self._waiting[0] is ticket and pixels <= self._free)
-            self._waiting.popleft()
-            self._free -= pixels
-            self._changed.notify_all()
-        return pixels
-
-    def release(self, pixels: int) -> None:
-        """Give back what `acquire` returned; any thread may do it."""
-        with self._changed:
-            self._free += pixels
-            self._changed.notify_all()

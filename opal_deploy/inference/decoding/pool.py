@@ -1,9 +1,8 @@
 """A pool that prepares batches of images ahead of the loop, in threads or in worker processes.
 
-Pixels are written straight into the batch's slot, see `slots`. Images go to the threads, and from them to processes, in
-groups, since a message costs as much as a small image. The pixels of large images that are decoded at a time are
-bounded, see `budget`. In processes (see `isolation`), a decoder that crashes costs the image that it decoded and no
-other, and an image may take only so long.
+Pixels are written straight into the batch's slot, see `slots`. Images go to threads, and from there to processes, in
+groups, since a message costs as much as a small image. The pixels of large images decoded at a time are limited, see
+`budget`. In processes (see `isolation`), a decoder that crashes or hangs costs only its image.
 """
 
 from __future__ import annotations
@@ -14,45 +13,44 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.budget import PixelBudget
-from opal_deploy.inference.decoding.prepare import prepare
-from opal_deploy.inference.decoding.slots import PixelSlots, PreparedBatch
-from opal_deploy.inference.decoding.task import PrepareRequest, PrepareTask
+from opal_deploy.inference.decoding.budget import FairSemaphore
+from opal_deploy.inference.decoding.prepare import ReadAhead, is_remote, prepare
+from opal_deploy.inference.decoding.slots import PixelSlots, PreparedBatch, SlotLayout
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess, WorkerTimeout
+from opal_deploy.inference.isolation.worker import Response
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import display_size
 
-# decoded at a time, on average over the workers: two photographs of an ordinary camera pass side by side, and what is
-# larger waits until the others are done. A pixel takes four bytes, while it is converted eight
+# decoded at a time, on average per worker: two photographs of an ordinary camera pass side by side, larger ones wait. A
+# pixel takes four bytes, eight during conversion
 PIXELS_PER_WORKER = 25_000_000
-# images a message; the workers share a batch among them, as far as that leaves groups worth sending
+# images per message; workers share a batch if that leaves groups worth sending
 MAX_GROUP, _SHARED_BY = 16, 4
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Decoders(AbstractContextManager["Decoders"], Protocol):
-    """What prepares batches of images; see `DecoderPool`."""
+    """The interface of `DecoderPool`."""
 
     @property
     def pixels(self) -> Pixels:
         """The slots: uint8 [slots, rows, H0, W0, 3]."""
         ...
 
-    def submit(self, requests: Iterable[Request]) -> Future[PreparedBatch]:
-        """Begin to prepare a batch, at most `rows` images, while they come."""
+    def submit(self, images: Iterable[InputImage]) -> Future[PreparedBatch]:
+        """Begin to prepare a batch of at most `rows` images, as they arrive."""
         ...
 
 
@@ -71,28 +69,28 @@ class DecoderPool:
         """Start nothing yet.
 
         Args:
-            options: `workers`, `isolate`, `decode_timeout`, and those that `prepare` reads.
+            options: how images are decoded.
             input_size: (H0, W0) of the model.
-            timer: gets the times of the stages, under the role `decoders`.
-            slots: batches that are there at a time, from `submit` to their release.
-            rows: images a batch at most.
+            timer: receives the times of the stages, under the role `decoders`.
+            slots: maximum batches between `submit` and their release.
+            rows: maximum images per batch.
 
         Raises:
-            MemoryError: there is no room for the slots. StoppedEarly: no memory can be shared with processes.
+            MemoryError: the slots do not fit into memory. StoppedEarly: memory cannot be shared with processes.
         """
         self._options, self._input_size, self._timer = options, input_size, timer
         self._slots = PixelSlots(slots, rows, input_size, shared=options.isolate)
-        # a whole image is large: it is drawn, and dropped, before the next one comes
+        # a whole image is large: it is drawn and dropped before the next one arrives
         self._group = 1 if options.keep_images else group_size(rows, options.workers)
         self._threads = ThreadPoolExecutor(
             options.workers, "decode", initializer=timer.register_thread, initargs=("decoders",)
         )
-        self._budget = PixelBudget(PIXELS_PER_WORKER * options.workers)
-        # of frames that wait, decoded by another process
-        self._frames = PixelBudget(PIXELS_PER_WORKER * options.workers)
+        self._budget = FairSemaphore(PIXELS_PER_WORKER * options.workers)
+        # of waiting frames, which another process decoded
+        self._frames = FairSemaphore(PIXELS_PER_WORKER * options.workers)
         self._processes: ProcessPool | None = None
         if (layout := self._slots.layout) is not None:
-            # names stay here: no worker needs them
+            # no worker needs the names
             task = PrepareTask(layout, replace(options, slot_names=None))
             self._processes = ProcessPool(options.workers, task, options.decode_timeout, timer, [layout.descriptor])
 
@@ -102,28 +100,28 @@ class DecoderPool:
         return self._slots.pixels
 
     def submit(
-        self, requests: Iterable[Request], abandoned: Callable[[], bool] = lambda: False
+        self, images: Iterable[InputImage], abandoned: Callable[[], bool] = lambda: False
     ) -> Future[PreparedBatch]:
-        """Begin to prepare a batch, at most `rows` images, while they come.
+        """Begin to prepare a batch of at most `rows` images, as they arrive.
 
-        The future raises nothing that an image can cause; it raises StoppedEarly where no process can be started, and
-        CancelledError where `abandoned` said, before the work began, that nobody waits for it any more.
+        The future raises nothing that an image can cause. It raises StoppedEarly if no process can be started, and
+        CancelledError if `abandoned` returned True before the work began.
 
         Raises:
             IndexError: no slot is free.
         """
         batch = _Batch(self._slots, abandoned)
         start = 0
-        for request in requests:
-            stop = batch.add(request)
-            pixels = _count_frame_pixels(request)
+        for image in images:
+            stop = batch.add(image)
+            pixels = _count_frame_pixels(image)
             if pixels or stop - start == self._group:
-                # a frame is in memory already: those behind it wait until there is room
+                # a frame is in memory already: those after it wait for room
                 self._submit_rows(batch, start, stop, self._frames.acquire(pixels) if pixels else 0)
                 start = stop
-            # or the last frame would stay while the next one is waited for
-            del request
-        self._submit_rows(batch, start, len(batch.requests), 0)
+            # the last frame must not stay in memory until the next one arrives
+            del image
+        self._submit_rows(batch, start, len(batch.inputs), 0)
         batch.close()
         return batch.future
 
@@ -141,7 +139,7 @@ class DecoderPool:
         work.add_done_callback(finish)
 
     def close(self) -> None:
-        """Drop what waits, finish what is in work, and end threads and processes."""
+        """Drop what waits, finish what is in flight, and end threads and processes."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self._processes is not None:
             self._processes.close()
@@ -150,13 +148,11 @@ class DecoderPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.close()
 
     def _prepare_group(self, batch: _Batch, start: int, stop: int) -> None:
-        """Prepare some images of a batch; what goes wrong beyond an image goes into the batch's future."""
+        """Prepare some images of a batch; an error that is not an image's goes into the batch's future."""
         rows = range(start, stop)
         if batch.future.cancelled():
             return
@@ -164,7 +160,7 @@ class DecoderPool:
             batch.finish_rows(rows, CancelledError())
             return
         try:
-            isolated = [row for row in rows if self._processes is not None and _has_decoder(batch.requests[row])]
+            isolated = [row for row in rows if self._processes is not None and _has_decoder(batch.inputs[row])]
             for row in rows:
                 if row not in isolated:
                     batch.images[row] = self._prepare_here(batch, row)
@@ -176,31 +172,31 @@ class DecoderPool:
             batch.finish_rows(rows)
 
     def _prepare_here(self, batch: _Batch, row: int) -> Prepared:
-        request, out = batch.requests[row], batch.pixels[row]
+        image, out = batch.inputs[row], batch.pixels[row]
         with self._budget.lease() as claim:
-            prepared = prepare(request, self._input_size, self._options, self._timer, claim, out)
-        if not _count_frame_pixels(request):
+            prepared = prepare(image, self._input_size, self._options, self._timer, claim, out)
+        if not _count_frame_pixels(image):
             return prepared
-        # nobody needs its pixels any more, and those of a batch may be gigabytes
-        batch.requests[row] = replace(request, source=b"")
-        return replace(prepared, request=batch.requests[row])
+        # the frame's pixels are no longer needed, and those of a batch may be gigabytes
+        batch.inputs[row] = replace(image, source=b"")
+        return replace(prepared, input=batch.inputs[row])
 
     def _prepare_isolated(self, processes: ProcessPool, batch: _Batch, rows: list[int]) -> None:
         messages = []
         for row in rows:
-            request = batch.requests[row]
+            image = batch.inputs[row]
             # a path is pickled in a fraction of the time as text
-            source = os.fspath(request.source) if isinstance(request.source, Path) else request.source
-            messages.append(PrepareRequest(source, request.box, batch.slot, row, request.drawn))
+            source = os.fspath(image.source) if isinstance(image.source, Path) else image.source
+            messages.append((InputImage(None, source, image.crop, drawn=image.drawn), batch.slot, row))
 
         def read(process: WorkerProcess, header: dict[str, Any], position: int) -> Prepared:
-            return _read_prepared(batch.requests[rows[position]], process, header)
+            return _read_prepared(batch.inputs[rows[position]], process, header)
 
         with self._budget.lease() as claim:
             answers = processes.call_group(messages, read, claim)
         for row, answer in zip(rows, answers, strict=True):
             if not isinstance(answer, Prepared):
-                answer = Prepared(batch.requests[row], error=self._build_error(answer))
+                answer = Prepared(batch.inputs[row], error=self._build_error(answer))
             batch.images[row] = answer
 
     def _build_error(self, failure: WorkerCrashed | WorkerTimeout) -> ImageError:
@@ -210,13 +206,55 @@ class DecoderPool:
         return ImageError("decode_timeout", f"it was not decoded within {limit:g} s; raise --decode-timeout")
 
 
-def _read_prepared(request: Request, process: WorkerProcess, header: dict[str, Any]) -> Prepared:
+# an image, and the slot and row for its pixels
+_Row: TypeAlias = tuple[InputImage, int, int]
+
+
+@dataclass(frozen=True)
+class PrepareTask:
+    """The task of a decode process: prepare one image, and write its pixels into their row of `layout`."""
+
+    layout: SlotLayout
+    options: InferenceOptions
+
+    @cached_property
+    def _slots(self) -> Pixels:
+        return self.layout.open()
+
+    @cached_property
+    def _read_ahead(self) -> ReadAhead:
+        return ReadAhead()
+
+    def prepare_group(self, group: list[_Row]) -> Iterable[_Row]:
+        """Return the group; remote images are read while those before them are decoded."""
+        sources = [image.source for image, _, _ in group]
+        if not any(map(is_remote, sources)):
+            return group
+        read = self._read_ahead.read(sources)
+        return (
+            (replace(image, source=source), slot, row) for (image, slot, row), source in zip(group, read, strict=True)
+        )
+
+    def __call__(self, request: _Row, timer: StageTimer, claim: Callable[[int], None]) -> Response:
+        """Return what is known of the image, and the reduced image if it is kept."""
+        image, slot, row = request
+        _, _, height, width, _ = self.layout.shape
+        prepared = prepare(image, (height, width), self.options, timer, claim, out=self._slots[slot, row])
+        header: dict[str, Any] = {"sha256": prepared.image_sha256}
+        if prepared.error is not None:
+            return {**header, "error": [prepared.error.code, str(prepared.error)]}, []
+        assert prepared.geometry is not None  # there is no error
+        header |= {**vars(prepared.geometry), "image": prepared.image is not None}
+        return header, [] if prepared.image is None else [prepared.image.tobytes()]
+
+
+def _read_prepared(source: InputImage, process: WorkerProcess, header: dict[str, Any]) -> Prepared:
     digest = header["sha256"]
     if digest is not None and not _SHA256.fullmatch(digest):
         raise ValueError("no sha256")
     if "error" in header:
         code, message = header["error"]
-        return Prepared(request, error=ImageError(str(code), str(message)), image_sha256=digest)
+        return Prepared(source, error=ImageError(str(code), str(message)), image_sha256=digest)
     x0, y0, x1, y1 = map(int, header["crop"])
     geometry = Geometry(int(header["width"]), int(header["height"]), (x0, y0, x1, y1))
     image = None
@@ -225,37 +263,37 @@ def _read_prepared(request: Request, process: WorkerProcess, header: dict[str, A
         whole = np.empty(3 * size[0] * size[1], np.uint8)
         process.read_into(whole.data)
         image = Image.frombuffer("RGB", size, whole, "raw", "RGB", 0, 1)
-    return Prepared(request, geometry, None, image, image_sha256=digest)
+    return Prepared(source, geometry, None, image, image_sha256=digest)
 
 
 class _Batch:
     """A batch whose groups are being prepared, by several threads, while one adds images to it."""
 
     def __init__(self, slots: PixelSlots, abandoned: Callable[[], bool]) -> None:
-        self.requests: list[Request] = []
+        self.inputs: list[InputImage] = []
         self.slot, self.abandoned = slots.acquire(), abandoned
         self._release = partial(slots.release, self.slot)
         self.pixels = slots.pixels[self.slot]
         self.images: list[Prepared | None] = []
         self.future: Future[PreparedBatch] = Future()
-        # images that are not done, and one for whoever adds them
+        # images that are not done, and one for the thread that adds them
         self._remaining, self._lock = 1, threading.Lock()
         self._error: BaseException | None = None
 
-    def add(self, request: Request) -> int:
-        """Add an image, and return how many there are."""
+    def add(self, image: InputImage) -> int:
+        """Add an image, and return their number."""
         with self._lock:
             self._remaining += 1
         self.images.append(None)
-        self.requests.append(request)
-        return len(self.requests)
+        self.inputs.append(image)
+        return len(self.inputs)
 
     def close(self) -> None:
-        """Let the batch end with the images that it has."""
+        """End the batch with the images that it has."""
         self._count_done(1)
 
     def finish_rows(self, rows: range, error: BaseException | None = None) -> None:
-        """Count rows as done, or as failed with an error, which is the whole batch's."""
+        """Count rows as done, or the whole batch as failed with an error."""
         for row in rows:
             image = self.images[row]
             if image is None or image.error is not None:
@@ -284,14 +322,14 @@ def group_size(rows: int, workers: int) -> int:
     return max(1, min(MAX_GROUP, rows // min(workers, _SHARED_BY)))
 
 
-def _count_frame_pixels(request: Request) -> int:
-    """Return the number of pixels of a frame of a video, which are in memory; 0 for every other image."""
-    if request.frame is None or not isinstance(request.source, np.ndarray):
+def _count_frame_pixels(image: InputImage) -> int:
+    """Return the number of pixels of a video frame, which is in memory; 0 for every other image."""
+    if image.frame is None or not isinstance(image.source, np.ndarray):
         return 0
-    height, width, *_ = request.source.shape
+    height, width, *_ = image.source.shape
     return int(height * width)
 
 
-def _has_decoder(request: Request) -> bool:
-    # an error needs no process, and pixels in memory have no decoder left that could crash
-    return request.error is None and not isinstance(request.source, Image.Image | np.ndarray)
+def _has_decoder(image: InputImage) -> bool:
+    # pixels in memory have no decoder that could crash
+    return image.error is None and not isinstance(image.source, Image.Image | np.ndarray)

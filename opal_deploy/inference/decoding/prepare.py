@@ -13,7 +13,8 @@ import contextlib
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias, cast
@@ -23,7 +24,7 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared
 from opal_deploy.preprocess.decode import (
     FileSource,
     PathOrSource,
@@ -35,10 +36,11 @@ from opal_deploy.preprocess.decode import (
 )
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_display, to_input
-from opal_deploy.storage.files import parse_source
+from opal_deploy.storage.files import RemoteFile, parse_source
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
 
 # a file up to the first size is read once, as a whole, so that the bytes hashed are the bytes decoded; a larger one is
 # read by its decoder and hashed in a second pass, up to the second size
@@ -53,7 +55,7 @@ OpenFile: TypeAlias = Callable[[PathOrSource], BinaryIO]
 
 
 def prepare(
-    request: Request,
+    request: InputImage,
     input_size: tuple[int, int],
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
@@ -83,7 +85,7 @@ def prepare(
         return Prepared(request, error=request.error or unreadable, image_sha256=digest)
     try:
         with timer.stage("decode"):
-            if request.box is None:
+            if request.crop is None:
                 image, geometry = decode_for_input(
                     source, input_size, max_pixels=options.max_pixels, open_file=open_timed, decoding=options.decode,
                     claim=claim,
@@ -93,7 +95,7 @@ def prepare(
                 image = decode(
                     source, max_pixels=options.max_pixels, open_file=open_timed, decoding=options.decode, claim=claim
                 )
-                geometry = compute_geometry(image, request.box)
+                geometry = compute_geometry(image, request.crop)
         with timer.stage("resize"):
             pixels = to_input(image, geometry, input_size, options.decode)
             if out is not None:
@@ -254,3 +256,63 @@ class _TimedStream(io.RawIOBase):
     def close(self) -> None:
         self._stream.close()
         super().close()
+
+
+# requests that a worker has under way at a time, and bytes that it holds of images that are not decoded yet
+_REQUESTS = 8
+_MAX_BYTES = 64 << 20
+# of an image that was not listed
+_ASSUMED_BYTES = 4 << 20
+
+
+def is_remote(source: Source) -> bool:
+    """Return whether reading an image asks another machine."""
+    return isinstance(source, RemoteFile) or isinstance(getattr(source, "path", None), RemoteFile)
+
+
+class ReadAhead:
+    """Reads images over a network ahead of their decoding, in threads of its own; used by one thread."""
+
+    def __init__(self) -> None:
+        """Start no thread yet."""
+        self._threads = ThreadPoolExecutor(_REQUESTS, "read-ahead")
+
+    def read(self, sources: Sequence[Source]) -> Iterator[Source]:
+        """Yield the sources; of those over a network, the next few are read meanwhile.
+
+        As many as fit into 64 MiB are held, and one that is larger.
+        """
+        futures: dict[int, Future[BinaryIO]] = {}
+        sizes = [_size(source) if is_remote(source) else 0 for source in sources]
+        begun = held = 0
+        for index, source in enumerate(sources):
+            while begun < len(sources) and (
+                begun <= index or (len(futures) < _REQUESTS and held + sizes[begun] <= _MAX_BYTES)
+            ):
+                upcoming = sources[begun]
+                if isinstance(upcoming, FileSource) and sizes[begun]:
+                    futures[begun] = self._threads.submit(upcoming.open)
+                    held += sizes[begun]
+                begun += 1
+            future = futures.pop(index, None)
+            held -= sizes[index]
+            yield source if future is None or not isinstance(source, FileSource) else _ReadFile(source, future)
+
+
+class _ReadFile:
+    """An image that is being read already; opened a second time, it is read again."""
+
+    def __init__(self, source: FileSource, future: Future[BinaryIO]) -> None:
+        self._source = source
+        self._future: Future[BinaryIO] | None = future
+
+    def open(self) -> BinaryIO:
+        future, self._future = self._future, None
+        return self._source.open() if future is None else future.result()
+
+
+def _size(source: Source) -> int:
+    size = getattr(source, "size", None)
+    if isinstance(source, RemoteFile):
+        size = None if source.fingerprint is None else source.fingerprint.size
+    return max(1, size) if isinstance(size, int) else _ASSUMED_BYTES

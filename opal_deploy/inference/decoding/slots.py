@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from opal_deploy.inference.isolation.memory import create_shared_memory, map_shared_memory
+from opal_deploy.inference.isolation.worker import create_shared_memory, map_shared_memory
 from opal_deploy.inference.types import Pixels, Prepared
 
 

@@ -23,8 +23,14 @@ from typing import Any, BinaryIO, cast
 import orjson
 
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.inference.isolation.memory import create_shared_memory, map_shared_memory
-from opal_deploy.inference.isolation.worker import LENGTH, POSITION, READY, WorkerConfig
+from opal_deploy.inference.isolation.worker import (
+    LENGTH,
+    POSITION,
+    READY,
+    WorkerConfig,
+    create_shared_memory,
+    map_shared_memory,
+)
 
 # from its start until it takes requests; a machine that is loaded or reads its packages over a network takes its time
 _START_SECONDS = 120.0

@@ -8,25 +8,27 @@ where the parent finds it after a crash.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 import pickle
 import select
 import signal
 import struct
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from mmap import mmap
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from PIL import Image
 
-from opal_deploy.inference.isolation.memory import map_shared_memory
+from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 
 LENGTH = struct.Struct(">Q")
@@ -107,7 +109,7 @@ def _claim(requests: BinaryIO, responses: BinaryIO, pixels: int) -> None:
 
 
 def _build_response(
-    group: list[Any], position: mmap, config: WorkerConfig, claim: Callable[[int], None], memory_at_start: int
+    group: list[Any], position: mmap.mmap, config: WorkerConfig, claim: Callable[[int], None], memory_at_start: int
 ) -> list[bytes]:
     """Return the header with its length, and the bytes that follow it."""
     timer = StageTimer() if config.timed else NO_OP_TIMER
@@ -200,3 +202,55 @@ def _resident_bytes() -> int:
             return int(stream.read(200).split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
+
+
+def create_shared_memory(size: int) -> int:
+    """Return the file descriptor of `size` bytes of zeros; close it once it is mapped and handed on.
+
+    Memory is taken as it is written to. It is no part of /dev/shm, which containers keep small.
+
+    Raises:
+        StoppedEarly: the system refuses it, as under a limit on the size of files (ulimit -f).
+    """
+    try:
+        descriptor = _create_unnamed_file()
+        try:
+            os.ftruncate(descriptor, size)
+            _fix_size(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise StoppedEarly(
+            f"{-(-size >> 20)} MiB of memory to share with worker processes cannot be had ({error.strerror or error}); "
+            "see ulimit -f and ulimit -n, use a smaller --batch, or --no-isolate"
+        ) from None
+    return descriptor
+
+
+def _create_unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("opal-deploy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _fix_size(descriptor: int) -> None:
+    """Let no process cut the memory, where the system can do that: all others would end with SIGBUS as they read it."""
+    if sys.platform == "linux":
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def map_shared_memory(descriptor: int, size: int) -> mmap.mmap:
+    """Return the memory of `create_shared_memory`, as this process sees it.
+
+    Raises:
+        MemoryError: there is no room for it.
+    """
+    try:
+        return mmap.mmap(descriptor, size)
+    except OSError as error:
+        raise MemoryError(f"{-(-size >> 20)} MiB cannot be mapped ({error.strerror})") from None

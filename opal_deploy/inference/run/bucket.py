@@ -27,9 +27,8 @@ from opal_deploy.inference.run.results import parse_record
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.run_files import OVERLAYS, PARTS, REPORT, RESULTS, RUN, SHEETS, SUMMARY
 from opal_deploy.records.tables import TABLES, Format
-from opal_deploy.storage import writing
+from opal_deploy.storage import buckets
 from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.listing import list_files
 
 # work that is lost at most when this machine is: a part is begun so long after the last one was
 PART_SECONDS = 10.0
@@ -62,8 +61,8 @@ class BucketRunDirectory(RunDirectory):
         super().write_config()
         data = (self.root / RUN).read_bytes()
         if not new:
-            writing.write_bytes(self._file(RUN), data)
-        elif not writing.create(self._file(RUN), data):
+            buckets.write_bytes(self._file(RUN), data)
+        elif not buckets.create(self._file(RUN), data):
             raise UsageError(f"{self.remote}: another process has just begun a run there; give another --out")
         self._begun = time.monotonic()
 
@@ -97,12 +96,12 @@ class BucketRunDirectory(RunDirectory):
         if stopped is None:
             for name in (RESULTS, *TABLES.values(), REPORT):
                 if (self.root / name).exists():
-                    writing.upload(self._file(name), self.root / name)
-        writing.upload(self._file(SUMMARY), self.root / SUMMARY)
+                    buckets.upload(self._file(name), self.root / name)
+        buckets.upload(self._file(SUMMARY), self.root / SUMMARY)
         if stopped is None:
             # they are in results.jsonl; what stays of them is in nobody's way
             with suppress(OpalError):
-                writing.remove(file for _, file in list_files(self._file(PARTS), recursive=True))
+                buckets.remove(file for _, file in buckets.list_files(self._file(PARTS), recursive=True))
         return document
 
     def has(self, name: str) -> bool:
@@ -113,7 +112,7 @@ class BucketRunDirectory(RunDirectory):
         """Write a table of the records of a finished run."""
         _download(self._file(RESULTS), self.root / RESULTS)
         super().write_table(kind)
-        writing.upload(self._file(TABLES[kind]), self.root / TABLES[kind])
+        buckets.upload(self._file(TABLES[kind]), self.root / TABLES[kind])
 
     def close(self) -> None:
         """End the upload in work."""
@@ -126,7 +125,7 @@ class BucketRunDirectory(RunDirectory):
             UsageError: a part is missing or damaged. ImageError: one cannot be read.
         """
         with (self.root / RESULTS).open("wb") as results:
-            for name, file in list_files(self._file(f"{PARTS}/{self.run_id}"), recursive=False):
+            for name, file in buckets.list_files(self._file(f"{PARTS}/{self.run_id}"), recursive=False):
                 with file.open() as stream:
                     data = stream.read()
                 lines = data.splitlines(keepends=True)
@@ -145,7 +144,7 @@ class BucketRunDirectory(RunDirectory):
                 results.seek(self._bytes)
                 data = results.read(min(end - self._bytes, _MAX_PART_BYTES))
                 data = data[: data.rfind(b"\n") + 1] or data + results.readline()
-                if not writing.create(self._file(f"{PARTS}/{self.run_id}/{_part_name(self._records)}"), data):
+                if not buckets.create(self._file(f"{PARTS}/{self.run_id}/{_part_name(self._records)}"), data):
                     raise StoppedEarly(
                         f"{self.remote}: another process writes to this run, and has written record {self._records + 1}"
                     )
@@ -208,9 +207,9 @@ def _inspect(root: Path, remote: RemoteFile, config: RunConfig) -> BucketRunDire
 def _clear(remote: RemoteFile) -> None:
     """Remove the files of an earlier run and no others; as in a local directory, those first that say what it is."""
     for name in (SUMMARY, RUN, RESULTS, REPORT, *TABLES.values()):
-        writing.remove([remote.child(name)])
+        buckets.remove([remote.child(name)])
     for folder in (PARTS, OVERLAYS, SHEETS):
-        writing.remove(file for _, file in list_files(remote.child(folder), recursive=True))
+        buckets.remove(file for _, file in buckets.list_files(remote.child(folder), recursive=True))
 
 
 def _read(file: RemoteFile, at_most: int = 1 << 30) -> bytes | None:

@@ -113,7 +113,7 @@ class Drawer:
 
     def draw(self, index: int, result: Result) -> Record:
         """Return the record, which names the drawings that were written, or the reason why one is missing."""
-        record = result.record
+        record = result.record.copy()
         if record["status"] == "error":
             return record
         parts = (

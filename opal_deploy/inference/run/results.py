@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run_files import RESULTS
-from opal_deploy.inference.types import Request
+from opal_deploy.inference.types import InputImage
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import RECORD_SCHEMA, Record
 
@@ -131,7 +131,7 @@ class ResumePoint:
 
 
 def load_resume_point(
-    out: Path, requests: Iterator[Request], count: Callable[[Record], None], *, check_drawings: bool = True
+    out: Path, requests: Iterator[InputImage], count: Callable[[Record], None], *, check_drawings: bool = True
 ) -> ResumePoint:
     """Read the records of an unfinished run, and take as many requests, which are done already.
 
@@ -204,7 +204,7 @@ def _lines(stream: BinaryIO, end: int | None) -> Iterator[bytes]:
         yield line
 
 
-def _check_same_image(out: Path, index: int, record: Record, request: Request | None) -> None:
+def _check_same_image(out: Path, index: int, record: Record, request: InputImage | None) -> None:
     if request is not None and request.name == record["image"]:
         return
     now = "there are no more images now" if request is None else f"now it is {request.name}"

@@ -3,23 +3,169 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
-from opal_deploy.inference.run.backend import Backend, RunOptions
-from opal_deploy.inference.run.drawing import Thumbnails, prepare_folders
+from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
+from opal_deploy.inference.executor import predict_batches, release_each
+from opal_deploy.inference.run.drawing import Drawer, Thumbnails, prepare_folders
 from opal_deploy.inference.run.interrupt import Interrupt
-from opal_deploy.inference.run.report import write_report
+from opal_deploy.inference.run.report import ReportOptions, write_report
 from opal_deploy.inference.run.results import RecordWriter, ResumePoint, load_resume_point, read_records
-from opal_deploy.inference.run.summary import Summary
+from opal_deploy.inference.run.summary import ErrorLimit, Summary
 from opal_deploy.inference.run_files import RESULTS
+from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
-from opal_deploy.inference.types import Request
-from opal_deploy.records.tables import write_table
+from opal_deploy.inference.types import InferenceOptions, InputImage
+from opal_deploy.logs import Log
+from opal_deploy.records.record import Record
+from opal_deploy.records.tables import Format, write_table
+from opal_deploy.runtime.session import Session
+from opal_deploy.storage.files import RemoteFile
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The outputs of a run, and when it ends.
+
+    Attributes:
+        out: the run directory, which exists.
+        inference: how images are classified; see `RunOptions.drawn_inference`.
+        report: draw an overlay an image and write report.html; None: do neither.
+        sheets: draw an evidence sheet an image; None: draw none.
+        formats: tables to write at the end.
+        max_errors: end the run when more images failed; None: never.
+        resume: keep the records that are in `out`, and go on after them; else they are replaced.
+        remote: where `out` is uploaded to: drawings are written there at once, and not to `out`; None: nowhere.
+        log: receives messages, from any thread.
+    """
+
+    out: Path
+    inference: InferenceOptions
+    report: ReportOptions | None = None
+    sheets: SheetBuilder | None = None
+    formats: tuple[Format, ...] = ()
+    max_errors: ErrorLimit | None = None
+    resume: bool = False
+    remote: RemoteFile | None = None
+    log: Log = lambda _: None
+
+    @property
+    def drawings_out(self) -> Path | RemoteFile:
+        """What the names of drawings are relative to."""
+        return self.out if self.remote is None else self.remote
+
+    @property
+    def draws(self) -> bool:
+        """Whether images are drawn on."""
+        return self.report is not None or self.sheets is not None
+
+    @property
+    def inference_for_drawing(self) -> InferenceOptions:
+        """The inference options, with images and outputs kept as the drawings need them."""
+        return replace(self.inference, keep_images=self.draws, keep_outputs=self.sheets is not None)
+
+
+class Backend(Protocol):
+    """Turns requests into records."""
+
+    @property
+    def description(self) -> str:
+        """The engines and devices in one line."""
+        ...
+
+    def describe_progress(self) -> str:
+        """Return in a few words what a person may want to know beside the number of images; empty for nothing."""
+        ...
+
+    def summarize(self) -> dict[str, Any]:
+        """Return what summary.json holds of the backend, beside its description."""
+        ...
+
+    def predict(
+        self,
+        requests: Iterator[InputImage],
+        options: RunOptions,
+        *,
+        first: int,
+        thumbnails: Thumbnails,
+        timer: StageTimer,
+    ) -> AbstractContextManager[Iterator[Sequence[Record]]]:
+        """Open what predicts, and yield the records in chunks, one record a request, in the order of the requests.
+
+        Args:
+            requests: read a bounded distance ahead; everything that was taken from it is answered, so that ending it
+                ends the run without losing anything.
+            options: of the run; its drawings lie in `out` before their records are yielded.
+            first: number of the first request's image in the run, from 0; another than 0 in a resumed run.
+            thumbnails: may get those of the report's first images.
+            timer: gets the times of the stages.
+
+        Raises:
+            StoppedEarly: it cannot go on; everything before was yielded.
+            OpalError: `requests` raised it; everything before was yielded.
+        """
+        ...
+
+
+class LocalBackend:
+    """Predicts with the sessions of this process."""
+
+    def __init__(self, sessions: Sequence[Session], open_decoders: Callable[..., Decoders] = DecoderPool) -> None:
+        """Start nothing yet.
+
+        Args:
+            sessions: of one model.
+            open_decoders: see `predict_batches`.
+        """
+        self._sessions, self._open_decoders = sessions, open_decoders
+
+    @property
+    def description(self) -> str:
+        """See `Backend.description`."""
+        return "; ".join(session.description for session in self._sessions)
+
+    def describe_progress(self) -> str:
+        """See `Backend.describe_progress`."""
+        return ""
+
+    def summarize(self) -> dict[str, Any]:
+        """See `Backend.summarize`."""
+        return {}
+
+    @contextmanager
+    def predict(
+        self,
+        requests: Iterator[InputImage],
+        options: RunOptions,
+        *,
+        first: int,
+        thumbnails: Thumbnails,
+        timer: StageTimer,
+    ) -> Iterator[Iterator[Sequence[Record]]]:
+        """See `Backend.predict`."""
+        inference = options.inference_for_drawing
+        with ExitStack() as stack:
+            stream = predict_batches(
+                requests, self._sessions, inference, timer, options.log, self._open_decoders, first=first
+            )
+            # or its threads would live as long as an exception's traceback
+            batches = stack.enter_context(closing(stream))
+            if not options.draws:
+                yield ([result.record for result in results] for results in batches)
+                return
+            drawer = Drawer(
+                options.drawings_out, options.report, options.sheets, inference, thumbnails=thumbnails, timer=timer
+            )
+            stack.enter_context(drawer)
+            yield ([record] for record in drawer.draw_all(release_each(batches), first))
 
 
 def run(
-    requests: Iterator[Request],
+    requests: Iterator[InputImage],
     backend: Backend,
     options: RunOptions,
     *,
@@ -97,7 +243,7 @@ def run(
     return summary
 
 
-def _resume(requests: Iterator[Request], options: RunOptions, summary: Summary) -> ResumePoint:
+def _resume(requests: Iterator[InputImage], options: RunOptions, summary: Summary) -> ResumePoint:
     # in a bucket, drawings are there before the records that name them
     resume_point = load_resume_point(options.out, requests, summary.count, check_drawings=options.remote is None)
     summary.resumed = resume_point.count

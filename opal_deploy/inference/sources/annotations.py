@@ -18,15 +18,17 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Generic, Protocol, TypeVar
 
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.inference.sources.items import FRAME_NAME, Item
+from opal_deploy.inference.sources.items import FRAME_NAME
+from opal_deploy.inference.types import InputImage
 from opal_deploy.preprocess.geometry import Box
+from opal_deploy.records.names import unescape_name
 from opal_deploy.storage.urls import is_url, redact
 
 T = TypeVar("T")
@@ -98,13 +100,12 @@ class Boxes:
     def __len__(self) -> int:
         return len(self._boxes)
 
-    def find(self, item: Item) -> Box:
-        """Return the box of one image, (x0, y0, x1, y1) in pixels of the oriented image.
+    def find(self, path: str) -> Box:
+        """Return the crop of the image at `path`: (x0, y0, x1, y1) in pixels of the oriented image.
 
         Raises:
-            ImageError: no_box: the file has none, or several that may be meant.
+            ImageError: `no_box`: the file has none, or several candidates.
         """
-        path = item.path.as_posix()
         names = self._boxes.matches(path.removesuffix(PurePosixPath(path).suffix) if self._by_stem else path)
         if len(names) != 1:
             why = "no box" if not names else f"{len(names)} boxes ({names[0]}, {names[1]}, ...)"
@@ -248,6 +249,18 @@ def _parse_coco(path: Path, text: str) -> list[tuple[str, CocoObject]]:
 def _to_corners(values: list[float], *, has_size: bool) -> Box:
     a, b, c, d = values
     return (a, b, a + c, b + d) if has_size else (a, b, c, d)
+
+
+def annotate(images: Iterable[InputImage], crops: Boxes | None, labels: Labels | None = None) -> Iterator[InputImage]:
+    """Yield each image with its crop and its label, or with the error that it has no crop."""
+    for image in images:
+        path, crop, error = unescape_name(image.name or ""), None, image.error
+        if error is None and crops is not None:
+            try:
+                crop = crops.find(path)
+            except ImageError as no_crop:
+                error = no_crop
+        yield replace(image, crop=crop, label=None if labels is None else labels.find(path), error=error)
 
 
 class Labels(Protocol):

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from opal_deploy.errors import ImageError, StoppedEarly
-from opal_deploy.inference.sources.byte_ranges import LOCAL_SIGNATURE, open_archive
-from opal_deploy.inference.sources.items import Item, Location, Skipped, container_error, no_images_error
-from opal_deploy.inference.sources.members import ArchiveError
+from opal_deploy.inference.sources.items import Skipped, container_error, no_images_error
+from opal_deploy.inference.sources.members import LOCAL_SIGNATURE, ArchiveError, open_archive
 from opal_deploy.inference.sources.tar import DECOMPRESSORS, is_tar, read_tar
 from opal_deploy.inference.sources.zip import read_zip
+from opal_deploy.inference.types import InputImage, Location
 
 _ZIP_SUFFIX = ".zip"
 _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", _ZIP_SUFFIX)
@@ -29,7 +29,7 @@ def is_archive_name(name: str) -> bool:
     return name.lower().endswith((*_SUFFIXES, *_UNSUPPORTED_SUFFIXES))
 
 
-def archive_items(archive: Location, skipped: Skipped) -> Iterator[Item]:
+def archive_items(archive: Location, skipped: Skipped) -> Iterator[InputImage]:
     """Yield an archive's images in its order, then an item with a problem if it is damaged or holds none.
 
     Raises:
@@ -41,7 +41,7 @@ def archive_items(archive: Location, skipped: Skipped) -> Iterator[Item]:
         return
     empty = True
     others = Skipped()
-    problem: Item | None = None
+    problem: InputImage | None = None
     try:
         with open_archive(archive) as stream:
             for item in _read_archive(archive, stream, others):
@@ -63,7 +63,7 @@ def archive_items(archive: Location, skipped: Skipped) -> Iterator[Item]:
         yield no_images_error(archive, others, recursive=False)
 
 
-def _read_archive(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[Item]:
+def _read_archive(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[InputImage]:
     """Yield an archive's images, whatever kind its name claims.
 
     Raises:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.inference.run_files import OVERLAYS, RUN, SHEETS
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
-from opal_deploy.inference.sources.items import Item, Skipped, container_error, is_image_name, no_images_error
+from opal_deploy.inference.sources.items import Skipped, container_error, is_image_name, no_images_error
 from opal_deploy.inference.sources.members import is_hidden
+from opal_deploy.inference.types import InputImage
+from opal_deploy.storage.buckets import expand_glob, has_magic, list_files
 from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.listing import expand_glob, has_magic, list_files
 from opal_deploy.storage.urls import is_bucket_url, redact
 
 
@@ -42,7 +43,7 @@ def check_input(text: str, list_mark: str) -> None:
         raise UsageError(f"{file}: {what}{error}") from None
 
 
-def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
+def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[InputImage]:
     """Yield the images of a URL that was given: a file, an archive, a folder or a glob.
 
     Raises:
@@ -63,26 +64,28 @@ def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
             raise StoppedEarly(f"{file}: {error}") from None
         # it was there when the call was checked
         yield (
-            Item(file, file.name, error) if error.code == "not_found" else container_error(file, error.code, str(error))
+            InputImage.at(file, error=error)
+            if error.code == "not_found"
+            else container_error(file, error.code, str(error))
         )
 
 
-def line_items(url: str, skipped: Skipped) -> Iterator[Item]:
+def line_items(url: str, skipped: Skipped) -> Iterator[InputImage]:
     """Yield the image, or the images of the archive, of a URL in a list."""
     try:
         file = RemoteFile.parse(url)
     except UsageError as error:
         file = RemoteFile(url, redact(url))
-        yield Item(file, file.shown, ImageError("unreadable", str(error)))
+        yield InputImage.at(file, file.shown, ImageError("unreadable", str(error)))
         return
     yield from _file_items(file, skipped, relative=file.shown)
 
 
-def _file_items(file: RemoteFile, skipped: Skipped, relative: str | None = None) -> Iterator[Item]:
+def _file_items(file: RemoteFile, skipped: Skipped, relative: str | None = None) -> Iterator[InputImage]:
     if is_archive_name(file.name):
         yield from archive_items(file, skipped)
     else:
-        yield Item(file, relative or file.name)
+        yield InputImage.at(file, relative or file.name)
 
 
 def _is_folder(file: RemoteFile) -> bool:
@@ -113,7 +116,7 @@ def _is_there(file: RemoteFile) -> bool:
     return True
 
 
-def _folder_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
+def _folder_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> Iterator[InputImage]:
     found, others = False, Skipped()
     run_dirs: dict[str, bool] = {}
     for name, file in list_files(folder, recursive=recursive):
@@ -121,7 +124,7 @@ def _folder_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> I
             others.add(file)
         else:
             found = True
-            yield Item(file, name)
+            yield InputImage.at(file, name)
     skipped.merge(others)
     if not found:
         yield no_images_error(folder, others, recursive=recursive)
@@ -140,7 +143,7 @@ def _is_drawing(folder: RemoteFile, name: str, run_dirs: dict[str, bool]) -> boo
     return False
 
 
-def _glob_items(pattern: RemoteFile, skipped: Skipped) -> Iterator[Item]:
+def _glob_items(pattern: RemoteFile, skipped: Skipped) -> Iterator[InputImage]:
     found, matches = False, 0
     for name, file in expand_glob(pattern):
         matches += 1

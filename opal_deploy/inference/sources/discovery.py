@@ -23,8 +23,6 @@ from opal_deploy.inference.sources import buckets
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
 from opal_deploy.inference.sources.items import (
     CONTAINER_CODES,
-    Item,
-    Location,
     Skipped,
     container_error,
     is_image_name,
@@ -38,6 +36,7 @@ from opal_deploy.inference.sources.video import (
     expand_videos,
     parse_frame_name,
 )
+from opal_deploy.inference.types import InputImage, Location
 from opal_deploy.preprocess.video import Sampling
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url
@@ -52,7 +51,7 @@ def discover(
     *,
     recursive: bool = True,
     video: VideoOptions = NO_VIDEOS,
-) -> Iterator[Item]:
+) -> Iterator[InputImage]:
     """Yield the images that `inputs` name, in their order and numbered.
 
     Args:
@@ -70,12 +69,12 @@ def discover(
             `problem`: one empty folder costs the other folders nothing.
     """
     # problems before the first image
-    problems: list[Item] = []
+    problems: list[InputImage] = []
     found = False
     found_items = _input_items(inputs, skipped, stdin, recursive, videos=video.sampling is not None)
     for index, unnumbered in enumerate(expand_videos(found_items, video)):
         item = replace(unnumbered, index=index)
-        if not found and item.problem is not None and item.problem.code in CONTAINER_CODES:
+        if not found and item.error is not None and item.error.code in CONTAINER_CODES:
             problems.append(item)
             continue
         if not found:
@@ -83,7 +82,9 @@ def discover(
             yield from problems
         yield item
     if not found:
-        raise UsageError(f"{problems[0].path}: {problems[0].problem}" if problems else "not one image was given")
+        raise UsageError(
+            f"{cast(Location, problems[0].source)}: {problems[0].error}" if problems else "not one image was given"
+        )
 
 
 def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> None:
@@ -117,14 +118,14 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
             raise UsageError(f"{text}: no such list; expected a text file with a path a line")
 
 
-def shard(items: Iterable[Item], index: int, count: int) -> Iterator[Item]:
+def shard(items: Iterable[InputImage], index: int, count: int) -> Iterator[InputImage]:
     """Return every `count`-th item from the `index`-th (from 1): shards are disjoint and cover everything."""
     return (item for position, item in enumerate(items) if position % count == index - 1)
 
 
 def _input_items(
     inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, recursive: bool, *, videos: bool
-) -> Iterator[Item]:
+) -> Iterator[InputImage]:
     for text in inputs:
         # os.path: unlike pathlib's it is False, not an error, where the answer is refused
         if text == STDIN:
@@ -145,18 +146,18 @@ def _input_items(
             yield from glob_items(text, skipped, recursive=recursive, videos=videos)
         else:
             # it was there when the call was checked; its record will say not_found
-            yield Item(Path(text), Path(text).name)
+            yield InputImage.at(Path(text), Path(text).name)
 
 
-def _file_items(path: Path, skipped: Skipped) -> Iterator[Item]:
+def _file_items(path: Path, skipped: Skipped) -> Iterator[InputImage]:
     """Yield the members of an archive, or the file itself whatever it is called."""
     if is_archive_name(path.name) and os.path.isfile(path):
         yield from archive_items(path, skipped)
     else:
-        yield Item(path, path.name)
+        yield InputImage.at(path)
 
 
-def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Skipped) -> Iterator[Item]:
+def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Skipped) -> Iterator[InputImage]:
     found = False
     for line in lines:
         found = True
@@ -167,12 +168,12 @@ def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Sk
         if is_archive_name(path.name):
             yield from _file_items(path, skipped)
         else:
-            yield Item(path, line)
+            yield InputImage.at(path, line)
     if not found:
         yield container_error(origin, "no_images", f"{called} named no image; expected one path a line")
 
 
-def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[Item]:
+def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
     """Yield what a glob matches: images, members of archives, images of folders; if none, an item with a problem.
 
     `videos` are passed over unless they are asked for.
@@ -190,7 +191,7 @@ def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool 
             yield from _file_items(path, skipped)
         elif _is_taken(path.name, videos):
             found = True
-            yield Item(path, path.name)
+            yield InputImage.at(path)
         else:
             skipped.add(path)
     if not found:
@@ -229,7 +230,7 @@ def _is_taken(name: str, videos: bool) -> bool:
     return is_image_name(name) or (videos and is_video_name(name))
 
 
-def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[Item]:
+def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
     """Yield a folder's images, with its subfolders' if `recursive`; if there are none, one item with a problem.
 
     `videos` are passed over unless they are asked for.
@@ -244,15 +245,15 @@ def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: boo
         yield no_images_error(folder, others, recursive=recursive)
 
 
-def _walk(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[Item]:
+def _walk(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[InputImage]:
     # an explicit stack: folders may be nested deeper than Python recurses
     stack = [_OpenFolder(os.path.realpath(folder), _scan_folder(folder, skipped, recursive, videos))]
     while stack:
         entry = next(stack[-1].entries, None)
         if entry is None:
             stack.pop()
-        elif isinstance(entry, Item):
-            yield Item(entry.path, cast(Path, entry.path).relative_to(folder).as_posix(), entry.problem)
+        elif isinstance(entry, InputImage):
+            yield replace(entry, relative=cast(Path, entry.source).relative_to(folder).as_posix())
         else:
             is_link = entry.is_symlink()
             real_path = os.path.realpath(entry) if is_link else os.path.join(stack[-1].real_path, entry.name)
@@ -267,14 +268,14 @@ class _OpenFolder(NamedTuple):
     """A folder that is being walked: its path without links, and its images and subfolders still to come."""
 
     real_path: str
-    entries: Iterator[Item | Path]
+    entries: Iterator[InputImage | Path]
 
 
 def _contains(folder: str, path: str) -> bool:
     return os.path.commonpath([folder, path]) == folder
 
 
-def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[Item | Path]:
+def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[InputImage | Path]:
     """Yield one folder's images as items, its subfolders, linked ones too, as paths."""
     try:
         with os.scandir(folder) as entries:
@@ -293,11 +294,11 @@ def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) 
             if recursive:
                 yield path
         elif _is_taken(entry.name, videos):
-            yield Item(path, entry.name)
+            yield InputImage.at(path, entry.name)
         elif recursive and entry.is_symlink() and not os.path.exists(path):
             # perhaps a folder of images on a disk that is not there
             problem = ImageError("not_found", f"it is a link to {os.readlink(path)}, which is not there")
-            yield Item(path, entry.name, problem)
+            yield InputImage.at(path, entry.name, problem)
         else:
             skipped.add(path)
 

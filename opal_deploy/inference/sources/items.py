@@ -1,4 +1,4 @@
-"""One image to explain, wherever it lies, and the files that were passed over on the way to it."""
+"""Names of images and videos, the errors of whole folders and archives, and the files that were skipped."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 from opal_deploy.errors import ImageError
+from opal_deploy.inference.types import InputImage, Location
 from opal_deploy.logs import one_line
-from opal_deploy.preprocess.decode import Source
-from opal_deploy.records.names import escape_name
-from opal_deploy.storage.files import RemoteFile
 
 # these are images, also where no decoder may know them: a HEIC file gets its error record, not silence
 IMAGE_SUFFIXES = frozenset(
@@ -29,63 +26,11 @@ VIDEO_SUFFIXES = frozenset(
 # a frame of a video is named by the number of frames before it
 FRAME_NAME = re.compile(r"(?s)(.+)#frame=(\d{1,12})")
 
-# where an image lies: a path, or a URL
-Location: TypeAlias = Path | RemoteFile
-
 # problems of a folder, list or archive rather than of an image: `discover` refuses a call with nothing else
 CONTAINER_CODES = frozenset(
     ["no_images", "unreadable", "storage_unavailable", "corrupt_archive", "unsupported_archive", "not_a_video",
      "no_frames", "unsupported_video", "truncated_video"]
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FrameInfo:
-    """The place of an image in the video that it is a frame of.
-
-    Attributes:
-        video: the video's path.
-        index: number of frames before it.
-        seconds: time after the first frame; None where the video has no time stamps.
-        image_sha256: hex digest of the video's file.
-    """
-
-    video: Path
-    index: int
-    seconds: float | None
-    image_sha256: str
-
-
-@dataclass(frozen=True)
-class Item:
-    """One image to explain.
-
-    Attributes:
-        path: as a person would open it from the working directory, or its URL. Of an archive's member: the archive's, a
-            slash, and the member's name, `shards/a.tar/dir/x.jpg`: a label for people and for boxes, never opened.
-        relative: the path from the folder or archive that was searched; the file's name for one named directly.
-        problem: why there is nothing to explain (a folder without images, or that cannot be listed); else None.
-        content: where a member's bytes are, or a frame's pixels; None for a file of its own.
-        index: position among all that the inputs name, from 0; None where it did not come from `discover`.
-        frame: its place in a video; None where it is no frame of one.
-    """
-
-    path: Location
-    relative: str
-    problem: ImageError | None = None
-    content: Source | None = None
-    index: int | None = None
-    frame: FrameInfo | None = None
-
-    @property
-    def name(self) -> str:
-        """The image's name in its record: text that any JSON reader accepts, see `unescape_name`."""
-        return escape_name(str(self.path))
-
-    @property
-    def source(self) -> Source:
-        """The argument for `decode`."""
-        return self.path if self.content is None else self.content
 
 
 @dataclass
@@ -146,12 +91,12 @@ def is_video_name(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in VIDEO_SUFFIXES
 
 
-def container_error(path: Location, code: str, message: str) -> Item:
+def container_error(path: Location, code: str, message: str) -> InputImage:
     """Return an item that stands for a whole folder, list or archive and says what is wrong with it."""
-    return Item(path, path.name, ImageError(code, message))
+    return InputImage.at(path, error=ImageError(code, message))
 
 
-def no_images_error(path: Location, others: Skipped, *, recursive: bool) -> Item:
+def no_images_error(path: Location, others: Skipped, *, recursive: bool) -> InputImage:
     """Return the item of a folder (`recursive`: and its subfolders) or archive without images."""
     more = f" ({others.count} other files, such as {', '.join(others.examples)})" if others.count else ""
     where = "in it or below" if recursive else "in it"

@@ -18,18 +18,21 @@ from typing import IO, BinaryIO, NamedTuple, TypeAlias, cast
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources import members
-from opal_deploy.inference.sources.byte_ranges import ByteRange, changed, open_archive
-from opal_deploy.inference.sources.items import Item, Location, Skipped, is_image_name
+from opal_deploy.inference.sources.items import Skipped, is_image_name
 from opal_deploy.inference.sources.members import (
     ArchiveError,
+    ByteRange,
     Link,
+    changed,
     is_hidden,
     member_items,
     normalize_name,
+    open_archive,
     oversized,
     parents,
     resolve_link,
 )
+from opal_deploy.inference.types import InputImage, Location
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.records.names import escape_name
 from opal_deploy.storage.files import FileFingerprint
@@ -142,7 +145,9 @@ def _find_block(stream: BinaryIO) -> int | None:
     return None
 
 
-def read_tar(archive: Location, file: BinaryIO, decompress: Decompressor | None, skipped: Skipped) -> Iterator[Item]:
+def read_tar(
+    archive: Location, file: BinaryIO, decompress: Decompressor | None, skipped: Skipped
+) -> Iterator[InputImage]:
     """Yield a tar's images in its order; what is no image by its name is counted in `skipped`.
 
     Raises:

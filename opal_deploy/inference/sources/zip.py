@@ -15,12 +15,13 @@ from typing import BinaryIO
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources import members
-from opal_deploy.inference.sources.byte_ranges import ByteRange, ZipLocalHeader
-from opal_deploy.inference.sources.items import Item, Location, Skipped, is_image_name
+from opal_deploy.inference.sources.items import Skipped, is_image_name
 from opal_deploy.inference.sources.members import (
     MAX_PATH,
     ArchiveError,
+    ByteRange,
     Link,
+    ZipLocalHeader,
     is_hidden,
     member_items,
     normalize_name,
@@ -28,6 +29,7 @@ from opal_deploy.inference.sources.members import (
     parents,
     resolve_link,
 )
+from opal_deploy.inference.types import InputImage, Location
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.storage.files import FileFingerprint
 
@@ -36,7 +38,7 @@ _UNIX = 3
 _METHODS = {9: "deflate64", 12: "bzip2", 14: "LZMA", 93: "Zstandard", 95: "xz", 98: "PPMd", 99: "AES"}
 
 
-def read_zip(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[Item]:
+def read_zip(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[InputImage]:
     """Yield a zip's images in its directory's order; what is no image by its name is counted in `skipped`.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opal_deploy.errors import ArtifactError
-from opal_deploy.inference.cluster.model_files import compute_digests, local_model
+from opal_deploy.inference.cluster.actor import compute_digests, local_model
 
 FILES = {"m.engine": b"plan" * 1000, "m.engine.json": b"{}"}
 

@@ -202,7 +202,7 @@ def test_an_image_that_kills_its_actor_gets_a_record_and_the_others_their_answer
     assert records[21]["error"]["code"] == "worker_died"
     assert (records[21]["image"], records[21]["image_index"]) == ("in/021.png", 21)
     assert records[:21] + records[22:] == expected[:21] + expected[22:]
-    # its shard of 8 twice, then 4, 2 and 1
+    # its chunk of 8 twice, then 4, 2 and 1
     assert sum(node["actors_lost"] for node in infer.ray_summary("ray")["nodes"]) == 5
 
 
@@ -248,14 +248,14 @@ def test_a_node_of_another_version_is_one_line(infer: Infer, nodes: Nodes) -> No
 
 
 def test_a_node_that_does_not_see_a_path_says_which(tmp_path: Path) -> None:
-    from opal_deploy.inference.cluster.actor import ActorConfig, ShardActor
-    from opal_deploy.inference.run.backend import RunOptions
+    from opal_deploy.inference.cluster.actor import ActorConfig, ChunkActor
+    from opal_deploy.inference.run.run import RunOptions
     from opal_deploy.inference.types import InferenceOptions
 
     missing = str(tmp_path / "photos/a.jpg")
     options = RunOptions(tmp_path, InferenceOptions())
     config = ActorConfig({}, None, "cpu", 1, "auto", False, False, options, os.getcwd(), [str(tmp_path), missing], None)
-    refused = ShardActor().open(config)
+    refused = ChunkActor().open(config)
     assert isinstance(refused, UsageError)
     assert str(refused).startswith(f"{missing}: not there; expected images, --out and --atlas on storage that all")
 

@@ -1,4 +1,4 @@
-"""Shards and their order: every image once, in order, whichever actors die and whatever finishes first."""
+"""Chunks and their order: every image once, in order, whichever actors die and whatever finishes first."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from typing import Any
 import pytest
 
 from opal_deploy.errors import ImageError, OpalError, StoppedEarly, UsageError
-from opal_deploy.inference.cluster.actor import IN_FLIGHT, ShardResult
+from opal_deploy.inference.cluster.actor import IN_FLIGHT, Chunk, ChunkResult
 from opal_deploy.inference.cluster.connection import ActorPlan, Node, plan_actors
 from opal_deploy.inference.cluster.pool import Actor
-from opal_deploy.inference.cluster.scheduler import _WINDOW, Scheduler
-from opal_deploy.inference.cluster.shards import Shard, make_shards
-from opal_deploy.inference.sources.items import FrameInfo
-from opal_deploy.inference.types import Request
+from opal_deploy.inference.cluster.scheduler import _WINDOW, Scheduler, make_chunks
+from opal_deploy.inference.types import FrameInfo, InputImage
 from opal_deploy.records.record import Record, error_record
 
 BATCH, SIZE = 4, 16
 
 
-class Result(ShardResult):
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
+class Result(ChunkResult):
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
 
     def load(self) -> list[Record]:
-        return [{"schema": 1, "image": request.name, "status": "ok"} for request in self.shard.requests]
+        return [{"schema": 1, "image": request.name, "status": "ok"} for request in self.chunk.requests]
 
 
 class Pool:
@@ -41,36 +39,36 @@ class Pool:
 
     def maintain(self) -> None:
         while len(self.actors) < self._count:
-            handle = SimpleNamespace(predict=SimpleNamespace(remote=lambda shard: object()))
+            handle = SimpleNamespace(predict=SimpleNamespace(remote=lambda chunk: object()))
             self._started += 1
             self.actors.append(Actor(handle, Node(f"{self._started % 2}", "127.0.0.3", 1, 0), None))
 
-    def wait(self, seconds: float) -> list[tuple[Shard, Any]]:
-        busy = [actor for actor in self.actors if actor.shards]
+    def wait(self, seconds: float) -> list[tuple[Chunk, Any]]:
+        busy = [actor for actor in self.actors if actor.chunks]
         if not busy:
             return []
         actor = self._random.choice(busy)
-        assert len(actor.shards) <= IN_FLIGHT
-        assert len(actor.shards) == 1 or not any(shard.deaths for shard in actor.shards.values())
-        ref, shard = self._random.choice(list(actor.shards.items()))
-        shard = Shard.from_bytes(shard.to_bytes())
-        kills = self._killers.intersection(range(shard.first, shard.first + len(shard)))
-        if kills or (not actor.shards[ref].deaths and self._random.random() < self._lost):
+        assert len(actor.chunks) <= IN_FLIGHT
+        assert len(actor.chunks) == 1 or not any(chunk.deaths for chunk in actor.chunks.values())
+        ref, chunk = self._random.choice(list(actor.chunks.items()))
+        chunk = Chunk.from_bytes(chunk.to_bytes())
+        kills = self._killers.intersection(range(chunk.first, chunk.first + len(chunk)))
+        if kills or (not actor.chunks[ref].deaths and self._random.random() < self._lost):
             self.actors.remove(actor)
             self.deaths += 1
-            return [(lost.count_death(actor.node.key), None) for lost in actor.shards.values()]
-        del actor.shards[ref]
-        return [(shard, Result(shard))]
+            return [(lost.count_death(actor.node.key), None) for lost in actor.chunks.values()]
+        del actor.chunks[ref]
+        return [(chunk, Result(chunk))]
 
 
-def named(first: int, last: int) -> Iterator[Request]:
-    return (Request(f"{number}", f"{number}.png", index=number) for number in range(first, last))
+def named(first: int, last: int) -> Iterator[InputImage]:
+    return (InputImage(f"{number}", f"{number}.png", index=number) for number in range(first, last))
 
 
-def schedule(pool: Any, requests: Iterator[Request], first: int = 0) -> Iterator[Record]:
-    shards = make_shards(requests, first, SIZE, BATCH)
+def schedule(pool: Any, requests: Iterator[InputImage], first: int = 0) -> Iterator[Record]:
+    chunks = make_chunks(requests, first, SIZE, BATCH)
     scheduler = Scheduler(
-        pool, shards, first=first, size=SIZE, batch=BATCH,
+        pool, chunks, first=first, size=SIZE, batch=BATCH,
         build_error=lambda request: error_record(request.name, "worker_died", "it died"),
     )  # fmt: skip
     return itertools.chain.from_iterable(scheduler.run())
@@ -91,40 +89,40 @@ def test_every_image_has_its_record_in_order(seed: int) -> None:
 def test_an_image_that_kills_is_found_in_as_few_deaths_as_halving_takes() -> None:
     pool = Pool(3, {5}, seed=0)
     assert len(list(schedule(pool, named(0, 160)))) == 160
-    # twice with its shard of 16, then with 8, 4, 2 and 1
+    # twice with its chunk of 16, then with 8, 4, 2 and 1
     assert pool.deaths == 6
 
 
-def test_a_shard_is_tried_again_on_another_node() -> None:
+def test_a_chunk_is_tried_again_on_another_node() -> None:
     tried = []
 
     class Unlucky(Pool):
-        def wait(self, seconds: float) -> list[tuple[Shard, Any]]:
+        def wait(self, seconds: float) -> list[tuple[Chunk, Any]]:
             for actor in self.actors:
-                for shard in actor.shards.values():
-                    if not shard.first and len(tried) <= shard.deaths:
+                for chunk in actor.chunks.values():
+                    if not chunk.first and len(tried) <= chunk.deaths:
                         tried.append(actor.node.key)
                         self._killers = {0} if len(tried) == 1 else set()
             return super().wait(seconds)
 
-    # with one shard, the other node's actor is free
+    # with one chunk, the other node's actor is free
     assert len(list(schedule(Unlucky(2, set(), 0), named(0, SIZE)))) == SIZE
     assert len(set(tried)) == 2
 
 
-def test_a_slow_shard_does_not_let_the_others_run_away() -> None:
+def test_a_slow_chunk_does_not_let_the_others_run_away() -> None:
     taken = 0
 
     class Slow(Pool):
-        def wait(self, seconds: float) -> list[tuple[Shard, Any]]:
-            # the first shard is finished when nothing else is left to do
+        def wait(self, seconds: float) -> list[tuple[Chunk, Any]]:
+            # the first chunk is finished when nothing else is left to do
             for actor in self.actors:
-                for ref, shard in list(actor.shards.items()):
-                    if shard.first or all(len(a.shards) == (a is actor) for a in self.actors):
-                        return [(actor.shards.pop(ref), Result(shard))]
+                for ref, chunk in list(actor.chunks.items()):
+                    if chunk.first or all(len(a.chunks) == (a is actor) for a in self.actors):
+                        return [(actor.chunks.pop(ref), Result(chunk))]
             raise AssertionError
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[InputImage]:
         nonlocal taken
         for request in named(0, 5000):
             taken += 1
@@ -137,7 +135,7 @@ def test_a_slow_shard_does_not_let_the_others_run_away() -> None:
 
 
 def test_an_error_of_the_inputs_comes_behind_all_records_before_it() -> None:
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[InputImage]:
         yield from named(0, 50)
         raise UsageError("the list ends here")
 
@@ -149,37 +147,37 @@ def test_an_error_of_the_inputs_comes_behind_all_records_before_it() -> None:
 
 def test_what_fails_on_a_second_actor_too_stops_the_run() -> None:
     class Full(Pool):
-        def wait(self, seconds: float) -> list[tuple[Shard, Any]]:
-            actor = next(actor for actor in self.actors if actor.shards)
+        def wait(self, seconds: float) -> list[tuple[Chunk, Any]]:
+            actor = next(actor for actor in self.actors if actor.chunks)
             self.actors.remove(actor)
             error: OpalError = StoppedEarly("the disk is full")
-            return [(shard.count_death(actor.node.key), error) for shard in actor.shards.values()]
+            return [(chunk.count_death(actor.node.key), error) for chunk in actor.chunks.values()]
 
     with pytest.raises(StoppedEarly, match="disk is full"):
         list(schedule(Full(2, set(), 0), named(0, 50)))
 
 
 def test_halves_are_cut_between_batches() -> None:
-    shard = Shard(16, tuple(named(16, 32)))
-    halves = shard.halve(BATCH)
+    chunk = Chunk(16, tuple(named(16, 32)))
+    halves = chunk.halve(BATCH)
     assert [(half.first, len(half)) for half in halves] == [(16, 8), (24, 8)]
-    halves = Shard(18, tuple(named(18, 20))).halve(BATCH)
+    halves = Chunk(18, tuple(named(18, 20))).halve(BATCH)
     assert [(half.first, len(half)) for half in halves] == [(18, 1), (19, 1)]
 
 
-def test_shards_travel_with_all_that_is_known_of_an_image() -> None:
+def test_chunks_travel_with_all_that_is_known_of_an_image() -> None:
     frame = FrameInfo(Path("a.mp4"), 5, 0.5, "0" * 64)
-    request = Request("a", b"bytes", (1, 2, 3, 4), "ash", ImageError("bad_box", "no pixel"), 7, frame=frame)
-    (back,) = Shard.from_bytes(Shard(3, (request,)).to_bytes()).requests
-    assert (back.name, back.source, back.box, back.label, back.index) == ("a", b"bytes", (1, 2, 3, 4), "ash", 7)
+    request = InputImage("a", b"bytes", (1, 2, 3, 4), "ash", ImageError("bad_box", "no pixel"), 7, frame=frame)
+    (back,) = Chunk.from_bytes(Chunk(3, (request,)).to_bytes()).requests
+    assert (back.name, back.source, back.crop, back.label, back.index) == ("a", b"bytes", (1, 2, 3, 4), "ash", 7)
     assert back.frame == frame
     assert back.error is not None
     assert (back.error.code, str(back.error)) == ("bad_box", "no pixel")
 
 
-def test_shards_of_bytes_end_early() -> None:
-    requests = (Request(f"{n}", bytes(9 << 20)) for n in range(20))
-    sizes = [len(shard) for shard in make_shards(requests, 2, SIZE, BATCH)]
+def test_chunks_of_bytes_end_early() -> None:
+    requests = (InputImage(f"{n}", bytes(9 << 20)) for n in range(20))
+    sizes = [len(chunk) for chunk in make_chunks(requests, 2, SIZE, BATCH)]
     assert sizes == [10, 4, 6]
 
 

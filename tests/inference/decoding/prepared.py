@@ -13,7 +13,7 @@ from PIL import Image
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.decoding.slots import PreparedBatch
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Prepared, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage, Prepared
 
 INPUT = (32, 48)
 
@@ -30,7 +30,7 @@ def open_decoders(
     return DecoderPool(options, input_size, timer, slots=160, rows=rows)
 
 
-def submit(pool: DecoderPool, request: Request) -> Future[Prepared]:
+def submit(pool: DecoderPool, request: InputImage) -> Future[Prepared]:
     """Begin to prepare an image alone; the result holds its pixels."""
     single: Future[Prepared] = Future()
 
@@ -54,7 +54,7 @@ def with_pixels(batch: PreparedBatch) -> list[Prepared]:
 
 def prepare_all(pool: DecoderPool, sources: Sequence[object]) -> list[Prepared]:
     """Prepare images in one batch after the other, as large as the pool's slots."""
-    requests = [one if isinstance(one, Request) else Request(str(one), one) for one in sources]  # type: ignore[arg-type]
+    requests = [one if isinstance(one, InputImage) else InputImage(str(one), one) for one in sources]  # type: ignore[arg-type]
     rows = pool._slots.pixels.shape[1]
     with pool:
         batches = [pool.submit(requests[start : start + rows]) for start in range(0, len(requests), rows)]
@@ -68,12 +68,12 @@ def code(prepared: Prepared) -> str | None:
 def assert_alike(found: Sequence[Prepared], expected: Sequence[Prepared], counts: int = 0) -> None:
     """Compare everything that was prepared; pixels may differ by so many counts."""
     for one, other in zip(found, expected, strict=True):
-        assert (one.request, one.geometry, one.image_sha256, repr(one.error)) == (
-            other.request, other.geometry, other.image_sha256, repr(other.error),
+        assert (one.input, one.geometry, one.image_sha256, repr(one.error)) == (
+            other.input, other.geometry, other.image_sha256, repr(other.error),
         )  # fmt: skip
         assert (one.pixels is None, one.image is None) == (other.pixels is None, other.image is None)
         if one.pixels is not None and other.pixels is not None:
-            assert np.abs(one.pixels.astype(int) - other.pixels).max() <= counts, one.request.name
+            assert np.abs(one.pixels.astype(int) - other.pixels).max() <= counts, one.input.name
         if one.image is not None and other.image is not None:
             assert one.image.mode == "RGB"
-            assert np.array_equal(one.image, other.image), one.request.name  # type: ignore[arg-type]
+            assert np.array_equal(one.image, other.image), one.input.name  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.inference.decoding import pool as pool_module
-from opal_deploy.inference.decoding.budget import PixelBudget
+from opal_deploy.inference.decoding.budget import FairSemaphore
 from opal_deploy.inference.types import InferenceOptions
 from tests.inference.bright import wait_until
 from tests.inference.decoding.prepared import INPUT, code, open_decoders, prepare_all
@@ -18,7 +18,7 @@ from tests.inference.decoding.prepared import INPUT, code, open_decoders, prepar
 class Holder(threading.Thread):
     """Claims pixels and holds them until `done` is set."""
 
-    def __init__(self, budget: PixelBudget, *claims: int) -> None:
+    def __init__(self, budget: FairSemaphore, *claims: int) -> None:
         super().__init__(daemon=True)
         self.budget, self.claims = budget, claims
         self.has, self.done = threading.Event(), threading.Event()
@@ -33,7 +33,7 @@ class Holder(threading.Thread):
 
 
 def test_pixels_are_granted_in_turn_and_a_huge_image_is_alone() -> None:
-    budget = PixelBudget(10)
+    budget = FairSemaphore(10)
     # a second claim replaces the first
     first, second = Holder(budget, 10, 4), Holder(budget, 5)
     assert first.has.wait(30)
@@ -59,14 +59,14 @@ def test_pixels_are_granted_in_turn_and_a_huge_image_is_alone() -> None:
 def test_large_images_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: bool) -> None:
     monkeypatch.setattr(pool_module, "PIXELS_PER_WORKER", 3_000_000)
     free: list[int] = []
-    acquire = PixelBudget.acquire
+    acquire = FairSemaphore.acquire
 
-    def record(budget: PixelBudget, pixels: int) -> int:
+    def record(budget: FairSemaphore, pixels: int) -> int:
         taken = acquire(budget, pixels)
         free.append(budget._free)
         return taken
 
-    monkeypatch.setattr(PixelBudget, "acquire", record)
+    monkeypatch.setattr(FairSemaphore, "acquire", record)
     # in a row of tiny images
     sizes = [(5000, 1000), (20, 10), (9000, 1000), (5000, 1000), (20, 10), (5000, 1000)]
     paths = [tmp_path / f"{number}.png" for number in range(len(sizes))]

@@ -13,11 +13,10 @@ import pytest
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.decoding import pool as pool_module
-from opal_deploy.inference.decoding.frames import FrameReader
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.isolation.pool import ProcessPool
-from opal_deploy.inference.sources.items import FrameInfo
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.sources.video import FrameReader
+from opal_deploy.inference.types import FrameInfo, InferenceOptions, InputImage
 from opal_deploy.preprocess.video import ALL_FRAMES, Sampling
 from tests.videos import CrashingTask, number_of, write_video
 
@@ -46,12 +45,12 @@ def test_frames_are_dropped_once_they_are_prepared(monkeypatch: pytest.MonkeyPat
     alive: list[weakref.ref[Any]] = []
     most = 0
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[InputImage]:
         nonlocal most
         for index in range(40):
             pixels = np.full((300, 400, 3), 5 * index, np.uint8)
             alive.append(weakref.ref(pixels))
-            yield Request("a", pixels, frame=FrameInfo(Path("a.mp4"), index, 0.0, "0" * 64))
+            yield InputImage("a", pixels, frame=FrameInfo(Path("a.mp4"), index, 0.0, "0" * 64))
             del pixels
             most = max(most, sum(reference() is not None for reference in alive))
 

@@ -22,7 +22,7 @@ from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.isolation import pool as pool_module
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.preprocess.decode import Decoding
 from tests.inference.bright import wait_until
 from tests.inference.decoding.prepared import (
@@ -113,7 +113,7 @@ def open_pool(timer: StageTimer = NO_OP_TIMER, rows: int = 1, **options: object)
 
 
 def decode(pool: DecoderPool, path: Path) -> str | None:
-    return code(submit(pool, Request("a", path)).result(60))
+    return code(submit(pool, InputImage("a", path)).result(60))
 
 
 def children() -> list[psutil.Process]:
@@ -139,14 +139,14 @@ def test_processes_give_what_threads_give(tmp_path: Path, image: Path, decoding:
     with Image.open(image) as opened:
         opened.load()
     requests = [
-        *(Request("kind", source) for source in (image, str(image), image.read_bytes(), opened, np.asarray(opened))),
-        *(Request("size", photograph(tmp_path / f"{n}.jpg", (60 + 40 * n, 50 + 31 * n))) for n in range(4)),
-        Request("reduced", photograph(tmp_path / "large.jpg", (5000, 50))),
-        Request("crop", image, (10, 5, 60, 50)),
-        Request("no box", image, error=ImageError("no_box", "none is listed")),
-        Request("broken", tmp_path / "broken.jpg"),
-        Request("gone", tmp_path / "gone.jpg"),
-        Request("too large", photograph(tmp_path / "huge.jpg", (1800, 1400))),
+        *(InputImage("kind", source) for source in (image, str(image), image.read_bytes(), opened, np.asarray(opened))),
+        *(InputImage("size", photograph(tmp_path / f"{n}.jpg", (60 + 40 * n, 50 + 31 * n))) for n in range(4)),
+        InputImage("reduced", photograph(tmp_path / "large.jpg", (5000, 50))),
+        InputImage("crop", image, (10, 5, 60, 50)),
+        InputImage("no box", image, error=ImageError("no_box", "none is listed")),
+        InputImage("broken", tmp_path / "broken.jpg"),
+        InputImage("gone", tmp_path / "gone.jpg"),
+        InputImage("too large", photograph(tmp_path / "huge.jpg", (1800, 1400))),
     ]
     options = {"workers": 2, "keep_images": keep, "decode": decoding, "max_pixels": 2_400_000}
     found = prepare_all(open_pool(**options, rows=9), requests)
@@ -185,7 +185,7 @@ def test_a_decoder_that_ends_costs_its_image_alone(
     paths[2:2] = paths[4:4] = [misbehaving(tmp_path / "bad.jpg", action)]
     found = prepare_all(open_pool(workers=2, decode_timeout=None, rows=rows), paths)
     assert [code(entry) for entry in found] == ["decoder_crashed" if path != image else None for path in paths]
-    assert found[2].request.source == paths[2]
+    assert found[2].input.source == paths[2]
     assert message in str(found[2].error)
 
 
@@ -197,7 +197,7 @@ def test_a_decoder_that_hangs_costs_its_image_alone_and_an_idle_one_has_no_limit
         first = children()
         time.sleep(2.3)
         assert children() == first
-        found = submit(pool, Request("hang", misbehaving(tmp_path / "slow.jpg", "slow"))).result(60)
+        found = submit(pool, InputImage("hang", misbehaving(tmp_path / "slow.jpg", "slow"))).result(60)
         assert read_pid(tmp_path / "slow.txt") == first[0].pid
         assert code(found) == "decode_timeout"
         assert "2 s" in str(found.error)
@@ -208,7 +208,7 @@ def test_the_time_for_which_the_whole_run_was_stopped_does_not_count(
     tmp_path: Path, plugin: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_pool(decode_timeout=300) as pool:
-        waiting = submit(pool, Request("slow", misbehaving(tmp_path / "slow.jpg", "slow")))
+        waiting = submit(pool, InputImage("slow", misbehaving(tmp_path / "slow.jpg", "slow")))
         pid = read_pid(tmp_path / "slow.txt")
         with monkeypatch.context() as patch:
             patch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 600))
@@ -243,7 +243,7 @@ def test_an_image_is_blamed_for_the_second_kill_of_its_worker(
 ) -> None:
     paths = [image, misbehaving(tmp_path / "slow.jpg", "slow"), image, image]
     with open_pool(decode_timeout=None, rows=4) as pool:
-        batch = pool.submit([Request(path.name, path) for path in paths])
+        batch = pool.submit([InputImage(path.name, path) for path in paths])
         for _ in range(kills):
             pid = read_pid(tmp_path / "slow.txt")
             (tmp_path / "slow.txt").unlink()
@@ -300,7 +300,7 @@ def test_a_worker_that_keeps_memory_is_replaced(tmp_path: Path, image: Path, plu
 
 
 def test_a_bug_is_raised_not_recorded(image: Path) -> None:
-    request: Any = Request("bug", image, box="no box at all")
+    request: Any = InputImage("bug", image, crop="no crop at all")
     with open_pool() as pool, pytest.raises(RuntimeError, match="in a worker process"):
         submit(pool, request).result(60)
 
@@ -330,7 +330,7 @@ def test_a_worker_that_cannot_be_started_stops_the_run_in_one_line(
         monkeypatch.setattr(sys, attribute, value)
         for _ in range(2):
             with pytest.raises(StoppedEarly, match=f"{message}.*--no-isolate") as caught:
-                submit(pool, Request("a", image)).result(60)
+                submit(pool, InputImage("a", image)).result(60)
             assert "\n" not in str(caught.value)
 
 
@@ -347,7 +347,7 @@ def test_the_time_of_processes_counts_as_that_of_threads(image: Path) -> None:
 def test_leaving_drops_what_waits(tmp_path: Path, plugin: None) -> None:
     path = misbehaving(tmp_path / "slow.jpg", "slow")
     with open_pool(decode_timeout=0.5) as pool:
-        waiting = [submit(pool, Request("a", path)) for _ in range(50)]
+        waiting = [submit(pool, InputImage("a", path)) for _ in range(50)]
     assert waiting[-1].cancelled()
 
 
@@ -357,12 +357,12 @@ def test_leaving_drops_what_waits(tmp_path: Path, plugin: None) -> None:
 SCRIPT = """
 import pathlib, sys, time
 from opal_deploy.inference.decoding.pool import DecoderPool
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 
 print("main", flush=True)
 options = InferenceOptions(workers=2, isolate=True, decode_timeout=None)
 with DecoderPool(options, (32, 32), slots=9, rows=1) as decoders:
-    futures = [decoders.submit([Request(name, pathlib.Path(name))]) for name in sys.argv[1:]]
+    futures = [decoders.submit([InputImage(name, pathlib.Path(name))]) for name in sys.argv[1:]]
     print([future.result().images[0].error for future in futures], flush=True)
 """
 

@@ -17,7 +17,7 @@ from opal_deploy.inference.decoding.prepare import content_sha256, timed_open
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.timing import StageTimer
-from opal_deploy.inference.types import Request
+from opal_deploy.inference.types import InputImage
 from opal_deploy.preprocess.decode import decode
 from tests.inference.bright import BrightSession, code, predict, save
 
@@ -42,7 +42,7 @@ def test_records_hold_the_digest_of_the_file_where_there_is_one(image: Path, iso
     (member,) = discover([str(folder / "all.zip")], Skipped())
     hashed = [image, str(image), image.read_bytes(), member.source, broken, empty]
     sources = [*hashed, Image.new("RGB", (9, 9)), np.zeros((9, 9, 3), np.uint8), folder / "none.jpg", folder]
-    requests = [Request("a", source) for source in sources]
+    requests = [InputImage("a", source) for source in sources]
     found = predict(requests, BrightSession(), isolate=isolate, model_sha256="ab" * 32)
     digest = sha256(image)
     assert [record["image_sha256"] for record in found] == [digest] * 4 + [sha256(broken), sha256(empty)] + [None] * 4

@@ -9,8 +9,8 @@ from typing import BinaryIO
 import pytest
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding import read_ahead
-from opal_deploy.inference.decoding.read_ahead import ReadAhead
+from opal_deploy.inference.decoding.prepare import ReadAhead
+from opal_deploy.preprocess.decode import FileSource
 from opal_deploy.storage.files import FileFingerprint, RemoteFile
 
 
@@ -34,7 +34,7 @@ def test_the_next_images_are_read_at_a_time_within_bounds(monkeypatch: pytest.Mo
         under_way.acquire()
     # the third alone is larger than all that may be held
     assert sorted(opened) == ["0", "1"]
-    assert isinstance(first, read_ahead.FileSource)
+    assert isinstance(first, FileSource)
     assert first.open().read() == first.open().read() == b"0"
     second = next(reading)
     with pytest.raises(ImageError, match="no such object"):

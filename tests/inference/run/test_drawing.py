@@ -13,15 +13,13 @@ from PIL import Image
 
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.atlas import collect_images
-from opal_deploy.inference.drawings import DrawRequest
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerTimeout
-from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.report import ReportOptions, write_report
-from opal_deploy.inference.run.run import run
+from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.storage import build_atlas, save_atlas
 from tests.inference.bright import BrightSession, read_results, save
@@ -36,8 +34,8 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def requests(folder: Path) -> list[Request]:
-    return [Request(path.name, path) for path in sorted(folder.iterdir())]
+def requests(folder: Path) -> list[InputImage]:
+    return [InputImage(path.name, path) for path in sorted(folder.iterdir())]
 
 
 def run_in(
@@ -106,7 +104,7 @@ def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(
     call = ProcessPool.call
 
     def hang(pool: ProcessPool, request: object, *how: Any) -> Any:
-        if isinstance(request, DrawRequest) and request.result.record["image"] == "4.png":
+        if isinstance(request, tuple) and getattr(request[0], "record", {}).get("image") == "4.png":
             raise WorkerTimeout
         return call(pool, request, *how)
 

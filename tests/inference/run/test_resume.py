@@ -16,16 +16,15 @@ from PIL import Image
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import StoppedEarly, UsageError
-from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.interrupt import Interrupt
 from opal_deploy.inference.run.report import ReportOptions
 from opal_deploy.inference.run.results import ResumePoint, load_resume_point, read_records
-from opal_deploy.inference.run.run import run
+from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
 from opal_deploy.inference.run.summary import ErrorLimit, Summary
 from opal_deploy.inference.run_files import sheet_name
 from opal_deploy.inference.sources.discovery import discover
-from opal_deploy.inference.sources.items import Item, Skipped
-from opal_deploy.inference.types import InferenceOptions, Request, build_requests
+from opal_deploy.inference.sources.items import Skipped
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.records.record import error_record
 from opal_deploy.runtime.session import ImageBatch
 from tests.inference.bright import BrightSession, own_threads
@@ -38,7 +37,7 @@ def line(name: str, **more: Any) -> bytes:
 def load(out: Path, content: bytes, *names: str) -> tuple[ResumePoint, list[str | None], list[str | None]]:
     """Write a results file; return where it is resumed, the names counted, and those that are left."""
     (out / "results.jsonl").write_bytes(content)
-    requests = (Request(name, name) for name in names)
+    requests = (InputImage(name, name) for name in names)
     counted: list[str | None] = []
     found = load_resume_point(out, requests, lambda record: counted.append(record["image"]))
     return found, counted, [request.name for request in requests]
@@ -127,7 +126,7 @@ def test_memory_does_not_grow_with_the_records(tmp_path: Path) -> None:
     # 8 MB
     (tmp_path / "results.jsonl").write_bytes(b"".join(line(f"{number}" + "x" * 300) for number in range(20_000)))
     tracemalloc.start()
-    requests = (Request(f"{n}" + "x" * 300, "x") for n in range(20_000))
+    requests = (InputImage(f"{n}" + "x" * 300, "x") for n in range(20_000))
     assert load_resume_point(tmp_path, requests, lambda _: None).count == 20_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -161,7 +160,7 @@ def run_whole(out: Path, limit: int | None = 1000, fails_at: int | None = None, 
     out.mkdir(exist_ok=True)
     report = None if limit is None else ReportOptions(limit=limit)
     options = RunOptions(out, InferenceOptions(batch=4), report, resume=True, **settings)
-    requests = build_requests(discover([str(out.parent / "in")], Skipped()))
+    requests = discover([str(out.parent / "in")], Skipped())
     return run(requests, LocalBackend([PlacedSession(fails_at=fails_at)]), options)
 
 
@@ -202,14 +201,14 @@ def test_wherever_the_file_was_cut_the_end_is_the_same(tmp_path: Path, images: P
 def test_an_interrupted_run_writes_what_it_took_and_takes_no_more(tmp_path: Path, images: Path) -> None:
     interrupt, out = Interrupt(), tmp_path / "out"
 
-    def interrupted() -> Iterator[Item]:
+    def interrupted() -> Iterator[InputImage]:
         for number, item in enumerate(discover([str(images)], Skipped())):
             interrupt.requested = number >= 9
             yield item
 
     out.mkdir()
     options = RunOptions(out, InferenceOptions(batch=4), ReportOptions(), resume=True)
-    summary = run(build_requests(interrupted()), LocalBackend([PlacedSession()]), options, interrupt=interrupt)
+    summary = run(interrupted(), LocalBackend([PlacedSession()]), options, interrupt=interrupt)
     assert interrupt.stopped
     # the image that was being fetched when the signal came is the last
     assert summary.total == len(list(read_records(out / "results.jsonl"))) == 10

@@ -13,22 +13,21 @@ from PIL import Image
 
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.decoding import prepare
-from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.report import ReportOptions
-from opal_deploy.inference.run.run import run
+from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder
-from opal_deploy.inference.sources.annotations import FolderLabels, read_boxes
+from opal_deploy.inference.sources.annotations import FolderLabels, annotate, read_boxes
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
-from opal_deploy.inference.types import InferenceOptions, Request, build_requests
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.preprocess.resize import display_size
 from opal_deploy.records.names import unescape_name
 from opal_deploy.visualization.report import ReportWriter
 from tests.inference.bright import BrightSession, code, read_results, save
 
 
-def run_in(out: Path, images: Path | Iterator[Request], *, explain: bool = False, **how: Any) -> Summary:
+def run_in(out: Path, images: Path | Iterator[InputImage], *, explain: bool = False, **how: Any) -> Summary:
     out.mkdir(exist_ok=True)
     session = BrightSession()
     options = RunOptions(
@@ -37,7 +36,7 @@ def run_in(out: Path, images: Path | Iterator[Request], *, explain: bool = False
         ReportOptions() if explain else None,
         SheetBuilder(session.metadata) if how.pop("sheets", False) else None,
     )
-    requests = build_requests(discover([str(images)], Skipped())) if isinstance(images, Path) else images
+    requests = discover([str(images)], Skipped()) if isinstance(images, Path) else images
     return run(requests, LocalBackend([session]), options, **how)
 
 
@@ -130,7 +129,7 @@ def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path: Path) -> Non
     (tmp_path / "in/none").mkdir()
     (tmp_path / "boxes.csv").write_text("image,x0,y0,x1,y1\nb.png,20,10,60,40\n")
     items = discover([str(tmp_path / "in/oak\xfc"), str(tmp_path / "in/none")], Skipped())
-    requests = list(build_requests(items, read_boxes(tmp_path / "boxes.csv"), FolderLabels()))
+    requests = list(annotate(items, read_boxes(tmp_path / "boxes.csv"), FolderLabels()))
     assert [request.label for request in requests] == ["oak\xfc", "oak\xfc", "in"]
     assert [request.error and request.error.code for request in requests] == ["no_box", None, "no_images"]
     run_in(tmp_path / "out", iter(requests))

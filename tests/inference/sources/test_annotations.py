@@ -13,7 +13,6 @@ import pytest
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.sources.annotations import Boxes, Labels, read_boxes, read_labels
-from opal_deploy.inference.sources.items import Item
 from opal_deploy.preprocess.geometry import Box
 from tests.datasets import layouts
 
@@ -35,7 +34,7 @@ def labels(folder: Path, text: str | bytes) -> Labels:
 
 
 def find(table: Boxes, path: str) -> Box:
-    return table.find(Item(Path(path), Path(path).name))
+    return table.find(path)
 
 
 def coco(**changes: Any) -> str:

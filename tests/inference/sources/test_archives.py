@@ -18,9 +18,10 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.sources import members
-from opal_deploy.inference.sources.byte_ranges import ByteRange
 from opal_deploy.inference.sources.discovery import discover
-from opal_deploy.inference.sources.items import Item, Skipped
+from opal_deploy.inference.sources.items import Skipped
+from opal_deploy.inference.sources.members import ByteRange
+from opal_deploy.inference.types import InputImage
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.records.names import unescape_name
 from tests.inference.bright import read_results
@@ -69,17 +70,17 @@ def pack(path: Path, content: Members, kind: str = "") -> Path:
     return path
 
 
-def items(*inputs: str | Path, skipped: Skipped | None = None) -> list[Item]:
+def items(*inputs: str | Path, skipped: Skipped | None = None) -> list[InputImage]:
     return list(discover([str(i) for i in inputs], skipped or Skipped()))
 
 
-def outcomes(found: list[Item]) -> list[int | str]:
+def outcomes(found: list[InputImage]) -> list[int | str]:
     """The grey of each item's image, or the code of its error."""
     result: list[int | str] = []
     for item in found:
         try:
-            if item.problem is not None:
-                raise item.problem
+            if item.error is not None:
+                raise item.error
             result.append(decode(item.source).getpixel((0, 0))[0])  # type: ignore[index]
         except ImageError as error:
             result.append(error.code)
@@ -164,8 +165,8 @@ def test_links_are_followed_inside_an_archive_and_named_where_they_leave_it(tmp_
         if isinstance(outcome, int):
             assert outcomes([item]) == [outcome], item.name
         else:
-            assert item.problem is not None
-            assert (item.problem.code, outcome in str(item.problem)) == ("unsupported_member", True), item.problem
+            assert item.error is not None
+            assert (item.error.code, outcome in str(item.error)) == ("unsupported_member", True), item.error
     # a file, and a link to one, that are no images by name; two links to folders in the archive
     assert (skipped.examples, skipped.folder_link_examples) == (["blob", "cover"], ["alias", "root"])
 
@@ -247,7 +248,7 @@ def test_a_cut_archive_gives_its_whole_members_unless_a_missing_checksum_was_to_
     *before, problem, last = items(path, pack(tmp_path / "good.tar", {"last.png": png(99)}, "plain.tar"))
     assert outcomes(before) == list(range(len(before)))
     assert (0 < len(before) < 10) is (kind in ("plain.tar", *ZIPS))
-    assert (problem.path, outcomes([problem, last])) == (path, ["corrupt_archive", 99])
+    assert (problem.source, outcomes([problem, last])) == (path, ["corrupt_archive", 99])
 
 
 def lead_back(data: bytes, at: int) -> bytes:
@@ -274,7 +275,7 @@ def test_a_tar_without_its_end_is_not_whole(tmp_path: Path, damage: Callable, me
     path.write_bytes(damage(path.read_bytes(), path.read_bytes().index(b"2.png")))
     found = items(path)
     assert outcomes(found) == [0, 1, "corrupt_archive"]
-    assert message in str(found[-1].problem)
+    assert message in str(found[-1].error)
 
 
 @pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz"])
@@ -289,7 +290,7 @@ def test_what_follows_the_end_of_a_tar_is_read_or_named(tmp_path: Path, kind: st
         # zeros of a damaged disk in place of a header: the image's bytes follow an apparent end
         patch(tmp_path / kind, first.index(b"1.png"), bytes(512))
         found = items(tmp_path / kind)
-        assert (outcomes(found), "follow its end" in str(found[-1].problem)) == ([0, "corrupt_archive"], True)
+        assert (outcomes(found), "follow its end" in str(found[-1].error)) == ([0, "corrupt_archive"], True)
 
 
 def test_a_tar_header_cannot_claim_an_endless_name(tmp_path: Path) -> None:
@@ -328,7 +329,7 @@ def test_a_zips_damaged_directory_costs_no_member(tmp_path: Path) -> None:
     flip(path, path.read_bytes().rindex(b"PK\1\2"))
     found = items(path)
     assert outcomes(found) == [0, 1, 2, 3, "corrupt_archive"]
-    assert "the directory of its members cannot be read" in str(found[-1].problem)
+    assert "the directory of its members cannot be read" in str(found[-1].error)
 
 
 class Pipe(io.BytesIO):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.inference.sources.counting import ImageCounter
+from opal_deploy.inference.inputs import ImageCounter
 from opal_deploy.inference.sources.discovery import discover, shard
 from opal_deploy.inference.sources.items import Skipped
 

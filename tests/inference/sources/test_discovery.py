@@ -15,8 +15,8 @@ import pytest
 
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.discovery import check_inputs, discover, shard
-from opal_deploy.inference.sources.items import Item, Skipped
-from opal_deploy.inference.types import build_requests
+from opal_deploy.inference.sources.items import Skipped
+from opal_deploy.inference.types import InputImage
 from tests.inference.bright import BrightSession, code, predict, save
 
 
@@ -28,7 +28,7 @@ def touch(*paths: Path) -> None:
 
 def names(*inputs: str | Path, skipped: Skipped | None = None, recursive: bool = True) -> list[str]:
     found = discover([str(i) for i in inputs], skipped or Skipped(), recursive=recursive)
-    return [item.relative if item.problem is None else f"{item.relative}: {item.problem.code}" for item in found]
+    return [item.relative if item.error is None else f"{item.relative}: {item.error.code}" for item in found]
 
 
 def test_a_folders_images_come_sorted_with_those_of_its_subfolders(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_folders_may_be_nested_deeper_than_python_recurses(tmp_path: Path) -> No
         (item,) = discover([str(tmp_path)], Skipped())
     finally:
         sys.setrecursionlimit(limit)
-    assert item.path == deepest / "a.jpg"
+    assert item.source == deepest / "a.jpg"
 
 
 def test_a_folder_that_cannot_be_listed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +99,10 @@ def test_a_folder_that_cannot_be_listed_says_why(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "scandir", refuse)
     good, locked = discover([str(tmp_path)], Skipped())
-    assert (good.problem, locked.path) == (None, tmp_path / "locked")
-    assert locked.problem is not None
-    assert locked.problem.code == "unreadable"
-    assert "Permission denied" in str(locked.problem)
+    assert (good.error, locked.source) == (None, tmp_path / "locked")
+    assert locked.error is not None
+    assert locked.error.code == "unreadable"
+    assert "Permission denied" in str(locked.error)
 
 
 def test_a_folder_without_images_costs_other_inputs_nothing(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_folder_without_images_costs_other_inputs_nothing(tmp_path: Path) -> N
     inputs = [str(tmp_path / name) for name in ("0", "one", "1", "two", "2")]
     assert names(*inputs) == ["0: no_images", "a.jpg", "1: no_images", "b.jpg", "2: no_images"]
     # other folders' files are not its own
-    assert all("notes.txt" not in str(item.problem) for item in discover(inputs, Skipped()))
+    assert all("notes.txt" not in str(item.error) for item in discover(inputs, Skipped()))
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_a_list_names_one_path_a_line(tmp_path: Path, monkeypatch: pytest.Monkey
     content = b"a.jpg\r\n\nb c/\xff.jpg\nlast.png"
     expected = [b"a.jpg", b"b c/\xff.jpg", b"last.png"]
     stdin = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
-    assert [os.fsencode(item.path) for item in discover(["-"], Skipped(), stdin)] == expected
+    assert [os.fsencode(item.source) for item in discover(["-"], Skipped(), stdin)] == expected
     (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbf" + content)
-    assert [os.fsencode(item.path) for item in discover([f"@{tmp_path}/list.txt"], Skipped())] == expected
+    assert [os.fsencode(item.source) for item in discover([f"@{tmp_path}/list.txt"], Skipped())] == expected
     # a file whose name looks like a list's, or like lines of one, is that file
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.jpg\r").touch()
     stdin = io.TextIOWrapper(io.BytesIO(b"a\rb.jpg\nc.jpg\r\n"), encoding="utf-8")
-    assert [str(item.path) for item in discover(["-"], Skipped(), stdin)] == ["a\rb.jpg", "c.jpg\r"]
+    assert [str(item.source) for item in discover(["-"], Skipped(), stdin)] == ["a\rb.jpg", "c.jpg\r"]
     touch(tmp_path / "@a.png")
     check_inputs(["@a.png"])
     assert names("@a.png") == ["@a.png"]
@@ -191,7 +191,7 @@ def test_a_misspelt_input_is_refused_before_anything_begins(
 
 @pytest.mark.parametrize("count", [1, 3, 7, 20])
 def test_shards_are_disjoint_and_cover_everything(count: int) -> None:
-    items = [Item(Path(f"{number}.jpg"), f"{number}.jpg") for number in range(16)]
+    items = [InputImage.at(Path(f"{number}.jpg")) for number in range(16)]
     shards = [list(shard(items, index, count)) for index in range(1, count + 1)]
     assert sorted((item for part in shards for item in part), key=items.index) == items
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
@@ -217,9 +217,9 @@ def test_folders_and_lists_are_read_as_they_are_needed(tmp_path: Path, monkeypat
         os.close(writer)
 
 
-def statuses(items: Iterable[Item]) -> dict[str, str]:
+def statuses(items: Iterable[InputImage]) -> dict[str, str]:
     """The status of each item's record, or the code of its error."""
-    records = predict(build_requests(items), BrightSession(), batch=4)
+    records = predict(items, BrightSession(), batch=4)
     by_name = {Path(str(r["image"])).name: code(r) or r["status"] for r in records}
     assert len(by_name) == len(records)
     return by_name
@@ -270,10 +270,10 @@ def test_files_that_vanish_or_change_during_the_run_get_one_record_each(tmp_path
     save(tmp_path / "in/vanishing/a.png")
     save(tmp_path / "in/z/z.png")
 
-    def find() -> Iterator[Item]:
+    def find() -> Iterator[InputImage]:
         return discover([str(tmp_path / "in")], Skipped())
 
-    def change_meanwhile() -> Iterator[Item]:
+    def change_meanwhile() -> Iterator[InputImage]:
         for number, item in enumerate(list(find())[:40]):
             if number == 0:
                 (tmp_path / "in/05.png").unlink()
@@ -283,7 +283,7 @@ def test_files_that_vanish_or_change_during_the_run_get_one_record_each(tmp_path
             yield item
         for item in find():
             shutil.rmtree(tmp_path / "in/vanishing", ignore_errors=True)
-            if item.path.name in ("vanishing", "z.png"):
+            if Path(item.name).name in ("vanishing", "z.png"):
                 yield item
 
     found = statuses(change_meanwhile())
