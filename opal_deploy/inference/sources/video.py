@@ -254,7 +254,7 @@ def find_frame(reader: FrameReader, path: Path, item: InputImage, *, at_end: boo
         at_end: of a video itself, find what is wrong with it by reading all of it.
     """
     name = parse_frame_name(str(path))
-    if name is None and at_end and is_video_name(path.name) and path.is_file():
+    if name is None and at_end and is_video_name(path.name) and os.path.isfile(path):
         name = FrameName(str(path), _BEHIND_THE_END)
     return item if name is None else _read_frame(reader, name, item)
 
