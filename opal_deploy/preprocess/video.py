@@ -243,7 +243,11 @@ def _find_stream(container: InputContainer, max_pixels: int) -> VideoStream:
             f"{stream.width}x{stream.height} is {pixels:,} pixels, over the limit of {max_pixels:,} (--max-pixels)",
         )
     # frames of another size than the header's come before anything else could refuse them
-    stream.codec_context.options = {"max_pixels": str(max_pixels)}
+    options = {"max_pixels": str(max_pixels)}
+    if stream.codec_context.name == "mjpeg":
+        # else what a damaged frame lacks is left as it was in the buffer, from any earlier frame, and nothing says so
+        options["err_detect"] = "explode"
+    stream.codec_context.options = options
     # with several, the last frame of a video that was cut was marked as damaged in 14 readings of 15
     stream.codec_context.thread_count = 1
     return stream
