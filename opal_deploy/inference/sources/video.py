@@ -244,6 +244,11 @@ def expand_videos(items: Iterable[InputImage], options: VideoOptions) -> Iterato
                 yield item
 
 
+def undivided_error(video: Path) -> ImageError:
+    """Return the error of a video that is listed where no frames of videos are chosen."""
+    return ImageError("not_an_image", f"it is a video; {_HOW.format(video)}")
+
+
 def find_frame(reader: FrameReader, path: Path, item: InputImage, *, at_end: bool = False) -> InputImage:
     """Return the item of a recorded image with the frame that its path names; any other item as it is.
 
@@ -272,7 +277,7 @@ def _read_frame(reader: FrameReader, name: FrameName, item: InputImage) -> Input
 
 def _frames(reader: FrameReader, item: InputImage, video: Path, sampling: Sampling | None) -> Iterator[InputImage]:
     if sampling is None:
-        yield replace(item, error=ImageError("not_an_image", f"it is a video; {_HOW.format(video)}"))
+        yield replace(item, error=undivided_error(video))
         return
     first = 0
     while True:
