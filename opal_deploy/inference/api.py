@@ -35,8 +35,7 @@ class Model:
     Attributes:
         metadata: class names, prototypes per class, grid, input size, kind of evidence, verification report, ...
         description: engine, device, threads and precision, in one line.
-        sha256: hex digest of the model file; None for a model without one.
-        path: the model file; None for a model without one.
+        sha256, path: hex digest and path of the model file; None for a model without a file.
         sessions: run the model, one per device.
     """
 
@@ -89,23 +88,22 @@ class Model:
         """Return the records that `opal-deploy infer` writes, without their index, for one image or many.
 
         Args:
-            images: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB; or a sequence of such. A uint8 array
+            images: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB; or a sequence of these. A uint8 array
                 [N, H, W, 3] is a sequence of N.
             boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one per image, None for no
-                crop. For one image a sequence of one box will do.
-            top: classes listed in the record's `top`; all that the model lists if there are fewer.
-            min_margin: a prediction with a smaller margin has the status `abstained`; None: none has.
+                crop. For one image a sequence of one box is accepted.
+            top: maximum number of classes in the record's `top`.
+            min_margin: predictions with a smaller margin have the status `abstained`; None: none.
             batch: batch size.
             max_pixels: width times height above which an image gets an error record.
 
         Returns:
-            A record, or a list of records in the order of the images: a dictionary and a list that print in one line
-            per image and display themselves in a notebook. `image` is the path where one was given, else None. An image
-            that cannot be classified has an error record; nothing is raised. See `stream` for folders and globs.
+            A record, or a list of records in the order of the images, which print in one line per image and display
+            themselves in a notebook. `image` is the path that was given, else None. An image that cannot be classified
+            has an error record; nothing is raised. See `stream` for folders and globs.
 
         Raises:
-            ValueError: not boxes, or not as many as images.
-            StoppedEarly: the device was lost.
+            ValueError: not boxes, or not as many as images. StoppedEarly: the device was lost.
         """
         one = isinstance(images, str | bytes | os.PathLike | Image.Image) or (
             isinstance(images, np.ndarray) and images.ndim < 4
@@ -134,12 +132,11 @@ class Model:
         Args:
             images: a folder, a glob, an archive or their URL, searched as `opal-deploy infer` does; or any iterable of
                 images as `explain` takes them, which may be endless.
-            top, min_margin, batch, max_pixels: as for `explain`.
+            top, min_margin, batch, max_pixels: see `explain`.
             workers: images decoded in parallel.
 
         Raises:
-            UsageError: the input does not exist or holds no image.
-            StoppedEarly: the device was lost.
+            UsageError: the input does not exist or holds no image. StoppedEarly: the device was lost.
         """
         options = InferenceOptions(
             batch=batch, workers=workers, top=top, min_margin=min_margin, max_pixels=max_pixels,
@@ -156,12 +153,12 @@ class Model:
             yield to_explanation(result.record)
 
     def draw_overlay(self, record: Record, path: str | os.PathLike[str], image: Source | None = None) -> Path:
-        """Draw the evidence of a record over its image, write that as a JPEG to `path`, and return the path.
+        """Draw the evidence of a record over its image, write a JPEG to `path`, and return the path.
 
         Args:
             record: a record of this model.
             path: the file to write; its folder is created.
-            image: where the image is; None: at the path that the record names.
+            image: the image; None: at the path in the record.
 
         Raises:
             ImageError: the record has no prediction, or its image is gone or has changed.
@@ -181,8 +178,7 @@ class Model:
             box: (x0, y0, x1, y1) to crop to first.
 
         Raises:
-            ImageError: the image cannot be classified.
-            UsageError: no single cell of the model is evidence.
+            ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells.
         """
         from opal_deploy.inference.sheets import SheetBuilder
 
@@ -207,22 +203,19 @@ class Model:
         decode_timeout: float | None = 30.0,
         isolate: bool = False,
     ) -> Service:
-        """Start a service that classifies images as they come, from any thread; its `submit` takes them.
+        """Start a service that classifies images as they arrive, from any thread; see `Service.submit`.
+
+        Close it, or use it as a context manager. `explain` may be called at the same time.
 
         Args:
-            batch: largest batch size.
+            batch: maximum batch size.
             max_wait_ms: longest time that an image waits for its batch to fill, in milliseconds.
             capacity: maximum in-flight images; `submit` waits or raises beyond that.
             workers: parallel decode threads or processes.
-            top: classes listed in a record's `top`; all that the model lists if there are fewer.
-            min_margin: a prediction with a smaller margin has the status `abstained`; None: none has.
-            max_pixels: width times height above which an image gets an error record.
+            top, min_margin, max_pixels: see `explain`.
             decode: the decode path.
             decode_timeout: seconds per image, with `isolate`; None: no limit.
             isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
-
-        Returns:
-            A service; close it, or use it as a context manager. `explain` may be called beside it.
         """
         options = InferenceOptions(
             batch=batch,
@@ -258,16 +251,7 @@ def _write(path: str | os.PathLike[str], data: bytes) -> Path:
 
 
 def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
-    """Return a box or None for each image.
-
-    Args:
-        boxes: as for `Model.explain`.
-        images: their number.
-        one: a single image was given, not a sequence of one.
-
-    Raises:
-        ValueError: something else, or of another number.
-    """
+    """Return a box or None per image; `one`: a single image was given; raise ValueError if they do not fit."""
     if boxes is None:
         return [None] * images
     entries = list(boxes) if isinstance(boxes, Sequence | np.ndarray) else [boxes]
@@ -293,12 +277,11 @@ def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | N
     Args:
         path: the model file.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, or `0,1` for several GPUs.
-        threads: CPU threads of the runtime; None: as many as this process may use.
+        threads: CPU threads of the runtime; None: all that this process may use.
 
     Raises:
         ArtifactError: the file does not exist, is damaged, or is not a model of opal-deploy.
-        MissingExtra: the runtime is not installed.
-        UsageError: the device does not exist.
+        MissingExtra: the runtime is not installed. UsageError: the device does not exist.
     """
     sessions = open_sessions(Path(path), device=device, threads=threads)
     return Model(sessions, compute_sha256(Path(path)), Path(path))

@@ -1,4 +1,4 @@
-"""Atlases built from data sets: the work of `opal-deploy atlas`. Light to import."""
+"""Build atlases from data sets: the work of `opal-deploy atlas`. Light to import."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ def create_atlas(data: StrPath, model: StrPath | None, options: AtlasOptions) ->
         model: an exported model or a checkpoint; None: found as by `opal-deploy infer`.
 
     Raises:
-        UsageError: the data, the model or the output folder cannot be used.
-        StoppedEarly: a device was lost.
+        UsageError: the data, the model or the output folder cannot be used. StoppedEarly: a device was lost.
     """
     from opal_deploy.artifact.files import lock_directory
     from opal_deploy.inference import setup
@@ -136,18 +135,15 @@ def collect_images(
     progress: Progress = no_progress,
     total: int | None = None,
 ) -> None:
-    """Run the model on every image and hand the records to the collector.
+    """Run the model on every image and hand the records to the collector; raise StoppedEarly if a device is lost.
 
     Args:
         requests: the images, with their labels.
         sessions: sessions of one model with `exact` evidence.
         options: how images are decoded and batched.
         collector: receives the records.
-        progress: called with the number of images done after each.
+        progress: receives the number of images done after each image, and `total`.
         total: number of images, if it is known.
-
-    Raises:
-        StoppedEarly: a device was lost.
     """
     from opal_deploy.inference.decoding.prepare import content_sha256
     from opal_deploy.inference.executor import predict_stream
@@ -173,15 +169,7 @@ def explain_unused(counts: ImageCounts) -> str:
 
 @dataclass(frozen=True)
 class _ImageSet:
-    """The images of a data set.
-
-    Attributes:
-        requests: the images, with their labels.
-        description: the set in a few words.
-        total: number of images, if it is known.
-        labels: labels that the images may have, if they are known.
-        cropped: whether the images are cropped to boxes.
-    """
+    """The images of a data set, with their labels; `total` and `labels` are None if they are not known."""
 
     requests: Iterator[InputImage]
     description: str
@@ -191,11 +179,7 @@ class _ImageSet:
 
 
 def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
-    """Read a data set as the trainer does, or as plain folders if the trainer's packages are missing.
-
-    Raises:
-        UsageError: the data set cannot be used.
-    """
+    """Read a data set as the trainer does, or as plain folders if the trainer's packages are missing."""
     from opal_deploy.datasets.registry import read_dataset
 
     if options.plain or (options.dataset is None and not data.is_dir()):

@@ -42,8 +42,7 @@ class DrawTask:
         can be drawn either. Nothing is claimed: images to draw on are small.
 
         Args:
-            request: the result, with its image, and with outputs for a sheet; and what to draw, a thumbnail only with
-                its overlay.
+            request: the result with its image, for a sheet also its outputs; and what to draw.
             timer: receives the time of the stage `draw`.
             claim: not used.
         """
@@ -86,20 +85,14 @@ class DrawingPool:
     """Draws results, with `isolate` in worker processes; every method but `close` may be called from any thread."""
 
     def __init__(self, task: DrawTask, inference: InferenceOptions, timer: StageTimer = NO_OP_TIMER) -> None:
-        """Start nothing yet.
-
-        Args:
-            task: what the processes do.
-            inference: `workers`, `isolate` and `decode_timeout` apply to drawing, too.
-            timer: receives the time of the stage `draw`.
-        """
+        """Start nothing yet; `workers`, `isolate` and `decode_timeout` of `inference` apply to drawing, too."""
         self._task, self._timeout, self._timer = task, inference.decode_timeout, timer
         self._processes = None
         if inference.isolate:
             self._processes = ProcessPool(inference.workers, task, self._timeout, timer)
 
     def draw(self, result: Result, parts: Sequence[Part]) -> Drawings:
-        """Return the drawings of an answered image.
+        """Return the drawings `parts` of an image with a prediction; a thumbnail only with its overlay.
 
         Raises:
             StoppedEarly: no process can be started, or a file that every drawing needs is damaged.

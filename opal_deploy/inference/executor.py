@@ -1,8 +1,8 @@
-"""Run batches through sessions while the next images are decoded: the loop that `infer` and `Model.explain` share.
+"""Run batches through sessions while the next images are decoded: the loop of `infer` and `Model.explain`.
 
-Batches are decoded by a decoder pool, predicted by threads of each session, and turned into results by the thread that
-takes them, all in input order. Every queue is bounded, so memory does not grow with the number of images: while nobody
-takes results, no batch is predicted, no image decoded, and no request taken, beyond a fixed number of each.
+A decoder pool decodes batches, a thread per session predicts them, and the thread that takes results builds these, all
+in input order. Every queue is bounded, so memory does not grow with the number of images: while no result is taken,
+only a fixed number of images is read, decoded and predicted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Self, TypeAlias, TypeVar
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OpalError, OutOfMemory
-from opal_deploy.inference.decoding.pool import DecoderPool, Decoders, group_size
+from opal_deploy.inference.decoding.pool import DecoderPool, group_size
 from opal_deploy.inference.decoding.slots import PreparedBatch
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer, ThreadRole
@@ -36,7 +36,7 @@ def predict_stream(
     timer: StageTimer = NO_OP_TIMER,
     print_message: Callable[[str], None] = lambda _: None,
 ) -> Generator[Result, None, None]:
-    """Yield one result a request, in the order of the requests; see `predict_batches`."""
+    """Yield one result per image, in the order of the images; see `predict_batches`."""
     batches = predict_batches(requests, sessions, options, timer, print_message)
     try:
         yield from release_each(batches)
@@ -45,7 +45,7 @@ def predict_stream(
 
 
 def release_each(batches: Iterable[list[Result]]) -> Iterator[Result]:
-    """Yield the results of every batch, and keep none that was yielded: an image to draw takes megabytes."""
+    """Yield the results of every batch without keeping any: an image to draw takes megabytes."""
     for results in batches:
         results.reverse()
         while results:
@@ -58,26 +58,26 @@ def predict_batches(
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
     print_message: Callable[[str], None] = lambda _: None,
-    open_decoders: Callable[..., Decoders] = DecoderPool,
+    open_decoders: Callable[..., AbstractContextManager[DecoderPool]] = DecoderPool,
     *,
     first: int = 0,
 ) -> Generator[list[Result], None, None]:
-    """Yield the results of one batch of requests after the other, in the order of the requests.
+    """Yield the results of one batch of images after the other, in the order of the images.
 
     Args:
-        requests: may be endless; it is read a bounded distance ahead. Everything that was taken from it is predicted,
-            so that ending it stops the loop without losing anything.
+        requests: the images, perhaps without end; read a bounded distance ahead. Every image that was read is
+            predicted, so the loop can be stopped by ending `requests`.
         sessions: of one model; batches go to them in turn.
         options: how images are decoded, batched and predicted.
-        timer: gets the times of every stage.
-        print_message: is called, from any thread, when memory was short and the batch is smaller from then on.
-        open_decoders: makes what decodes the images, of the arguments of `DecoderPool`.
-        first: number of the first image in its run. Each image gets the place in its batch that it has in a run that
-            begins with number 0: there a runtime may compute another last bit of a logit.
+        timer: receives the times of every stage.
+        print_message: receives a line, from any thread, when memory was short and batches become smaller.
+        open_decoders: opens the decoder pool, with the arguments of `DecoderPool`.
+        first: number of the first image in its run. Each image gets the place in its batch that it has in a run from
+            number 0: at another place a runtime may compute another last bit of a logit.
 
     Raises:
-        StoppedEarly: a device was lost; everything before its batch was yielded.
-        OpalError: `requests` raised it; everything before it was yielded.
+        StoppedEarly: a device was lost; all results before its batch were yielded.
+        OpalError: `requests` raised it; all results before were yielded.
     """
     errors: list[OpalError] = []
     padding = first % options.batch
@@ -94,10 +94,10 @@ def predict_batches(
     slots = ahead + 1 + in_flight + 1 + 1
     with ExitStack() as stack:
         try:
-            decoders = open_decoders(options, sessions[0].metadata.input_size, timer, slots=slots, rows=options.batch)
+            opened = open_decoders(options, sessions[0].metadata.input_size, timer, slots=slots, rows=options.batch)
         except MemoryError as error:
             raise OutOfMemory(f"batches of {options.batch} images: {error}; use a smaller --batch") from None
-        stack.enter_context(decoders)
+        decoders = stack.enter_context(opened)
         for session in sessions:
             stack.enter_context(pinned(session, decoders.pixels))
         runners = [stack.enter_context(SessionRunner(predictor, timer)) for predictor in predictors]
@@ -129,18 +129,18 @@ Job: TypeAlias = tuple[PreparedBatch, Future[Predicted]]
 
 
 class SessionRunner:
-    """The thread of one session, which keeps up to `depth` batches in flight where the session allows it."""
+    """The thread of one session, which keeps up to `depth` batches in flight if the session allows it."""
 
     def __init__(
         self, predictor: BatchPredictor, timer: StageTimer, take: Callable[[bool], Job | None] | None = None
     ) -> None:
-        """Start nothing yet; a context manager, which drops the jobs that have not begun.
+        """Start nothing yet; leaving the context drops the jobs that have not begun.
 
         Args:
             predictor: of the session.
-            timer: gets the times of the stage `compute`.
+            timer: receives the times of the stage `compute`.
             take: returns the next job, or None to end the thread; with False it must not wait, and raises `queue.Empty`
-                for no job. None: the jobs come from `submit`.
+                if there is no job. None: the jobs come from `submit`.
         """
         self._predictor, self._timer = predictor, timer
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -210,14 +210,7 @@ class SessionRunner:
 
 @contextmanager
 def thread_pool(workers: int, name: str, timer: StageTimer, role: ThreadRole) -> Iterator[ThreadPoolExecutor]:
-    """Open a pool that drops what waits when its block is left, so that an interrupted run ends at once.
-
-    Args:
-        workers: number of threads.
-        name: prefix of their names.
-        timer: counts their stages under `role`.
-        role: of these threads.
-    """
+    """Open a pool whose stages count under `role`; leaving drops what waits, so an interrupted run ends at once."""
     pool = ThreadPoolExecutor(workers, name, initializer=timer.register_thread, initargs=(role,))
     try:
         yield pool
@@ -231,12 +224,12 @@ def prefetch(
     """Yield the results of futures in order, with at most `distance` begun beyond the one that is awaited.
 
     Args:
-        futures: begun one by one, as they are taken.
+        futures: each begins when it is taken.
         distance: number of futures.
-        waiting: makes the context in which a result is awaited.
+        waiting: returns the context in which a result is awaited.
 
     Raises:
-        OpalError: `futures` raised it; the results of those before were yielded.
+        OpalError: `futures` raised it; the results before were yielded.
     """
 
     def first_result() -> T:
@@ -262,7 +255,7 @@ def prefetch(
 
 
 def until_error(items: Iterable[T], errors: list[OpalError]) -> Iterator[T]:
-    """Yield items up to an OpalError, which is put into `errors`: results of earlier items come before it is raised."""
+    """Yield items up to an OpalError, which is appended to `errors`, so that it can be raised after earlier results."""
     try:
         yield from items
     except OpalError as error:
@@ -270,7 +263,7 @@ def until_error(items: Iterable[T], errors: list[OpalError]) -> Iterator[T]:
 
 
 def _batches(requests: Iterator[InputImage], size: int) -> Iterator[Iterator[InputImage]]:
-    """Yield iterators over batches, each to be read to its end before the next one is taken; none is empty."""
+    """Yield iterators over batches, none empty; each must be read to its end before the next one is taken."""
     for first in requests:
         batch = itertools.chain([first], itertools.islice(requests, size - 1))
         # a frame of a video is large

@@ -1,4 +1,4 @@
-"""Evidence sheets as files, one per image: the work of `opal-deploy explain`. Light to import."""
+"""Write evidence sheets, one per image: the work of `opal-deploy explain`. Light to import."""
 
 from __future__ import annotations
 
@@ -64,13 +64,7 @@ class ExplainOptions(Options):
 
 @dataclass(frozen=True)
 class WrittenSheets:
-    """The outcome of `write_sheets`.
-
-    Attributes:
-        documents: content of each sheet for JSON, with its file as `sheet`.
-        failed: number of images that could not be used.
-        single: whether exactly one image was given.
-    """
+    """The outcome of `write_sheets`: each sheet's content for JSON, the failed images, and if one image was given."""
 
     documents: list[dict[str, Any]]
     failed: int
@@ -86,8 +80,7 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
         model: an exported model or a checkpoint; None: found as by `opal-deploy infer`.
 
     Raises:
-        UsageError: an input, the output or the model cannot be used.
-        ImageError: the only image cannot be used.
+        UsageError: an input, the output or the model cannot be used. ImageError: the only image cannot be used.
     """
     from opal_deploy.inference.executor import predict_stream
     from opal_deploy.inference.inputs import ImageCounter
@@ -155,11 +148,7 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
 
 
 def _write_sheet(result: Result, builder: SheetBuilder, path: Path, log: Log) -> dict[str, Any]:
-    """Write one sheet and return its content for JSON.
-
-    Raises:
-        ImageError: the image cannot be used.
-    """
+    """Write one sheet and return its content for JSON; raise ImageError if the image cannot be used."""
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.visualization.style import format_number
 
@@ -190,11 +179,7 @@ class _Output:
 
     @staticmethod
     def parse(images: Sequence[str], options: ExplainOptions) -> _Output:
-        """Read the output off the options.
-
-        Raises:
-            UsageError: a file for several images, contradicting options, or an existing sheet.
-        """
+        """Read the output off the options; raise UsageError if they contradict each other or the images."""
         from opal_deploy.inference.sources.archives import is_archive_name
         from opal_deploy.inference.sources.video import parse_frame_name
 
@@ -224,7 +209,7 @@ class _Output:
         return output
 
     def check(self, path: Path) -> None:
-        """Raise UsageError for an existing file, unless it may be overwritten."""
+        """Raise UsageError for an existing file, unless it may be replaced."""
         if path.exists() and not self.overwrite:
             raise UsageError(f"{path}: already exists; choose another --out, or replace it with --overwrite")
 

@@ -20,12 +20,12 @@ _MAX_NAME_BYTES = 4096
 def build_explain_requests(
     images: Sequence[bytes], names: Sequence[bytes] | None, boxes: NDArray[np.float32] | None
 ) -> list[InputImage]:
-    """Return one request per image.
+    """Return one image to classify per row.
 
     Args:
         images: N image files.
         names: N names, see `parse_name`; None: no image has one.
-        boxes: float32 [N, 4], see `InputImage.box`; a row of NaN, or None: no crop.
+        boxes: float32 [N, 4], see `InputImage.crop`; a row of NaN, or None: no crop.
 
     Raises:
         ValueError: another number of names or boxes, or a name that is too long.
@@ -44,11 +44,7 @@ def build_explain_requests(
 
 
 def parse_name(name: bytes) -> str | None:
-    """Return a name as a record's `image`, escaped as `infer` escapes file names; None for an empty one.
-
-    Raises:
-        ValueError: the name is too long.
-    """
+    """Return a name as a record's `image`, escaped as by `infer`; None if empty; raise ValueError if too long."""
     if len(name) > _MAX_NAME_BYTES:
         raise ValueError(f"input {NAME!r}: {len(name)} bytes found; expected at most {_MAX_NAME_BYTES}")
     return escape_name(name.decode("utf-8", "surrogateescape")) or None

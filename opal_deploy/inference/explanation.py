@@ -28,7 +28,7 @@ _MAX_ROWS = 50
 
 
 class Explanation(dict[str, Any]):
-    """A record; equal to, and in JSON the same as, the plain dictionary."""
+    """A record: equal to the plain dictionary, and the same in JSON."""
 
     def __str__(self) -> str:
         """Return one line of text: image, label and margin, or the error."""
@@ -59,7 +59,7 @@ class Explanations(list[Record]):
         return to_pandas(self, rows)
 
     def __str__(self) -> str:
-        """Return one line an image."""
+        """Return one line per image."""
         return "\n".join(map(format_line, self))
 
     def _repr_html_(self) -> str:
@@ -110,7 +110,7 @@ def _slot_row(slot: Slot) -> str:
 
 
 def _overlay_html(record: Record) -> str:
-    """Return the overlay as an <img> element; empty where the file is gone or has changed."""
+    """Return the overlay as an <img> element; empty if the file is gone or has changed."""
     name = record["image"]
     if "prediction" not in record or name is None:
         return ""
@@ -124,13 +124,7 @@ def _overlay_html(record: Record) -> str:
 
 
 def load_record_image(record: Record, source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image | None:
-    """Return the image of a record, RGB and oriented; None where its file is gone or has changed.
-
-    Args:
-        record: with the digest and size of the file.
-        source: where the file is now.
-        max_pixels: width times height above which it is not decoded.
-    """
+    """Return the image of a record, RGB and oriented; None if its file at `source` is gone or has changed."""
     if isinstance(source, Image.Image | np.ndarray):
         return None
     try:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from opal_deploy.artifact.files import check_sha256
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError
+from opal_deploy.inference.cluster.connection import ActorPlan, check_ray_options, open_cluster
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
 from opal_deploy.inference.inputs import Inputs
 from opal_deploy.inference.options import InferOptions
 from opal_deploy.inference.run.bucket import acquire_bucket_run_dir
 from opal_deploy.inference.run.directory import IMAGES, RunDirectory, acquire_run_dir
+from opal_deploy.inference.run.drawing import ReportOptions, describe_evidence, report_facts
 from opal_deploy.inference.run.interrupt import Interrupt
-from opal_deploy.inference.run.report import ReportOptions, describe_evidence, report_facts
 from opal_deploy.inference.run.run import Backend, LocalBackend, RunOptions, run
 from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
 from opal_deploy.inference.run_files import OVERLAYS, REPORT, RESULTS, SHEETS, SUMMARY
@@ -47,7 +48,6 @@ from opal_deploy.storage.urls import is_url, redact
 
 if TYPE_CHECKING:
     from opal_deploy.inference.api import Model
-    from opal_deploy.inference.cluster.connection import ActorPlan
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class InferenceRun:
     """A complete run.
 
     Attributes:
-        out: the run directory; a URL for one in a bucket.
+        out: the run directory; a URL if it is in a bucket.
         summary: the document of summary.json: counts, accuracy, times, model and command.
         lines: what the command prints about the run.
     """
@@ -111,7 +111,8 @@ def run_inference(
     """Classify images and explain the predictions, and write a run directory, as `opal-deploy infer` does.
 
     The run directory holds results.jsonl with one record per image, and summary.json. Prints nothing. A run that ended
-    early, through an exception, KeyboardInterrupt or a killed process, continues when the same call is made again.
+    early, by an exception, KeyboardInterrupt or a killed process, resumes when the same call is made again. A complete
+    run is returned without computing it again.
 
     Args:
         images: folders (with subfolders), files, globs, tar and zip archives, or URLs of them (s3://, gs://, az://,
@@ -119,15 +120,11 @@ def run_inference(
         model: an exported model, a checkpoint, or what `load` returned; None: the best model in the working directory.
         options: see the keywords.
 
-    Returns:
-        The run, with the paths of its files. A run that was complete already is not computed again.
-
     Raises:
         UsageError: an input or an option is wrong, or `out` holds another run.
         ArtifactError: the model does not exist or is damaged.
         StoppedEarly: the disk is full, a device was lost, or more than `max_errors` images failed.
-        MissingExtra: an extra is not installed.
-        KeyboardInterrupt: the run was interrupted.
+        MissingExtra: an extra is not installed. KeyboardInterrupt: the run was interrupted.
     """
     with ExitStack() as stack:
         job = _prepare(images, model, options, stack)
@@ -152,10 +149,12 @@ def _prepare(
     tables = check_formats(options.formats)
     max_errors = None if options.max_errors is None else ErrorLimit.parse(str(options.max_errors))
     out, remote = _parse_out(options)
-    _check_ray(options)
+    check_ray_options(options)
     raise_pillow_limit(options.max_pixels)
 
-    plan = _open_cluster(options, stack)
+    plan = None
+    if options.ray is not None:
+        plan = stack.enter_context(open_cluster(options.ray, options.ray_cpus, options.log))
     loaded = _open_model(model, plan, options)
     path, metadata = loaded.path, loaded.metadata
     margin = options.min_margin
@@ -165,7 +164,13 @@ def _prepare(
     )  # fmt: skip
     margin = None if margin is None else parse_min_margin(margin, path, metadata, options.log)
     sheets = prepare_sheets(loaded, options, margin)
-    backend: Backend = LocalBackend(sheets.sessions) if plan is None else _open_ray_backend(plan, loaded, options)
+    backend: Backend
+    if plan is None:
+        backend = LocalBackend(sheets.sessions)
+    else:
+        from opal_deploy.inference.cluster.backend import RayBackend
+
+        backend = RayBackend(plan, loaded, options)
     inference = InferenceOptions(
         batch=options.batch or (default_batch(sheets.sessions[0]) if plan is None else plan.default_batch),
         fixed_batch=True,
@@ -185,7 +190,7 @@ def _prepare(
 
 @dataclass
 class _Job:
-    """A call that was checked, with everything that its run needs."""
+    """A checked call, with everything that its run needs."""
 
     options: InferOptions
     inputs: Inputs
@@ -238,7 +243,7 @@ class _Job:
         }
 
     def complete(self, directory: RunDirectory) -> InferenceRun:
-        """Return a run that was finished before, and write those of its tables that are missing."""
+        """Return a run that is complete already, and write any of its tables that are missing."""
         document, log = directory.read_summary(), self.options.log
         log(
             f"{directory.location}: this run is finished ({document['images']} images, ended {document['ended']}); "
@@ -251,7 +256,7 @@ class _Job:
         return self._result(directory, document, (f"Summary: {directory.location}/{SUMMARY}",))
 
     def run(self, directory: RunDirectory) -> InferenceRun:
-        """Run, and write summary.json however the run ends."""
+        """Run, and write summary.json even if the run ends early."""
         options, log, backend = self.options, self.options.log, self.backend
         log(f"Explaining with {self.loaded.path} in {backend.description}, batches of {self.inference.batch}")
         run_options = RunOptions(
@@ -383,34 +388,3 @@ def _open_model(model: StrPath | Model | None, plan: ActorPlan | None, options: 
     if options.expect_sha256 is not None:
         check_sha256(path, options.expect_sha256)
     return LoadedModel(path, [], fingerprint_model(path), read_model_metadata(path))
-
-
-def _check_ray(options: InferOptions) -> None:
-    if options.ray is None and options.ray_cpus is not None:
-        raise UsageError("--ray-cpus without --ray: it is the size of a Ray actor; give --ray local, auto or HOST:PORT")
-    if options.ray is not None and options.device != "auto":
-        raise UsageError(
-            f"--device {options.device} with --ray: every actor has one GPU, or with --ray-cpus N that many CPUs; "
-            "leave out --device"
-        )
-    if options.ray is not None and options.every is not None:
-        raise UsageError("--every with --ray: videos are decoded on one machine; leave out --ray")
-
-
-def _open_cluster(options: InferOptions, stack: ExitStack) -> ActorPlan | None:
-    """Connect to the cluster of `ray` until the stack is closed, and return the size of its actors."""
-    if options.ray is None:
-        return None
-    from opal_deploy.inference.cluster.connection import open_cluster
-
-    return stack.enter_context(open_cluster(options.ray, options.ray_cpus, options.log))
-
-
-def _open_ray_backend(plan: ActorPlan, loaded: LoadedModel, options: InferOptions) -> Backend:
-    from opal_deploy.inference.cluster.backend import ModelOptions, RayBackend
-
-    model = ModelOptions(
-        loaded.path, loaded.fingerprint["sha256"], options.runtime, options.threads, options.cuda_graphs,
-        options.heatmap,
-    )  # fmt: skip
-    return RayBackend(plan, model, [] if options.atlas is None else [Path(options.atlas)])

@@ -1,4 +1,9 @@
-"""The inputs of a run: its images, with their boxes and labels."""
+"""The inputs of a run: its images, with crops and labels, and their number.
+
+Images are counted in a thread while they are processed, so that the time left is known. Listing names a second time
+takes some 10 µs per image. Whatever would have to be read, asked for over a network or waited for is not counted:
+standard input, URLs other than of one image, tars, videos.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +35,13 @@ from opal_deploy.storage.urls import is_url
 
 @dataclass(frozen=True)
 class Inputs:
-    """The images of a run, with what is known of them.
+    """The images of a run.
 
     Attributes:
         images: folders, files, globs, archives, lists.
         shard: (i, n): every n-th image from the i-th on, counted from 1.
-        recursive: look into the subfolders of folders.
-        boxes: crops by image; None: no image is cropped.
-        labels: labels by image; None: none is known.
+        recursive: include subfolders.
+        boxes, labels: crops and labels by image; None: none.
         video: how videos are read, and which of their frames.
     """
 
@@ -50,11 +54,7 @@ class Inputs:
 
     @staticmethod
     def read(images: list[str], options: InferOptions) -> Inputs:
-        """Check the inputs, and read the files of boxes and labels.
-
-        Raises:
-            UsageError: an input does not exist, or a shard, boxes or labels cannot be used.
-        """
+        """Check the inputs, and read the files of boxes and labels; raise UsageError if any cannot be used."""
         video = VideoOptions(
             None if options.every is None else Sampling.parse(str(options.every)),
             max_pixels=options.max_pixels, isolate=options.isolate, timeout=options.decode_timeout or None,
@@ -70,17 +70,13 @@ class Inputs:
         return Inputs(images, shard, options.recursive, boxes, labels, video)
 
     def find_images(self, skipped: Skipped) -> Iterator[InputImage]:
-        """Yield the images in order, with crops and labels; `skipped` counts other files.
-
-        Raises:
-            UsageError: no image was found.
-        """
+        """Yield the images in order, with crops and labels; `skipped` counts other files; raise UsageError if none."""
         images = discovery.discover(self.images, skipped, sys.stdin, recursive=self.recursive, video=self.video)
         images = itertools.chain([next(images)], images)
         return annotate(discovery.shard(images, *self.shard), self.boxes, self.labels)
 
     def counter(self) -> ImageCounter:
-        """Return a counter of these images that works in the background."""
+        """Return a counter of these images."""
         videos = self.video.sampling is not None
         return ImageCounter(self.images, self.shard, recursive=self.recursive, videos=videos)
 
@@ -98,27 +94,19 @@ _CHUNK, _PAUSE = 256, 0.005
 
 
 class _NotCountable(Exception):
-    """An input would have to be read, asked for or waited for."""
+    """An input that would have to be read, asked for or waited for."""
 
 
 class ImageCounter:
-    """Counts in a thread while its block runs what `discover` yields for the same inputs.
+    """Counts, in a thread while its block runs, what `discover` yields for the same inputs.
 
-    Attributes:
-        total: number of images; None until it is known, for ever where counting would not be cheap.
+    `total` is None until it is known, or if counting would be slow.
     """
 
     def __init__(
         self, inputs: Sequence[str], shard: tuple[int, int] = (1, 1), *, recursive: bool = True, videos: bool = False
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            inputs: of `discover`.
-            shard: (i, n): every n-th image is counted, beginning with the i-th, from 1.
-            recursive: whether to look into subfolders.
-            videos: whether frames of videos are taken.
-        """
+        """Start nothing yet; see `discover` for `inputs` and `recursive`, `Inputs` for `shard`."""
         self.total: int | None = None
         self._on_total: Callable[[int], None] | None = None
         self._inputs, self._shard, self._recursive = inputs, shard, recursive
@@ -127,7 +115,7 @@ class ImageCounter:
         self._thread = threading.Thread(target=self._run, name="count images", daemon=True)
 
     def notify(self, on_total: Callable[[int], None]) -> Self:
-        """Return the counter, which in its block calls `on_total`, in its own thread, once the number is known."""
+        """Return the counter, which in its block calls `on_total` from its thread when the number is known."""
         self._on_total = on_total
         return self
 
@@ -159,11 +147,7 @@ class ImageCounter:
             self._on_total(self.total)
 
     def _find(self, text: str) -> Iterable[InputImage | str]:
-        """Yield the item or the name of each image of an input, decided as `discover` does.
-
-        Raises:
-            _NotCountable: that would not be cheap.
-        """
+        """Yield each image or name of an input, decided as `discover` does; raise _NotCountable."""
         if text == STDIN or is_url(text.removeprefix(LIST_MARK)):
             return _one(text)
         if os.path.isdir(text):
@@ -178,11 +162,7 @@ class ImageCounter:
 
 
 def _one(name: str) -> Iterable[InputImage | str]:
-    """Return the images of a file, a URL or a line of a list: itself, or the members of a zip.
-
-    Raises:
-        _NotCountable: an archive that has to be read, a folder or glob in a bucket, a list on a server, standard input.
-    """
+    """Return the images of a file, a URL or a line of a list: itself, or the members of a zip; raise _NotCountable."""
     if is_url(name):
         if has_magic(name) or not is_image_name(name):
             raise _NotCountable

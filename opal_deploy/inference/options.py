@@ -30,12 +30,12 @@ from opal_deploy.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class InferOptions(Options):
-    """What a run computes, draws and writes, and on what it runs.
+    """The options of a run.
 
     Attributes:
         log: receives what the command prints, line by line.
         progress: receives the number of images done, of all images once it is known, and a note.
-        interrupt: ends the run in good order once its `requested` is true.
+        interrupt: stops the run gracefully when its `requested` is true.
     """
 
     explain: Annotated[bool, Option("Draw an overlay per image and write report.html.")] = False

@@ -1,8 +1,8 @@
 """Predict prepared batches with one session, and build their records.
 
 A record does not depend on the other images. An image with an error keeps its place in the batch as a blank image, so
-that the others are computed exactly as they would be beside a good one; and where a runtime's last bits depend on the
-size of the batch, every forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
+that the others are computed exactly as beside a good one. Where a runtime's last bits depend on the batch size, every
+forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from opal_deploy.runtime.session import PaddingSession, PipelinedSession, Sessio
 
 
 class BatchPredictor:
-    """A session that predicts batches, and the largest batch that its memory takes.
+    """A session that predicts batches, and the largest batch that fits into its memory.
 
     `run`, or `submit` and `collect`, need the session; `build_results` does not, so that another thread builds records
     while the session computes the next batch.
 
     Attributes:
-        depth: batches that may be in flight between `submit` and `collect`; 1: only `run` may be called.
+        depth: maximum batches in flight between `submit` and `collect`; 1: only `run` may be called.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class BatchPredictor:
         timer: StageTimer = NO_OP_TIMER,
         print_message: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Load nothing and run nothing yet.
+        """Load and run nothing yet.
 
         Args:
             session: the model.
             options: the options of batches and records.
-            timer: gets the times of the stages `compute` and `evidence`.
-            print_message: is called when memory was short and batches are smaller from then on.
+            timer: receives the times of the stages `compute` and `evidence`.
+            print_message: receives a line when memory was short and batches become smaller.
         """
         self._session, self._options, self._timer, self._print_message = session, options, timer, print_message
         self._pipelined = session if isinstance(session, PipelinedSession) else None
@@ -63,18 +63,18 @@ class BatchPredictor:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether another predictor waits for the session, which it gets once no batch of this one is in flight."""
+        """Whether another predictor waits for the session, which it gets when none of these batches is in flight."""
         return self._lock.is_contended
 
     def run(self, images: Sequence[Prepared], pixels: Pixels) -> Outputs | None:
         """Return the outputs of some images, one row each; None if all of them have errors.
 
-        Where memory does not suffice, the images are predicted in batches of half the size, which stays the limit from
-        then on. No batch may be in flight.
+        If memory is short, the images are predicted in batches of half the size, which remains the limit. No batch may
+        be in flight.
 
         Args:
             images: at most `options.batch`.
-            pixels: uint8 [rows, H0, W0, 3], the first rows those of the images; later ones may be overwritten.
+            pixels: uint8 [rows, H0, W0, 3], the images' rows first; later rows may be overwritten.
 
         Raises:
             OutOfMemory: a single image does not fit. StoppedEarly: the device was lost.
@@ -97,13 +97,10 @@ class BatchPredictor:
         return parts[0] if len(parts) == 1 else Outputs.concatenate(parts)
 
     def submit(self, images: Sequence[Prepared], pixels: Pixels) -> object | None:
-        """Begin a batch and return its handle; None where only `run` can predict it.
+        """Begin a batch and return its handle; None if only `run` can predict it; raise StoppedEarly.
 
-        The arguments are those of `run`; `pixels` must not change until the batch is collected. Until all batches are
-        collected, which happens in their order and on the same thread, no other predictor uses the session.
-
-        Raises:
-            StoppedEarly: the device was lost.
+        The arguments are those of `run`; `pixels` must not change until the batch is collected. Batches are collected
+        in order, on the same thread; until then no other predictor uses the session.
         """
         session = self._pipelined
         if session is None or len(images) > self._max_batch or all(image.error is not None for image in images):
@@ -123,11 +120,11 @@ class BatchPredictor:
             raise
 
     def collect(self, handle: object, images: Sequence[Prepared]) -> Outputs | None:
-        """Return the outputs of the oldest batch in flight; None where memory did not suffice, and `run` is called for.
+        """Return the outputs of the oldest batch in flight; None if memory was short and `run` must be called.
 
         Args:
             handle: what `submit` returned.
-            images: those of the batch.
+            images: the batch's images.
 
         Raises:
             StoppedEarly: the device was lost.
@@ -147,7 +144,7 @@ class BatchPredictor:
             self._lock.release(1)
 
     def _take_rows(self, pixels: Pixels, start: int, count: int) -> Pixels:
-        """Return `count` rows of a batch, filled up with blank images where the session needs one size."""
+        """Return `count` rows of a batch, filled up with blank images if the session needs one size."""
         if not self._fixed_batch:
             return pixels[start : start + count]
         rows = pixels[start : start + self._max_batch]
@@ -172,7 +169,7 @@ class BatchPredictor:
         self._print_message(f"{where}: out of memory with a batch of {size}; going on with {self._max_batch}")
 
     def build_results(self, part: Sequence[Prepared], pixels: Pixels, outputs: Outputs | None) -> list[Result]:
-        """Return the result of each image; see `run` for the arguments and the outputs."""
+        """Return the result of each image from its row of `outputs`, see `run`."""
         with self._timer.stage("evidence"):
             return self._build_results(part, pixels, outputs)
 

@@ -23,12 +23,7 @@ _STEM_LENGTH = 80
 
 
 def overlay_name(index: int, image: str | None) -> str:
-    """Return the path of an overlay in the run directory: unique in a run and safe, whatever the image is called.
-
-    Args:
-        index: of the image in the run, from 0.
-        image: its name.
-    """
+    """Return the path of an image's overlay in the run directory: unique and safe; `index` counts images from 0."""
     return _name(OVERLAYS, index, image)
 
 
@@ -45,15 +40,14 @@ def _name(kind: str, index: int, image: str | None) -> str:
 
 
 def write_image_file(out: Path | RemoteFile, name: str, encoded: bytes) -> None:
-    """Write `out/name`; a process that is killed meanwhile leaves no half image under that name.
+    """Write `out/name`; a process that is killed meanwhile leaves no partial file under that name.
 
     Args:
         out: the run directory, or its URL.
-        name: of the file in it.
-        encoded: its bytes.
+        name, encoded: of the file, and its bytes.
 
     Raises:
-        StoppedEarly: the disk is full or gone, or the bucket does not take it.
+        StoppedEarly: the disk is full or gone, or the bucket refuses it.
     """
     if isinstance(out, RemoteFile):
         write_bytes(out.child(name), encoded)
@@ -74,16 +68,7 @@ def write_image_file(out: Path | RemoteFile, name: str, encoded: bytes) -> None:
 
 
 def remove_image_files(out: Path, kind: str, first: int = 0) -> None:
-    """Remove the drawings of the image `first` and of all after it, and the half ones of a killed process.
-
-    Args:
-        out: the run directory.
-        kind: OVERLAYS or SHEETS.
-        first: number of an image, from 0.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
+    """Remove the drawings from the image `first` on, and partial files; `kind` is OVERLAYS or SHEETS; raise OSError."""
     root = out / kind
     if not root.is_dir() or root.is_symlink():
         return

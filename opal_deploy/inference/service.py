@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from opal_deploy.artifact.outputs import Outputs
@@ -48,11 +47,10 @@ class _Image:
     """One image that is ready for a batch.
 
     Attributes:
-        future: gets what `convert` makes of the result, or the image's row of the outputs where `convert` is None.
-        prepared: the decoded image, without its pixels.
-        pixels: uint8 [H0, W0, 3].
+        future: gets what `convert` returns for the result, or without `convert` the image's row of the outputs.
+        prepared, pixels: the image, and its pixels, uint8 [H0, W0, 3].
         release: gives the memory of the pixels back.
-        convert: makes the future's value of the result; None: no record is wanted.
+        convert: returns the future's value from the result; None: no record is wanted.
         since: when the image was ready, by `time.monotonic`.
     """
 
@@ -65,22 +63,22 @@ class _Image:
 
 
 class ServiceObserver:
-    """Observes a service, from any thread; this one ignores everything."""
+    """Observes a service, from any thread; this one does nothing."""
 
     def prepared(self, seconds: float) -> None:
         """Observe the time from an image's submission until it was read, decoded and resized."""
 
     def batch_began(self, waited: Sequence[float]) -> None:
-        """Observe a batch, with the seconds that each of its images waited since it was ready."""
+        """Observe a batch, with the seconds that each image waited since it was ready."""
 
     def device_lost(self, error: StoppedEarly) -> None:
-        """Observe that a session can compute nothing more."""
+        """Observe that a session cannot compute any more."""
 
 
 class Service:
     """Gathers images into batches as they arrive, and turns each into its record.
 
-    A batch holds the images that are waiting when a session becomes free, up to `options.batch`; an image waits up to
+    A batch holds the images that wait when a session becomes free, up to `options.batch`; an image waits up to
     `max_wait` for others. On a GPU, full batches are added while others are in flight. Image files and pixels share
     batches. Every method may be called from any thread; `close` ends the service's threads.
     """
@@ -103,7 +101,7 @@ class Service:
             options: how images are decoded, batched and predicted.
             max_wait: maximum seconds that an image waits for its batch to fill.
             capacity: maximum images in flight, from `submit` to their record.
-            timer: gets the times of every stage.
+            timer: receives the times of every stage.
             observer: observes images and batches.
             log: receives a line, from any thread, when memory was short and batches become smaller.
         """
@@ -136,42 +134,33 @@ class Service:
         return self._in_flight
 
     def submit(self, image: Source, box: Box | None = None, *, wait: bool = True) -> Future[Record]:
-        """Begin to classify one image.
+        """Begin to classify one image, and return a future of its record.
+
+        An image that cannot be classified has an error record. The future raises StoppedEarly if the device was lost,
+        and can be cancelled until the image's batch begins.
 
         Args:
             image: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB. An array or a PIL image must not change
                 until the future is done.
             box: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image.
-            wait: where `capacity` images are in flight, wait for one to finish; else raise.
-
-        Returns:
-            A future of the record; an image that cannot be classified has an error record. The future raises
-            StoppedEarly if the device was lost, and can be cancelled until the image's batch begins.
+            wait: if `capacity` images are in flight, wait for one to finish; else raise.
 
         Raises:
-            queue.Full: `capacity` images are in flight, and `wait` is False.
-            RuntimeError: the service is closed.
+            queue.Full: `capacity` images are in flight, and `wait` is False. RuntimeError: the service is closed.
         """
         request = InputImage(source_name(image), image, box)
         return self._submit([request], lambda result: to_explanation(result.record), wait=wait)[0]
 
     def submit_requests(self, requests: Sequence[InputImage], *, wait: bool = True) -> list[Future[Result]]:
-        """Begin to classify images, all or none of them; return a future of each result. See `submit`.
-
-        Raises:
-            ValueError: more than `capacity` images. The errors of `submit`.
-        """
+        """Begin to classify images, all or none; return a future of each result; raise ValueError if too many."""
         return self._submit(requests, lambda result: result, wait=wait)
 
     def submit_pixels(self, pixels: Pixels, *, wait: bool = True) -> list[Future[Outputs]]:
-        """Begin to compute the outputs of prepared images, all or none of them.
+        """Begin to compute the outputs of prepared images, all or none; return a future of each row, N = 1.
 
         Args:
             pixels: uint8 [N, H0, W0, 3] RGB of the model's input size, which must not change until all are done.
             wait: as for `submit`.
-
-        Returns:
-            A future of each image's row of the outputs, N = 1.
 
         Raises:
             ValueError: another shape or dtype, or more than `capacity` images. The errors of `submit`.
@@ -195,9 +184,7 @@ class Service:
     def __enter__(self) -> Service:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.close()
 
     def _submit(self, requests: Sequence[InputImage], convert: Callable[[Result], T], *, wait: bool) -> list[Future[T]]:
@@ -247,11 +234,7 @@ class Service:
             future.set_exception(error)
 
     def _take_batch(self, wait: bool) -> Job | None:
-        """Return the next batch for a session, None once the service is closed.
-
-        Raises:
-            queue.Empty: no full batch is ready, and `wait` is False.
-        """
+        """Return a session's next batch, None after the end; raise `queue.Empty` if none is full and not `wait`."""
         images = self._gather(wait)
         if not images:
             return None

@@ -1,4 +1,4 @@
-"""Open the model of a command or a run, and check that it can do what is asked of it."""
+"""Open the model of a command or a run, and check that it supports the options."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in its runtime.
-
-    Attributes:
-        path: the model file.
-        sessions: one per device; none where the actors of a cluster open the model.
-        fingerprint: name and digest of the file.
-        metadata: the model's metadata.
-    """
+    """A model file, its sessions (one per device; none on a cluster), its name and digest, and its metadata."""
 
     path: Path
     sessions: list[Session]
@@ -49,7 +42,7 @@ def load_model(
 
     Raises:
         ArtifactError: the model does not exist, is damaged, or its digest is not `expect_sha256`.
-        UsageError: the device does not exist, or the runtime does not run such a model.
+        UsageError: the device does not exist, or the runtime does not support the model.
         MissingExtra: the runtime is not installed.
     """
     from opal_deploy.runtime.select import open_sessions
@@ -64,11 +57,7 @@ def load_model(
 def prepare_batch_size(
     path: Path, sessions: Sequence[Session], size: int, runtime: RuntimeName, log: Log = log_line
 ) -> None:
-    """Let sessions that compile for a batch size do so; log it where it takes a minute.
-
-    Raises:
-        UsageError: nothing can be compiled here. VerificationError: the compiled model computes something else.
-    """
+    """Let sessions that compile for a batch size do so; raise UsageError or VerificationError if that fails."""
     from opal_deploy.runtime.session import PaddingSession
 
     if runtime == "compiled":
@@ -81,7 +70,7 @@ def prepare_batch_size(
 def find_default_model(device: str, runtime: RuntimeName = "auto", log: Log = log_line) -> Path:
     """Return the best model that this machine and runtime can run, and log which one and why.
 
-    Looks at the models of the working directory or, if it has none, at those of the newest run below `runs`.
+    Searches the working directory or, if it has no model, the newest run below `runs`.
     """
     from opal_deploy.runtime.onnx_session import cuda_is_usable
     from opal_deploy.runtime.select import find_model, find_newest_run
@@ -107,11 +96,10 @@ def find_default_model(device: str, runtime: RuntimeName = "auto", log: Log = lo
 def check_model(
     path: Path, metadata: Metadata, *, explain: bool, margin: bool, boxed: bool, top: int, log: Log = log_line
 ) -> None:
-    """Check that the model has what the call needs, and log what limits its use.
+    """Check that the model supports the call, and log what limits its use.
 
     Args:
-        path: the model file.
-        metadata: the model's metadata.
+        path, metadata: the model file, and its metadata.
         explain: overlays are drawn.
         margin: predictions abstain by their margin.
         boxed: images are cropped to boxes.
@@ -139,7 +127,7 @@ def check_model(
 
 
 def log_cautions(metadata: Metadata, *, boxed: bool, log: Log = log_line) -> None:
-    """Log what limits the use of a model's predictions: the model is unverified, or was trained on crops."""
+    """Log that the model is unverified or was trained on crops, if so."""
     from opal_deploy.datasets.boxes import format_box_option
 
     if metadata.unverified:
@@ -152,10 +140,9 @@ def log_cautions(metadata: Metadata, *, boxed: bool, log: Log = log_line) -> Non
 
 
 def parse_min_margin(value: float | str, path: Path, metadata: Metadata, log: Log = log_line) -> float:
-    """Return the margin below which predictions abstain: a number, or the one that keeps an error rate such as `5%`.
+    """Return the margin below which predictions abstain: a number, or the one for an error rate such as `5%`.
 
-    Raises:
-        UsageError: the text is neither, or the model has too few validation images for that rate.
+    Raises UsageError for anything else, and if the model has too few validation images for that rate.
     """
     text = str(value)
     if not text.strip().endswith("%"):

@@ -30,14 +30,14 @@ _NAMES = "names.toml"
 
 @dataclass(frozen=True)
 class SheetOptions:
-    """The options of evidence sheets.
+    """What evidence sheets show.
 
     Attributes:
-        heatmap: the attention maps that the outputs have.
-        atlas: the model's atlas, for exemplars of other images; None for none.
-        exemplar_rows: the largest number of exemplars of a slot.
+        heatmap: the outputs' attention maps.
+        atlas: the model's atlas, for exemplars from other images; None: none.
+        exemplar_rows: maximum number of exemplars per slot.
         names: names of slots.
-        min_margin: answers below this margin are marked as abstained; None for never.
+        min_margin: predictions below this margin are marked as abstained; None: none.
         fields: draw effective receptive fields on the photographs.
     """
 
@@ -62,31 +62,18 @@ class Sheet:
 
 
 class SheetBuilder:
-    """Builds the evidence sheets of one model's results, for `opal-deploy explain` and `infer --sheets` alike."""
+    """Builds the evidence sheets of one model's results, for `opal-deploy explain` and `infer --sheets`."""
 
     def __init__(self, metadata: Metadata, options: SheetOptions | None = None, *, model: str = "the model") -> None:
-        """Check that the model has evidence to show.
-
-        Args:
-            metadata: the model's metadata.
-            options: what the sheets show.
-            model: how messages call the model.
-
-        Raises:
-            UsageError: no single cell of the model is evidence.
-        """
+        """Check that the model's evidence is single cells; raise UsageError if not; messages call the model `model`."""
         check_exact_evidence(metadata, model)
         self._metadata, self._options = metadata, options or SheetOptions()
 
     def build(self, result: Result) -> Sheet:
-        """Return the sheet of an answered image.
-
-        Args:
-            result: a result with image and outputs (`InferenceOptions.keep_images` and `keep_outputs`).
+        """Return the sheet of a result with image and outputs (`keep_images`, `keep_outputs`).
 
         Raises:
-            ImageError: memory did not suffice for the image, or its file, whose digest keeps it from being its own
-                exemplar, is gone.
+            ImageError: memory was too short for the image, or its file, which must not be its own exemplar, is gone.
             ArtifactError: a patch of the atlas is missing or damaged.
         """
         prepared, outputs, options = result.prepared, result.outputs, self._options
@@ -108,26 +95,14 @@ class SheetBuilder:
 
 
 def get_image(prepared: Prepared) -> Image.Image:
-    """Return the image to draw on.
-
-    Raises:
-        ImageError: memory did not suffice for it.
-    """
+    """Return the image to draw on; raise ImageError if memory was too short for it."""
     if prepared.image is None:
         raise ImageError("drawing_failed", "memory did not suffice to keep its image")
     return prepared.image
 
 
 def check_exact_evidence(metadata: Metadata, model: str) -> None:
-    """Check that a model's answers come from single cells.
-
-    Args:
-        metadata: the model's metadata.
-        model: how messages call the model.
-
-    Raises:
-        UsageError: they do not; the message says why.
-    """
+    """Raise UsageError unless the model's evidence is single cells; messages call the model `model`."""
     if metadata.evidence == "map":
         raise UsageError(f"{model}: it averages over cells, so no single cell is its evidence; expected max pooling")
     if metadata.evidence == "none":
@@ -138,11 +113,7 @@ def check_exact_evidence(metadata: Metadata, model: str) -> None:
 
 
 def check_effective_field(metadata: Metadata, model: str) -> None:
-    """Check that a model knows its effective receptive field.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Raise UsageError unless the model's effective receptive field was measured."""
     if metadata.effective_field is None:
         raise UsageError(
             f"{model}: its effective receptive field was not measured; leave --receptive-field out, or train and "
@@ -154,8 +125,8 @@ def with_attention(sessions: Sequence[Session], model: str = "the model") -> lis
     """Return sessions of the same model whose outputs have attention maps.
 
     Args:
-        sessions: sessions of an export with attention maps among its outputs, or of a checkpoint.
-        model: how messages call the model.
+        sessions: of an export with attention maps among its outputs, or of a checkpoint.
+        model: what messages call the model.
 
     Raises:
         UsageError: the model was exported without attention maps.
@@ -177,7 +148,7 @@ def _with_attention(session: Session, model: str) -> Session:
 
 
 class _AlwaysAttention:
-    """A session whose every answer has the attention maps that it gives on request."""
+    """A session that always returns the attention maps, which it otherwise gives on request."""
 
     def __init__(self, session: AttentionSession) -> None:
         self._session = session
@@ -189,34 +160,19 @@ class _AlwaysAttention:
 
 
 def load_atlas(path: Path, metadata: Metadata, model: Mapping[str, str], folder: Path) -> Atlas:
-    """Load a model's atlas.
-
-    Args:
-        path: the model file.
-        metadata: the model's metadata.
-        model: name and digest of the model file, see `fingerprint_model`.
-        folder: the atlas.
-
-    Raises:
-        ArtifactError: the atlas does not exist or is damaged.
-        UsageError: the atlas was built with another model.
-    """
+    """Load the atlas in `folder` for a model; raise ArtifactError if it is damaged, UsageError if it is another's."""
     atlas = load_atlas_folder(folder)
     atlas.check_model({**model, "checkpoint_sha256": metadata.source.get("sha256")}, str(path))
     return atlas
 
 
 def load_slot_names(metadata: Metadata, path: Path | None) -> SlotNames | None:
-    """Read the names of a model's slots; None without a file.
-
-    Raises:
-        UsageError: the file cannot be read, or does not fit the model.
-    """
+    """Read the names of a model's slots, None without a file; raise UsageError if they do not fit the model."""
     return None if path is None else read_slot_names(path, metadata.class_names, metadata.prototypes_per_class)
 
 
 def find_names_file(path: Path | None, atlas: Path | None) -> Path | None:
-    """Return the file that names slots: `path`, else names.toml of the atlas where it has one."""
+    """Return the file that names slots: `path`, else names.toml of the atlas if it has one."""
     if path is None and atlas is not None and (atlas / _NAMES).is_file():
         return atlas / _NAMES
     return path
@@ -230,7 +186,7 @@ class SheetSetup:
         builder: builds the sheets; None: none are drawn.
         slot_names: names of slots; None: no slot has one.
         sessions: have all outputs that the sheets show.
-        config: the part of run.json: given options only, so that a run without sheets does not depend on them.
+        config: the part of run.json; only options that were given, so that other runs do not depend on them.
     """
 
     builder: SheetBuilder | None
@@ -240,11 +196,10 @@ class SheetSetup:
 
 
 def prepare_sheets(model: LoadedModel, options: InferOptions, min_margin: float | None) -> SheetSetup:
-    """Check that the model can draw the sheets of a run, and read the files that belong to them.
+    """Check that the model can draw the sheets of a run, and read the files that they need.
 
     Raises:
-        UsageError: the model has no single-cell evidence, no attention maps or no measured receptive field, or the
-            atlas or the names are another model's.
+        UsageError: the model does not support the options, or the atlas or the names belong to another model.
         ArtifactError: the atlas does not exist or is damaged.
     """
     path, metadata, sessions = model.path, model.metadata, model.sessions

@@ -1,15 +1,15 @@
 """Measure where a run's time goes: seconds by stage and by thread, and which thread waited for which.
 
-Each thread adds to sums of its own, so that the work itself takes no lock; `StageTimer.read` puts them together. A
-stage that is entered inside another takes its time from the outer one: reading a file while it is decoded counts as
-reading, not as decoding.
+Each thread adds to its own sums, so that the work itself takes no lock; `StageTimer.read` combines them. A stage inside
+another takes its time from the outer one: reading a file while it is decoded counts as reading, not as decoding.
 """
 
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from time import perf_counter as _wall_seconds
 from time import thread_time as _cpu_seconds
 from typing import Any, Literal, get_args
@@ -28,12 +28,11 @@ class StageTime:
     """The time of one stage on the threads of one role.
 
     Attributes:
-        role: of the threads: those that decode, those that hold a session, those that draw, and the one that runs the
-            loop.
+        role: of the threads: those that decode, those of sessions, those that draw, and the one that runs the loop.
         stage: `read` opens and reads files; `draw` makes overlays, sheets, their files and the report's thumbnails;
-            `compute` is a session's work, or the wait for it where batches are in flight.
+            `compute` is a session's work, or the wait for it while batches are in flight.
         wall: seconds, summed over threads.
-        cpu: seconds of processor time of these threads; without those of a runtime's own threads.
+        cpu: seconds of processor time of these threads, without a runtime's own threads.
         calls: number of times that the stage was entered.
     """
 
@@ -55,7 +54,7 @@ class StageTimes:
     """All times that a timer has measured.
 
     Attributes:
-        stages: in the order of THREAD_ROLES, then of STAGES; those that were never entered are absent.
+        stages: in the order of THREAD_ROLES, then of STAGES, without those that were never entered.
         waits: seconds that the loop waited, by reason; `disk` is its own writing of records.
     """
 
@@ -67,70 +66,64 @@ class StageTimes:
         rows = [row for row in self.stages if row.stage == stage]
         if not rows:
             return None
-        return StageTime(
-            rows[0].role,
-            stage,
-            sum(row.wall for row in rows),
-            sum(row.cpu for row in rows),
-            sum(row.calls for row in rows),
-        )
+        wall, cpu, calls = (sum(values) for values in zip(*((r.wall, r.cpu, r.calls) for r in rows), strict=True))
+        return StageTime(rows[0].role, stage, wall, cpu, int(calls))
 
     def select_role(self, role: ThreadRole) -> tuple[StageTime, ...]:
         """Return the times of the threads of one role."""
         return tuple(row for row in self.stages if row.role == role)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON value that summary.json holds."""
+        """Return the JSON value for summary.json."""
         return {"stages": [row.to_dict() for row in self.stages], "waits": dict(self.waits)}
 
 
 class StageTimer:
-    """A stopwatch of one run's stages and waits; every method may be called from any thread."""
+    """A stopwatch of one run's stages and waits, for any thread; without `enabled` it measures nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, enabled: bool = True) -> None:
+        self.enabled = enabled
         self._local = threading.local()
         self._threads: list[_Thread] = []
         self._lock = threading.Lock()
 
     def register_thread(self, role: ThreadRole) -> None:
-        """Count the calling thread's stages under `role`; those of a thread never registered are the loop's."""
-        self._thread().role = role
+        """Count the calling thread's stages under `role`; those of an unregistered thread are the loop's."""
+        if self.enabled:
+            self._thread().role = role
 
     def stage(self, name: Stage) -> AbstractContextManager[None]:
         """Time the block as one call of a stage, whether it ends well or by an exception."""
-        thread = self._thread()
-        return _Timer(thread, name)
+        return self._thread().stage(name) if self.enabled else _NOTHING
 
     def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
-        """Count the time that another process took for a stage while the calling thread waited for it."""
-        row = self._thread().sums(name)
-        row.wall += wall
-        row.cpu += cpu
-        row.calls += calls
+        """Count the time of another process for a stage, while the calling thread waited for it."""
+        if self.enabled:
+            self._thread().add(name, wall, cpu, calls)
 
     def waiting(self, reason: WaitReason) -> AbstractContextManager[None]:
-        """Time the block as waiting; it takes no time from stages, nor they from it."""
-        return _Wait(self._thread().waits, reason)
+        """Time the block as waiting, independently of stages."""
+        return self._thread().wait(reason) if self.enabled else _NOTHING
 
     def read(self) -> StageTimes:
-        """Return the sums so far; a stage that a thread is in counts once it is left."""
-        stages: dict[tuple[ThreadRole, Stage], _Sums] = {}
-        waits: dict[WaitReason, float] = {}
+        """Return the sums so far; a stage counts when it ends."""
+        total = _Thread()
+        stages: dict[ThreadRole, _Thread] = {}
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
             for stage, sums in list(thread.stages.items()):
-                stages.setdefault((thread.role, stage), _Sums()).add(sums)
+                stages.setdefault(thread.role, _Thread()).add(stage, *sums)
             for reason, seconds in list(thread.waits.items()):
-                waits[reason] = waits.get(reason, 0.0) + seconds
+                total.waits[reason] = total.waits.get(reason, 0.0) + seconds
         return StageTimes(
             tuple(
-                StageTime(role, stage, row.wall, row.cpu, row.calls)
+                StageTime(role, stage, *stages[role].stages[stage])
                 for role in THREAD_ROLES
                 for stage in STAGES
-                if (row := stages.get((role, stage))) is not None
+                if role in stages and stage in stages[role].stages
             ),
-            tuple((reason, waits[reason]) for reason in get_args(WaitReason) if reason in waits),
+            tuple((reason, total.waits[reason]) for reason in get_args(WaitReason) if reason in total.waits),
         )
 
     def _thread(self) -> _Thread:
@@ -143,92 +136,38 @@ class StageTimer:
         return thread
 
 
-class NoOpTimer(StageTimer):
-    """A StageTimer that measures nothing and costs next to nothing."""
+@dataclass
+class _Thread:
+    """One thread's sums by stage and wait; `inner`: wall and CPU seconds of the stages inside the current one."""
 
-    def register_thread(self, role: ThreadRole) -> None:
-        """Do nothing."""
-
-    def stage(self, name: Stage) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return _NOTHING
+    role: ThreadRole = "loop"
+    stages: dict[Stage, tuple[float, float, int]] = field(default_factory=dict)
+    waits: dict[WaitReason, float] = field(default_factory=dict)
+    inner: tuple[float, float] = (0.0, 0.0)
 
     def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
-        """Do nothing."""
+        before = self.stages.get(name, (0.0, 0.0, 0))
+        self.stages[name] = (before[0] + wall, before[1] + cpu, before[2] + calls)
 
-    def waiting(self, reason: WaitReason) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return _NOTHING
+    @contextmanager
+    def stage(self, name: Stage) -> Iterator[None]:
+        outer, self.inner = self.inner, (0.0, 0.0)
+        cpu, wall = _cpu_seconds(), _wall_seconds()
+        try:
+            yield
+        finally:
+            wall, cpu = _wall_seconds() - wall, _cpu_seconds() - cpu
+            self.add(name, wall - self.inner[0], cpu - self.inner[1], 1)
+            self.inner = (outer[0] + wall, outer[1] + cpu)
 
-
-class _Sums:
-    __slots__ = ("calls", "cpu", "wall")
-
-    def __init__(self) -> None:
-        self.wall, self.cpu, self.calls = 0.0, 0.0, 0
-
-    def add(self, other: _Sums) -> None:
-        self.wall += other.wall
-        self.cpu += other.cpu
-        self.calls += other.calls
-
-
-class _Thread:
-    """One thread's sums, and the innermost stage that it is in."""
-
-    __slots__ = ("role", "running", "stages", "waits")
-
-    def __init__(self) -> None:
-        self.role: ThreadRole = "loop"
-        self.stages: dict[Stage, _Sums] = {}
-        self.waits: dict[WaitReason, float] = {}
-        self.running: _Timer | None = None
-
-    def sums(self, name: Stage) -> _Sums:
-        row = self.stages.get(name)
-        if row is None:
-            row = self.stages[name] = _Sums()
-        return row
-
-
-class _Timer:
-    __slots__ = ("_cpu", "_name", "_outer", "_thread", "_wall", "inner_cpu", "inner_wall")
-
-    def __init__(self, thread: _Thread, name: Stage) -> None:
-        self._thread, self._name = thread, name
-        self.inner_wall = self.inner_cpu = 0.0
-
-    def __enter__(self) -> None:
-        self._outer = self._thread.running
-        self._thread.running = self
-        self._cpu = _cpu_seconds()
-        self._wall = _wall_seconds()
-
-    def __exit__(self, *_: object) -> None:
-        wall = _wall_seconds() - self._wall
-        cpu = _cpu_seconds() - self._cpu
-        row = self._thread.sums(self._name)
-        row.wall += wall - self.inner_wall
-        row.cpu += cpu - self.inner_cpu
-        row.calls += 1
-        outer = self._thread.running = self._outer
-        if outer is not None:
-            outer.inner_wall += wall
-            outer.inner_cpu += cpu
-
-
-class _Wait:
-    __slots__ = ("_reason", "_started", "_waits")
-
-    def __init__(self, waits: dict[WaitReason, float], reason: WaitReason) -> None:
-        self._waits, self._reason = waits, reason
-
-    def __enter__(self) -> None:
-        self._started = _wall_seconds()
-
-    def __exit__(self, *_: object) -> None:
-        self._waits[self._reason] = self._waits.get(self._reason, 0.0) + _wall_seconds() - self._started
+    @contextmanager
+    def wait(self, reason: WaitReason) -> Iterator[None]:
+        started = _wall_seconds()
+        try:
+            yield
+        finally:
+            self.waits[reason] = self.waits.get(reason, 0.0) + _wall_seconds() - started
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-NO_OP_TIMER = NoOpTimer()
+NO_OP_TIMER = StageTimer(enabled=False)

@@ -39,20 +39,19 @@ class InferenceOptions:
     """The options of decoding, batching, prediction and records.
 
     Attributes:
-        batch: images a forward pass.
-        fixed_batch: fill every forward pass up to `batch` with blank images. Runtimes choose their kernels by the
-            batch's size, and those may differ in the last bit: with one size a record does not depend on how many
-            others there are. An image's place in its batch may still change the last bit of a logit (1e-7), where a
-            runtime computes several logits in one instruction: a resumed run keeps it, see `predict_batches`.
-        workers: images that are decoded at a time, in threads or processes.
+        batch: images per forward pass.
+        fixed_batch: fill every forward pass up to `batch` with blank images. Runtimes choose their kernels by batch
+            size, and these may differ in the last bit: with one size a record does not depend on the number of images.
+            An image's place in its batch may still change the last bit of a logit (1e-7): a resumed run keeps it, see
+            `predict_batches`.
+        workers: images decoded in parallel, in threads or processes.
         max_pixels: width times height above which an image is refused.
         decode: the decode path.
         isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
-        decode_timeout: seconds that one image may take to be read, decoded and resized; None: no limit. Only with
-            `isolate`: a thread cannot be stopped.
+        decode_timeout: seconds per image to read, decode and resize it, with `isolate`; None: no limit.
 
-        top: classes listed in a record; all that the model lists if there are fewer.
-        min_margin: predictions with a smaller margin have the status `abstained`; None: none has.
+        top: maximum number of classes in a record.
+        min_margin: predictions with a smaller margin have the status `abstained`; None: none.
         model_sha256: digest of the model's file, for the records.
         slot_names: names of slots, for the records.
 
@@ -86,8 +85,7 @@ class FrameInfo:
 
     Attributes:
         video: the video's path.
-        index: number of frames before this one.
-        seconds: time after the first frame; None if the video has no time stamps.
+        index, seconds: number of frames before this one, and time after the first; None without time stamps.
         image_sha256: hex digest of the video's file.
     """
 
@@ -153,17 +151,16 @@ class InputImage:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A decoded image, ready for a batch, or the error that its decoding ended in.
+    """A decoded image, ready for a batch, or its error.
 
     Attributes:
-        input: the image that was asked for.
-        geometry: size of the whole image and the crop in it; None where there is an error.
-        pixels: uint8 [H0, W0, 3] RGB; None where there is an error, and where they are in a row of a batch.
-        image: the whole oriented image, RGB, reduced by `to_display`; None without `keep_images`, and where memory did
-            not suffice for it.
-        error: the reason why it cannot be classified; None where it can.
-        image_sha256: hex digest of the file's bytes; None for an image without a file, and for a file that cannot be
-            read or is too large.
+        input: the image as it was given.
+        geometry: size of the whole image and the crop in it; None if there is an error.
+        pixels: uint8 [H0, W0, 3] RGB; None if there is an error, and if they are in a row of a batch.
+        image: the whole oriented image, RGB, reduced by `to_display`; None without `keep_images`, or if memory was too
+            short for it.
+        error: why the image cannot be classified; None if it can.
+        image_sha256: hex digest of the file's bytes; None without a file, or if it is unreadable or too large.
     """
 
     input: InputImage
@@ -176,13 +173,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Result:
-    """A classified image: its record, with what drawings of it need.
-
-    Attributes:
-        record: the record as it is written; drawing adds the names of the files drawn.
-        prepared: the decoded image.
-        outputs: its own row of the forward pass, N = 1; None without `keep_outputs`, and where there is an error.
-    """
+    """A classified image: its record, the decoded image, and with `keep_outputs` its row of the outputs, N = 1."""
 
     record: Record
     prepared: Prepared

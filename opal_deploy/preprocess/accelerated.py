@@ -1,7 +1,7 @@
 """Two libraries that do Pillow's work faster: simplejpeg (libjpeg-turbo) decodes, cykooz.resizer (Rust) resizes.
 
-Both come with the package; where one cannot be imported (no wheel for the platform), Pillow does its work, and
-`missing_libraries` reports it. For the files that it is given here, simplejpeg has Pillow's pixels bit for bit;
+The package requires both; where one cannot be imported (no wheel for the platform), Pillow does its work, and
+`missing_libraries` reports it. simplejpeg has Pillow's pixels bit for bit for the files that it is given here;
 cykooz.resizer is within 1 count of Pillow, see `resize`.
 """
 
@@ -20,14 +20,9 @@ _thread_local = threading.local()
 
 
 def decode_jpeg(data: bytes, at_least: tuple[int, int] | None = None) -> Image.Image | None:
-    """Decode a whole, undamaged JPEG of three components or one.
+    """Return an undamaged JPEG of one or three components as an RGB image; None if Pillow has to decode it.
 
-    Args:
-        data: the file.
-        at_least: (height, width): a half, a quarter or an eighth of the size will do as long as it is not smaller.
-
-    Returns:
-        An RGB image; None where Pillow has to decode the file.
+    `at_least` = (height, width) allows a half, a quarter or an eighth of the size that is not smaller.
     """
     simplejpeg = _library("simplejpeg")
     if simplejpeg is None:
@@ -44,14 +39,11 @@ def decode_jpeg(data: bytes, at_least: tuple[int, int] | None = None) -> Image.I
 
 
 def resize(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8] | None:
-    """Resize an RGB image to `size` = (width, height), within 1 count of Pillow.
+    """Resize an RGB image to `size` = (width, height): uint8 [height, width, 3], within 1 count of Pillow.
 
     Pillow resizes rows, rounds, then resizes columns. The library resizes the rows, which are most of the work: they
     differ by 1 where a value lies halfway. Pillow resizes the columns, which adds nothing to that; with both done by
-    the library, one image in 500 had a value that was 2 off.
-
-    Returns:
-        uint8 [height, width, 3]; None where Pillow has to resize.
+    the library, one image in 500 had a value that was 2 off. None if Pillow has to resize.
     """
     library = _library("cykooz_resizer")
     if library is None or size[0] >= image.width:

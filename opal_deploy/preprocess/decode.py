@@ -4,16 +4,16 @@ Whatever is wrong with a file ends in an ImageError with one of these codes:
 
     not_found          no such file
     unreadable         the file exists, but reading it was refused or failed
-    storage_unavailable  a bucket or server answered nothing for a while, or that it is overloaded
+    storage_unavailable  a bucket or server did not answer for a while, or reported overload
     not_a_file         a folder, a pipe, a device
     empty_file         zero bytes
     not_an_image       no decoder recognises it
     truncated_image    it starts well and ends early
-    corrupt_image      a decoder gave up inside it
+    corrupt_image      a decoder failed inside it
     too_many_pixels    it claims more pixels than the limit
-    unsupported_image  values without a defined meaning as 8-bit RGB (floats outside [0, 1]), no pixels at all, a format
-                       that nothing here reads, or one whose decoder runs another program on the file (EPS)
-    bad_box            the box given for it has no pixel of the image (see `geometry`)
+    unsupported_image  values without a defined meaning as 8-bit RGB (floats outside [0, 1]), no pixels, an unsupported
+                       format, or one whose decoder runs another program on the file (EPS)
+    bad_box            its box has no pixel of the image (see `geometry`)
 
 Colour: CMYK, YCCK, Lab, grey and palette images are converted by Pillow; 16-bit grey is scaled to 8 bits (v / 257,
 rounded), and so are grey floats in [0, 1] (v * 255); of 16-bit RGB Pillow keeps the upper 8; transparency is laid over
@@ -60,28 +60,18 @@ _MAX_PLAIN_PIXELS, _MAX_PLAIN_BYTES = 25_000_000, 32_000_000
 
 @runtime_checkable
 class FileSource(Protocol):
-    """An encoded image that is not a file of this machine's, such as a member of an archive or an object in a bucket.
-
-    It can be pickled, so that a decode worker opens it.
-    """
+    """An encoded image that is not a local file, such as an archive's member; picklable, so that a worker opens it."""
 
     def open(self) -> BinaryIO:
-        """Open a seekable stream of the bytes.
-
-        Raises:
-            OSError: the container cannot be read.
-            ImageError: the container is damaged.
-        """
+        """Open a seekable stream of the bytes; raise OSError or ImageError if the container cannot be read."""
         ...
 
 
 class Decoding(StrEnum):
     """The decode path.
 
-    Attributes:
-        default: the fastest that gives Pillow's pixels within 1 count.
-        exact: Pillow's pixels, bit for bit.
-        fast: JPEG decoded at a fraction of its size where that is large enough for the model.
+    `default`: the fastest with Pillow's pixels within 1 count. `exact`: Pillow's pixels, bit for bit. `fast`: decodes
+    JPEG at a fraction of its size if that is large enough for the model.
     """
 
     default = "default"
@@ -90,11 +80,7 @@ class Decoding(StrEnum):
 
 
 def parse_decoding(text: str) -> Decoding:
-    """Parse the value of `--decode`.
-
-    Raises:
-        UsageError: there is no such decode path.
-    """
+    """Parse the value of `--decode`; raise UsageError if there is no such decode path."""
     if text not in list(Decoding):
         raise UsageError(f"--decode {text!r}: expected {', '.join(Decoding)}")
     return Decoding(text)
@@ -106,11 +92,7 @@ PathOrSource: TypeAlias = Path | FileSource
 
 
 def open_file(source: PathOrSource) -> BinaryIO:
-    """Open a regular file or a FileSource, without reading it as a whole: a .jpg may have any length.
-
-    Raises:
-        ImageError: `not_found`, `not_a_file`, `unreadable`, or what the FileSource raises.
-    """
+    """Open a regular file or a FileSource, without reading it as a whole; raise ImageError."""
     try:
         if not isinstance(source, Path):
             return source.open()
@@ -127,7 +109,7 @@ def open_file(source: PathOrSource) -> BinaryIO:
 
 
 def no_claim(pixels: int) -> None:
-    """Let any number of pixels be decoded at once."""
+    """Grant any number of pixels."""
 
 
 def decode(
@@ -138,21 +120,18 @@ def decode(
     decoding: Decoding = Decoding.default,
     claim: Callable[[int], None] = no_claim,
 ) -> Image.Image:
-    """Decode one image at its full size.
+    """Decode one image at its full size to a loaded PIL image of mode RGB.
 
     Args:
         source: a path, a file's bytes, a FileSource, a PIL image, or uint8 [H, W, 3] RGB or [H, W] grey.
         max_pixels: width times height above which the image is refused.
         open_file: opens a path or a FileSource; replaced to measure or count what is read.
-        decoding: `exact` uses Pillow alone; the other paths give the same pixels here.
+        decoding: `exact` uses only Pillow; the other paths give the same pixels here.
         claim: is called with the number of pixels of an image of over 4 megapixels before they are decoded, and may
             wait until there is memory for them.
 
-    Returns:
-        A loaded PIL image of mode RGB.
-
     Raises:
-        ImageError: the image cannot be used, whatever Pillow raised; the module's docstring lists the codes.
+        ImageError: the image cannot be used; the module's docstring lists the codes.
     """
     return _decode(source, _DecodeOptions(max_pixels, open_file, decoding, claim))[0]
 
@@ -166,13 +145,10 @@ def decode_for_input(
     decoding: Decoding = Decoding.default,
     claim: Callable[[int], None] = no_claim,
 ) -> tuple[Image.Image, Geometry]:
-    """Decode one image that will be resized as a whole to `input_size` = (H0, W0).
+    """Decode one image that will be resized as a whole to `input_size` = (H0, W0); return it and its full geometry.
 
-    With `fast`, the image may come at a half, a quarter or an eighth of its size, as long as that is not smaller than
-    the input. Arguments and errors are those of `decode`.
-
-    Returns:
-        A loaded PIL image of mode RGB, and the geometry of the image at its full size.
+    With `fast`, the image may have a half, a quarter or an eighth of its size, if that is not smaller than the input.
+    Other arguments and errors are those of `decode`.
     """
     image, (width, height) = _decode(source, _DecodeOptions(max_pixels, open_file, decoding, claim, input_size))
     return image, Geometry.whole(width, height)
@@ -190,7 +166,7 @@ class _DecodeOptions:
 
 
 def _decode(source: Source, options: _DecodeOptions) -> tuple[Image.Image, tuple[int, int]]:
-    """Return the image, and the (width, height) that it has at full size."""
+    """Return the image, and its (width, height) at full size."""
     if isinstance(source, np.ndarray):
         image = _from_array(source)
         return image, image.size
@@ -216,7 +192,7 @@ def _from_stream(stream: BinaryIO, size: int, options: _DecodeOptions) -> tuple[
 def _load(
     source: BinaryIO | Image.Image, options: _DecodeOptions, size: int = 0
 ) -> tuple[Image.Image, tuple[int, int]]:
-    """Open, check, load and orient; whatever Pillow raised becomes an ImageError."""
+    """Open, check, load and orient; turn any error of Pillow's into an ImageError."""
     stream = None if isinstance(source, Image.Image) else source
     image = None
     try:
@@ -254,10 +230,7 @@ def _open_image(stream: BinaryIO) -> Image.Image:
 
 
 def _decode_plain_jpeg(stream: BinaryIO, size: int, header: Image.Image, options: _DecodeOptions) -> Image.Image | None:
-    """Decode an ordinary JPEG with simplejpeg; return None for every other file and for one with anything wrong.
-
-    Those are left to Pillow, so that every decode path reports the same errors.
-    """
+    """Decode an ordinary JPEG with simplejpeg; None leaves it to Pillow, so that every path has the same errors."""
     if options.decoding is Decoding.exact or not is_plain_jpeg(header, size):
         return None
     min_size = options.min_size if options.decoding is Decoding.fast else None
@@ -273,12 +246,7 @@ def _decode_plain_jpeg(stream: BinaryIO, size: int, header: Image.Image, options
 
 
 def is_plain_jpeg(header: Image.Image, size: int) -> bool:
-    """Return whether a file is an ordinary JPEG of ordinary size, for which other decoders agree with Pillow.
-
-    Args:
-        header: what `Image.open` returns for the file.
-        size: of the file in bytes.
-    """
+    """Return whether a file of `size` bytes, opened as `header`, is an ordinary JPEG, on which decoders agree."""
     return (
         header.format == "JPEG"
         and header.mode in ("RGB", "L")
@@ -298,7 +266,7 @@ def _is_transposed(image: Image.Image) -> bool:
 
 
 def _check_kind(image: Image.Image, max_pixels: int) -> None:
-    """Refuse, before anything is decoded, what has no pixels to be decoded or too many of them."""
+    """Refuse, before decoding, an image without pixels or with too many."""
     if image.format in _RUNS_A_PROGRAM:
         raise ImageError("unsupported_image", f"it is {image.format}, a program to be run, not pixels; save it as PNG")
     if isinstance(image, ImageFile.StubImageFile) or image.format == "MPEG":
@@ -314,10 +282,10 @@ def _check_kind(image: Image.Image, max_pixels: int) -> None:
 
 
 def _apply_orientation(image: Image.Image, *, ours: bool) -> Image.Image:
-    """Apply the EXIF orientation; an image whose EXIF cannot be parsed has none, as in a viewer.
+    """Apply the EXIF orientation; ignore EXIF that cannot be parsed, as viewers do.
 
-    An image that this module opened is turned in place: Pillow copies even where there is nothing to turn, and a copy
-    of a large image is hundreds of megabytes. A caller's own image stays as it is.
+    An image that this module opened is turned in place: Pillow copies even if there is nothing to turn, and a copy of a
+    large image is hundreds of megabytes. A caller's own image stays as it is.
     """
     try:
         if not ours:
@@ -341,7 +309,7 @@ def _convert(image: Image.Image) -> Image.Image:
 
 
 def _convert_in_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """Convert a few rows at a time: of a large image, the copies on the way would be gigabytes."""
+    """Convert a few rows at a time: the intermediate copies of a large image would be gigabytes."""
     rows = max(1, _LARGE_PIXELS // image.width)
     if image.height <= rows:
         return convert(image)
@@ -369,10 +337,10 @@ def _lay_over_white(image: Image.Image) -> Image.Image:
 
 
 def _from_floats(values: NDArray[np.float32]) -> Image.Image:
-    """Scale grey floats [H, W] in [0, 1] to 8 bits, which is the one convention for their range.
+    """Scale grey floats [H, W] in [0, 1] to 8 bits.
 
-    What a file states of its range is not used: PFM files with a scale of 1 hold values up to
-    255, and the values of a TIFF that states 77 to 837 run from 106 to 285.
+    A range stated by the file is not used: PFM files with a scale of 1 hold values up to 255, and the values of a TIFF
+    that states 77 to 837 run from 106 to 285.
     """
     low, high = float(values.min()), float(values.max())
     if not (low >= 0 and high <= 1):

@@ -1,8 +1,8 @@
-"""The code and the message of a file that could not be decoded, from what Pillow raised and from the file's own bytes.
+"""The code and the message for a file that could not be decoded, from Pillow's exception and from the file's own bytes.
 
 Pillow raises nearly anything for a damaged file: `OSError: decoder error -2`, `ValueError: not enough image data`, and
-one UnidentifiedImageError for a text file, for the first half of a TIFF and for a TIFF of a rare kind. A user needs to
-know which of these it is: get the file again, convert it, or drop it.
+one UnidentifiedImageError for a text file, half a TIFF and a TIFF of a rare kind. A user needs to know which it is:
+copy the file again, convert it, or drop it.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _OTHER_FORMATS = [
 
 
 def decode_error(error: Exception, stream: BinaryIO | None, image: Image.Image | None, max_pixels: int) -> ImageError:
-    """Return the ImageError for what Pillow raised.
+    """Return the ImageError for an exception of Pillow's.
 
     Args:
         error: the exception.
-        stream: the file, still open; None where the source was a PIL image.
-        image: the file as Pillow opened it; None where it could not be opened.
+        stream: the file, still open; None if the source was a PIL image.
+        image: the file as Pillow opened it; None if that failed.
         max_pixels: the limit that the caller set.
     """
     if isinstance(error, Image.DecompressionBombError):
@@ -77,7 +77,7 @@ def decode_error(error: Exception, stream: BinaryIO | None, image: Image.Image |
 
 
 def is_heic(stream: BinaryIO) -> bool:
-    """Return whether a file is a HEIC image, by the brands that it declares; leave the stream at its beginning."""
+    """Return whether a file is a HEIC image, by the brands that it declares; rewind the stream."""
     stream.seek(0)
     head = stream.read(256)
     stream.seek(0)
@@ -120,7 +120,7 @@ def _too_many_pixels(error: Exception, max_pixels: int) -> ImageError:
 
 
 def _unopened(stream: BinaryIO, error: Exception) -> ImageError:
-    """Return what a file is that Pillow did not open, and why the decoder that knows its signature did not take it."""
+    """Return the error of a file that Pillow did not open: its kind, and why the matching decoder refused it."""
     unidentified = isinstance(error, UnidentifiedImageError)
     if is_heic(stream):
         if _ends_early(stream, None):
@@ -161,7 +161,7 @@ def _signed(stream: BinaryIO) -> Iterator[tuple[str, Callable[..., Image.Image],
 
 
 class _EndWatcher:
-    """A binary stream that notices when more is asked of it than it holds."""
+    """A binary stream that records whether a read went past its end."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self.passed_end = stream, False
@@ -176,10 +176,7 @@ class _EndWatcher:
 
 
 def _ends_early(stream: BinaryIO, image: Image.Image | None) -> bool:
-    """Return whether a file is shorter than its own structure says.
-
-    Decoders that take a file as a whole report a missing end as they report damage.
-    """
+    """Return whether a file is shorter than its own structure says; some decoders report that as damage."""
     size = stream.seek(0, 2)
     stream.seek(0)
     head = stream.read(12)
@@ -206,7 +203,7 @@ def _ends_early(stream: BinaryIO, image: Image.Image | None) -> bool:
 
 
 def is_box_cut(stream: BinaryIO, size: int) -> bool:
-    """Walk the outermost boxes of an ISO base media file (AVIF, HEIC, JPEG 2000)."""
+    """Return whether an ISO base media file (AVIF, HEIC, JPEG 2000) ends inside one of its outermost boxes."""
     at = 0
     while at + 8 <= size:
         stream.seek(at)

@@ -1,4 +1,4 @@
-"""The box of an image that the model sees, and the box of each cell of the feature map on that image.
+"""The part of an image that the model sees, and the box of each cell of the feature map on that image.
 
 An image is oriented (EXIF), cropped to a box (x0, y0, x1, y1) if one is given, and resized to H0 x W0 without keeping
 its aspect ratio. All three steps are axis-aligned and linear, so a cell (row, col) of the H x W grid is a rectangle of
@@ -40,11 +40,9 @@ class Geometry:
         return Geometry(width, height, (0, 0, width, height))
 
     def cell_box(self, row: int, col: int, grid: tuple[int, int]) -> tuple[float, float, float, float]:
-        """Return the rectangle (x0, y0, x1, y1) of a cell, in float pixels of the whole oriented image.
+        """Return the rectangle (x0, y0, x1, y1) of the cell (row, col), in float pixels of the whole oriented image.
 
-        Args:
-            row, col: of the cell, counted from the top left, from 0.
-            grid: (H, W), the cells of the feature map.
+        Rows and columns count from 0 at the top left; `grid` is (H, W), the cells of the feature map.
         """
         return cast(Box, _rectangle(*self.crop, row, col, grid))
 
@@ -74,14 +72,14 @@ def cell_boxes(
 
 
 def _rectangle(x0: Any, y0: Any, x1: Any, y1: Any, row: Any, col: Any, grid: tuple[int, int]) -> tuple[Any, ...]:
-    """Return (x0, y0, x1, y1) of a cell of a crop; of many where numbers are arrays that broadcast."""
+    """Return (x0, y0, x1, y1) of a cell of a crop; arrays broadcast."""
     rows, cols = grid
     width, height = (x1 - x0) / cols, (y1 - y0) / rows
     return x0 + col * width, y0 + row * height, x0 + (col + 1) * width, y0 + (row + 1) * height
 
 
 def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:
-    """Return where the model will look on an image.
+    """Return the part of an image that the model sees; raise ImageError (`bad_box`) if no pixel is left.
 
     Args:
         image: the whole image, EXIF orientation applied.
@@ -89,15 +87,12 @@ def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:
             of Huang et al. (2023), then clipped to the image. The paper's authors have no code that crops; PIP-Net's,
             which they point to, rounds to the nearest integer and paints black what lies outside the image. CUB's boxes
             are integers. None: the whole image.
-
-    Raises:
-        ImageError: `bad_box`, if no pixel is left.
     """
     return compute_geometry_from_size(image.size, box)
 
 
 def compute_geometry_from_size(size: tuple[int, int], box: Box | None = None) -> Geometry:
-    """Return what `compute_geometry` returns for an oriented image of `size` = (width, height)."""
+    """Return `compute_geometry` for an oriented image of `size` = (width, height)."""
     width, height = size
     if box is None:
         return Geometry.whole(width, height)

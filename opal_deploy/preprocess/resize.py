@@ -1,4 +1,4 @@
-"""From an image to a model's input: crop to a box if there is one, resize to H0 x W0, normalise; and to one to draw on.
+"""From an image to a model's input: crop, resize to H0 x W0, normalise; and to an image to draw on.
 
 As the paper's authors evaluate: straight to the input size, aspect ratio not kept, antialiased bilinear (Pillow's, or
 the same arithmetic of a faster library, see `accelerated`). The crop comes first, so that pixels outside the box do not
@@ -28,17 +28,15 @@ _MAX_SIDE = 1_000_000
 def to_input(
     image: Image.Image, geometry: Geometry, input_size: tuple[int, int], decoding: Decoding = Decoding.default
 ) -> NDArray[np.uint8]:
-    """Crop and resize an image to a model's input.
+    """Crop and resize an image to a model's input, uint8 [H0, W0, 3], RGB.
+
+    In an image with a side of over a million pixels, neighbouring pixels are averaged first.
 
     Args:
-        image: RGB, oriented, whole; what `decode_for_input` made smaller is resized as it is, and has no crop.
+        image: RGB, oriented, whole; or the smaller version from `decode_for_input`, without a crop.
         geometry: the crop, in pixels of the whole image.
         input_size: (H0, W0).
-        decoding: with `exact`, Pillow resizes; otherwise a faster library may. Of an image with a side of over a
-            million pixels, which is no photograph, neighbouring pixels are averaged first.
-
-    Returns:
-        uint8 [H0, W0, 3], RGB.
+        decoding: with `exact`, Pillow resizes; otherwise a faster library may.
     """
     height, width = input_size
     region = image
@@ -54,13 +52,13 @@ def to_input(
 
 
 def display_size(width: int, height: int) -> tuple[int, int]:
-    """Return the (width, height) at which an image is drawn on: its own up to 2 megapixels and 4096 pixels a side."""
+    """Return the (width, height) of an image to draw on: its own up to 2 megapixels and 4096 pixels per side."""
     share = min(1.0, MAX_DISPLAY_SIDE / max(width, height), math.sqrt(MAX_DISPLAY_PIXELS / (width * height)))
     return max(1, math.floor(width * share)), max(1, math.floor(height * share))
 
 
 def to_display(image: Image.Image) -> Image.Image:
-    """Return an RGB image reduced to its `display_size`; one that is not larger as it is."""
+    """Return an RGB image reduced to its `display_size`, or itself if it is not larger."""
     size = display_size(*image.size)
     # whole pixels are averaged first, which takes a fraction of the time and memory
     return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)

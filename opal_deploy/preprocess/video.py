@@ -1,20 +1,20 @@
 """From a video file to its frames: RGB, 8 bits, turned as a player shows them, decoded from beginning to end by PyAV.
 
-A frame is known by its index, the number of frames that the decoder gave before it. Nothing is sought: every frame
-depends on those before it, and only decoding all of them gives the same frames each time, whatever the file's own index
-says. What is wrong with a video ends in an ImageError with one of these codes, or of those of `decode`:
+A frame is known by its index, the number of frames that the decoder returned before it. There is no seeking: every
+frame depends on those before it, and only decoding all of them gives the same frames each time, whatever the file's own
+index says. What is wrong with a video ends in an ImageError with one of these codes, or of those of `decode`:
 
     not_a_video        no demuxer recognises it
-    no_frames          audio only, or not one frame that can be decoded
+    no_frames          only audio, or no frame that can be decoded
     unsupported_video  no decoder for its codec, HDR, or no time stamps to choose frames by
-    truncated_video    it ends before its header says; the frames up to there are good
+    truncated_video    it ends before its header says; the frames before that are good
     corrupt_video      parts of it cannot be decoded; the frames before and after are good
-    corrupt_frame      the decoder filled in what it could not read of this frame, or of one that it is predicted from
+    corrupt_frame      the decoder filled in missing data of this frame, or of one that it is predicted from
 
 Colour: YUV is converted by FFmpeg's swscale with the matrix (BT.601, BT.709, BT.2020) and the range that the video
-declares, BT.601 and limited range where it declares none, as `ffmpeg -i clip.mp4 frame.png` does. 10 and 12 bits become
-8. HDR (PQ, HLG) is refused: without tone mapping its frames would look washed out. Transparency is dropped; interlaced
-frames stay as they are; pixels that are not square too.
+declares, by default BT.601 and limited range, as `ffmpeg -i clip.mp4 frame.png` does. 10 and 12 bits become 8. HDR (PQ,
+HLG) is refused: without tone mapping its frames would look washed out. Transparency is dropped; interlaced frames and
+non-square pixels are not converted.
 """
 
 from __future__ import annotations
@@ -54,11 +54,9 @@ _MICROSECONDS = 1_000_000
 
 @dataclass(frozen=True)
 class Sampling:
-    """The frames that are taken of a video.
+    """The frames that are taken of a video: every `frames`-th one, beginning with the first, or by time.
 
-    Attributes:
-        frames: every `frames`-th one, beginning with the first; None: by time.
-        seconds: the first frame at or after 0, `seconds`, 2 · `seconds`, ... after the first one; None: by number.
+    By time: the first frame at or after 0, `seconds`, 2 · `seconds`, ... after the first one.
     """
 
     frames: int | None = None
@@ -66,11 +64,7 @@ class Sampling:
 
     @staticmethod
     def parse(text: str) -> Sampling:
-        """Return the frames that `10` (every tenth) or `0.5s` (two a second) stands for.
-
-        Raises:
-            UsageError: it is neither, or zero.
-        """
+        """Return the frames that `10` (every tenth) or `0.5s` (two per second) stands for; else raise UsageError."""
         match = re.fullmatch(r"(\d+)|(\d+(?:\.\d*)?|\.\d+)\s?s", text.strip())
         value = Fraction(match[1] or match[2]) if match else Fraction()
         if match is None or value == 0:
@@ -89,10 +83,9 @@ class VideoFrame:
     """A frame of a video.
 
     Attributes:
-        index: number of frames before it.
-        seconds: time after the first frame; None where the video has no time stamps.
-        pixels: uint8 [H, W, 3] RGB, turned as a player shows it; None where there is an error.
-        error: `corrupt_frame`; None for a frame that can be used.
+        index, seconds: number of frames before it, and time after the first one; None without time stamps.
+        pixels: uint8 [H, W, 3] RGB, turned as a player shows it; None if there is an error.
+        error: `corrupt_frame`; None for a good frame.
     """
 
     index: int
@@ -102,7 +95,7 @@ class VideoFrame:
 
 
 class Progress(Enum):
-    """The answer of `VideoReader.read` where there is no frame."""
+    """What `VideoReader.read` returns instead of a frame."""
 
     unfinished = "the time is over"
     ended = "there are no more frames"
@@ -114,24 +107,15 @@ def require_pyav() -> None:
 
 
 class VideoReader:
-    """Reads the frames of a video in their order; a context manager, which closes the file.
+    """Reads the frames of a video in order; a context manager, which closes the file.
 
     Attributes:
         sha256: hex digest of the file; empty before the first frame.
-        next_index: no frame before this one can be read any more.
+        next_index: earlier frames cannot be read any more.
     """
 
     def __init__(self, path: Path, sampling: Sampling, max_pixels: int = MAX_PIXELS) -> None:
-        """Open the file, and decode nothing yet.
-
-        Args:
-            path: the video.
-            sampling: the frames to take.
-            max_pixels: width times height above which a video is refused.
-
-        Raises:
-            ImageError: it cannot be opened. MissingExtra: PyAV is not installed.
-        """
+        """Open the file, and decode nothing yet; raise ImageError or MissingExtra if that is impossible."""
         require_pyav()
         self._sampling, self._max_pixels = sampling, max_pixels
         self._file = open_file(path)
@@ -144,11 +128,11 @@ class VideoReader:
         """Return the next of the chosen frames.
 
         Args:
-            first: frames before this index are decoded, and passed over.
-            patience: seconds after which `Progress.unfinished` is returned; the next call goes on from there.
+            first: frames before this index are decoded and skipped.
+            patience: seconds after which `Progress.unfinished` is returned; the next call continues.
 
         Raises:
-            ImageError: what is wrong with the video, once everything that can be read of it was returned.
+            ImageError: the video is damaged; after all frames that can be read.
         """
         self._first = first
         until = time.monotonic() + patience
@@ -254,7 +238,7 @@ def _find_stream(container: InputContainer, max_pixels: int) -> VideoStream:
 
 
 class _Clock:
-    """The time of each frame after the first; it never goes back, as time stamps do where recordings were joined."""
+    """The time of each frame after the first; it never decreases, as time stamps do in joined recordings."""
 
     def __init__(self, stream: VideoStream) -> None:
         rate = stream.average_rate or stream.guessed_rate
@@ -263,7 +247,7 @@ class _Clock:
         self._offset = self._last = Fraction(-1)
 
     def read(self, frame: av.VideoFrame) -> Fraction | None:
-        """Return the seconds after the first frame; None where there are neither time stamps nor a rate."""
+        """Return the seconds after the first frame; None without time stamps and frame rate."""
         base = frame.time_base or self._time_base
         stamp = None if frame.pts is None or base is None else frame.pts * Fraction(base)
         following = Fraction() if self._last < 0 else self._last + (self._step or 0)
@@ -279,11 +263,7 @@ class _Clock:
 
 
 class _Decoder:
-    """Decodes a video stream, and finds out how much of it is missing or damaged.
-
-    Attributes:
-        damaged: the frame that was yielded last is damaged, or may be predicted from one that is.
-    """
+    """Decodes a video stream, and finds how much is missing; `damaged`: the last frame, or one that it needs, is."""
 
     def __init__(self, container: InputContainer, stream: VideoStream) -> None:
         self._container, self._stream = container, stream
@@ -296,7 +276,7 @@ class _Decoder:
         self._reading_error = ""
 
     def decode(self) -> Iterator[av.VideoFrame]:
-        """Yield the frames; what cannot be decoded is left out."""
+        """Yield the frames that can be decoded."""
         import av
 
         try:
@@ -323,7 +303,7 @@ class _Decoder:
             self._reading_error = first_line(error)
 
     def check_end(self) -> None:
-        """Raise ImageError if frames are missing, once all were taken."""
+        """Raise ImageError if frames are missing, after all were taken."""
         start = Fraction(self._container.start_time or 0, _MICROSECONDS)
         seconds = self._end - start
         duration, expected = Fraction(self._container.duration or 0, _MICROSECONDS), self._stream.frames
@@ -343,18 +323,14 @@ class _Decoder:
 
 
 class _Converter:
-    """Makes RGB images of frames, turned as a player shows them."""
+    """Converts frames to RGB images, turned as a player shows them."""
 
     def __init__(self) -> None:
         self._rotation: int | None = None
         self._matrix: list[int] = []
 
     def convert(self, frame: av.VideoFrame) -> NDArray[np.uint8]:
-        """Return the pixels: uint8 [H, W, 3] RGB.
-
-        Raises:
-            ImageError: unsupported_video: swscale does not know their format.
-        """
+        """Return the pixels, uint8 [H, W, 3] RGB; raise ImageError if swscale cannot convert them."""
         try:
             pixels = frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
         except Exception:  # whatever swscale says
@@ -367,7 +343,7 @@ class _Converter:
 
 
 def _read_display_matrix(frame: av.VideoFrame) -> list[int]:
-    """Return the nine numbers of the display matrix, which phones write; none without one."""
+    """Return the nine numbers of the display matrix, which phones write; empty without one."""
     data: Any = next((data for data in cast(Any, frame.side_data) if data.type.name == "DISPLAYMATRIX"), None)
     return [] if data is None else np.frombuffer(data, np.int32).tolist()
 

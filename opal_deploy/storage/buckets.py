@@ -1,4 +1,8 @@
-"""Writing to buckets: whole objects, which appear at once or not at all."""
+"""Buckets: list files in the byte order of their names, and write whole objects.
+
+S3 lists a page of a thousand names at a time in that order. Other storages are listed folder by folder through fsspec,
+with the names of one folder in memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _MAGIC = re.compile(r"[*?[]")
 
 
 def has_magic(url: str) -> bool:
-    """Return whether a URL may be a glob: the name of a bucket is never one."""
+    """Return whether a URL may be a glob; a bucket's name is never one."""
     return _MAGIC.search("/".join(url.split("/")[3:])) is not None
 
 
@@ -30,11 +34,11 @@ def list_files(folder: RemoteFile, *, recursive: bool) -> Iterator[tuple[str, Re
     """Yield the files in a folder of a bucket, with their paths from it, in the byte order of these.
 
     Args:
-        folder: it need not exist: then nothing is yielded.
-        recursive: those below its subfolders too.
+        folder: nothing is yielded if it does not exist.
+        recursive: include subfolders.
 
     Raises:
-        ImageError: unreadable: listing was refused; not_found: there is no such bucket.
+        ImageError: `unreadable`: listing was refused; `not_found`: there is no such bucket.
     """
     filesystem = open_filesystem(folder.url)
     if hasattr(filesystem, "call_s3"):
@@ -73,7 +77,7 @@ def _list_tree(filesystem: Any, root: RemoteFile, below: str, recursive: bool) -
 
 
 def _list_folder(filesystem: Any, root: RemoteFile, below: str) -> Iterator[tuple[str, FileFingerprint | None]]:
-    """Yield the entries of a folder by their paths from the root; None instead of a fingerprint for a folder."""
+    """Yield the entries of a folder by path from the root; None instead of a fingerprint for a folder."""
     url = f"{root.url.rstrip('/')}/{below}"
 
     def ls() -> list[dict[str, Any]]:
@@ -97,10 +101,8 @@ def _list_folder(filesystem: Any, root: RemoteFile, below: str) -> Iterator[tupl
 def expand_glob(pattern: RemoteFile) -> Iterator[tuple[str, RemoteFile]]:
     """Yield the files that a glob matches, with their paths from the folder before its first magic part.
 
-    `*` and `?` match within a part of the path, `**` any number of parts; a slash at the end means all below.
-
-    Raises:
-        ImageError: as `list_files`.
+    `*` and `?` match within a part of the path, `**` any number of parts; a final slash means everything below. Raises
+    as `list_files`.
     """
     from fsspec.utils import glob_translate
 
@@ -124,11 +126,7 @@ _UPLOAD_PATIENCE_SECONDS = 900.0
 
 
 def parse_output(url: str) -> RemoteFile:
-    """Return the folder of a URL to write to.
-
-    Raises:
-        UsageError: it cannot be written to. MissingExtra: what writes to it is not installed.
-    """
+    """Return the folder of a URL to write to; raise UsageError or MissingExtra if that is not supported."""
     folder = RemoteFile.parse(url)
     if not is_bucket_url(url):
         raise UsageError(f"{folder}: cannot be written to; expected a folder, or one in a bucket: s3://, gs://, az://")
@@ -136,21 +134,13 @@ def parse_output(url: str) -> RemoteFile:
 
 
 def write_bytes(file: RemoteFile, data: bytes) -> None:
-    """Write an object, in place of what is there.
-
-    Raises:
-        StoppedEarly: the bucket does not take it.
-    """
+    """Write an object, or replace it; raise StoppedEarly if the bucket refuses it."""
     filesystem = open_filesystem(file.url)
     _write(file, lambda: filesystem.pipe_file(file.url, data))
 
 
 def upload(file: RemoteFile, path: Path) -> None:
-    """Write an object of a file's bytes, in place of what is there; of a large file only pieces are in memory.
-
-    Raises:
-        StoppedEarly: the bucket does not take it.
-    """
+    """Write an object from a file, in pieces if it is large; raise StoppedEarly if the bucket refuses it."""
     filesystem = open_filesystem(file.url)
     options: dict[str, Any] = {}
     if hasattr(filesystem, "call_s3"):
@@ -159,13 +149,13 @@ def upload(file: RemoteFile, path: Path) -> None:
 
 
 def create(file: RemoteFile, data: bytes) -> bool:
-    """Write an object unless there is one; return False if there is one of other bytes.
+    """Write an object unless it exists; return False if one with other bytes exists.
 
-    S3, Google and Azure decide that themselves, whoever else writes at the same moment. Where a storage has no such
-    request, as older ones that speak S3's protocol, what is there is replaced.
+    S3, Google and Azure decide this atomically. Other storages may not support such a request; they replace an existing
+    object.
 
     Raises:
-        StoppedEarly: the bucket does not take it.
+        StoppedEarly: the bucket refuses it.
     """
     filesystem = open_filesystem(file.url)
 
@@ -193,11 +183,7 @@ def create(file: RemoteFile, data: bytes) -> bool:
 
 
 def remove(files: Iterable[RemoteFile]) -> None:
-    """Remove objects of one bucket; those that are not there are no error.
-
-    Raises:
-        StoppedEarly: the bucket does not let them be removed.
-    """
+    """Remove objects of one bucket, if they exist; raise StoppedEarly if the bucket refuses it."""
     remaining = iter(files)
     while group := list(islice(remaining, _REMOVED_AT_ONCE)):
         filesystem = open_filesystem(group[0].url)

@@ -1,4 +1,4 @@
-"""A file by its URL: its bytes as a whole, or a part of them that certainly belongs to the file that was listed."""
+"""A file by its URL: all its bytes, or a range that certainly belongs to the version that was listed."""
 
 from __future__ import annotations
 
@@ -44,11 +44,7 @@ class FileFingerprint(NamedTuple):
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> FileFingerprint:
-        """Return the fingerprint in what fsspec says of a file.
-
-        Raises:
-            ImageError: unreadable: it has no size.
-        """
+        """Return the fingerprint from fsspec's info of a file; raise ImageError if that has no size."""
         size = info.get("size", info.get("Size"))
         if size is None:
             raise ImageError("unreadable", "the server does not say how long it is, so no part of it can be read")
@@ -58,12 +54,12 @@ class FileFingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file by its URL; small, and picklable, so that a decode worker reads it.
+    """A file by its URL; small and picklable, so that a decode worker reads it.
 
     Attributes:
-        url: with whatever lets in; only to open it.
-        shown: for records, messages and look-ups: the URL without credentials.
-        fingerprint: when it was listed; None for one that was not.
+        url: with its credentials; only for opening.
+        shown: the URL without credentials, for records, messages and look-ups.
+        fingerprint: when it was listed; None if it was not.
     """
 
     url: str
@@ -72,11 +68,7 @@ class RemoteFile:
 
     @staticmethod
     def parse(url: str) -> RemoteFile:
-        """Return the file of a URL, without asking the storage.
-
-        Raises:
-            UsageError: the scheme is not read. MissingExtra: what reads it is not installed.
-        """
+        """Return the file of a URL, without asking the storage; raise UsageError or MissingExtra."""
         parse_scheme(url)
         return RemoteFile(url, redact(url))
 
@@ -94,15 +86,11 @@ class RemoteFile:
         return self.shown
 
     def child(self, name: str, fingerprint: FileFingerprint | None = None) -> RemoteFile:
-        """Return the file `name` in this folder, or the label of a member of this archive."""
+        """Return the file `name` in this folder or archive."""
         return RemoteFile(f"{self.url.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", fingerprint)
 
     def open(self) -> BinaryIO:
-        """Return a seekable stream of the bytes: in memory where these are few, else by ranges of one version.
-
-        Raises:
-            ImageError: not_found, unreadable, also where its length is another than was listed.
-        """
+        """Return a seekable stream of the bytes, in memory if they are few; raise ImageError, also if it changed."""
         if self.fingerprint is None or self.fingerprint.size <= MAX_WHOLE_BYTES:
             data = self._read_whole()
             if data is not None:
@@ -112,20 +100,12 @@ class RemoteFile:
         return self.open_ranges()
 
     def open_ranges(self, read_ahead: int = READ_AHEAD_BYTES) -> BinaryIO:
-        """Return a seekable stream that asks for parts of the file as they are read.
-
-        Raises:
-            ImageError: as `open`; every read raises it too: unreadable where the file is no longer the one listed.
-        """
+        """Return a seekable stream that requests ranges as they are read; raises ImageError if the file changed."""
         pinned = self if self.fingerprint is not None else replace(self, fingerprint=self.read_fingerprint())
         return cast(BinaryIO, io.BufferedReader(RemoteStream(pinned), max(1, read_ahead)))
 
     def read_fingerprint(self) -> FileFingerprint:
-        """Ask the storage for size and version.
-
-        Raises:
-            ImageError: not_found, not_a_file, unreadable.
-        """
+        """Ask the storage for size and version; raise ImageError (`not_found`, `not_a_file`, `unreadable`)."""
         filesystem = open_filesystem(self.url)
         info = retry(lambda: filesystem.info(self.url))
         if info.get("type") == "directory":
@@ -133,7 +113,7 @@ class RemoteFile:
         return FileFingerprint.from_info(info)
 
     def _read_whole(self) -> bytes | None:
-        """Return all bytes, by one request; None where there are too many."""
+        """Return all bytes in one request; None if there are too many."""
         filesystem = open_filesystem(self.url)
         if not is_bucket_url(self.url):
             data = retry(lambda: _get(filesystem, self.url, MAX_WHOLE_BYTES + 1))
@@ -145,7 +125,7 @@ class RemoteFile:
         return None if len(data) > MAX_WHOLE_BYTES else data
 
     def _read_range(self, start: int, end: int) -> bytes:
-        """Return the bytes from `start` to before `end`, of whatever version."""
+        """Return the bytes from `start` to before `end` of the current version."""
         filesystem = open_filesystem(self.url)
 
         def read() -> bytes:
@@ -162,11 +142,7 @@ class RemoteFile:
         return retry(read)
 
     def read_range(self, start: int, end: int) -> bytes:
-        """Return the bytes from `start` to before `end` of the version that was listed.
-
-        Raises:
-            ImageError: not_found, unreadable: also where it was changed, or the server gives no parts of files.
-        """
+        """Return the bytes from `start` to before `end` of the listed version; raise ImageError if it changed."""
         assert self.fingerprint is not None  # `open_ranges` asked for it
         if start >= end:
             return b""
@@ -185,11 +161,7 @@ class RemoteFile:
 
 
 def parse_source(source: str | os.PathLike[str]) -> Path | RemoteFile:
-    """Return what a text names: a path, or the file of a URL.
-
-    Raises:
-        ImageError: unreadable: a URL of a scheme that is not read, or what reads it is not installed.
-    """
+    """Return a path, or the file of a URL; raise ImageError (`unreadable`) if the URL is not supported."""
     text = os.fspath(source)
     if not is_url(text):
         return Path(text)
@@ -232,11 +204,7 @@ class RemoteStream(io.RawIOBase):
 
 
 def _get(filesystem: Any, url: str, limit: int, start: int | None = None) -> bytes:
-    """Return the body of a web page from `start` on, at most `limit` bytes of it; no more than these are taken.
-
-    Raises:
-        ImageError: unreadable: the server gives no parts of files.
-    """
+    """Return the body of a web page from `start` on, and request at most `limit` bytes; raise ImageError."""
     from fsspec.asyn import sync
 
     options = dict(filesystem.kwargs)
@@ -264,11 +232,7 @@ def _get(filesystem: Any, url: str, limit: int, start: int | None = None) -> byt
 
 
 def _get_s3_range(filesystem: Any, url: str, start: int, end: int, version: str) -> bytes:
-    """Return a part of an object, by a request that S3 refuses if it is no longer the one with this ETag.
-
-    Raises:
-        ImageError: unreadable: it was changed.
-    """
+    """Return a range of an object, which S3 refuses if its ETag has changed; then raise ImageError."""
     from fsspec.asyn import sync
 
     bucket, key, version_id = filesystem.split_path(url)

@@ -1,4 +1,4 @@
-"""The file systems of URLs, by fsspec: opened once a process, with retries of what may pass, and errors in one line.
+"""The file systems of URLs, by fsspec: opened once per process, with retries, and errors in one line.
 
 Credentials are found as the storage's own libraries find them: environment, profiles, roles of the machine, and
 fsspec's configuration files (https://filesystem-spec.readthedocs.io/en/latest/features.html#configuration).
@@ -40,12 +40,7 @@ _lock = threading.Lock()
 
 
 def open_filesystem(url: str) -> Any:
-    """Return fsspec's file system of a URL, which any thread of this process may use.
-
-    Raises:
-        ImageError: unreadable: it cannot be opened, as where no account is known.
-        UsageError: the scheme is not read. MissingExtra: what reads it is not installed.
-    """
+    """Return fsspec's file system of a URL, for any thread of this process; raise ImageError if it cannot be opened."""
     scheme = parse_scheme(url)
     # the account of abfs://container@account.dfs.core.windows.net is an option of its file system
     account = url.partition("://")[2].partition("/")[0] if "@" in url and scheme.startswith(("abfs", "az")) else ""
@@ -67,7 +62,7 @@ def open_filesystem(url: str) -> Any:
 
 
 def _silence_libraries() -> None:
-    """Let the libraries' own words about errors go to whoever set up logging, and else nowhere: they become ours."""
+    """Send the libraries' log messages only to loggers that the caller has set up."""
     for name in ("fsspec", "s3fs", "gcsfs", "adlfs", "azure", "google", "aiobotocore", "asyncio"):
         logging.getLogger(name).addHandler(logging.NullHandler())
 
@@ -94,15 +89,14 @@ def _options(scheme: str) -> dict[str, Any]:
 
 
 def retry(operation: Callable[[], T], patience: float | None = None) -> T:
-    """Return what an operation returns, repeating it while it fails for the moment.
+    """Return the result of an operation; retry it during temporary failures.
 
     Args:
-        operation: leaves nothing half done.
-        patience: seconds after which it is repeated no more; None: `PATIENCE_SECONDS`.
+        operation: can be repeated after it failed.
+        patience: seconds after which it is not retried; None: `PATIENCE_SECONDS`.
 
     Raises:
-        ImageError: not_found, unreadable, or storage_unavailable where it failed for the moment all the time; the
-            message holds no URL.
+        ImageError: `not_found`, `unreadable`, or `storage_unavailable` if all retries failed; the message has no URL.
     """
     began, wait = time.monotonic(), _FIRST_WAIT
     patience = PATIENCE_SECONDS if patience is None else patience

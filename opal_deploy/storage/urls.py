@@ -1,4 +1,4 @@
-"""URLs: which texts are URLs that are read here, and what of a URL records and messages may show."""
+"""URLs: which texts are supported URLs, and which part of a URL records and messages may show."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ _SECRET = re.compile(
 
 
 class Scheme(NamedTuple):
-    """A scheme of URLs that is read here.
-
-    Attributes:
-        package: the module that fsspec needs for it.
-        extra: the extra of opal-deploy that installs it.
-        is_bucket: whether it names objects in a bucket, which can be listed and written, rather than a web page.
-    """
+    """A supported scheme: fsspec's module, our extra that installs it, and if it names objects in a bucket."""
 
     package: str
     extra: str
@@ -46,17 +40,12 @@ _EXPECTED = "expected a path, or a URL with s3://, gs://, az://, abfs:// or http
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is a URL rather than a path, also one of a scheme that is not read."""
+    """Return whether a text is a URL rather than a path, also one with an unsupported scheme."""
     return _URL.match(text) is not None
 
 
 def parse_scheme(url: str) -> str:
-    """Return the scheme of a URL, in lower case.
-
-    Raises:
-        UsageError: it is not read here, names no bucket, or holds a password where none is used.
-        MissingExtra: what reads it is not installed.
-    """
+    """Return the scheme of a URL, in lower case; raise UsageError or MissingExtra if it is not supported."""
     match = _URL.match(url)
     name = match[1].lower() if match else ""
     scheme = SCHEMES.get(name)
@@ -85,8 +74,8 @@ def is_bucket_url(text: str) -> bool:
 def redact(text: str) -> str:
     """Return a text whose URLs show no user names, passwords or signatures.
 
-    Of `https://`, the whole query goes where one of its parameters lets in whoever has the URL, so that a URL that was
-    signed again is shown alike; other queries stay, since they may be all that tells two images apart.
+    For `https://` the whole query is removed if one of its parameters grants access, so that a URL that was signed
+    again looks the same; other queries stay, since they may be all that distinguishes two images.
     """
 
     def shown(match: re.Match[str]) -> str:

@@ -1,14 +1,10 @@
 """A session that answers by brightness, which can be worked out by hand, and helpers that many tests share."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -18,8 +14,7 @@ from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.types import InferenceOptions, InputImage
-from opal_deploy.records.record import Record
-from opal_deploy.runtime.session import ImageBatch, Session, check_batch
+from opal_deploy.runtime.session import ImageBatch, check_batch
 
 GRID = (4, 4)
 
@@ -34,19 +29,13 @@ class BrightSession:
 
     description = "brightness on CPU"
 
-    def __init__(
-        self,
-        *,
-        fails_at: int | None = None,
-        hold: threading.Event | None = None,
-        input_size: tuple[int, int] = (32, 32),
-    ) -> None:
+    def __init__(self, *, fails_at=None, hold=None, input_size=(32, 32)):
         distance = {"distance": "l2", "epsilon": 1e-8}
         self.metadata = Metadata(("dim", "bright"), 2, distance, "exact", "none", GRID, input_size)
         self.fails_at, self.hold = fails_at, hold
-        self.batches: list[int] = []
+        self.batches = []
 
-    def run(self, images: ImageBatch) -> Outputs:
+    def run(self, images):
         check_batch(images, self.metadata)
         if self.hold is not None:
             self.hold.wait(30)
@@ -68,16 +57,16 @@ class QueuedSession(BrightSession):
 
     depth = 3
 
-    def __init__(self, full_at: int | None = None) -> None:
+    def __init__(self, full_at=None):
         super().__init__()
         self.full_at, self.queue, self.longest = full_at, deque[ImageBatch](), 0
-        self.user: int | None = None
+        self.user = None
 
-    def run(self, images: ImageBatch) -> Outputs:
+    def run(self, images):
         assert not self.queue
         return super().run(images)
 
-    def submit(self, images: ImageBatch) -> object:
+    def submit(self, images):
         assert len(self.queue) < self.depth
         assert self.user in (None, threading.get_ident())
         self.user = threading.get_ident()
@@ -85,7 +74,7 @@ class QueuedSession(BrightSession):
         self.longest = max(self.longest, len(self.queue))
         return images
 
-    def collect(self, handle: object) -> Outputs:
+    def collect(self, handle):
         assert self.user == threading.get_ident()
         images = self.queue.popleft()
         assert images is handle
@@ -97,31 +86,31 @@ class QueuedSession(BrightSession):
         return super().run(images)
 
 
-def predict(requests: Iterable[InputImage | Path], *sessions: Session, **options: Any) -> list[Record]:
+def predict(requests, *sessions, **options):
     listed = (InputImage(one.name, one) if isinstance(one, Path) else one for one in requests)
     return [result.record for result in predict_stream(listed, sessions, InferenceOptions(**options))]
 
 
-def code(record: Record) -> str | None:
+def code(record):
     return record["error"]["code"] if "error" in record else None
 
 
-def read_results(out: Path) -> list[dict[str, Any]]:
+def read_results(out):
     return [json.loads(line) for line in (out / "results.jsonl").read_text("utf-8").splitlines()]
 
 
-def save(path: Path, size: tuple[int, int] = (60, 40), shade: int = 90) -> Path:
+def save(path, size=(60, 40), shade=90):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, (shade, shade, shade)).save(path, "PNG")
     return path
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition):
     limit = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.01)
 
 
-def own_threads() -> set[str]:
+def own_threads():
     return {t.name for t in threading.enumerate() if t.name.startswith(("decode", "session-", "service-"))}

@@ -1,11 +1,7 @@
 """Atlases of a whole set: images through a session into the collector, as `opal-deploy atlas` runs them."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +10,11 @@ from PIL import Image
 from opal_deploy.inference.atlas import collect_images
 from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
-from opal_deploy.visualization.atlas.entries import Atlas
 from opal_deploy.visualization.atlas.storage import build_atlas, load_atlas, save_atlas
 from tests.inference.bright import BrightSession
 
 
-def write_spot(path: Path, shade: int, cell: tuple[int, int] = (1, 1), size: int = 32) -> None:
+def write_spot(path, shade, cell=(1, 1), size=32):
     """Write a dark image with one cell of the 4 x 4 grid of `shade`: over 127 the session says `bright`."""
     pixels = np.zeros((size, size, 3), np.uint8)
     step = size // 4
@@ -29,7 +24,7 @@ def write_spot(path: Path, shade: int, cell: tuple[int, int] = (1, 1), size: int
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Path:
+def images(tmp_path):
     """Seven bright images, the higher their number the brighter; three dim ones, one of them in the wrong folder."""
     for number in range(7):
         write_spot(tmp_path / f"set/bright/{number}.png", 180 + 10 * number, (number % 4, 2))
@@ -38,25 +33,25 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
-def requests(folder: Path) -> list[InputImage]:
+def requests(folder):
     paths = sorted(folder.rglob("*.*"))
     return [InputImage(path.relative_to(folder).as_posix(), path, label=path.parent.name) for path in paths]
 
 
-def collect(images: list[InputImage], top: int = 3, sessions: int = 1, batch: int = 4, **how: Any) -> AtlasCollector:
+def collect(images, top=3, sessions=1, batch=4, **how):
     made = [BrightSession() for _ in range(sessions)]
     collector = AtlasCollector(made[0].metadata, top, **how)
     collect_images(images, made, InferenceOptions(batch=batch, workers=sessions), collector)
     return collector
 
 
-def build(collector: AtlasCollector, out: Path) -> Atlas:
+def build(collector, out):
     atlas = build_atlas(collector, out, {"file": "bright", "sha256": "f" * 64}, {"description": "set", "answered": 10})
     save_atlas(atlas)
     return atlas
 
 
-def test_each_slot_has_the_images_that_it_was_strongest_in_whatever_the_order(images: Path, tmp_path: Path) -> None:
+def test_each_slot_has_the_images_that_it_was_strongest_in_whatever_the_order(images, tmp_path):
     atlas = build(collect(requests(images)), tmp_path / "atlas")
     # an image counts for the class that it is predicted as
     assert {patch.image for patch in atlas.patches(0, 0)} == {"dim/0.png", "bright/x.png"}
@@ -73,7 +68,7 @@ def test_each_slot_has_the_images_that_it_was_strongest_in_whatever_the_order(im
     assert build(collect(requests(images)[::-1], sessions=2, batch=3), tmp_path / "b").entries == atlas.entries
 
 
-def test_only_correct_leaves_out_wrong_predictions_and_an_unusable_image_costs_the_others_nothing(images: Path) -> None:
+def test_only_correct_leaves_out_wrong_predictions_and_an_unusable_image_costs_the_others_nothing(images):
     (images / "bright" / "7.png").write_bytes(b"no image")
     collector = collect(requests(images), 9, only_correct=True)
     counts = collector.counts
@@ -86,7 +81,7 @@ def test_only_correct_leaves_out_wrong_predictions_and_an_unusable_image_costs_t
     assert (counts.unlabelled, counts.used) == (10, 0)
 
 
-def test_patches_of_large_images_are_cut_from_what_is_kept_of_them(tmp_path: Path) -> None:
+def test_patches_of_large_images_are_cut_from_what_is_kept_of_them(tmp_path):
     write_spot(tmp_path / "set" / "a.png", 200, (3, 0), 2400)
     atlas = build(collect(requests(tmp_path / "set")), tmp_path / "atlas")
     (patch,) = atlas.patches(1, 0)

@@ -1,12 +1,8 @@
 """Records print in one line, show themselves in a notebook, and stay plain dictionaries."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -21,16 +17,16 @@ HOSTILE = "<script>alert(1)</script>\"'\n&.png"
 
 
 @pytest.fixture(scope="module")
-def model(exact_model: Path) -> opal_deploy.Model:
+def model(exact_model):
     return opal_deploy.load(exact_model, device="cpu", threads=1)
 
 
-def page(shown: Any) -> list[tuple[str, dict[str, str | None]]]:
+def page(shown):
     """The elements that a browser would make of what a notebook is given."""
-    found: list[tuple[str, dict[str, str | None]]] = []
+    found = []
 
     class Parser(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        def handle_starttag(self, tag, attrs):
             found.append((tag, dict(attrs)))
 
     Parser().feed(shown._repr_html_())
@@ -38,11 +34,11 @@ def page(shown: Any) -> list[tuple[str, dict[str, str | None]]]:
 
 
 @pytest.fixture
-def paths(make_pictures: Callable, tmp_path: Path) -> list[Path]:
+def paths(make_pictures, tmp_path):
     return make_pictures(tmp_path, 2)
 
 
-def test_a_record_is_a_plain_dictionary_in_every_respect(model: opal_deploy.Model, paths: list[Path]) -> None:
+def test_a_record_is_a_plain_dictionary_in_every_respect(model, paths):
     record, both = model.explain(paths[0]), model.explain(paths)
     plain = json.loads(json.dumps(record))
     assert record == plain == copy.deepcopy(record)
@@ -52,7 +48,7 @@ def test_a_record_is_a_plain_dictionary_in_every_respect(model: opal_deploy.Mode
     assert isinstance(both, list)
 
 
-def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(model: opal_deploy.Model, paths: list[Path]) -> None:
+def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(model, paths):
     records = model.explain([*paths, paths[0].with_name("none.jpg")])
     first, answer = records[0], records[0]["prediction"]
     assert str(first) == f"{paths[0]}: {answer['label']}, cosine {answer['cosine']:.4f}, margin {first['margin']:.4f}"
@@ -60,9 +56,7 @@ def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(model: opal_deplo
     assert str(records[2]).endswith("none.jpg: error not_found: no such file")
 
 
-def test_a_notebook_shows_the_drawing_and_each_slot_while_the_file_is_the_same(
-    model: opal_deploy.Model, paths: list[Path]
-) -> None:
+def test_a_notebook_shows_the_drawing_and_each_slot_while_the_file_is_the_same(model, paths):
     record = model.explain(paths[0])
     tags = page(record)
     (image,) = [attributes for tag, attributes in tags if tag == "img"]
@@ -74,7 +68,7 @@ def test_a_notebook_shows_the_drawing_and_each_slot_while_the_file_is_the_same(
     assert "img" not in [tag for tag, _ in page(model.explain(Image.new("RGB", (50, 50))))]
 
 
-def test_nothing_from_outside_becomes_markup(model: opal_deploy.Model, paths: list[Path]) -> None:
+def test_nothing_from_outside_becomes_markup(model, paths):
     record = cast(dict[str, Any], {**model.explain(paths[0]), "image": HOSTILE})
     record["prediction"] = {**record["prediction"], "label": HOSTILE}
     record["evidence"][0]["name"] = HOSTILE
@@ -89,5 +83,5 @@ def test_nothing_from_outside_becomes_markup(model: opal_deploy.Model, paths: li
     assert "\n" not in str(Explanation(record))
 
 
-def test_a_long_list_names_the_number_of_the_others() -> None:
+def test_a_long_list_names_the_number_of_the_others():
     assert "and 10 more" in Explanations([error_record("a", "b", "c")] * 60)._repr_html_()

@@ -1,27 +1,24 @@
 """`run_inference`: the same run directory as the command's, resumed after an interruption."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 import opal_deploy
-from tests.conftest import Opal, PictureFolder
 
 TIMES = ("started", "ended", "resumed", "seconds", "seconds_to_first_record", "images_per_second", "time", "new_images")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, make_pictures: PictureFolder, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, make_pictures, monkeypatch):
     make_pictures(tmp_path / "in", 12)
     (tmp_path / "in/bad.jpg").write_bytes(b"no")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def read_run(out: Path) -> dict[str, bytes]:
+def read_run(out):
     """Return the files of a run, without times."""
     files = {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
     for name in ("run.json", "summary.json"):
@@ -30,26 +27,24 @@ def read_run(out: Path) -> dict[str, bytes]:
     return files
 
 
-def test_it_writes_what_the_command_writes_also_after_an_interruption(
-    folder: Path, exact_model: Path, opal: Opal
-) -> None:
+def test_it_writes_what_the_command_writes_also_after_an_interruption(folder, exact_model, opal):
     options = ["--out", "out", "--explain", "--sheets", "--labels", "folders", "--format", "csv", "--batch", "2"]
     done = opal("infer", "in", "--model", exact_model, *options, "--threads", "1", "--report-images", "files")
     assert done.returncode == 3, done.stderr
     expected = read_run(folder / "out")
     (folder / "out").rename(folder / "command")
 
-    def stop(done: int, total: int | None, note: str) -> None:
+    def stop(done, total, note):
         if done >= 4:
             raise KeyboardInterrupt
 
-    lines: list[str] = []
+    lines = []
 
-    def call(**more: object) -> opal_deploy.InferenceRun:
+    def call(**more):
         return opal_deploy.run_inference(
             "in", exact_model, out="out", explain=True, sheets=True, labels="folders", formats=["csv"], batch=2,
             threads=1, report_images="files", log=lines.append, **more,
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
 
     with pytest.raises(KeyboardInterrupt):
         call(progress=stop)
@@ -68,7 +63,7 @@ def test_it_writes_what_the_command_writes_also_after_an_interruption(
     assert "this run is finished" in lines[-1]
 
 
-def test_an_open_model_runs_too(folder: Path, exact_model: Path) -> None:
+def test_an_open_model_runs_too(folder, exact_model):
     model = opal_deploy.load(exact_model, device="cpu", threads=1)
     run = opal_deploy.run_inference(["in/000.png", Path("in/001.png")], model, min_margin=2.0)
     assert (run.out, run.counts, run.report) == (Path("explanations"), {"abstained": 2}, None)
@@ -76,7 +71,7 @@ def test_an_open_model_runs_too(folder: Path, exact_model: Path) -> None:
         opal_deploy.run_inference("in", model, top=0)
 
 
-def test_a_folder_is_streamed_and_one_record_drawn(folder: Path, exact_model: Path) -> None:
+def test_a_folder_is_streamed_and_one_record_drawn(folder, exact_model):
     model = opal_deploy.load(exact_model, device="cpu", threads=1)
     records = list(model.stream("in", batch=4))
     assert [record["status"] for record in records] == ["ok"] * 12 + ["error"]

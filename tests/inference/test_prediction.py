@@ -1,10 +1,6 @@
 """The explanation is the computation: records hold the forward pass's own numbers."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +9,6 @@ from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.records.evidence import contributions
-from opal_deploy.records.record import Record
-from opal_deploy.runtime.onnx_session import OnnxSession
 from tests.inference.bright import predict
 
 # below this lead of the best cell over the second, float32 cannot tell which is which
@@ -23,19 +17,17 @@ CLASSES = ["ash", "birch", "<script>alert(1)</script>", "Übersee-Eiche"]
 
 
 @pytest.fixture(scope="module")
-def pictures(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def pictures(make_pictures, tmp_path_factory):
     return make_pictures(tmp_path_factory.mktemp("pictures"), 12)
 
 
 @pytest.fixture(scope="module")
-def found(exact_session: OnnxSession, pictures: list[Path]) -> list[Record]:
+def found(exact_session, pictures):
     return predict(pictures, exact_session)
 
 
 @pytest.mark.parametrize("source", ["pictures", pytest.param("photographs", marks=pytest.mark.data)])
-def test_boxes_and_scores_are_pytorchs_own_maximisers(
-    exact_session: OnnxSession, exact_model: Path, request: pytest.FixtureRequest, source: str
-) -> None:
+def test_boxes_and_scores_are_pytorchs_own_maximisers(exact_session, exact_model, request, source):
     from opal_deploy.runtime.torch_session import TorchSession
 
     paths = request.getfixturevalue(source)[:: 27 if source == "photographs" else 1]
@@ -46,9 +38,6 @@ def test_boxes_and_scores_are_pytorchs_own_maximisers(
         image = decode(path)
         answer = reference.run_reference(to_input(image, compute_geometry(image), about.input_size)[None])
         logits, cells, scores = answer.outputs.logits[0], answer.outputs.argmax, answer.outputs.scores
-        assert cells is not None
-        assert scores is not None
-        assert answer.top2_margin is not None
         predicted = record["prediction"]["class_id"]
         assert predicted == int(logits.argmax())
         assert record["prediction"]["logit"] == pytest.approx(float(logits[predicted]), abs=1e-4)
@@ -66,12 +55,9 @@ def test_boxes_and_scores_are_pytorchs_own_maximisers(
     assert compared > 0.9 * 3 * len(paths)
 
 
-def test_the_cosine_is_that_of_the_embedding_and_the_anchor(
-    exact_session: OnnxSession, found: list[Record], pictures: list[Path]
-) -> None:
+def test_the_cosine_is_that_of_the_embedding_and_the_anchor(exact_session, found, pictures):
     image = decode(pictures[0])
     outputs = exact_session.run(to_input(image, compute_geometry(image), (96, 96))[None])
-    assert outputs.scores is not None
     s = outputs.scores[0].astype(np.float64)
     z = s / np.linalg.norm(s)
     for answer in found[0]["top"]:
@@ -80,7 +66,7 @@ def test_the_cosine_is_that_of_the_embedding_and_the_anchor(
         assert answer["cosine"] == pytest.approx(float(z @ anchor), abs=1e-7)
 
 
-def test_contributions_logits_and_margins_follow_from_the_cosines(found: list[Record]) -> None:
+def test_contributions_logits_and_margins_follow_from_the_cosines(found):
     for record in found:
         top, cosines = record["top"], [float(answer["cosine"] or 0) for answer in record["top"]]
         assert record["prediction"] == top[0]
@@ -91,35 +77,19 @@ def test_contributions_logits_and_margins_follow_from_the_cosines(found: list[Re
         assert sum(slot["contribution"] or 0.0 for slot in record["evidence"]) == pytest.approx(cosines[0], abs=1e-6)
 
 
-def test_top_limits_the_listed_classes_not_the_margin(
-    exact_session: OnnxSession, pictures: list[Path], found: list[Record]
-) -> None:
+def test_top_limits_the_listed_classes_not_the_margin(exact_session, pictures, found):
     for top in (1, 2, 9):
         (limited,) = predict(pictures[:1], exact_session, top=top)
         assert (limited["top"], limited["margin"]) == (found[0]["top"][:top], found[0]["margin"])
 
 
-def test_answers_below_the_margin_abstain_and_keep_everything_else(
-    exact_session: OnnxSession, pictures: list[Path], found: list[Record]
-) -> None:
+def test_answers_below_the_margin_abstain_and_keep_everything_else(exact_session, pictures, found):
     margins = sorted(record["margin"] or 0.0 for record in found)
     threshold = margins[len(margins) // 2]
     again = predict(pictures, exact_session, min_margin=threshold)
     assert [r["status"] for r in again] == ["abstained" if (r["margin"] or 0) < threshold else "ok" for r in found]
     assert {r["status"] for r in again} == {"ok", "abstained"}
     assert [{**r, "status": "ok"} for r in again] == found
-
-
-@pytest.mark.parametrize("evidence", ["map", "none"])
-def test_a_model_without_single_cells_has_no_evidence(
-    request: pytest.FixtureRequest, pictures: list[Path], evidence: str
-) -> None:
-    path = request.getfixturevalue("map_model" if evidence == "map" else "linear_model")
-    for record in predict(pictures[:3], OnnxSession(path, device="cpu", threads=1), min_margin=-1.0):
-        assert record["status"] == "ok"
-        # without anchors there are logits only
-        assert (record["prediction"]["cosine"] is None) == (record["margin"] is None) == (evidence == "none")
-        assert "evidence" not in record
 
 
 BLOCK = np.array([0.5, 0.3, 0.1])
@@ -135,8 +105,7 @@ A = 1 / math.sqrt(3)
         ("kl", sum(b * (math.log(b + 1e-8) - math.log(A + 1e-8)) for b in BLOCK)),
     ],
 )
-def test_contributions_add_up_for_the_distances_that_are_sums(distance: str, expected: float) -> None:
+def test_contributions_add_up_for_the_distances_that_are_sums(distance, expected):
     parts = contributions(BLOCK, distance)
-    assert parts is not None
     assert float(parts.sum()) == pytest.approx(expected, abs=1e-12)
     assert contributions(BLOCK, "linf") is contributions(BLOCK, "tropical") is None

@@ -1,10 +1,5 @@
 """The files of a run directory: names of drawings, writing them, and removing those from an image on."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from opal_deploy.errors import StoppedEarly
@@ -33,12 +28,12 @@ from opal_deploy.inference.run_files import (
         (1_999_999, "a.jpg", "overlays/0199/1999999-a.jpg.jpg"),
     ],
 )
-def test_names_are_safe_and_unique(index: int, image: str | None, name: str) -> None:
+def test_names_are_safe_and_unique(index, image, name):
     assert overlay_name(index, image) == name
     assert sheet_name(index, image) == name.replace("overlays", "sheets").removesuffix(".jpg") + ".png"
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
     (tmp_path / "overlays/000000-a.jpg").mkdir(parents=True)
     with pytest.raises(StoppedEarly, match=r"cannot be written .*make room and run again"):
         write_image_file(tmp_path, "overlays/000000-a.jpg", b"jpeg")
@@ -46,9 +41,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name", "suffix"), [(OVERLAYS, overlay_name, "jpg"), (SHEETS, sheet_name, "png")])
-def test_files_from_an_image_on_are_removed_and_nothing_else(
-    tmp_path: Path, kind: str, name: Callable[[int, str], str], suffix: str
-) -> None:
+def test_files_from_an_image_on_are_removed_and_nothing_else(tmp_path, kind, name, suffix):
     remove_image_files(tmp_path, kind)
     assert list(tmp_path.iterdir()) == []
     kept = [name(3, "a"), name(10_000, "a"), f"{kind}/mine.{suffix}", f"{kind}/0001/mine.{suffix}"]

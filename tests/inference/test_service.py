@@ -8,10 +8,8 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,41 +19,38 @@ from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.explanation import Explanation
 from opal_deploy.inference.service import Service
 from opal_deploy.inference.types import InferenceOptions, InputImage
-from opal_deploy.records.record import Record
 from tests.inference.bright import BrightSession, QueuedSession, own_threads
 
 
-def array(shade: int) -> np.ndarray:
+def array(shade):
     image = np.full((40, 40, 3), 10, np.uint8)
     row, col = divmod(shade % 16, 4)
     image[row * 10 : row * 10 + 10, col * 10 : col * 10 + 10] = 100 + shade % 100
     return image
 
 
-def cell(record: Record) -> int:
+def cell(record):
     row, col = record["evidence"][0]["cell"]
     return row * 4 + col
 
 
 @pytest.fixture(scope="module")
-def model(exact_model: Path) -> opal_deploy.Model:
+def model(exact_model):
     return opal_deploy.load(exact_model, device="cpu", threads=1)
 
 
-def test_an_asyncio_program_gets_200_records_as_explain_returns_them(
-    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
-) -> None:
-    paths: list[Path] = make_pictures(tmp_path, 40)
+def test_an_asyncio_program_gets_200_records_as_explain_returns_them(model, make_pictures, tmp_path):
+    paths = make_pictures(tmp_path, 40)
     paths[17].write_bytes(paths[17].read_bytes()[:200])
     expected = model.explain(paths)
     assert expected[17]["status"] == "error"
 
-    async def client(service: Service, first: int) -> list[Record]:
+    async def client(service, first):
         """One caller's requests, all in flight together; its records in the order of its requests."""
         futures = [service.submit(paths[(first + step) % 40], wait=False) for step in range(40)]
         return await asyncio.gather(*map(asyncio.wrap_future, futures))
 
-    async def program(service: Service) -> list[list[Record]]:
+    async def program(service):
         return await asyncio.gather(*(client(service, first) for first in range(5)))
 
     with model.serve(batch=8) as service:
@@ -67,67 +62,34 @@ def test_an_asyncio_program_gets_200_records_as_explain_returns_them(
     assert found == [[expected[(first + step) % 40] for step in range(40)] for first in range(5)]
 
 
-def test_explain_may_be_called_beside_a_service() -> None:
-    busy = threading.Semaphore(1)
-    session = BrightSession()
-    run = session.run
-
-    def alone(images: np.ndarray) -> object:
-        assert busy.acquire(blocking=False), "two batches at a time in one session"
-        time.sleep(0.002)
-        busy.release()
-        return run(images)
-
-    session.run = alone
-    model = opal_deploy.Model([session])
-    with model.serve(batch=2) as service:
-        futures = [service.submit(array(shade)) for shade in range(40)]
-        assert [cell(record) for record in model.explain([array(s) for s in range(40)], batch=2)] == [
-            s % 16 for s in range(40)
-        ]
-        assert [cell(future.result(30)) for future in futures] == [s % 16 for s in range(40)]
-
-
-def test_waiting_images_go_in_full_batches_and_one_alone_by_itself() -> None:
-    hold = threading.Event()
-    session = BrightSession(hold=hold)
-    with Service([session], InferenceOptions(batch=4), max_wait=0.0) as service:
-        first = service.submit(array(0))
-        while not first.running():
-            time.sleep(0.001)
-        rest = [service.submit(array(shade)) for shade in range(1, 10)]
-        time.sleep(0.3)
-        hold.set()
-        assert [cell(future.result(30)) for future in [first, *rest]] == list(range(10))
-    assert session.batches == [1, 4, 4, 1]
-
-
 class PinningSession(QueuedSession):
     """A queue that reads from memory that was page-locked for it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.locked: dict[int, int] = {}
-        self.direct: list[bool] = []
+        self.locked = {}
+        self.direct = []
 
-    def register_buffer(self, address: int, size: int) -> bool:
+    def register_buffer(self, address, size):
         self.locked[address] = size
         return True
 
-    def unregister_buffer(self, address: int) -> None:
+    def unregister_buffer(self, address):
         del self.locked[address]
 
-    def submit(self, images: np.ndarray) -> object:
+    def submit(self, images):
         first, last = images.ctypes.data, images.ctypes.data + images.nbytes
         self.direct.append(any(a <= first and last <= a + size for a, size in self.locked.items()))
         return super().submit(images)
 
 
-def test_full_batches_are_in_flight_together_in_page_locked_memory() -> None:
-    hold = threading.Event()
-    session = PinningSession()
-    session.hold = hold
-    with Service([session], InferenceOptions(batch=2), max_wait=0.0) as service:
+@pytest.mark.parametrize(
+    ("kind", "batch", "batches"), [(BrightSession, 4, [1, 4, 4, 1]), (PinningSession, 2, [1, 2, 2, 2, 2, 1])]
+)
+def test_waiting_images_go_in_full_batches_and_one_alone_by_itself(kind, batch, batches):
+    session = kind()
+    session.hold = hold = threading.Event()
+    with Service([session], InferenceOptions(batch=batch), max_wait=0.0) as service:
         first = service.submit(array(0))
         while not first.running():
             time.sleep(0.001)
@@ -135,14 +97,15 @@ def test_full_batches_are_in_flight_together_in_page_locked_memory() -> None:
         time.sleep(0.3)
         hold.set()
         assert [cell(future.result(30)) for future in [first, *rest]] == list(range(10))
-        # a batch that is not full waits until no other is in flight
+    assert session.batches == batches
+    if kind is PinningSession:
+        # several are in flight together, in page-locked memory
         assert session.longest == session.depth
-        assert session.batches == [1, 2, 2, 2, 2, 1]
-    assert all(session.direct)
-    assert not session.locked
+        assert all(session.direct)
+        assert not session.locked
 
 
-def test_an_image_waits_for_others_until_the_batch_is_full() -> None:
+def test_an_image_waits_for_others_until_the_batch_is_full():
     session = BrightSession()
     with Service([session], InferenceOptions(batch=3), max_wait=600) as service:
         futures = [service.submit(array(shade)) for shade in range(3)]
@@ -150,13 +113,13 @@ def test_an_image_waits_for_others_until_the_batch_is_full() -> None:
     assert session.batches == [3]
 
 
-def test_a_full_service_raises_or_waits() -> None:
+def test_a_full_service_raises_or_waits():
     hold = threading.Event()
     with Service([BrightSession(hold=hold)], InferenceOptions(batch=2), capacity=5) as service:
         taken = [service.submit(array(shade)) for shade in range(5)]
         with pytest.raises(queue.Full, match="5 images are in flight"):
             service.submit(array(5), wait=False)
-        late: list[Future[Record]] = []
+        late = []
         waiting = threading.Thread(target=lambda: late.append(service.submit(array(5))))
         waiting.start()
         waiting.join(0.2)
@@ -166,7 +129,7 @@ def test_a_full_service_raises_or_waits() -> None:
         assert [cell(future.result(30)) for future in [*taken, *late]] == list(range(6))
 
 
-def test_a_cancelled_image_is_never_predicted() -> None:
+def test_a_cancelled_image_is_never_predicted():
     hold = threading.Event()
     session = BrightSession(hold=hold)
     with Service([session], InferenceOptions(batch=1, workers=1), max_wait=0.0, capacity=4) as service:
@@ -194,13 +157,13 @@ class HeldFile:
     may_open: threading.Event
     opened: list[str]
 
-    def open(self) -> io.BytesIO:
+    def open(self):
         self.opened.append(self.name)
         self.may_open.wait(30)
         return io.BytesIO(b"no image")
 
 
-def test_a_cancelled_image_that_waits_for_a_decoder_is_not_decoded() -> None:
+def test_a_cancelled_image_that_waits_for_a_decoder_is_not_decoded():
     may_open, opened = threading.Event(), list[str]()
     options = InferenceOptions(batch=1, workers=1, isolate=False)
     with Service([BrightSession()], options, capacity=3) as service:
@@ -216,7 +179,7 @@ def test_a_cancelled_image_that_waits_for_a_decoder_is_not_decoded() -> None:
     assert opened == list("acdef")
 
 
-def test_pixels_share_batches_with_images_and_enter_all_or_none() -> None:
+def test_pixels_share_batches_with_images_and_enter_all_or_none():
     hold = threading.Event()
     session = BrightSession(hold=hold)
     pixels = np.stack([array(shade)[4:36, 4:36] for shade in range(3)])
@@ -237,22 +200,14 @@ def test_pixels_share_batches_with_images_and_enter_all_or_none() -> None:
     assert session.batches == [4, 3]
 
 
-def test_a_request_that_will_be_drawn_keeps_image_and_outputs() -> None:
-    with Service([BrightSession()]) as service:
-        drawn, plain = service.submit_requests([InputImage("a", array(1), drawn=True), InputImage("b", array(2))])
-        assert drawn.result(30).prepared.image is not None
-        assert drawn.result(30).outputs is not None
-        assert plain.result(30).prepared.image is plain.result(30).outputs is None
-
-
-def test_closing_under_load_finishes_what_was_taken_and_refuses_more() -> None:
+def test_closing_under_load_finishes_what_was_taken_and_refuses_more():
     before = own_threads()
     sessions = [BrightSession(), BrightSession()]
     service = Service(sessions, InferenceOptions(batch=4), capacity=64)
-    taken: list[tuple[int, Future[Record]]] = []
+    taken = []
     refused = threading.Event()
 
-    def caller() -> None:
+    def caller():
         for shade in itertools.count():
             try:
                 future = service.submit(array(shade))
@@ -280,7 +235,7 @@ def test_closing_under_load_finishes_what_was_taken_and_refuses_more() -> None:
         service.submit(array(0))
 
 
-def test_a_lost_device_is_raised_to_its_callers_and_the_next_batch_may_succeed() -> None:
+def test_a_lost_device_is_raised_to_its_callers_and_the_next_batch_may_succeed():
     session = BrightSession(fails_at=0)
     with Service([session], InferenceOptions(batch=1)) as service:
         with pytest.raises(StoppedEarly, match="device was lost"):
@@ -289,7 +244,7 @@ def test_a_lost_device_is_raised_to_its_callers_and_the_next_batch_may_succeed()
         assert cell(service.submit(array(3)).result(30)) == 3
 
 
-def test_a_service_waits_without_work() -> None:
+def test_a_service_waits_without_work():
     with Service([BrightSession()]) as service:
         service.submit(array(0)).result(30)
         spent = time.process_time()

@@ -58,25 +58,6 @@ def test_boxes_are_those_of_the_image_as_a_viewer_shows_it(orientation, turn):
     assert brightest_cell(to_input(shown, geometry, INPUT)) == (0, 2)
 
 
-def test_cells_tile_the_crop_without_gap_or_overlap():
-    geometry = Geometry(500, 400, (13, 17, 200, 371))
-    boxes = {cell: geometry.cell_box(*cell, (7, 5)) for cell in product(range(7), range(5))}
-    assert boxes[0, 0][:2] == (13, 17)
-    assert boxes[6, 4][2:] == pytest.approx((200, 371))
-    for (row, col), (x0, y0, x1, y1) in boxes.items():
-        assert x1 - x0 == pytest.approx((200 - 13) / 5)
-        assert y1 - y0 == pytest.approx((371 - 17) / 7)
-        if col < 4:
-            assert boxes[row, col + 1][0] == pytest.approx(x1)
-        if row < 6:
-            assert boxes[row + 1, col][1] == pytest.approx(y1)
-
-
-def test_rows_come_first():
-    assert Geometry.whole(100, 100).cell_box(1, 0, (2, 4)) == (0, 50, 25, 100)
-    assert to_input(Image.new("RGB", (9, 9)), Geometry.whole(9, 9), (32, 64)).shape == (32, 64, 3)
-
-
 @pytest.mark.parametrize(
     ("box", "crop"),
     [

@@ -1,10 +1,6 @@
 """A real S3 API: moto's server, which s3fs talks to over HTTP."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,7 @@ _KEYS = {
 
 
 @pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
+def s3_endpoint():
     """The URL of the server."""
     from moto.server import ThreadedMotoServer
 
@@ -32,11 +28,11 @@ def s3_endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def use_endpoint(monkeypatch: pytest.MonkeyPatch) -> Any:
+def use_endpoint(monkeypatch):
     """Let this process, and those that it starts, find S3 at an endpoint."""
     from opal_deploy.storage import filesystem
 
-    def use(endpoint: str) -> None:
+    def use(endpoint):
         for name, value in {**_KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(filesystem, "_filesystems", {})
@@ -45,7 +41,7 @@ def use_endpoint(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def s3(s3_endpoint: str, use_endpoint: Any, request: pytest.FixtureRequest) -> Any:
+def s3(s3_endpoint, use_endpoint, request):
     """botocore's client, with a bucket `photos` of this test's own."""
     import botocore.session
 

@@ -1,12 +1,10 @@
 """A real HTTP proxy in front of a server, which answers some requests as storages do on a bad day."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -19,15 +17,15 @@ _CODES = {503: b"SlowDown", 500: b"InternalError", 403: b"AccessDenied"}
 
 
 @contextmanager
-def faulty_proxy(endpoint: str, fault: Fault) -> Iterator[tuple[str, Counter[tuple[str, str]]]]:
+def faulty_proxy(endpoint, fault):
     """Yield the proxy's URL, and how often each method and path was asked for."""
-    counts: Counter[tuple[str, str]] = Counter()
+    counts = Counter()
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def forward(self) -> None:
+        def forward(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             path = self.path.partition("?")[0]
             with lock:
@@ -48,7 +46,7 @@ def faulty_proxy(endpoint: str, fault: Fault) -> Iterator[tuple[str, Counter[tup
             self.answer(response.status, headers, response.read(), cut=kind == "cut")
             upstream.close()
 
-        def answer(self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False) -> None:
+        def answer(self, status, headers, body, *, cut=False):
             self.send_response_only(status)
             for name, value in headers.items():
                 if name.lower() != "content-length" or self.command == "HEAD":
@@ -62,15 +60,24 @@ def faulty_proxy(endpoint: str, fault: Fault) -> Iterator[tuple[str, Counter[tup
 
         do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with serve(Handler) as url:
+        yield url, counts
+
+
+@contextmanager
+def serve(handler, context=None):
+    """Yield the URL of a server with these requests' handler, over TLS with an SSL context."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", counts
+        yield f"http{'s' if context else ''}://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

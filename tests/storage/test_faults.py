@@ -1,12 +1,7 @@
 """What storages do on a bad day costs time, or the image that it happened to, and never gives another image's bytes."""
 
-from __future__ import annotations
-
-import json
 import tarfile
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
@@ -17,14 +12,12 @@ from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.preprocess.decode import open_file
 from opal_deploy.storage import buckets, filesystem
 from opal_deploy.storage.files import RemoteFile
-from tests.conftest import Opal, PictureFolder
+from tests.inference.bright import read_results
 from tests.storage.faulty_proxy import faulty_proxy
 
 
 @pytest.mark.parametrize("kind", [503, 500, "reset", "cut"])
-def test_what_fails_for_the_moment_is_repeated(
-    kind: int | str, s3: Any, s3_endpoint: str, use_endpoint: Any, tmp_path: Path
-) -> None:
+def test_what_fails_for_the_moment_is_repeated(kind, s3, s3_endpoint, use_endpoint, tmp_path):
     content = bytes(range(256)) * 2000
     s3.put_object(Bucket="photos", Key="in/a.jpg", Body=content)
     # every request fails once
@@ -39,20 +32,13 @@ def test_what_fails_for_the_moment_is_repeated(
 
 
 def test_what_goes_on_failing_costs_its_image_and_no_secret(
-    s3: Any,
-    s3_endpoint: str,
-    use_endpoint: Any,
-    exact_model: Path,
-    make_pictures: PictureFolder,
-    opal: Opal,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    s3, s3_endpoint, use_endpoint, exact_model, make_pictures, opal, tmp_path, monkeypatch
+):
     monkeypatch.setattr(filesystem, "PATIENCE_SECONDS", 0.3)
     for path in make_pictures(tmp_path / "in", 4):
         s3.put_object(Bucket="photos", Key=f"in/{path.name}", Body=path.read_bytes())
 
-    def fault(method: str, path: str, count: int) -> int | str | None:
+    def fault(method, path, count):
         return {"/photos/in/001.png": 503, "/photos/in/002.png": 403}.get(path) if method == "GET" else None
 
     with faulty_proxy(s3_endpoint, fault) as (endpoint, _):
@@ -60,8 +46,7 @@ def test_what_goes_on_failing_costs_its_image_and_no_secret(
         command = ["infer", "s3://photos/in", "--model", exact_model, "--out", tmp_path / "out", "--no-isolate"]
         result = opal(*command)
     assert result.returncode == 3, result.stderr
-    text = (tmp_path / "out" / "results.jsonl").read_text()
-    records = [json.loads(line) for line in text.splitlines()]
+    records = read_results(tmp_path / "out")
     assert [record["status"] for record in records] == ["ok", "error", "error", "ok"]
     assert records[1]["error"] == {
         "code": "storage_unavailable", "message": "the storage did not answer within 0.3 s (SlowDown)"
@@ -72,15 +57,8 @@ def test_what_goes_on_failing_costs_its_image_and_no_secret(
 
 
 def test_a_listing_that_breaks_off_ends_the_run_which_can_be_resumed(
-    s3: Any,
-    s3_endpoint: str,
-    use_endpoint: Any,
-    exact_model: Path,
-    make_pictures: PictureFolder,
-    opal: Opal,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    s3, s3_endpoint, use_endpoint, exact_model, make_pictures, opal, tmp_path, monkeypatch
+):
     monkeypatch.setattr(filesystem, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(buckets, "_PAGE_NAMES", 2)
     for path in make_pictures(tmp_path / "in", 4):
@@ -100,14 +78,12 @@ def test_a_listing_that_breaks_off_ends_the_run_which_can_be_resumed(
 
 
 @pytest.mark.parametrize("suffix", ["tar", "zip", "png", "large.png"])
-def test_an_object_that_changes_in_mid_run_never_gives_another_image(
-    suffix: str, s3: Any, make_pictures: PictureFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_changes_in_mid_run_never_gives_another_image(suffix, s3, make_pictures, tmp_path, monkeypatch):
     paths = make_pictures(tmp_path / "in", 2)
     if suffix == "large.png":
         monkeypatch.setattr("opal_deploy.storage.files.MAX_WHOLE_BYTES", 1000)
 
-    def put(first: Path, second: Path) -> str:
+    def put(first, second):
         if suffix.endswith("png"):
             s3.put_object(Bucket="photos", Key="in/a.png", Body=first.read_bytes() + second.read_bytes()[:1])
             return "s3://photos/in/"
@@ -124,18 +100,16 @@ def test_an_object_that_changes_in_mid_run_never_gives_another_image(
         return f"s3://photos/a.{suffix}"
 
     items = list(discover([put(*paths)], Skipped()))
-    with open_file(items[0].source) as stream:  # type: ignore[arg-type]
+    with open_file(items[0].source) as stream:
         assert stream.read(len(paths[0].read_bytes())) == paths[0].read_bytes()
     put(paths[1], paths[0])
     for item in items:
-        with pytest.raises(ImageError, match="was changed") as error, open_file(item.source) as stream:  # type: ignore[arg-type]
+        with pytest.raises(ImageError, match="was changed") as error, open_file(item.source) as stream:
             stream.read()
         assert error.value.code == "unreadable"
 
 
-def test_a_bucket_is_listed_page_by_page_in_byte_order(
-    s3: Any, s3_endpoint: str, use_endpoint: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_is_listed_page_by_page_in_byte_order(s3, s3_endpoint, use_endpoint, monkeypatch):
     keys = [f"in/{number:04}.jpg" for number in range(4)]
     keys += ["in/a.jpg", "in/a/1.jpg", "in/a-b/1.jpg", "in/B/1.jpg", "in/ä.jpg", "in/a b.jpg", "in/a/"]
     for key in keys:
@@ -161,7 +135,19 @@ def test_a_bucket_is_listed_page_by_page_in_byte_order(
         assert [name for name, _ in buckets.list_files(folder, recursive=True)] == expected
 
 
-def test_a_refusal_without_words_says_what_it_may_be() -> None:
-    answer = {"Error": {"Code": "400", "Message": "Bad Request"}, "ResponseMetadata": {"HTTPStatusCode": 400}}
-    error = filesystem.to_image_error(ClientError(answer, "HeadObject"))  # type: ignore[arg-type]
-    assert str(error) == "the request is refused (status 400), as where credentials have expired"
+class TooManyRedirects(Exception):
+    """As aiohttp's."""
+
+
+EXPIRED = {"Error": {"Code": "400", "Message": "Bad Request"}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ClientError(EXPIRED, "HeadObject"), "the request is refused (status 400), as where credentials have expired"),
+        (TooManyRedirects(), "the server refers from one address to another without end"),
+    ],
+)
+def test_an_error_without_words_says_what_it_may_be(error, message):
+    assert str(filesystem.to_image_error(error)) == message

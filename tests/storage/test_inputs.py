@@ -1,21 +1,17 @@
 """Images in a bucket and on a web server: the same records as from a disk."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import opal_deploy
-from tests.conftest import Opal, PictureFolder
+from tests.inference.bright import read_results
 
 
 @pytest.fixture
-def photos(s3: Any, make_pictures: PictureFolder, tmp_path: Path) -> Path:
+def photos(s3, make_pictures, tmp_path):
     """A local folder of pictures with a text file, and the same in the bucket, below `in/`, and as archives."""
     folder = tmp_path / "in"
     make_pictures(folder / "b", 3)
@@ -26,7 +22,7 @@ def photos(s3: Any, make_pictures: PictureFolder, tmp_path: Path) -> Path:
     for path in files:
         s3.put_object(Bucket="photos", Key=path.relative_to(tmp_path).as_posix(), Body=path.read_bytes())
     for name, mode in (("in.tar", "w"), ("in.tgz", "w:gz")):
-        with tarfile.open(tmp_path / name, mode) as tar:  # type: ignore[call-overload]
+        with tarfile.open(tmp_path / name, mode) as tar:
             tar.add(folder, "in")
     with zipfile.ZipFile(tmp_path / "in.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for path in files:
@@ -36,17 +32,15 @@ def photos(s3: Any, make_pictures: PictureFolder, tmp_path: Path) -> Path:
     return folder
 
 
-def _records(out: Path, above: str) -> list[dict[str, Any]]:
+def _records(out, above):
     """Return a run's records, with their images' names relative to what they lie in."""
-    records = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    records = read_results(out)
     assert all(record["image"].startswith(above) for record in records), (above, records[0]["image"])
     return [{**record, "image": record["image"].removeprefix(above)} for record in records]
 
 
 @pytest.mark.parametrize("name", ["in", "in.tar", "in.tgz", "in.zip"])
-def test_records_of_a_bucket_are_those_of_a_disk(
-    name: str, photos: Path, exact_model: Path, opal: Opal, tmp_path: Path
-) -> None:
+def test_records_of_a_bucket_are_those_of_a_disk(name, photos, exact_model, opal, tmp_path):
     options = ["--model", exact_model, "--workers", "1", "--out"]
     local = opal("infer", tmp_path / name, *options, tmp_path / "local", "--no-isolate")
     remote = opal("infer", f"s3://photos/{name}", *options, tmp_path / "remote")
@@ -56,7 +50,7 @@ def test_records_of_a_bucket_are_those_of_a_disk(
     assert _records(tmp_path / "remote", "s3://photos/") == expected
 
 
-def test_lists_globs_and_single_objects(photos: Path, s3: Any, exact_model: Path, opal: Opal, tmp_path: Path) -> None:
+def test_lists_globs_and_single_objects(photos, s3, exact_model, opal, tmp_path):
     lines = ["s3://photos/in/b/002.png", str(photos / "a/000.png"), "s3://photos/none.jpg", "s3://photos/in.zip"]
     s3.put_object(Bucket="photos", Key="list.txt", Body="\n".join(lines).encode())
     inputs = ["@s3://photos/list.txt", "s3://photos/in/**/00?.png", "s3://photos/in/b/001.png"]
@@ -88,17 +82,12 @@ _B = ("b/000.png", "b/001.png", "b/002.png")
         ("@s3://photos/none.txt", "s3://photos/none.txt: the list cannot be read: no such object"),
         ("s3://me:hidden@photos/a.jpg", "s3://photos/a.jpg: credentials inside the URL are not used"),
         ("s3:///a.jpg", "s3:///a.jpg: it names no bucket; expected s3://BUCKET/"),
-        (
-            "s3://Not a bucket/",
-            "cannot be used: Parameter validation failed: Invalid bucket name",
-        ),
+        ("s3://Not a bucket/", "cannot be used: Parameter validation failed: Invalid bucket name"),
         ("file:///a.jpg", "file:///a.jpg: file:// is not read; give the path itself"),
         ("ftp://host/a.jpg", "ftp://host/a.jpg: ftp:// is not read"),
     ],
 )
-def test_a_url_that_is_wrong_is_refused_in_one_line(
-    text: str, message: str, s3: Any, exact_model: Path, opal: Opal, tmp_path: Path
-) -> None:
+def test_a_url_that_is_wrong_is_refused_in_one_line(text, message, s3, exact_model, opal, tmp_path):
     result = opal("infer", text, "--model", exact_model, "--out", tmp_path / "out")
     assert result.returncode == 2
     assert message in result.stderr
@@ -106,9 +95,7 @@ def test_a_url_that_is_wrong_is_refused_in_one_line(
     assert "hidden" not in result.stderr
 
 
-def test_records_of_a_bucket_are_verified_by_their_names(
-    photos: Path, exact_model: Path, opal: Opal, tmp_path: Path
-) -> None:
+def test_records_of_a_bucket_are_verified_by_their_names(photos, exact_model, opal, tmp_path):
     command = ["--model", exact_model, "--labels", "folders"]
     opal("infer", "s3://photos/in", "s3://photos/in.zip", *command, "--no-isolate", "--out", tmp_path / "out")
     results = tmp_path / "out" / "results.jsonl"
@@ -119,14 +106,14 @@ def test_records_of_a_bucket_are_verified_by_their_names(
     assert json.loads(report.stdout)["identical"] == 12
 
 
-def test_what_is_not_installed_is_named(opal: Opal) -> None:
+def test_what_is_not_installed_is_named(opal):
     result = opal("infer", "s3://b/a.jpg", "--model", "m.onnx", blocked=("s3fs",))
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "reading s3:// needs s3fs, which is not installed: pip install 'opal-deploy[s3]'" in result.stderr
 
 
-def test_a_url_where_a_path_is_meant_is_refused_in_one_line(opal: Opal, tmp_path: Path) -> None:
+def test_a_url_where_a_path_is_meant_is_refused_in_one_line(opal, tmp_path):
     for arguments in (
         ["infer", "s3://photos/in", "--model", "s3://models/m.onnx"],
         ["train", "s3://photos/in"],

@@ -1,14 +1,10 @@
 """Run directories in a bucket: whole at the end, resumed from anywhere, written by one process at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +14,6 @@ from opal_deploy.inference.run.results import RecordWriter
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.records.record import error_record
 from opal_deploy.storage.files import RemoteFile
-from tests.conftest import Opal, PictureFolder
 
 RUN = RemoteFile.parse("s3://photos/run")
 # a part whenever the one before is up
@@ -32,24 +27,21 @@ main()
 """
 
 
-def _keys(s3: Any) -> list[str]:
+def _keys(s3):
     return [entry["Key"] for entry in s3.list_objects_v2(Bucket="photos", Prefix="run/").get("Contents", ())]
 
 
-def _read(s3: Any, name: str) -> bytes:
-    data: bytes = s3.get_object(Bucket="photos", Key=f"run/{name}")["Body"].read()
+def _read(s3, name):
+    data = s3.get_object(Bucket="photos", Key=f"run/{name}")["Body"].read()
     return data
 
 
-def test_a_killed_run_is_resumed_on_another_machine(
-    s3: Any, exact_model: Path, make_pictures: PictureFolder, opal: Opal, tmp_path: Path
-) -> None:
+def test_a_killed_run_is_resumed_on_another_machine(s3, exact_model, make_pictures, opal, tmp_path):
     paths = [str(path) for path in make_pictures(tmp_path / "in", 7)]
     options = ["--model", str(exact_model), "--batch", "1", "--workers", "1", "--explain"]
     command = ["infer", "-", *options, "--out", RUN.url]
     process = subprocess.Popen([sys.executable, "-c", _MAIN, *command], stdin=subprocess.PIPE, cwd=tmp_path)
     try:
-        assert process.stdin is not None
         process.stdin.write("".join(f"{path}\n" for path in paths[:4]).encode())
         process.stdin.flush()
         # it waits for more images, with some of their records in the bucket
@@ -78,14 +70,12 @@ def test_a_killed_run_is_resumed_on_another_machine(
             assert _read(s3, name) == (tmp_path / "local" / name).read_bytes()
 
 
-def _write(path: Path, text: str) -> Path:
+def _write(path, text):
     path.write_text(text)
     return path
 
 
-def test_a_finished_run_is_found_replaced_and_given_tables(
-    s3: Any, exact_model: Path, make_pictures: PictureFolder, opal: Opal, tmp_path: Path
-) -> None:
+def test_a_finished_run_is_found_replaced_and_given_tables(s3, exact_model, make_pictures, opal, tmp_path):
     make_pictures(tmp_path / "in", 2)
     command = ["infer", tmp_path / "in", "--model", exact_model, "--no-isolate", "--out", RUN.url]
     assert opal(*command).returncode == 0
@@ -103,17 +93,17 @@ def test_a_finished_run_is_found_replaced_and_given_tables(
     assert "https://example.org/run: cannot be written to" in http.stderr
 
 
-def _append(directory: Any, count: int, keep: int = 0) -> None:
+def _append(directory, count, keep=0):
     path = directory.root / "results.jsonl"
     with RecordWriter(path, path.stat().st_size if keep else 0, keep) as writer:
         writer.write(*(error_record(str(number), "not_found", "none") for number in range(keep, keep + count)))
 
 
-def _acquire(**options: bool) -> Any:
+def _acquire(**options):
     return bucket.acquire_bucket_run_dir(RUN, {"images": ["x"]}, **{"resume": True, "overwrite": False, **options})
 
 
-def test_of_two_processes_that_write_to_one_run_one_goes_on(s3: Any) -> None:
+def test_of_two_processes_that_write_to_one_run_one_goes_on(s3):
     with _acquire() as first, _acquire() as late:
         first.write_config()
         with pytest.raises(UsageError, match="another process has just begun a run there"):
@@ -137,7 +127,7 @@ def test_of_two_processes_that_write_to_one_run_one_goes_on(s3: Any) -> None:
         assert names == list("01234")
 
 
-def test_a_missing_part_is_not_passed_over(s3: Any) -> None:
+def test_a_missing_part_is_not_passed_over(s3):
     with _acquire() as directory:
         directory.write_config()
         for done in (0, 2):
@@ -155,9 +145,7 @@ def test_a_missing_part_is_not_passed_over(s3: Any) -> None:
         assert _keys(s3) == []
 
 
-def test_output_to_a_bucket_that_is_not_there_is_refused_in_one_line(
-    s3: Any, exact_model: Path, make_pictures: PictureFolder, opal: Opal, tmp_path: Path
-) -> None:
+def test_output_to_a_bucket_that_is_not_there_is_refused_in_one_line(s3, exact_model, make_pictures, opal, tmp_path):
     make_pictures(tmp_path / "in", 1)
     result = opal("infer", tmp_path / "in", "--model", exact_model, "--out", "s3://nobucket/run")
     assert result.returncode in (2, 5)

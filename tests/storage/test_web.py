@@ -1,7 +1,5 @@
 """Images on web servers, and what records, messages and files of a run show of a URL that lets in whoever has it."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import datetime
@@ -11,18 +9,16 @@ import os
 import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 
 import pytest
 
 from opal_deploy.errors import ImageError
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import redact
-from tests.conftest import Opal, PictureFolder
+from tests.inference.bright import read_results
+from tests.storage.faulty_proxy import serve
 
 
 @pytest.mark.parametrize(
@@ -40,13 +36,13 @@ from tests.conftest import Opal, PictureFolder
         ("a?sig=1@b.jpg", "a?sig=1@b.jpg"),
     ],
 )
-def test_what_of_a_url_is_shown(url: str, shown: str) -> None:
+def test_what_of_a_url_is_shown(url, shown):
     assert redact(url) == shown
 
 
 def test_a_signed_archive_is_read_by_ranges_and_its_signature_shown_nowhere(
-    s3: Any, exact_model: Path, make_pictures: PictureFolder, opal: Opal, tmp_path: Path
-) -> None:
+    s3, exact_model, make_pictures, opal, tmp_path
+):
     import zipfile
 
     with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
@@ -58,7 +54,7 @@ def test_a_signed_archive_is_read_by_ranges_and_its_signature_shown_nowhere(
     command = ["--model", exact_model, "--no-isolate", "--explain", "--out", tmp_path / "out"]
     result = opal("infer", url, *command)
     assert result.returncode == 0, result.stderr
-    records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    records = read_results(tmp_path / "out")
     plain = url.partition("?")[0]
     assert [record["image"] for record in records] == [f"{plain}/000.png", f"{plain}/001.png"]
     # signed anew, it is the same run
@@ -74,19 +70,19 @@ _PASSWORD = "hidden-word"
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    def do_GET(self) -> None:
+    def do_GET(self):
         expected = "Basic " + base64.b64encode(f"me:{_PASSWORD}".encode()).decode()
         if self.path.startswith("/private/") and self.headers.get("Authorization") != expected:
             self.send_error(401)
             return
         super().do_GET()
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
 @pytest.fixture
-def https_server(tmp_path: Path) -> Iterator[str]:
+def https_server(tmp_path):
     """A server with a certificate of its own, `certificate.pem`, of what lies in `tmp_path`."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -106,21 +102,13 @@ def https_server(tmp_path: Path) -> Iterator[str]:
     pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     (tmp_path / "certificate.pem").write_bytes(certificate.public_bytes(pem) + private)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *given: _Handler(*given, directory=str(tmp_path)))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "certificate.pem")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield f"https://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serve(partial(_Handler, directory=str(tmp_path)), context) as url:
+        yield url
 
 
-def test_a_list_on_an_https_server_names_images_there(
-    https_server: str, exact_model: Path, make_pictures: PictureFolder, tmp_path: Path
-) -> None:
+def test_a_list_on_an_https_server_names_images_there(https_server, exact_model, make_pictures, tmp_path):
     make_pictures(tmp_path / "in", 1)
     make_pictures(tmp_path / "private", 1)
     (tmp_path / "empty.jpg").touch()
@@ -149,53 +137,31 @@ _GIGABYTES = 10 << 30
 
 
 class _OddHandler(BaseHTTPRequestHandler):
-    """A server that knows no parts of files: one file of ten gigabytes, one page that refers to itself."""
+    """A server that knows no parts of files: one file of ten gigabytes."""
 
     sent = 0
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.send_response(200)
         self.send_header("Content-Length", str(_GIGABYTES))
         self.end_headers()
 
-    def do_GET(self) -> None:
-        if self.path == "/circle.jpg":
-            self.send_response(302)
-            self.send_header("Location", "/circle.jpg")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
+    def do_GET(self):
         self.do_HEAD()
         with contextlib.suppress(OSError):
             for _ in range(_GIGABYTES >> 20):
                 self.wfile.write(bytes(1 << 20))
                 type(self).sent += 1 << 20
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
-@pytest.fixture
-def odd_server() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _OddHandler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_of_a_huge_file_no_more_is_taken_than_is_read(odd_server: str) -> None:
-    with RemoteFile.parse(f"{odd_server}/huge.jpg").open() as stream:
+def test_of_a_huge_file_no_more_is_taken_than_is_read():
+    with serve(_OddHandler) as url, RemoteFile.parse(f"{url}/huge.jpg").open() as stream:
         assert stream.read(1 << 20) == bytes(1 << 20)
         stream.seek(1 << 30)
         with pytest.raises(ImageError, match="the server gives no parts of files; download it first"):
             stream.read(1)
     # 64 MiB to see that it is larger, and what lay in buffers
     assert _OddHandler.sent < 200 << 20
-
-
-def test_a_page_that_refers_to_itself_is_named(odd_server: str) -> None:
-    with pytest.raises(ImageError, match="refers from one address to another without end"):
-        RemoteFile.parse(f"{odd_server}/circle.jpg").open()

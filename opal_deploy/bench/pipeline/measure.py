@@ -30,7 +30,7 @@ from opal_deploy.bench.timing import time_stages_of
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.decoding.prepare import prepare
-from opal_deploy.inference.run.report import ReportOptions
+from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
 from opal_deploy.inference.timing import ThreadRole
 from opal_deploy.inference.types import InferenceOptions, InputImage

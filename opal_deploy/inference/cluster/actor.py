@@ -1,8 +1,11 @@
-"""The actor: the executor of one machine, on one GPU or some CPUs, which answers chunks.
+"""The actor: the executor of one machine, on one GPU or some CPUs, which computes chunks of a run.
 
-It keeps its sessions, decode processes and drawing processes from one chunk to the next. Two chunks are in work at a
-time, each in a thread of its own, so that the images of one are decoded while the other's last batches are predicted.
+It keeps its sessions, decode processes and drawing processes from one chunk to the next. Two chunks are in flight at a
+time, each in its own thread, so that the images of one are decoded while the last batches of the other are predicted.
 Errors that a user can cause are returned, not raised: Ray would wrap them in tracebacks.
+
+Each node has one copy of the model's files for all its actors. They hold a shared lock on its folder, which ends with
+them, however they end. The next actor on the node removes the folders of actors that were killed.
 """
 
 from __future__ import annotations
@@ -16,11 +19,10 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import ray
 
@@ -28,13 +30,13 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact.engine_file import sidecar_path
 from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
-from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
+from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.executor import predict_batches, release_each
 from opal_deploy.inference.run.drawing import Drawer
 from opal_deploy.inference.run.run import RunOptions
 from opal_deploy.inference.sheets import with_attention
 from opal_deploy.inference.timing import NO_OP_TIMER
-from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels
+from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.options import RuntimeName
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.select import open_sessions
@@ -53,12 +55,11 @@ class ActorConfig:
         files: reference to their bytes by name.
         device: `cpu` or `cuda`.
         threads: CPU threads of the runtime.
-        runtime: that opens the model.
-        cuda_graphs: replay a batch size as a CUDA graph.
+        runtime, cuda_graphs: how the model is opened.
         heatmap: sheets show attention maps.
         options: of the run; `out` is absolute.
-        folder: the driver's working directory, from which images and the run directory may be named.
-        visible: paths that the driver sees, and every node has to.
+        folder: the driver's working directory, to which paths are relative.
+        visible: paths that exist on the driver and must exist on every node.
         pillow_limit: Pillow's own limit of pixels in the driver.
     """
 
@@ -81,9 +82,9 @@ class Chunk:
 
     Attributes:
         first: number of the first image in the run, from 0.
-        requests: one an image.
-        deaths: number of actors that died while they had it.
-        node: id of the node where the last of these was; empty for none.
+        requests: the images.
+        deaths: number of actors that died while they had this chunk.
+        node: id of the node of the last of these; empty for none.
     """
 
     first: int
@@ -95,7 +96,7 @@ class Chunk:
         return len(self.requests)
 
     def to_bytes(self) -> bytes:
-        """Return the chunk as it travels: in a fraction of the time and size that its pickle would take."""
+        """Return the chunk as it is sent: its pickle would be several times larger and slower."""
         requests = [
             # a path is pickled in a fraction of the time as text
             (
@@ -119,13 +120,13 @@ class Chunk:
         return Chunk(first, tuple(InputImage(*fields) for fields in requests))
 
     def count_death(self, node: str) -> Chunk:
-        """Return the chunk after one more actor died with it, on the node with this id."""
+        """Return the chunk after one more actor, on the node with this id, died with it."""
         return replace(self, deaths=self.deaths + 1, node=node)
 
     def halve(self, batch: int) -> tuple[Chunk, Chunk]:
-        """Return two chunks of about half the size, cut between two batches as long as there are several.
+        """Return two chunks of about half the size, cut between two batches if there are several.
 
-        Each counts one death: of which half it was is not known.
+        Each counts one death, since either half may have caused it.
         """
         middle = self.first + len(self) // 2
         aligned = middle - middle % batch
@@ -140,12 +141,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """The answer to a chunk.
-
-    Attributes:
-        records: pickled list, one record a request. As bytes they take a fifth of the memory while they wait.
-        messages: what a person should know.
-    """
+    """The results of a chunk: its pickled records, a fifth of the memory of the list, and messages for the user."""
 
     records: bytes
     messages: tuple[str, ...]
@@ -157,14 +153,14 @@ class ChunkResult:
 
 
 class ChunkActor:
-    """Answers chunks; `open` comes first, and at most `IN_FLIGHT` calls of `predict` go on at a time."""
+    """Computes chunks. `open` comes first; at most `IN_FLIGHT` calls of `predict` run at a time."""
 
     def __init__(self) -> None:
-        """Open nothing yet: an error of the constructor would reach the driver as text."""
+        """Open nothing yet: Ray would turn an error of the constructor into text."""
         self._stack = ExitStack()
         self._messages: list[str] = []
         self._lock = threading.Lock()
-        self._decoders: _SharedDecoders | None = None
+        self._decoders: DecoderPool | None = None
         self._drawer: Drawer | None = None
 
     def get_version(self) -> str:
@@ -208,7 +204,7 @@ class ChunkActor:
         return self._sessions[0].description
 
     def predict(self, chunk: bytes) -> ChunkResult | OpalError:
-        """Return one record a request of the chunk; after an error, nothing more can be asked of this actor."""
+        """Return one record per image of the chunk; after an error the actor must not be used again."""
         try:
             records = self._predict(Chunk.from_bytes(chunk))
         except OpalError as error:
@@ -232,48 +228,24 @@ class ChunkActor:
                 return list(self._drawer.draw_all(results, chunk.first))
             return [result.record for result in results]
 
-    def _share_decoders(self, *arguments: Any, slots: int, rows: int) -> Decoders:
+    def _share_decoders(self, *arguments: Any, slots: int, rows: int) -> AbstractContextManager[DecoderPool]:
         with self._lock:
             if self._decoders is None:
                 pool = self._stack.enter_context(DecoderPool(*arguments, slots=IN_FLIGHT * slots, rows=rows))
                 for session in self._sessions:
                     # for all chunks: memory that one of them locked must not be unlocked beside another
                     self._stack.enter_context(pinned(session, pool.pixels))
-                self._decoders = _SharedDecoders(pool)
-            return self._decoders
+                self._decoders = pool
+            # it stays open after a chunk
+            return nullcontext(self._decoders)
 
     def close(self) -> None:
-        """End the processes, and remove the model from the node unless others there use it."""
+        """End the processes, and remove the model from the node unless other actors use it."""
         self._stack.close()
 
 
-class _SharedDecoders:
-    """A decoder pool that stays open when the block of one of its users is left."""
-
-    def __init__(self, pool: DecoderPool) -> None:
-        self._pool = pool
-        self.submit = pool.submit
-
-    @property
-    def pixels(self) -> Pixels:
-        """See `Decoders.pixels`."""
-        return self._pool.pixels
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the pool open."""
-
-
 def read_model_files(path: Path) -> dict[str, bytes]:
-    """Return the bytes of a model's files by name: the model's own, first, and an engine's sidecar.
-
-    Raises:
-        ArtifactError: one cannot be read.
-    """
+    """Return the bytes of a model's files by name, an engine's sidecar included; raise ArtifactError if unreadable."""
     paths = [path, sidecar_path(path)] if model_kind(path) == "engine" else [path]
     try:
         return {each.name: each.read_bytes() for each in paths}
@@ -288,15 +260,14 @@ def compute_digests(files: Mapping[str, bytes]) -> dict[str, str]:
 
 @contextmanager
 def local_model(digests: Mapping[str, str], fetch: Callable[[], Mapping[str, bytes]]) -> Iterator[Path]:
-    """Yield the path of the model's file on this node, which stays there while the block runs.
+    """Yield the path of the model's file on this node, which exists while the block runs.
 
     Args:
         digests: hex sha256 of each file by its name, the model's own first.
-        fetch: returns the files; called where they are not here yet.
+        fetch: returns the files; called if they are not here yet.
 
     Raises:
-        ArtifactError: what `fetch` returned has another digest.
-        StoppedEarly: the node's temporary folder cannot be written to.
+        ArtifactError: a file has another digest. StoppedEarly: the temporary folder cannot be written to.
     """
     root = Path(tempfile.gettempdir()) / f"opal-deploy-{os.getuid()}"
     key = hashlib.sha256("".join(digests.values()).encode()).hexdigest()[:32]
@@ -317,7 +288,7 @@ def local_model(digests: Mapping[str, str], fetch: Callable[[], Mapping[str, byt
 
 
 def _acquire(folder: Path, digests: Mapping[str, str], fetch: Callable[[], Mapping[str, bytes]]) -> int:
-    """Write the files unless they are there, and return a descriptor with a shared lock on the folder."""
+    """Write the files if they are missing, and return a descriptor with a shared lock on the folder."""
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -363,7 +334,7 @@ def _release(folder: Path, descriptor: int) -> None:
 
 
 def _remove_unused(root: Path) -> None:
-    """Remove the folders that no living actor has."""
+    """Remove the folders that no living actor uses."""
     for folder in root.iterdir():
         with suppress(OSError):
             _release(folder, os.open(folder, os.O_RDONLY))

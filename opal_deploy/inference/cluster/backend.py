@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from opal_deploy.inference.cluster.actor import ActorConfig, compute_digests, re
 from opal_deploy.inference.cluster.connection import ActorPlan
 from opal_deploy.inference.cluster.pool import ActorPool, NodeStatistics
 from opal_deploy.inference.cluster.scheduler import Scheduler, make_chunks
+from opal_deploy.inference.options import InferOptions
 from opal_deploy.inference.run.drawing import Thumbnails
-from opal_deploy.inference.run.run import RunOptions
+from opal_deploy.inference.run.run import Backend, RunOptions
+from opal_deploy.inference.setup import LoadedModel
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InputImage
-from opal_deploy.options import RuntimeName
 from opal_deploy.records.record import Digests, Record, error_record
 
 # an actor that dies costs two chunks at most, and a message to an actor as much as some images
@@ -31,42 +32,19 @@ BATCHES_PER_CHUNK = 4
 _PROBE = ".visible-"
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """The model of a run, and how the actors open it.
+class RayBackend(Backend):
+    """Predicts with actors of the connected cluster, see `connection.connect`."""
 
-    Attributes:
-        path: its file, on the driver.
-        sha256: the file's hex digest.
-        runtime: that opens it.
-        threads: CPU threads of the runtime; None: the actor's cores.
-        cuda_graphs: replay a batch size as a CUDA graph.
-        heatmap: sheets show attention maps.
-    """
-
-    path: Path
-    sha256: str
-    runtime: RuntimeName = "auto"
-    threads: int | None = None
-    cuda_graphs: bool = False
-    heatmap: bool = False
-
-
-class RayBackend:
-    """Predicts with actors of the cluster that this process is connected to; see `connection.connect`."""
-
-    def __init__(self, plan: ActorPlan, model: ModelOptions, shared: Sequence[Path] = ()) -> None:
-        """Start nothing yet.
-
-        Args:
-            plan: the size of the actors.
-            model: the model.
-            shared: folders that every node has to see, beside those of images and drawings.
-        """
-        self._plan, self._model, self._shared = plan, model, shared
-        self.description = f"Ray {ray.__version__}, actors of {plan}"
+    def __init__(self, plan: ActorPlan, model: LoadedModel, options: InferOptions) -> None:
+        """Start nothing yet; `options` say how the actors open the model."""
+        self._plan, self._model, self._options = plan, model, options
         self._pool: ActorPool | None = None
         self._scheduler: Scheduler | None = None
+
+    @property
+    def description(self) -> str:
+        """See `Backend.description`."""
+        return f"Ray {ray.__version__}, actors of {self._plan}"
 
     @contextmanager
     def predict(
@@ -78,18 +56,13 @@ class RayBackend:
         thumbnails: Thumbnails,
         timer: StageTimer,
     ) -> Iterator[Iterator[Sequence[Record]]]:
-        """See `Backend.predict`; thumbnails are left to the report, which makes them of the overlays.
-
-        Raises:
-            UsageError: a node has another version, does not see the images or the run directory, or cannot open the
-                model.
-        """
+        """See `Backend.predict`; raise UsageError if a node cannot take part; the report makes the thumbnails."""
         out = Path(os.path.abspath(options.out))
         files = read_model_files(self._model.path)
         digests = compute_digests(files)
-        if digests[self._model.path.name] != self._model.sha256:
+        if digests[self._model.path.name] != self._model.fingerprint["sha256"]:
             raise ArtifactError(f"{self._model.path}: it was changed since this run was begun; run again")
-        visible = [os.path.abspath(path) for path in self._shared]
+        visible = [] if self._options.atlas is None else [os.path.abspath(self._options.atlas)]
         if (head := next(requests, None)) is not None:
             requests = itertools.chain([head], requests)
             visible += _find_file(head)
@@ -102,10 +75,10 @@ class RayBackend:
                 digests,
                 ray.put(files),
                 "cuda" if self._plan.gpus else "cpu",
-                self._model.threads or self._plan.cpus,
-                self._model.runtime,
-                self._model.cuda_graphs,
-                self._model.heatmap,
+                self._options.threads or self._plan.cpus,
+                self._options.runtime,
+                self._options.cuda_graphs,
+                self._options.heatmap,
                 replace(options, out=out, log=_ignore),
                 os.getcwd(),
                 visible,
@@ -128,14 +101,14 @@ class RayBackend:
 
     def _build_error(self, request: InputImage) -> Record:
         message = "the actors that predicted it died, the last one with no other image in work"
-        digests = Digests(None, self._model.sha256)
+        digests = Digests(None, self._model.fingerprint["sha256"])
         return error_record(
             request.name, "worker_died", message, digests=digests, label=request.label, index=request.index
         )
 
     @property
     def nodes(self) -> list[NodeStatistics]:
-        """The nodes that answered, by their addresses."""
+        """The nodes that returned results, sorted by address."""
         return [] if self._pool is None else [node for _, node in sorted(self._pool.statistics.items())]
 
     def describe_progress(self) -> str:
@@ -170,7 +143,7 @@ class RayBackend:
 
 @contextmanager
 def _probe(out: Path) -> Iterator[Path]:
-    """Yield a file in the run directory, by which a node sees that it is the same directory there."""
+    """Yield a file in the run directory, by which a node recognises that directory."""
     for left in out.glob(f"{_PROBE}*"):
         left.unlink(missing_ok=True)
     path = out / f"{_PROBE}{uuid.uuid4().hex}"
@@ -183,7 +156,7 @@ def _probe(out: Path) -> Iterator[Path]:
 
 
 def _find_file(request: InputImage) -> list[str]:
-    """Return the absolute path of the file that holds an image, if there is one here."""
+    """Return the absolute path of the file that holds an image, if it exists here."""
     source = request.source
     path = source if isinstance(source, str | Path) else getattr(source, "path", None)
     if request.error is not None or not isinstance(path, str | Path) or not os.path.lexists(path):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opal_deploy.errors import UsageError, first_line, require
+from opal_deploy.inference.options import InferOptions
 from opal_deploy.logs import Log
 from opal_deploy.runtime.devices import CPU_BATCH, GPU_BATCH
 
@@ -24,14 +25,7 @@ _DEFAULT_CPUS = 4
 
 @dataclass(frozen=True)
 class Node:
-    """A living node of the cluster.
-
-    Attributes:
-        key: its id in Ray.
-        address: its IP address.
-        cpus: cores that Ray may give away there, whether or not they are taken.
-        gpus: likewise.
-    """
+    """A living node: its id in Ray, its IP address, and the cores and GPUs that Ray may assign there, taken or not."""
 
     key: str
     address: str
@@ -41,12 +35,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ActorPlan:
-    """The size of all actors of a run.
-
-    Attributes:
-        gpus: 1 or 0 an actor.
-        cpus: cores an actor.
-    """
+    """The size of every actor of a run: 0 or 1 GPUs, and CPU cores."""
 
     gpus: int
     cpus: int
@@ -66,6 +55,19 @@ class ActorPlan:
         return f"a GPU and {self.cpus} CPUs" if self.gpus else f"{self.cpus} CPUs"
 
 
+def check_ray_options(options: InferOptions) -> None:
+    """Raise UsageError for options that contradict `ray`."""
+    if options.ray is None and options.ray_cpus is not None:
+        raise UsageError("--ray-cpus without --ray: it is the size of a Ray actor; give --ray local, auto or HOST:PORT")
+    if options.ray is not None and options.device != "auto":
+        raise UsageError(
+            f"--device {options.device} with --ray: every actor has one GPU, or with --ray-cpus N that many CPUs; "
+            "leave out --device"
+        )
+    if options.ray is not None and options.every is not None:
+        raise UsageError("--every with --ray: videos are decoded on one machine; leave out --ray")
+
+
 @contextmanager
 def open_cluster(address: str, cpus: int | None, log: Log) -> Iterator[ActorPlan]:
     """Connect to a cluster while the block runs, and yield the size of its actors; see `connect` and `plan_actors`."""
@@ -83,8 +85,8 @@ def connect(address: str) -> Iterator[None]:
     """Connect this process to a cluster while the block runs.
 
     Args:
-        address: `local` starts Ray on this machine, to the end of the block; `auto` takes the cluster that this machine
-            belongs to; else HOST:PORT of its head.
+        address: `local` starts Ray on this machine until the end of the block; `auto` uses the cluster that this
+            machine belongs to; else HOST:PORT of its head.
 
     Raises:
         MissingExtra: ray is not installed. UsageError: there is no such cluster.
@@ -124,7 +126,7 @@ def connect(address: str) -> Iterator[None]:
 
 
 def list_nodes() -> list[Node]:
-    """Return the living nodes of the connected cluster, by their addresses."""
+    """Return the living nodes of the connected cluster, sorted by address."""
     import ray
 
     nodes = [
@@ -141,15 +143,10 @@ def list_nodes() -> list[Node]:
 
 
 def plan_actors(nodes: list[Node], cpus: int | None) -> ActorPlan:
-    """Return the size of the actors for a cluster's nodes.
+    """Return the size of the actors; raise UsageError if no node has room for one.
 
-    Args:
-        nodes: of the cluster.
-        cpus: cores of a CPU actor; None: one actor a GPU where there are GPUs, with its share of the cores, and else
-            CPU actors of four cores, or of the smallest node's.
-
-    Raises:
-        UsageError: no node has room for an actor.
+    `cpus`: cores of a CPU actor; None: one actor per GPU with its share of the cores, or without GPUs actors of four
+    cores, or of the smallest node's.
     """
     largest = max((node.cpus for node in nodes), default=0)
     with_gpu = [node for node in nodes if node.gpus and node.cpus]
@@ -165,7 +162,7 @@ def plan_actors(nodes: list[Node], cpus: int | None) -> ActorPlan:
 
 
 def _check_reachable(address: str, host: str, port: str) -> None:
-    """Raise UsageError unless something listens at an address: Ray would wait for minutes, and print all the while."""
+    """Raise UsageError unless something listens at an address: Ray would print and wait for minutes."""
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (ValueError, OverflowError, OSError) as error:
@@ -180,7 +177,7 @@ def _no_connection(address: str, error: Exception) -> UsageError:
 
 
 def _keep_quiet() -> None:
-    """Tell Ray, before it is imported, to print nothing here: what a user should know, the run prints in one line."""
+    """Tell Ray, before it is imported, to print nothing: the run itself prints what a user should know."""
     # pages of a dead node's log, on stdout
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -189,7 +186,7 @@ def _keep_quiet() -> None:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Put the handlers of SIGINT and SIGTERM back, which Ray replaces."""
+    """Restore the handlers of SIGINT and SIGTERM, which Ray replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -35,11 +35,10 @@ class Actor:
     """An actor as the driver sees it.
 
     Attributes:
-        handle: Ray's.
-        node: where it runs.
-        version: reference to the version there, until it is opened.
-        opening: reference to what `open` returns, until it is opened.
-        chunks: in work, by the reference to their results.
+        handle, node: Ray's handle, and where the actor runs.
+        version: reference to the version there, until the actor opens.
+        opening: reference to what `open` returns, until it has opened.
+        chunks: in flight, by the reference to their results.
     """
 
     handle: Any
@@ -55,7 +54,7 @@ class Actor:
 
     @property
     def room(self) -> int:
-        """The number of chunks that it takes now; one that killed another actor is alone."""
+        """The number of chunks that it accepts now; a chunk that killed an actor gets an actor for itself."""
         if not self.is_open or any(chunk.deaths for chunk in self.chunks.values()):
             return 0
         return IN_FLIGHT - len(self.chunks)
@@ -67,14 +66,12 @@ class Actor:
 
 @dataclass
 class NodeStatistics:
-    """What became of one node's actors.
+    """The work of one node's actors.
 
     Attributes:
-        address: the node's.
-        runtime: of its actors, and their device.
-        images: answered there.
-        started: when its first actor was open, by `time.monotonic`.
-        seconds: from then to the last answer.
+        address, runtime: of the node, and the runtime and device of its actors.
+        started: when its first actor had opened, by `time.monotonic`.
+        images, seconds: images done, and the time from `started` to the last of them.
         lost: actors that died.
     """
 
@@ -92,7 +89,7 @@ class NodeStatistics:
 
 
 class ActorPool:
-    """Starts actors, hands out chunks' results, and replaces actors; used by one thread."""
+    """Starts and replaces actors, and collects their results; used by one thread."""
 
     def __init__(self, plan: ActorPlan, config: ActorConfig, print_message: Callable[[str], None]) -> None:
         """Start nothing yet."""
@@ -110,11 +107,7 @@ class ActorPool:
         self._nodes: list[Node] = []
 
     def maintain(self) -> None:
-        """Start actors where there is a place for one.
-
-        Raises:
-            StoppedEarly: there is no actor, and none starts on any node, or for a minute there was no place for one.
-        """
+        """Start actors where there is room; raise StoppedEarly if none starts, or there is no room for a minute."""
         now = time.monotonic()
         if now - self._listed >= _LIST_SECONDS:
             self._nodes, self._listed = list_nodes(), now

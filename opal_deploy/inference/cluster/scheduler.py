@@ -1,4 +1,9 @@
-"""Which chunk goes to which actor, what follows from an actor's death, and the order of the results."""
+"""Cut a run into chunks, assign them to actors, handle the death of actors, and keep the order of the results.
+
+Records must not depend on how a run is cut. Runtimes may compute the last bit of a logit differently at another place
+in a batch, so an image keeps the place that it has in a run on one machine: chunks begin at multiples of the batch, and
+one that cannot (the first of a resumed run, a half) is padded at its start, see `predict_batches`.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +22,16 @@ _MAX_BYTES = 64 << 20
 
 
 def make_chunks(requests: Iterator[InputImage], first: int, size: int, batch: int) -> Iterator[Chunk]:
-    """Cut requests into chunks that end at multiples of `size`, or at an earlier one of `batch` where they are large.
+    """Cut images into chunks that end at multiples of `size`, or if they are large at an earlier one of `batch`.
 
     Args:
-        requests: are taken as chunks are.
-        first: number of the first request's image in the run.
-        size: images a chunk, a multiple of `batch`.
-        batch: images a forward pass.
+        requests: the images, read as chunks are taken.
+        first: number of the first image in the run.
+        size: maximum images per chunk, a multiple of `batch`.
+        batch: images per forward pass.
 
     Raises:
-        OpalError: `requests` raised it; a chunk of all before it was yielded.
+        OpalError: `requests` raised it; the images before were yielded.
     """
     part: list[InputImage] = []
     num_bytes, number = 0, first
@@ -53,10 +58,10 @@ _WAIT_SECONDS = 0.2
 
 
 class Scheduler:
-    """Has chunks answered by the actors of a pool; used by one thread.
+    """Has chunks computed by the actors of a pool; used by one thread.
 
-    A chunk whose actor died is tried once more, alone on an actor: others that were there go on, and what dies again
-    is to blame. That one is halved until a single image is left.
+    A chunk whose actor died is retried once, as the only chunk of an actor. A chunk that kills again is the cause; it
+    is halved until a single image is left.
     """
 
     def __init__(
@@ -73,10 +78,9 @@ class Scheduler:
 
         Args:
             pool: the actors.
-            chunks: in their order; taken as there is room for them.
+            chunks: in order; read as they are assigned.
             first: number of the first image.
-            size: images a chunk at most.
-            batch: images a forward pass.
+            size, batch: maximum images per chunk, and images per forward pass.
             build_error: returns the record of an image that kills actors.
         """
         self._pool, self._chunks, self._size, self._batch = pool, chunks, size, batch
@@ -91,11 +95,9 @@ class Scheduler:
         self.num_retried = 0
 
     def run(self) -> Iterator[Sequence[Record]]:
-        """Yield the records of one chunk after the other.
+        """Yield the records of one chunk after the other; raise StoppedEarly if no actor starts or several fail.
 
-        Raises:
-            StoppedEarly: no actor can be started, or one after the other cannot go on.
-            OpalError: the chunks raised it; all records before were yielded. Or a node is not fit for the run.
+        An OpalError of the chunks is raised after all records before it.
         """
         while True:
             self._pool.maintain()

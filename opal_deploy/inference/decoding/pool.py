@@ -12,11 +12,10 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -41,19 +40,6 @@ MAX_GROUP, _SHARED_BY = 16, 4
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
-class Decoders(AbstractContextManager["Decoders"], Protocol):
-    """The interface of `DecoderPool`."""
-
-    @property
-    def pixels(self) -> Pixels:
-        """The slots: uint8 [slots, rows, H0, W0, 3]."""
-        ...
-
-    def submit(self, images: Iterable[InputImage]) -> Future[PreparedBatch]:
-        """Begin to prepare a batch of at most `rows` images, as they arrive."""
-        ...
-
-
 class DecoderPool:
     """A pool that prepares batches of images; a context manager, which closes it."""
 
@@ -72,8 +58,7 @@ class DecoderPool:
             options: how images are decoded.
             input_size: (H0, W0) of the model.
             timer: receives the times of the stages, under the role `decoders`.
-            slots: maximum batches between `submit` and their release.
-            rows: maximum images per batch.
+            slots, rows: maximum batches between `submit` and their release, and maximum images per batch.
 
         Raises:
             MemoryError: the slots do not fit into memory. StoppedEarly: memory cannot be shared with processes.
@@ -102,13 +87,10 @@ class DecoderPool:
     def submit(
         self, images: Iterable[InputImage], abandoned: Callable[[], bool] = lambda: False
     ) -> Future[PreparedBatch]:
-        """Begin to prepare a batch of at most `rows` images, as they arrive.
+        """Begin to prepare a batch of at most `rows` images, as they arrive; raise IndexError if no slot is free.
 
         The future raises nothing that an image can cause. It raises StoppedEarly if no process can be started, and
         CancelledError if `abandoned` returned True before the work began.
-
-        Raises:
-            IndexError: no slot is free.
         """
         batch = _Batch(self._slots, abandoned)
         start = 0

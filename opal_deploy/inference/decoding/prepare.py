@@ -1,10 +1,12 @@
 """Prepare one image for the model: read, hash, decode, orient, crop and resize it.
 
-Whatever can be wrong with an image becomes the error of its `Prepared`, never an exception.
+Any error of an image goes into its `Prepared` and is never raised.
 
-A decoder reads as it goes, and reads no more than it needs: a file of any length may be called .jpg, and a header that
-claims too many pixels ends its decoding. Reading is therefore timed inside each call that asks the system for bytes.
-(libtiff reads compressed TIFF through the file's descriptor by itself; that part counts as decoding.)
+A decoder reads as it goes, and only what it needs: a file called .jpg may have any length, and a header that claims too
+many pixels ends its decoding. Reading is therefore timed inside each call that asks the system for bytes. (libtiff
+reads compressed TIFF through the file's descriptor itself; that part counts as decoding.)
+
+Images over a network are read ahead of their decoding.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
+from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared
 from opal_deploy.preprocess.decode import (
     FileSource,
@@ -68,9 +70,9 @@ def prepare(
         request: the image.
         input_size: (H0, W0) of the model.
         options: `max_pixels`, `decode` and `keep_images` are read.
-        timer: gets the times of the stages `read`, `decode` and `resize`.
+        timer: receives the times of the stages `read`, `decode` and `resize`.
         claim: see `decode`.
-        out: uint8 [H0, W0, 3] that gets the pixels, which `Prepared` then does not hold; None: it holds them.
+        out: uint8 [H0, W0, 3] for the pixels, instead of `Prepared.pixels`.
     """
     open_timed = timed_open(timer)
     source, unreadable = request.source, None
@@ -125,11 +127,7 @@ def _without_frames(error: ImageError) -> ImageError:
 
 
 def read_small_file(source: File, open_file: OpenFile = open_file) -> tuple[File, str | None]:
-    """Return a file's bytes and their sha256; the source itself and None where they are too many, or change.
-
-    Raises:
-        ImageError: it cannot be read.
-    """
+    """Return a file's bytes and sha256; the source and None if it is large or changes; raise ImageError."""
     if not isinstance(source, bytes):
         try:
             with _open_sized(source, open_file) as (stream, size):
@@ -148,7 +146,7 @@ def read_small_file(source: File, open_file: OpenFile = open_file) -> tuple[File
 
 
 def _hash_large_file(source: File, open_file: OpenFile) -> str | None:
-    """Return the sha256 of an image file that was not read as a whole; None where it is far longer than an image."""
+    """Return the sha256 of an image file that was not read as a whole; None if it is far longer than any image."""
     assert not isinstance(source, bytes)
     digest, remaining = hashlib.sha256(), MAX_HASHED_BYTES
     try:
@@ -166,11 +164,7 @@ def _hash_large_file(source: File, open_file: OpenFile) -> str | None:
 
 
 def content_sha256(source: Source) -> str:
-    """Return the hex sha256 of an image's file or archive member; for an image in memory that of its pixels as PPM.
-
-    Raises:
-        ImageError: it cannot be read.
-    """
+    """Return the hex sha256 of an image's file or member, or of an image in memory as PPM; raise ImageError."""
     if isinstance(source, bytes):
         return hashlib.sha256(source).hexdigest()
     if isinstance(source, str | Path | FileSource):
@@ -189,7 +183,7 @@ def content_sha256(source: Source) -> str:
 
 @contextmanager
 def _open_sized(source: str | Path | FileSource, open_file: OpenFile) -> Iterator[tuple[BinaryIO, int]]:
-    """Yield the stream and the number of bytes that its file system or container claims for it."""
+    """Yield the stream and the number of bytes that its file system or container states."""
     with open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(0)
@@ -197,8 +191,8 @@ def _open_sized(source: str | Path | FileSource, open_file: OpenFile) -> Iterato
 
 
 def timed_open(timer: StageTimer) -> OpenFile:
-    """Return `open_file` whose own time, and that of every read of its stream, counts as the stage `read`."""
-    if isinstance(timer, NoOpTimer):
+    """Return an `open_file` whose time, and that of every read of its stream, counts as the stage `read`."""
+    if not timer.enabled:
         return open_file
 
     def open_timed(source: PathOrSource) -> BinaryIO:
@@ -215,7 +209,7 @@ def timed_open(timer: StageTimer) -> OpenFile:
 
 
 class _TimedFile(io.FileIO):
-    """A file by its descriptor, which libtiff asks for."""
+    """A file by its descriptor, which libtiff needs."""
 
     def __init__(self, descriptor: int, timer: StageTimer) -> None:
         super().__init__(descriptor, "rb")
@@ -266,22 +260,19 @@ _ASSUMED_BYTES = 4 << 20
 
 
 def is_remote(source: Source) -> bool:
-    """Return whether reading an image asks another machine."""
+    """Return whether an image is read over a network."""
     return isinstance(source, RemoteFile) or isinstance(getattr(source, "path", None), RemoteFile)
 
 
 class ReadAhead:
-    """Reads images over a network ahead of their decoding, in threads of its own; used by one thread."""
+    """Reads images over a network ahead of their decoding, in its own threads; used by one thread."""
 
     def __init__(self) -> None:
         """Start no thread yet."""
         self._threads = ThreadPoolExecutor(_REQUESTS, "read-ahead")
 
     def read(self, sources: Sequence[Source]) -> Iterator[Source]:
-        """Yield the sources; of those over a network, the next few are read meanwhile.
-
-        As many as fit into 64 MiB are held, and one that is larger.
-        """
+        """Yield the sources; the next remote ones, up to 64 MiB or one larger image, are read meanwhile."""
         futures: dict[int, Future[BinaryIO]] = {}
         sizes = [_size(source) if is_remote(source) else 0 for source in sources]
         begun = held = 0
@@ -300,7 +291,7 @@ class ReadAhead:
 
 
 class _ReadFile:
-    """An image that is being read already; opened a second time, it is read again."""
+    """An image that is being read; opened a second time, it is read again."""
 
     def __init__(self, source: FileSource, future: Future[BinaryIO]) -> None:
         self._source = source

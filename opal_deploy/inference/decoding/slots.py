@@ -1,6 +1,6 @@
 """Batches of pixels in shared memory: numbered slots of numbered rows, which worker processes write into.
 
-An image's pixels are written once, where the session reads them: they pass through no pipe, and no batch is stacked.
+An image's pixels are written once, to where the session reads them: they pass through no pipe, and no batch is stacked.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from opal_deploy.inference.types import Pixels, Prepared
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """What another process needs in order to find the slots.
-
-    Attributes:
-        descriptor: of the shared memory.
-        shape: (slots, rows, H0, W0, 3), uint8.
-    """
+    """How another process finds the slots: the memory's descriptor, and the shape (slots, rows, H0, W0, 3), uint8."""
 
     descriptor: int
     shape: tuple[int, int, int, int, int]
@@ -37,17 +32,11 @@ class SlotLayout:
 class PixelSlots:
     """The slots of one decoder pool; every method may be called from any thread.
 
-    Attributes:
-        layout: for the processes that write into them; None where they are not shared.
-        pixels: uint8 [slots, rows, H0, W0, 3].
+    `pixels` is uint8 [slots, rows, H0, W0, 3]; `layout` finds it in other processes, None if they do not share it.
     """
 
     def __init__(self, slots: int, rows: int, input_size: tuple[int, int], *, shared: bool) -> None:
-        """Create `slots` slots of `rows` images each; memory is taken as they are used.
-
-        Raises:
-            MemoryError: there is no room for them. StoppedEarly: no memory can be shared.
-        """
+        """Create `slots` slots of `rows` images, allocated on first use; raise MemoryError or StoppedEarly."""
         shape = (slots, rows, *input_size, 3)
         self.layout: SlotLayout | None = None
         if shared:
@@ -60,21 +49,17 @@ class PixelSlots:
         self._lock = threading.Lock()
 
     def acquire(self) -> int:
-        """Take a free slot.
-
-        Raises:
-            IndexError: there is none.
-        """
+        """Take a free slot; raise IndexError if there is none."""
         with self._lock:
             return self._free.pop()
 
     def release(self, slot: int) -> None:
-        """Give a slot back; nobody reads or writes it any more."""
+        """Give a slot back, which nothing reads or writes any more."""
         with self._lock:
             self._free.append(slot)
 
     def close(self) -> None:
-        """Close the descriptor; the memory lives as long as somebody uses it. May be called more than once."""
+        """Close the descriptor; the memory lives until its last user ends. May be called more than once."""
         if self.layout is not None:
             os.close(self.layout.descriptor)
         self.layout = None
@@ -85,8 +70,9 @@ class PreparedBatch:
     """Images that are ready for a session.
 
     Attributes:
-        images: what is known of each, without its pixels.
-        pixels: uint8 [rows, H0, W0, 3] in a slot, rows at least the number of images; zeros for an image with an error.
+        images: everything but their pixels.
+        pixels: uint8 [rows, H0, W0, 3] in a slot, with at least as many rows as images; zeros for an image with an
+            error.
         release: gives the slot back.
     """
 

@@ -1,7 +1,7 @@
 """Worker processes that are lent to the threads that need one.
 
 A process is started when it is first needed, and replaced when it ended, was killed, or has grown too large. All end
-with this process, whatever ends it.
+with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from PIL import Image
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess, WorkerTimeout
 from opal_deploy.inference.isolation.worker import Task, WorkerConfig
-from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
+from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.preprocess.decode import no_claim
 
 T = TypeVar("T")
@@ -48,14 +48,14 @@ class ProcessPool:
         """Start nothing yet.
 
         Args:
-            workers: the largest number of processes.
+            workers: maximum number of processes.
             task: answers the requests.
-            timeout: seconds that one request may take; None: no limit.
-            timer: gets the times of the task's stages, without the time that data takes between processes.
-            files: descriptors that the processes get, under their numbers.
+            timeout: seconds per request; None: no limit.
+            timer: receives the times of the task's stages, without the transfer between processes.
+            files: descriptors that the processes inherit, under the same numbers.
         """
         self._timeout, self._timer, self._files = timeout, timer, tuple(files)
-        self._config = WorkerConfig(task, timed=not isinstance(timer, NoOpTimer), pillow_limit=Image.MAX_IMAGE_PIXELS)
+        self._config = WorkerConfig(task, timed=timer.enabled, pillow_limit=Image.MAX_IMAGE_PIXELS)
         # the last one used comes first, so that a short run starts no more processes than it needs; None: to be started
         self._idle: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
         for _ in range(workers):
@@ -66,12 +66,7 @@ class ProcessPool:
         self._watcher: threading.Thread | None = None
 
     def call(self, request: object, read: Reader[T], claim: Callable[[int], None] = no_claim) -> T:
-        """Have one request answered; see `call_group`.
-
-        Raises:
-            WorkerCrashed: the process ended in the middle. WorkerTimeout: it took too long.
-            StoppedEarly: no process can be started. RuntimeError: the task raised an exception.
-        """
+        """Have one request answered, see `call_group`; raise WorkerCrashed or WorkerTimeout if that failed."""
         (result,) = self.call_group([request], read, claim)
         if isinstance(result, WorkerCrashed | WorkerTimeout):
             raise result
@@ -80,20 +75,20 @@ class ProcessPool:
     def call_group(
         self, requests: Sequence[object], read: Reader[T], claim: Callable[[int], None] = no_claim
     ) -> list[T | WorkerCrashed | WorkerTimeout]:
-        """Have some requests answered by one process, waiting for a process while all of them are in use.
+        """Have some requests answered by one process; wait while all processes are in use.
 
-        A request whose process ended is tried a second time, since processes are also killed from outside; the others
-        of its group are answered whatever becomes of it.
+        A request whose process ended is tried a second time, since processes are also killed from outside; the other
+        requests of its group are answered in any case.
 
         Args:
             requests: are pickled for the task.
-            read: makes a request's result of its part of the header and of the bytes that it reads from the process; it
-                is also given the request's position. An ArithmeticError, LookupError, TypeError or ValueError of its
-                means that the response makes no sense.
-            claim: waits until so many pixels may be decoded; called where the task claims them.
+            read: builds a request's result from its part of the header, the bytes that it reads from the process, and
+                the request's position. If it raises an ArithmeticError, LookupError, TypeError or ValueError, the
+                process counts as crashed.
+            claim: waits until so many pixels may be decoded; called when the task claims them.
 
         Returns:
-            The result of each request, in their order, or the exception that its process ended with.
+            The result of each request, in order, or the exception that its process ended with.
 
         Raises:
             StoppedEarly: no process can be started. RuntimeError: the task raised an exception.
@@ -122,7 +117,7 @@ class ProcessPool:
     def _call_once(
         self, requests: dict[int, object], read: Reader[T], claim: Callable[[int], None]
     ) -> dict[int, T | WorkerCrashed | WorkerTimeout]:
-        """Return the results of some requests by their positions."""
+        """Return the results of some requests by position."""
         process, reusable = self._idle.get(), False
         try:
             # a process that ended between two requests is no request's fault
@@ -137,7 +132,7 @@ class ProcessPool:
             self._idle.put(process if reusable else None)
 
     def close(self) -> None:
-        """End the processes; no call may be going on."""
+        """End the processes; no call may be in flight."""
         self._closed.set()
         if self._watcher is not None:
             self._watcher.join()

@@ -1,6 +1,6 @@
 """A worker process as its parent sees it: start, send a request, read the response, stop.
 
-Python's own process pools are not used: a worker that crashes breaks the whole `ProcessPoolExecutor`, neither it nor
+Python's own process pools do not fit: a worker that crashes breaks the whole `ProcessPoolExecutor`, neither it nor
 `multiprocessing.Pool` can stop one task that takes too long, and both unpickle what a worker sends.
 """
 
@@ -47,11 +47,7 @@ _CODE = (
 
 
 class WorkerCrashed(Exception):
-    """The process ended in the middle of a request; the text says how, completing "the worker ...".
-
-    Attributes:
-        position: of that request in its group.
-    """
+    """The process ended during the request at `position` in its group; the text completes "the worker ..."."""
 
     def __init__(self, ending: str, position: int = 0) -> None:
         super().__init__(ending)
@@ -59,11 +55,7 @@ class WorkerCrashed(Exception):
 
 
 class WorkerTimeout(Exception):
-    """The process was killed because a request took too long.
-
-    Attributes:
-        position: of that request in its group.
-    """
+    """The process was killed because the request at `position` in its group took too long."""
 
     def __init__(self, position: int = 0) -> None:
         super().__init__(position)
@@ -71,20 +63,10 @@ class WorkerTimeout(Exception):
 
 
 class WorkerProcess:
-    """A process that answers one group of requests at a time.
-
-    It is used by one thread at a time; any may call `kill_if_overdue` and `extend_limit`.
-    """
+    """A process that answers one group of requests at a time, for one thread at a time."""
 
     def __init__(self, files: Sequence[int] = ()) -> None:
-        """Start the process.
-
-        Args:
-            files: descriptors that it gets, under their numbers.
-
-        Raises:
-            StoppedEarly: it cannot be started.
-        """
+        """Start the process, which inherits the descriptors `files`; raise StoppedEarly if it cannot be started."""
         self._timeout: float | None = None
         self._deadline: float | None = None
         # of the request that the deadline is for
@@ -124,11 +106,7 @@ class WorkerProcess:
             os.close(descriptor)
 
     def wait_until_ready(self, config: WorkerConfig) -> None:
-        """Send the configuration and wait until requests can be sent.
-
-        Raises:
-            StoppedEarly: the process ended, or took too long.
-        """
+        """Send the configuration and wait until requests can be sent; raise StoppedEarly if that fails."""
         self._group_size, self._deadline = 1, time.monotonic() + _START_SECONDS
         ready: bytes | None = b""
         with contextlib.suppress(OSError):
@@ -143,7 +121,7 @@ class WorkerProcess:
         self._deadline = None
 
     def is_running(self) -> bool:
-        """Return whether the process has not ended."""
+        """Return whether the process is running."""
         return self._process.poll() is None
 
     def request(self, message: bytes, size: int, timeout: float | None) -> dict[str, Any]:
@@ -154,7 +132,7 @@ class WorkerProcess:
         Args:
             message: pickle of the list of requests.
             size: number of requests.
-            timeout: seconds for each request, and from the last one on until `finish_response`; None: no limit.
+            timeout: seconds per request, and after the last one until `finish_response`; None: no limit.
 
         Raises:
             WorkerCrashed, WorkerTimeout: there is no response, and the process cannot be used again.
@@ -166,16 +144,7 @@ class WorkerProcess:
         return self._exchange(message)
 
     def grant(self, claim: Callable[[], None]) -> dict[str, Any]:
-        """Make a claim of the request's, and return the next header of its response.
-
-        The time limit does not run while the claim waits.
-
-        Args:
-            claim: waits until the claim can be granted.
-
-        Raises:
-            WorkerCrashed, WorkerTimeout: as `request`.
-        """
+        """Wait for `claim`, with the time limit paused, and return the response's next header; raises as `request`."""
         with self._lock:
             remaining = None if self._deadline is None else self._deadline - time.monotonic()
             self._deadline = None
@@ -213,19 +182,19 @@ class WorkerProcess:
             target = target[count:]
 
     def finish_response(self) -> bool:
-        """End the time limit; return False if it passed in the same moment, and the process was killed."""
+        """End the time limit; return False if it has just passed and the process was killed."""
         with self._lock:
             self._deadline = None
             return self._overdue is None
 
     def extend_limit(self, seconds: float) -> None:
-        """Give the request in work more time."""
+        """Give the request in flight more time."""
         with self._lock:
             if self._deadline is not None:
                 self._deadline += seconds
 
     def kill_if_overdue(self, now: float) -> None:
-        """Kill the process if its request takes too long; the thread that waits for it gets a WorkerTimeout."""
+        """Kill the process if its request takes too long; the waiting thread gets a WorkerTimeout."""
         with self._lock:
             if self._deadline is None:
                 return
@@ -241,12 +210,12 @@ class WorkerProcess:
                 self._kill()
 
     def close_stdin(self) -> None:
-        """Close its stdin, on which it ends by itself."""
+        """Close the process's stdin, so that it ends."""
         with contextlib.suppress(OSError):
             self._stdin.close()
 
     def close(self) -> None:
-        """End the process, killing it if it does not end by itself soon."""
+        """End the process; kill it if it does not end soon."""
         self.close_stdin()
         try:
             self._process.wait(_EXIT_SECONDS)
@@ -272,7 +241,7 @@ class WorkerProcess:
             return WorkerCrashed(ending, self._read_position())
 
     def _kill(self) -> None:
-        """Kill the process, and those that its requests started: they may hold its pipes open."""
+        """Kill the process and its children, which may hold its pipes open."""
         if not hasattr(os, "killpg"):
             self._process.kill()
             return
@@ -300,7 +269,7 @@ class WorkerProcess:
 
 
 def _interpreter_flags() -> list[str]:
-    """Return this interpreter's flags that file names depend on; -P: import no module of the current folder."""
+    """Return this interpreter's flags for file names; -P: import nothing from the current folder."""
     return ["-P", *(["-X", "utf8"] if sys.flags.utf8_mode else [])]
 
 

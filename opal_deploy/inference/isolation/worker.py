@@ -1,9 +1,9 @@
-"""The main function of a worker process: groups of requests on stdin, their responses on stdout, until stdin ends.
+"""The main function of a worker process, which answers groups of requests until stdin ends; and shared memory.
 
-It imports numpy, Pillow and what its task needs, and no runtime. A request is a pickle, since it comes from the parent
-process; a response is JSON and raw bytes, since a decoder may have been taken over by the file that it read, and must
-not be able to run anything in the parent. The position of the request that is being answered lies in shared memory,
-where the parent finds it after a crash.
+It imports numpy, Pillow and what its task needs, and no runtime. A request is a pickle, since it comes from the parent.
+A response is JSON and raw bytes, since a malicious file may have taken over the decoder, which must not be able to run
+anything in the parent. The position of the request in flight is kept in shared memory, where the parent finds it after
+a crash.
 """
 
 from __future__ import annotations
@@ -44,32 +44,20 @@ Response: TypeAlias = tuple[dict[str, Any], list[bytes]]
 
 
 class Task(Protocol):
-    """The work of a worker process; it is pickled once for each process.
+    """The work of a worker process; it is pickled once per process.
 
-    One with a method `prepare_group` is given each group of requests by it, and answers what that returns. While an
-    attribute `in_use` of one is true, its process is not replaced for having grown.
+    If it has a method `prepare_group`, that gets each group of requests and returns the requests to answer. While its
+    attribute `in_use` is true, its process is not replaced for having grown.
     """
 
     def __call__(self, request: Any, timer: StageTimer, claim: Callable[[int], None]) -> Response:
-        """Answer one request.
-
-        Args:
-            request: what `ProcessPool.call` was given.
-            timer: gets the times of its stages.
-            claim: waits until the parent lets so many pixels be decoded, from now to the end of the request.
-        """
+        """Answer a request of `ProcessPool.call`; `claim` waits until the parent grants so many pixels."""
         ...
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The part of a worker's work that is the same for every request.
-
-    Attributes:
-        task: answers the requests.
-        timed: send the times of the stages.
-        pillow_limit: Pillow's own limit of pixels in the parent.
-    """
+    """What every request shares: the task, whether to send times, and the parent's `Image.MAX_IMAGE_PIXELS`."""
 
     task: Task
     timed: bool
@@ -77,11 +65,7 @@ class WorkerConfig:
 
 
 def main(position_descriptor: int) -> None:
-    """Run the process from its start to its end.
-
-    Args:
-        position_descriptor: of the shared memory that gets the position of the request that is being answered.
-    """
+    """Run the process; `position_descriptor`: shared memory for the position of the request in flight."""
     position = map_shared_memory(position_descriptor, POSITION.size)
     requests, responses = _take_over_standard_streams()
     _end_with_the_parent(requests)
@@ -146,7 +130,7 @@ def _build_response(
 
 
 def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return copies of stdin and stdout: what a library prints must not end up between responses."""
+    """Return copies of stdin and stdout: what a library prints must not mix with responses."""
     requests, responses = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -163,7 +147,7 @@ def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _end_with_the_parent(requests: BinaryIO) -> None:
-    """Leave Ctrl-C to the parent, and end this process once the parent is gone, however it went."""
+    """Leave Ctrl-C to the parent, and end this process when the parent has ended, for whatever reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not hasattr(select, "poll"):
         # it still ends when it next reads a request
@@ -196,7 +180,7 @@ def _read(stream: BinaryIO, size: int) -> bytes:
 
 
 def _resident_bytes() -> int:
-    """Return the memory that this process occupies; 0 where the system does not tell."""
+    """Return the memory of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as stream:
             return int(stream.read(200).split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -205,12 +189,9 @@ def _resident_bytes() -> int:
 
 
 def create_shared_memory(size: int) -> int:
-    """Return the file descriptor of `size` bytes of zeros; close it once it is mapped and handed on.
+    """Return the descriptor of `size` bytes of zeros; close it once it is mapped and passed on; raise StoppedEarly.
 
-    Memory is taken as it is written to. It is no part of /dev/shm, which containers keep small.
-
-    Raises:
-        StoppedEarly: the system refuses it, as under a limit on the size of files (ulimit -f).
+    Memory is allocated on first write. It is not in /dev/shm, which is small in containers.
     """
     try:
         descriptor = _create_unnamed_file()
@@ -236,7 +217,7 @@ def _create_unnamed_file() -> int:
 
 
 def _fix_size(descriptor: int) -> None:
-    """Let no process cut the memory, where the system can do that: all others would end with SIGBUS as they read it."""
+    """Seal the size, if the system can: if a process shrank the memory, all others would end with SIGBUS."""
     if sys.platform == "linux":
         import fcntl
 
@@ -245,11 +226,7 @@ def _fix_size(descriptor: int) -> None:
 
 
 def map_shared_memory(descriptor: int, size: int) -> mmap.mmap:
-    """Return the memory of `create_shared_memory`, as this process sees it.
-
-    Raises:
-        MemoryError: there is no room for it.
-    """
+    """Return the memory of `create_shared_memory`; raise MemoryError if it does not fit."""
     try:
         return mmap.mmap(descriptor, size)
     except OSError as error:

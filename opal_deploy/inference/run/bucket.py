@@ -1,11 +1,10 @@
-"""A run directory in a bucket: a local one, whose files are uploaded, and from which any machine goes on.
+"""A run directory in a bucket: a local one, whose files are uploaded, and which any machine can resume.
 
-An object cannot be appended to. While a run is at work, its records therefore go up as parts, objects that are written
-once and never changed: `parts/ID/N.jsonl` begins with record N of the run ID, which run.json names. A part is created
-only where there is none, so that of two processes that write to one run at the same time one fails: whatever is in the
-parts was written by one process after the other, each record once and in order. Overlays and sheets go up before the
-part that names them. When all records are there, results.jsonl is uploaded as a whole, then tables and report, and last
-of all summary.json, which says that the run is finished; the parts are then removed.
+An object cannot be appended to. During a run, its records therefore go up as parts, objects that are written once and
+never changed: `parts/ID/N.jsonl` begins with record N of the run ID, which run.json names. A part is created only if
+there is none, so of two processes that write to one run at the same time one fails: the parts hold each record once and
+in order. Overlays and sheets go up before the part that names them. After the last record, results.jsonl is uploaded as
+a whole, then tables and report, and last summary.json, which marks the run as complete; then the parts are removed.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ _MAX_PART_BYTES = 32 << 20
 
 @dataclass
 class BucketRunDirectory(RunDirectory):
-    """A run directory in a bucket; `root` is the local one, which ends with the block of `acquire_bucket_run_dir`.
-
-    Attributes:
-        run_id: of the run whose parts there are.
-    """
+    """A run directory in a bucket; `root` is a local one, removed after the block of `acquire_bucket_run_dir`."""
 
     run_id: str = ""
     _bytes: int = 0
@@ -51,11 +46,7 @@ class BucketRunDirectory(RunDirectory):
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "upload"))
 
     def write_config(self) -> None:
-        """Write run.json.
-
-        Raises:
-            UsageError: another process has just begun a run there. StoppedEarly: the bucket does not take it.
-        """
+        """Write run.json; raise UsageError if another process has just begun a run there, or StoppedEarly."""
         new = self.state == "new"
         self.details = {"parts": self.run_id}
         super().write_config()
@@ -67,11 +58,7 @@ class BucketRunDirectory(RunDirectory):
         self._begun = time.monotonic()
 
     def save_progress(self) -> None:
-        """Upload the records since the last part, in the background, where that is due.
-
-        Raises:
-            StoppedEarly: the bucket did not take a part, or another process writes to this run.
-        """
+        """Upload the records since the last part, in the background, if that is due; raise StoppedEarly."""
         if self._upload is not None:
             if not self._upload.done():
                 return
@@ -82,12 +69,7 @@ class BucketRunDirectory(RunDirectory):
             self._upload = self._thread.submit(self._upload_parts, (self.root / RESULTS).stat().st_size)
 
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
-        """Upload what is not yet there, and summary.json as the last of all; return its document.
-
-        Raises:
-            StoppedEarly: the bucket does not take it, or another process writes to this run.
-            UsageError: the local directory cannot be written to.
-        """
+        """Upload what is missing, and last summary.json; return its document; raise StoppedEarly or UsageError."""
         document = super().write_summary(summary, context, stopped)
         if self._upload is not None:
             self._upload.result()
@@ -105,25 +87,21 @@ class BucketRunDirectory(RunDirectory):
         return document
 
     def has(self, name: str) -> bool:
-        """Return whether a file is there."""
+        """Return whether a file exists."""
         return _read(self._file(name), at_most=1) is not None
 
     def write_table(self, kind: Format) -> None:
-        """Write a table of the records of a finished run."""
+        """Write a table of the records of a complete run."""
         _download(self._file(RESULTS), self.root / RESULTS)
         super().write_table(kind)
         buckets.upload(self._file(TABLES[kind]), self.root / TABLES[kind])
 
     def close(self) -> None:
-        """End the upload in work."""
+        """Finish the upload in flight."""
         self._thread.shutdown(wait=True)
 
     def restore(self) -> None:
-        """Write the records of an unfinished run to the local results.jsonl.
-
-        Raises:
-            UsageError: a part is missing or damaged. ImageError: one cannot be read.
-        """
+        """Write the records of an unfinished run to the local results.jsonl; raise UsageError if a part is damaged."""
         with (self.root / RESULTS).open("wb") as results:
             for name, file in buckets.list_files(self._file(f"{PARTS}/{self.run_id}"), recursive=False):
                 with file.open() as stream:
@@ -163,11 +141,7 @@ def _part_name(first: int) -> str:
 def acquire_bucket_run_dir(
     remote: RemoteFile, config: RunConfig, *, resume: bool, overwrite: bool
 ) -> Iterator[RunDirectory]:
-    """Yield a run directory in a bucket; see `acquire_run_dir`.
-
-    Raises:
-        UsageError: it holds another run, or cannot be read. StoppedEarly: it cannot be written to.
-    """
+    """Yield a run directory in a bucket; see `acquire_run_dir`; raise StoppedEarly if it cannot be written to."""
     with TemporaryDirectory(prefix="opal-deploy-run-") as folder:
         root = Path(folder)
         try:
@@ -205,7 +179,7 @@ def _inspect(root: Path, remote: RemoteFile, config: RunConfig) -> BucketRunDire
 
 
 def _clear(remote: RemoteFile) -> None:
-    """Remove the files of an earlier run and no others; as in a local directory, those first that say what it is."""
+    """Remove only the files of an earlier run; first those that mark it as a run, as in a local directory."""
     for name in (SUMMARY, RUN, RESULTS, REPORT, *TABLES.values()):
         buckets.remove([remote.child(name)])
     for folder in (PARTS, OVERLAYS, SHEETS):
@@ -213,7 +187,7 @@ def _clear(remote: RemoteFile) -> None:
 
 
 def _read(file: RemoteFile, at_most: int = 1 << 30) -> bytes | None:
-    """Return an object's bytes; None where there is none."""
+    """Return an object's bytes; None if it does not exist."""
     try:
         with file.open_ranges() as stream:
             return stream.read(at_most)

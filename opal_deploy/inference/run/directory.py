@@ -1,6 +1,6 @@
 """The directory that a run writes to: acquire it, find out what it holds, write run.json and summary.json.
 
-run.json holds the options that decide the records, and is written before the first record; summary.json holds the
+run.json holds the options that determine the records, and is written before the first record; summary.json holds the
 counts. A directory whose summary is missing or not complete holds a run that the same command resumes.
 """
 
@@ -41,16 +41,14 @@ _MAX_SHOWN = 60
 
 @dataclass
 class RunDirectory:
-    """A run directory that this process has for itself.
+    """A run directory that only this process uses.
 
     Attributes:
-        root: the directory.
-        config: of the run.
-        state: of the run that is there already.
-        started: time when the run was begun, ISO 8601.
-        resumed: times when it was resumed.
-        remote: where its files are uploaded to; None: they stay in `root`.
-        details: more for run.json.
+        root, config: the directory, and the run's configuration.
+        state: of the run that it holds.
+        started, resumed: times when the run began and when it was resumed, ISO 8601.
+        remote: where the files are uploaded to; None: they stay in `root`.
+        details: more entries of run.json.
     """
 
     root: Path
@@ -63,15 +61,11 @@ class RunDirectory:
 
     @property
     def location(self) -> str:
-        """Where a person finds it."""
+        """The directory as a person finds it."""
         return str(self.root if self.remote is None else self.remote)
 
     def write_config(self) -> None:
-        """Write run.json, before the first record of a run that begins or is resumed here.
-
-        Raises:
-            UsageError: the directory cannot be written to.
-        """
+        """Write run.json, before the first record of a new or resumed run; raise UsageError if that fails."""
         if self.state == "new":
             self.started = _now()
         else:
@@ -87,18 +81,12 @@ class RunDirectory:
         write_json(self.root / RUN, document)
 
     def save_progress(self) -> None:
-        """Take note that records were written."""
+        """Called after records were written."""
 
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
-        """Write summary.json, and return its document.
+        """Write summary.json, and return its document; raise UsageError if that fails.
 
-        Args:
-            summary: the counts.
-            context: model, runtime and command.
-            stopped: the reason why the run ended before its images did; None if it did not.
-
-        Raises:
-            UsageError: the directory cannot be written to.
+        `context` has model, runtime and command; `stopped` is why the run ended before its images did.
         """
         document = {
             "schema": SCHEMA,
@@ -117,19 +105,15 @@ class RunDirectory:
         return document
 
     def read_summary(self) -> dict[str, Any]:
-        """Return the document of a finished run's summary.json."""
+        """Return the document of a complete run's summary.json."""
         return cast(dict[str, Any], json.loads((self.root / SUMMARY).read_text(encoding="utf-8")))
 
     def has(self, name: str) -> bool:
-        """Return whether a file is there."""
+        """Return whether a file exists."""
         return (self.root / name).exists()
 
     def write_table(self, kind: Format) -> None:
-        """Write a table of the records of a finished run.
-
-        Raises:
-            StoppedEarly: it cannot be written.
-        """
+        """Write a table of the records of a complete run; raise StoppedEarly if that fails."""
         write_table(read_records(self.root / RESULTS), self.root, kind)
 
 
@@ -138,14 +122,14 @@ def acquire_run_dir(out: Path | None, config: RunConfig, *, resume: bool, overwr
     """Yield the directory to write to, which no other process can acquire while the block runs.
 
     Args:
-        out: the directory. None: the latest unfinished `explanations*` of the same configuration, if `resume`; else the
-            first of `explanations`, `explanations-2`, ... that does not exist yet.
+        out: the directory. None: with `resume` the latest unfinished `explanations*` of the same configuration; else
+            the first of `explanations`, `explanations-2`, ... that does not exist.
         config: of the run.
-        resume: go on where an unfinished run of the same configuration ended.
+        resume: continue an unfinished run of the same configuration.
         overwrite: remove the files of an earlier run in `out`.
 
     Raises:
-        UsageError: it holds another run, another process is at work there, or it cannot be written to.
+        UsageError: it holds another run, another process uses it, or it cannot be written to.
     """
     root = out or (_find_unfinished(Path(DEFAULT_OUT), config) if resume else None) or _first_free(Path(DEFAULT_OUT))
     with lock_directory(root):
@@ -162,16 +146,13 @@ def acquire_run_dir(out: Path | None, config: RunConfig, *, resume: bool, overwr
 def inspect_run_dir(
     root: Path, config: RunConfig, *, shown: str | None = None, results_bytes: int | None = None
 ) -> RunDirectory:
-    """Return the directory with the state of the run in it.
+    """Return the directory with the state of its run; raise UsageError if it holds another run.
 
     Args:
-        root: holds its run.json and summary.json.
+        root: holds run.json and summary.json.
         config: of the run that is to be there.
-        shown: what messages call it, where that is not `root`.
-        results_bytes: size of its results.jsonl, where that is not in `root`.
-
-    Raises:
-        UsageError: it holds another run, or results without a run.json.
+        shown: what messages call the directory, if not `root`.
+        results_bytes: size of its results.jsonl, if that is not in `root`.
     """
     where, size = shown or str(root), _size(root / RESULTS) if results_bytes is None else results_bytes
     if not os.path.lexists(root / RUN):
@@ -243,7 +224,7 @@ def _first_free(base: Path) -> Path:
 
 
 def _clear(root: Path) -> None:
-    """Remove the files of an earlier run and no others."""
+    """Remove only the files of an earlier run."""
     try:
         # in this order: whenever this is cut short, nothing is left that looks like a finished run
         for name in (SUMMARY, RUN, RESULTS, REPORT, *TABLES.values()):

@@ -1,22 +1,27 @@
 """The overlays and evidence sheets of a run.
 
-They are drawn from the forward pass that made the record, in processes of their own: a drawing that crashes, takes too
-long or runs out of memory is missing from its record, which says why.
+They are drawn from the forward pass that made the record, in separate processes: a drawing that crashes, takes too long
+or runs out of memory is missing, and its record says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeAlias
 
-from opal_deploy.errors import UsageError
+from opal_deploy.artifact.measurements import EffectiveField, describe_evaluation
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.inference.drawings import DrawingPool, DrawTask, Part
 from opal_deploy.inference.executor import prefetch, thread_pool
-from opal_deploy.inference.run.report import ReportOptions
+from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run_files import (
     OVERLAYS,
+    REPORT,
+    RESULTS,
     SHEETS,
     overlay_name,
     remove_image_files,
@@ -26,9 +31,19 @@ from opal_deploy.inference.run_files import (
 from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Result
+from opal_deploy.logs import one_line
+from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Record
 from opal_deploy.storage.files import RemoteFile
-from opal_deploy.visualization.report import EMBED_LIMIT, Thumbnail
+from opal_deploy.visualization.report import (
+    EMBED_LIMIT,
+    REPORT_LIMIT,
+    Fact,
+    ImageMode,
+    ReportWriter,
+    Thumbnail,
+    choose_image_mode,
+)
 
 # by the image's number in the run
 Thumbnails: TypeAlias = dict[int, Thumbnail]
@@ -37,11 +52,7 @@ _MAX_THUMBNAILS = 500
 
 
 def prepare_folders(out: Path, *, overlays: bool, sheets: bool, first: int) -> None:
-    """Make the folders of a run's drawings, and remove what is there of the image `first` and of all after it.
-
-    Raises:
-        UsageError: they cannot be written to.
-    """
+    """Make the folders of drawings, and remove drawings from the image `first` on; raise UsageError if that fails."""
     try:
         for folder, needed in ((OVERLAYS, overlays), (SHEETS, sheets)):
             if needed:
@@ -52,10 +63,7 @@ def prepare_folders(out: Path, *, overlays: bool, sheets: bool, first: int) -> N
 
 
 class Drawer:
-    """Has the overlay and the sheet of each result drawn, and writes them; a context manager, which ends its processes.
-
-    Every method may be called from any thread.
-    """
+    """Draws and writes the overlay and the sheet of each result, from any thread; a context manager."""
 
     def __init__(
         self,
@@ -71,12 +79,10 @@ class Drawer:
 
         Args:
             out: the run directory, with the folders of `prepare_folders`, or its URL.
-            report: draw overlays; None: draw none.
-            sheets: draw evidence sheets; None: draw none.
-            inference: `workers` images are drawn at a time, with `isolate` in processes, each for at most
-                `decode_timeout`.
-            thumbnails: gets those of the report's first images, made here where the overlay is in memory.
-            timer: gets the times of drawing and writing, under the role `drawers`.
+            report, sheets: draw overlays, and evidence sheets; None: none.
+            inference: `workers`, `isolate` and `decode_timeout` apply to drawing, too.
+            thumbnails: receives those of the report's first images, while the overlays are in memory.
+            timer: receives the times of drawing and writing, under the role `drawers`.
         """
         self._out, self._workers = out, inference.workers
         self._thumbnails, self._timer = thumbnails, timer
@@ -102,8 +108,8 @@ class Drawer:
         """Yield the records with the names of their drawings, in order.
 
         Args:
-            results: with images, and with outputs where there are sheets.
-            first: number of the first result's image in the run.
+            results: with images, and for sheets with outputs.
+            first: number of the first image in the run.
 
         Raises:
             StoppedEarly: the disk is full or gone, or no process can be started.
@@ -112,7 +118,7 @@ class Drawer:
         return prefetch(futures, 2 * self._workers, lambda: self._timer.waiting("drawing"))
 
     def draw(self, index: int, result: Result) -> Record:
-        """Return the record, which names the drawings that were written, or the reason why one is missing."""
+        """Return a record that names the drawings that were written, or says why one is missing."""
         record = result.record.copy()
         if record["status"] == "error":
             return record
@@ -133,3 +139,109 @@ class Drawer:
         if drawings.error is not None:
             record["drawing_error"] = drawings.error
         return record
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """The content of report.html.
+
+    Attributes:
+        facts: (name, value) pairs about the run, below the head of the page.
+        limit: images shown; all are counted.
+        images: `embed` overlays in the page or show the `files` beside it; None: embed if there are few.
+        evidence: what was measured of the model's evidence, for the head of the page.
+        field: the model's effective receptive field, shown on demand; None if it is unknown.
+        draw_field: always draw it on the overlays.
+    """
+
+    facts: tuple[Fact, ...] = ()
+    limit: int = REPORT_LIMIT
+    images: ImageMode | None = None
+    evidence: str = ""
+    field: EffectiveField | None = None
+    draw_field: bool = False
+
+
+def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> tuple[Fact, ...]:
+    """Return the (name, value) pairs at the head of the report."""
+    head = [
+        ("Model", f"{path.name}: {metadata.backbone}, {metadata.num_classes} classes, "
+         f"{metadata.prototypes_per_class} slots per class, distance {metadata.distance}"),
+        ("Runtime", runtime),
+    ]  # fmt: skip
+    if metadata.file_sha256.strip("0"):
+        head.append(("Model digest", metadata.file_sha256))
+    if metadata.source.get("sha256"):
+        head.append(("Checkpoint", f"{metadata.source.get('file')}, sha256 {metadata.source['sha256']}"))
+    if metadata.unverified:
+        head.append(("Not verified", metadata.unverified))
+    if metadata.verification.get("reference"):
+        head.append(
+            ("Verified", f"against {metadata.verification['reference']} on {metadata.verification['image_set']}")
+        )
+    return (*head, ("Command", command))
+
+
+def describe_evidence(path: Path, metadata: Metadata) -> str:
+    """Return what was measured of the model's evidence in one line; empty if it is not single cells."""
+    if metadata.evidence != "exact":
+        return ""
+    # a file that lists its best classes alone cannot be measured itself
+    export_of = None if metadata.top_k is None else metadata.checkpoint_name
+    return one_line(describe_evaluation(metadata.evaluation, path, metadata.receptive_field, export_of=export_of))
+
+
+def write_report(
+    out: Path, options: ReportOptions, thumbnails: Mapping[int, bytes], drawings_out: Path | RemoteFile | None = None
+) -> None:
+    """Write report.html of a run.
+
+    Args:
+        out: the run directory.
+        options: the content.
+        thumbnails: those in memory; the others are made from the overlays.
+        drawings_out: the run directory, or its URL, that holds the overlays, if not `out`.
+
+    Raises:
+        StoppedEarly: the disk is full; everything else was written.
+    """
+    try:
+        images = options.images
+        if images is None:
+            images = choose_image_mode(min(options.limit, _count_lines(out / RESULTS)))
+        with ReportWriter(
+            out / REPORT,
+            title="OPAL explanations",
+            facts=options.facts,
+            limit=options.limit,
+            image_mode=images,
+            evidence=options.evidence,
+            field=None if options.draw_field else options.field,
+            folder=find_common_folder(record["image"] or "" for record in read_records(out / RESULTS)),
+        ) as writer:
+            for index, record in enumerate(read_records(out / RESULTS)):
+                name = record.get("overlay")
+                overlay: bytes | None = thumbnails.get(index)
+                if overlay is None and name is not None and writer.embeds_images:
+                    overlay = _read_overlay(drawings_out or out, name)
+                writer.add(record, overlay)
+    except OSError as error:
+        raise StoppedEarly(
+            f"the report cannot be written ({error.strerror or error}); make room and run again"
+        ) from None
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as stream:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
+
+
+def _read_overlay(out: Path | RemoteFile, name: str) -> bytes | None:
+    try:
+        if isinstance(out, Path):
+            return (out / name).read_bytes()
+        with out.child(name).open() as stream:
+            return stream.read()
+    except (OSError, ImageError):
+        # it was taken away; the card says that there is no image
+        return None

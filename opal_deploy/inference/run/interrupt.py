@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first ends a run in good order, the second ends it at once."""
+"""Ctrl-C and SIGTERM: the first stops a run gracefully, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ T = TypeVar("T")
 
 
 class Interrupt:
-    """A request to end a run early.
-
-    Attributes:
-        requested: no more images are taken.
-        stopped: images were left because of the request.
-    """
+    """A request to end a run early; `stopped` is true if images were left because of it."""
 
     def __init__(self) -> None:
         # plain attributes: a signal may come while a lock is held
@@ -43,7 +38,7 @@ class Interrupt:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Take a first signal as a request while the block runs; before and after, it is a KeyboardInterrupt."""
+        """While the block runs, take a first signal as a request; otherwise it is a KeyboardInterrupt."""
         self._running = True
         try:
             yield
@@ -51,11 +46,7 @@ class Interrupt:
             self._running = False
 
     def handle_signal(self, print_message: Callable[[str], None]) -> None:
-        """Request the end of the run; at a second signal exit at once.
-
-        Raises:
-            KeyboardInterrupt: no run is in work that would have to be ended in good order.
-        """
+        """Request the end of the run, or exit at a second signal; raise KeyboardInterrupt if no run is in progress."""
         if not self._running:
             raise KeyboardInterrupt
         if self.requested:
@@ -70,7 +61,7 @@ class Interrupt:
 
 @contextmanager
 def handle_signals(print_message: Callable[[str], None]) -> Iterator[Interrupt]:
-    """Send Ctrl-C and SIGTERM to an Interrupt while the block runs; afterwards they do what they did before.
+    """Send Ctrl-C and SIGTERM to an Interrupt while the block runs, then restore their handlers.
 
     Outside the main thread, where Python allows no handlers, nothing is installed.
     """

@@ -1,6 +1,6 @@
-"""The file of records, results.jsonl: appending to it, reading it, and where an interrupted run goes on.
+"""The file of records, results.jsonl: append to it, read it, and find where an interrupted run resumes.
 
-All are single passes: memory does not grow with the number of records.
+Memory does not grow with the number of records.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from opal_deploy.errors import StoppedEarly, UsageError
@@ -33,14 +32,13 @@ _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
 
 
 class RecordWriter:
-    """A JSON Lines file to append records to; at any moment it holds whole lines only, after an error too.
+    """A JSON Lines file to append records to, which holds only whole lines at any moment, also after an error.
 
-    A written record survives the process at once, and a power failure after `SYNC_SECONDS` at the latest.
+    A written record survives the process at once, and a power failure after at most `SYNC_SECONDS`.
 
     Args:
         path: the file.
-        keep: bytes of the file that stay; the bytes after them are cut off.
-        count: number of records in the bytes that stay.
+        keep, count: bytes of the file to keep, and number of records in them; the bytes after them are cut off.
     """
 
     def __init__(self, path: Path, keep: int = 0, count: int = 0) -> None:
@@ -57,11 +55,7 @@ class RecordWriter:
         self._synced = time.monotonic()
 
     def write(self, *records: Record) -> None:
-        """Append records, in one call to the system.
-
-        Raises:
-            StoppedEarly: the disk is full or gone; the records that were written before it was are whole, and counted.
-        """
+        """Append records in one system call; raise StoppedEarly if the disk is full: whole records stay and count."""
         lines = [to_json_line(record) for record in records]
         data, start = b"".join(lines), self._stream.tell()
         written = 0
@@ -105,9 +99,7 @@ class RecordWriter:
     def __enter__(self) -> RecordWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         try:
             if kind is None:
                 self.sync()
@@ -120,12 +112,9 @@ class RecordWriter:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The whole records at the beginning of a file, after which a run goes on.
+    """The whole records at the beginning of a file, after which a run resumes: `count` records in `size` bytes.
 
-    Attributes:
-        count: number of records.
-        size: bytes of the file that hold them.
-        damaged: bytes after these, which hold no whole record.
+    `damaged` bytes after them hold no whole record.
     """
 
     count: int = 0
@@ -136,14 +125,14 @@ class ResumePoint:
 def load_resume_point(
     out: Path, requests: Iterator[InputImage], count: Callable[[Record], None], *, check_drawings: bool = True
 ) -> ResumePoint:
-    """Read the records of an unfinished run, and take as many requests, which are done already.
+    """Read the records of an unfinished run, and take as many images, which are done.
 
     Reading ends at the first line that is not a whole record: a process may have been killed while it wrote it, or the
     power may have failed before it reached the disk.
 
     Args:
         out: the run directory.
-        requests: are left at the first one without a record.
+        requests: the images; left at the first one without a record.
         count: is called with each whole record.
         check_drawings: stop before the first record whose drawing is missing or empty, as after a power failure.
 
@@ -181,7 +170,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Return the record that a line of results.jsonl holds; None if it is not a whole one."""
+    """Return the record in a line of results.jsonl; None if it is not a whole one."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,20 +1,24 @@
-"""One run of `opal-deploy infer`: requests in, a run directory with records, drawings, tables and a report out."""
+"""One run of `opal-deploy infer`: images in, a run directory with records, drawings, tables and a report out.
+
+A `Backend` turns images into records: `LocalBackend` in this process, `cluster` on many machines. Everything else is
+the same for both: the order of the records, resuming, counts, the limit of errors, interruption, tables and the report.
+"""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
+from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.executor import predict_batches, release_each
-from opal_deploy.inference.run.drawing import Drawer, Thumbnails, prepare_folders
+from opal_deploy.inference.run.drawing import Drawer, ReportOptions, Thumbnails, prepare_folders, write_report
 from opal_deploy.inference.run.interrupt import Interrupt
-from opal_deploy.inference.run.report import ReportOptions, write_report
 from opal_deploy.inference.run.results import RecordWriter, ResumePoint, has_drawings, load_resume_point, read_records
 from opal_deploy.inference.run.summary import ErrorLimit, Summary
 from opal_deploy.inference.run_files import RESULTS
@@ -30,17 +34,17 @@ from opal_deploy.storage.files import RemoteFile
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The outputs of a run, and when it ends.
+    """What a run writes, and when it ends.
 
     Attributes:
         out: the run directory, which exists.
-        inference: how images are classified; see `RunOptions.drawn_inference`.
-        report: draw an overlay an image and write report.html; None: do neither.
-        sheets: draw an evidence sheet an image; None: draw none.
+        inference: how images are classified; see `inference_for_drawing`.
+        report: draw an overlay per image and write report.html; None: neither.
+        sheets: draw an evidence sheet per image; None: none.
         formats: tables to write at the end.
-        max_errors: end the run when more images failed; None: never.
-        resume: keep the records that are in `out`, and go on after them; else they are replaced.
-        remote: where `out` is uploaded to: drawings are written there at once, and not to `out`; None: nowhere.
+        max_errors: end the run if more images failed; None: never.
+        resume: keep the records in `out` and continue after them; else replace them.
+        remote: where `out` is uploaded to: drawings are written only there; None: nowhere.
         log: receives messages, from any thread.
     """
 
@@ -56,36 +60,37 @@ class RunOptions:
 
     @property
     def drawings_out(self) -> Path | RemoteFile:
-        """What the names of drawings are relative to."""
+        """The folder to which the names of drawings are relative."""
         return self.out if self.remote is None else self.remote
 
     @property
     def draws(self) -> bool:
-        """Whether images are drawn on."""
+        """Whether images are drawn."""
         return self.report is not None or self.sheets is not None
 
     @property
     def inference_for_drawing(self) -> InferenceOptions:
-        """The inference options, with images and outputs kept as the drawings need them."""
+        """The inference options, with images and outputs kept for the drawings."""
         return replace(self.inference, keep_images=self.draws, keep_outputs=self.sheets is not None)
 
 
-class Backend(Protocol):
-    """Turns requests into records."""
+class Backend(ABC):
+    """Turns images into records."""
 
     @property
+    @abstractmethod
     def description(self) -> str:
         """The engines and devices in one line."""
-        ...
 
     def describe_progress(self) -> str:
-        """Return in a few words what a person may want to know beside the number of images; empty for nothing."""
-        ...
+        """Return a note for the progress bar; empty for none."""
+        return ""
 
     def summarize(self) -> dict[str, Any]:
-        """Return what summary.json holds of the backend, beside its description."""
-        ...
+        """Return more entries of summary.json."""
+        return {}
 
+    @abstractmethod
     def predict(
         self,
         requests: Iterator[InputImage],
@@ -95,47 +100,37 @@ class Backend(Protocol):
         thumbnails: Thumbnails,
         timer: StageTimer,
     ) -> AbstractContextManager[Iterator[Sequence[Record]]]:
-        """Open what predicts, and yield the records in chunks, one record a request, in the order of the requests.
+        """Open the models, and yield the records in groups, one record per image, in the order of the images.
 
         Args:
-            requests: read a bounded distance ahead; everything that was taken from it is answered, so that ending it
-                ends the run without losing anything.
-            options: of the run; its drawings lie in `out` before their records are yielded.
-            first: number of the first request's image in the run, from 0; another than 0 in a resumed run.
-            thumbnails: may get those of the report's first images.
-            timer: gets the times of the stages.
+            requests: the images, read a bounded distance ahead; every image that was read is predicted, so that ending
+                `requests` ends the run without losing any.
+            options: of the run; drawings are in `out` before their records are yielded.
+            first: number of the first image in the run, from 0; not 0 in a resumed run.
+            thumbnails: may receive those of the report's first images.
+            timer: receives the times of the stages.
 
         Raises:
-            StoppedEarly: it cannot go on; everything before was yielded.
+            StoppedEarly: it cannot continue; everything before was yielded.
             OpalError: `requests` raised it; everything before was yielded.
         """
-        ...
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Predicts with the sessions of this process."""
 
-    def __init__(self, sessions: Sequence[Session], open_decoders: Callable[..., Decoders] = DecoderPool) -> None:
-        """Start nothing yet.
-
-        Args:
-            sessions: of one model.
-            open_decoders: see `predict_batches`.
-        """
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        open_decoders: Callable[..., AbstractContextManager[DecoderPool]] = DecoderPool,
+    ) -> None:
+        """Start nothing yet; `sessions` are of one model, and `open_decoders` is as for `predict_batches`."""
         self._sessions, self._open_decoders = sessions, open_decoders
 
     @property
     def description(self) -> str:
         """See `Backend.description`."""
         return "; ".join(session.description for session in self._sessions)
-
-    def describe_progress(self) -> str:
-        """See `Backend.describe_progress`."""
-        return ""
-
-    def summarize(self) -> dict[str, Any]:
-        """See `Backend.summarize`."""
-        return {}
 
     @contextmanager
     def predict(
@@ -175,24 +170,23 @@ def run(
     timer: StageTimer | None = None,
     report: Callable[[Summary], None] = lambda _: None,
 ) -> Summary:
-    """Classify every image, and write exactly one record for each, in their order.
+    """Classify every image, and write exactly one record for each, in order.
 
-    Report and tables are written once every image has its record, and not before.
+    Report and tables are written after the last record.
 
     Args:
         requests: the images.
-        backend: turns requests into records.
-        options: the outputs, and when the run ends.
-        summary: is counted up as records are written, and returned; also after an exception it is true. None: a new
-            one.
-        interrupt: ends the run in good order when that is requested.
-        timer: gets the times of every stage; None: a new one.
+        backend: turns images into records.
+        options: what the run writes, and when it ends.
+        summary: counts the records as they are written, also if the run fails; None: a new one.
+        interrupt: stops the run gracefully on request.
+        timer: receives the times of every stage; None: a new one.
         report: is called after each write of records.
 
     Raises:
         StoppedEarly: the disk is full, a device was lost, or too many images failed; the records so far are whole.
-        UsageError: `options.out` cannot be written to, the images are not those of the run to be resumed, or
-            `requests` raised it.
+        UsageError: `options.out` cannot be written to, the images are not those of the run to resume, or `requests`
+            raised it.
     """
     summary = Summary() if summary is None else summary
     interrupt = Interrupt() if interrupt is None else interrupt

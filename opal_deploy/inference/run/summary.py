@@ -1,4 +1,4 @@
-"""The summary of a run: counts over all its records, those written before it was resumed among them."""
+"""The summary of a run: counts over all its records, including those from before it was resumed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ class Accuracy:
     """The accuracy of predictions against the images' labels.
 
     Attributes:
-        class_names: the model's; a label that is none of them cannot be right or wrong.
-        correct: predictions that are the label; abstained ones are counted too.
-        wrong: predictions that are another class.
-        failed: images with a label of the model's and no prediction.
-        unknown: images whose label is no class of the model's.
-        unlabelled: images without a label.
-        unknown_examples: the first few labels that are no class of the model's.
+        class_names: the model's.
+        correct, wrong: predictions that are the label, and others; abstained ones count, too.
+        failed: images with a label that is a class, and no prediction.
+        unknown, unlabelled: images with a label that is not a class, and images without a label.
+        unknown_examples: the first few labels that are not a class.
     """
 
     class_names: frozenset[str]
@@ -42,7 +40,7 @@ class Accuracy:
 
     @property
     def value(self) -> float | None:
-        """Correct predictions over all that can be judged, in [0, 1]; None where there are none."""
+        """Accuracy in [0, 1] over all predictions that can be judged; None if there are none."""
         judged = self.correct + self.wrong
         return self.correct / judged if judged else None
 
@@ -77,7 +75,7 @@ class Accuracy:
             yield f"  {self.unknown} images have a label that the model does not know ({examples})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON value that summary.json holds."""
+        """Return the JSON value for summary.json."""
         return {
             "accuracy": self.value,
             "correct": self.correct,
@@ -93,15 +91,12 @@ class Summary:
     """Counts over a run's records, and its times.
 
     Attributes:
-        statuses: number of records by status.
-        errors: number of error records by code.
-        error_examples: names of the first few images with an error record, as records have them, by code; not in
-            summary.json, which names nobody's folders.
-        drawing_errors: number of records without a drawing that was asked for, by code.
+        statuses, errors, drawing_errors: number of records by status, by error code, and by code of a missing drawing.
+        error_examples: names of the first few images with an error, by code; not in summary.json, which is shared.
         classes: number of predictions by (class id, label).
-        accuracy: where images have labels; else None.
-        resumed: records that were there already when the run was resumed; all other counts include them.
-        seconds: from the first image to the last record, since the run was begun or resumed.
+        accuracy: None without labels.
+        resumed: records from before the run was resumed; all other counts include them.
+        seconds: from the first image to the last record, since the run began or was resumed.
         seconds_to_first_record: until the first record was written; None before.
         times: seconds by stage; empty until the end.
     """
@@ -119,17 +114,17 @@ class Summary:
 
     @property
     def total(self) -> int:
-        """Number of records in all."""
+        """Number of records."""
         return self.statuses.total()
 
     @property
     def new(self) -> int:
-        """Number of records written since the run was begun or resumed."""
+        """Number of records since the run began or was resumed."""
         return self.total - self.resumed
 
     @property
     def images_per_second(self) -> float | None:
-        """Records a second, since the run was begun or resumed."""
+        """Records per second since the run began or was resumed."""
         return self.new / self.seconds if self.seconds else None
 
     def count(self, record: Record) -> None:
@@ -167,7 +162,7 @@ class Summary:
             yield from self.accuracy.describe()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON value that summary.json holds; classes by their number of predictions, the most first."""
+        """Return the JSON value for summary.json; classes with the most predictions first."""
         ranked = sorted(self.classes.items(), key=lambda entry: (-entry[1], entry[0]))
         return {
             "images": self.total,
@@ -186,23 +181,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class ErrorLimit:
-    """The number of failed images at which a run is ended.
-
-    Attributes:
-        number: of images, or percent of all.
-        percent: whether `number` is a percentage, which is checked from a hundred images on.
-    """
+    """The number of failed images that ends a run: a count, or a percentage of all, checked from 100 images on."""
 
     number: float
     percent: bool = False
 
     @staticmethod
     def parse(text: str) -> ErrorLimit:
-        """Return the limit that `20` or `2.5%` stands for.
-
-        Raises:
-            UsageError: the text is neither a number of images nor a percentage.
-        """
+        """Return the limit that `20` or `2.5%` stands for; raise UsageError for anything else."""
         percent = text.endswith("%")
         try:
             number = float(text[:-1]) if percent else int(text)

@@ -1,15 +1,15 @@
 """Boxes and labels of images, read from files and found by the image's path.
 
-Boxes crop an image before the model looks. They come from a CSV file with the column `image` and either `x0,y0,x1,y1`
-or `x,y,width,height`, or from a COCO file: `images` with `id` and `file_name`, `annotations` with `image_id` and `bbox`
-[x, y, width, height], one an image; or as CUB-200-2011 and Stanford Dogs publish them (`datasets.boxes`). All are in
-pixels of the image as a viewer shows it.
+Boxes crop an image for the model. They come from a CSV file with the column `image` and either `x0,y0,x1,y1` or
+`x,y,width,height`; from a COCO file: `images` with `id` and `file_name`, `annotations` with `image_id` and `bbox`
+[x, y, width, height], one per image; or from CUB-200-2011 and Stanford Dogs (`datasets.boxes`). All are in pixels of
+the image as a viewer shows it.
 
-Objects are what an image shows. They come from a COCO file (https://cocodataset.org/#format-data), any number an image;
-`category_id` and `categories` with `id` and `name` say what they are.
+Objects are what an image shows. They come from a COCO file (https://cocodataset.org/#format-data), any number per
+image; `category_id` and `categories` with `id` and `name` name them.
 
-Labels say what images really show. They are the names of the images' folders, or come from a CSV file with the columns
-`image` and `label`.
+Labels are the true classes of images. They are the names of the images' folders, or come from a CSV file with the
+columns `image` and `label`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _SIZE_COLUMNS = ("x", "y", "width", "height")
 class PathLookup(Generic[T]):
     """Values by image path: the entry `a/b.jpg` is found for `data/a/b.jpg`.
 
-    An entry may begin further up than the path (`data/a/b.jpg` for `a/b.jpg`), if it is the only one that ends in the
-    whole path. Names that differ in a folder never match, `x/1.jpg` is not `y/1.jpg`: a wrong value would be a wrong
-    answer without a word. A frame of a video without an entry of its own has that of the video.
+    An entry may have more folders than the path (`data/a/b.jpg` for `a/b.jpg`), if it is the only one that ends in the
+    whole path. Names that differ in a folder never match: `x/1.jpg` is not `y/1.jpg`, since a wrong value would go
+    unnoticed. A frame without an entry has that of its video.
     """
 
     def __init__(self, by_name: Mapping[str, T]) -> None:
@@ -59,7 +59,7 @@ class PathLookup(Generic[T]):
         return len(self._by_name)
 
     def matches(self, path: str) -> list[str]:
-        """Return the names that may mean `path`, with `/` between folders: none, one, or several equally good ones."""
+        """Return the names that may mean `path`, with `/` between folders: none, one, or several candidates."""
         parts = path.split("/")
         for start in range(len(parts)):
             suffix = "/".join(parts[start:])
@@ -74,7 +74,7 @@ class PathLookup(Generic[T]):
 
 
 def _normalize(name: str) -> str:
-    """Return a name as that of an image is written: a path without `.` and double slashes, a URL without secrets."""
+    """Return a name as an image's name is written: a path without `.` and double slashes, a URL without secrets."""
     return redact(name) if is_url(name) else PurePosixPath(name).as_posix()
 
 
@@ -83,10 +83,10 @@ class Boxes:
 
     Args:
         by_name: boxes by image path.
-        file_name: how errors call the file.
-        identity: a text that differs where boxes may differ.
-        by_stem: the names are without the images' suffixes.
-        several: images that have more than one box in the file, of which `by_name` has the first.
+        file_name: what messages call the file.
+        identity: a text that differs if boxes may differ.
+        by_stem: the names are without suffixes.
+        several: number of images with several boxes in the file, of which `by_name` has the first.
     """
 
     def __init__(
@@ -102,11 +102,7 @@ class Boxes:
         return len(self._boxes)
 
     def find(self, path: str) -> Box:
-        """Return the crop of the image at `path`: (x0, y0, x1, y1) in pixels of the oriented image.
-
-        Raises:
-            ImageError: `no_box`: the file has none, or several candidates.
-        """
+        """Return the crop (x0, y0, x1, y1) of the image at `path`, in pixels; raise ImageError (`no_box`)."""
         names = self._boxes.matches(path.removesuffix(PurePosixPath(path).suffix) if self._by_stem else path)
         if len(names) != 1:
             why = "no box" if not names else f"{len(names)} boxes ({names[0]}, {names[1]}, ...)"
@@ -117,14 +113,14 @@ class Boxes:
 def read_boxes(path: Path) -> Boxes:
     """Read a CSV or COCO file, CUB's bounding_boxes.txt, or a folder of annotations such as Stanford Dogs'.
 
-    Where an annotation of such a folder has several boxes the first is taken, as in training; another file may have
-    one an image.
+    If an annotation of such a folder has several boxes, the first is taken, as in training; other files may have one
+    per image.
 
     Args:
         path: the file or folder, or the folder of a data set that has one.
 
     Raises:
-        UsageError: unreadable, other columns or keys, a number that is none, an image with two boxes.
+        UsageError: unreadable, other columns or keys, not a number, an image with two boxes.
     """
     from opal_deploy.datasets.boxes import CUB_IMAGES, find_box_file, is_cub_boxes, read_cub_boxes
 
@@ -206,11 +202,7 @@ class CocoObject:
 
 
 def read_objects(path: Path) -> PathLookup[list[CocoObject]]:
-    """Read the objects of a COCO file by image; images without any are left out.
-
-    Raises:
-        UsageError: unreadable, other keys, or without any object.
-    """
+    """Read a COCO file's objects by image, without images that have none; raise UsageError if there are none."""
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -271,7 +263,7 @@ class Labels(Protocol):
 
     @property
     def identity(self) -> str:
-        """A text that differs where labels may differ."""
+        """A text that differs if labels may differ."""
         ...
 
 
@@ -281,7 +273,7 @@ class FolderLabels:
     identity = FOLDERS
 
     def find(self, path: str) -> str | None:
-        """Return the name of the image's folder; None for a bare file name. A bucket or a server is no folder."""
+        """Return the name of the image's folder; None for a bare file name. A bucket or a server is not a folder."""
         if is_url(path):
             path = path.partition("://")[2].partition("/")[2]
         folder = path.rpartition("/")[0].rpartition("/")[2]
@@ -296,17 +288,13 @@ class FileLabels:
         self.identity = identity
 
     def find(self, path: str) -> str | None:
-        """Return the label of the only row that may mean the image; None if there is none or there are several."""
+        """Return the label of the only row that may mean the image; None if there is none or several."""
         names = self._labels.matches(path)
         return self._labels[names[0]] if len(names) == 1 else None
 
 
 def read_labels(text: str) -> Labels:
-    """Return the labels that `--labels` names: `folders`, or a CSV file.
-
-    Raises:
-        UsageError: unreadable, other columns, an image with two labels.
-    """
+    """Return the labels of `--labels`: `folders`, or a CSV file; raise UsageError if that cannot be used."""
     if text == FOLDERS:
         return FolderLabels()
     if is_url(text):

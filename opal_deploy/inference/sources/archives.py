@@ -1,9 +1,8 @@
 """Images in tar and zip archives, found without unpacking them.
 
-Members of a plain tar or a zip become byte ranges, which are read where they lie by whoever decodes them. A tar
-compressed with gzip, bzip2 or xz is read from beginning to end, once to compare its checksums and once for its members,
-whose bytes are handed on; memory then holds as many as are in work. Links are followed inside the archive, never out of
-it. Archives inside archives are passed over like other files that are no images.
+Members of a plain tar or a zip become byte ranges, which the decoding process reads. A tar compressed with gzip, bzip2
+or xz is read from beginning to end, once to check its checksums and once for its members; memory holds the bytes in
+flight. Links are followed inside the archive, never out of it. Archives inside archives are skipped.
 """
 
 from __future__ import annotations
@@ -25,16 +24,12 @@ _UNSUPPORTED_SUFFIXES = (".7z", ".rar", ".tar.lz4", ".tar.zst", ".tzst")
 
 
 def is_archive_name(name: str) -> bool:
-    """Return whether a file of this name is taken for an archive of images, also one of an unsupported kind."""
+    """Return whether a file of this name is read as an archive, or refused as one of an unsupported kind."""
     return name.lower().endswith((*_SUFFIXES, *_UNSUPPORTED_SUFFIXES))
 
 
 def archive_items(archive: Location, skipped: Skipped) -> Iterator[InputImage]:
-    """Yield an archive's images in its order, then an item with a problem if it is damaged or holds none.
-
-    Raises:
-        StoppedEarly: the bucket that it lies in does not answer.
-    """
+    """Yield an archive's images in order, then an image with an error if it is damaged or empty; raise StoppedEarly."""
     if archive.name.lower().endswith(_UNSUPPORTED_SUFFIXES):
         message = "an archive of this kind is not read; expected .tar, .tar.gz, .tar.bz2, .tar.xz or .zip"
         yield container_error(archive, "unsupported_archive", message)
@@ -49,7 +44,7 @@ def archive_items(archive: Location, skipped: Skipped) -> Iterator[InputImage]:
                 yield item
     except ImageError as error:
         if error.code == "storage_unavailable":
-            # its other members would be passed over for good; a run can be resumed
+            # its other members would be lost for good; a run can be resumed
             raise StoppedEarly(f"{archive}: {error}") from None
         problem = container_error(archive, error.code, str(error))
     except ArchiveError as error:
@@ -64,15 +59,10 @@ def archive_items(archive: Location, skipped: Skipped) -> Iterator[InputImage]:
 
 
 def _read_archive(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[InputImage]:
-    """Yield an archive's images, whatever kind its name claims.
-
-    Raises:
-        ArchiveError: after the members before the damage.
-        OSError: reading was refused.
-    """
+    """Yield an archive's images, whatever kind its name claims."""
     has_directory = zipfile.is_zipfile(stream)
     named_zip = archive.name.lower().endswith(_ZIP_SUFFIX)
-    # tar first otherwise: a tar may end with a member that is a zip
+    # otherwise tar first: its last member may be a zip
     if not (has_directory and named_zip):
         for decompress in (None, *DECOMPRESSORS):
             if is_tar(stream, decompress):

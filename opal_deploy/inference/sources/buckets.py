@@ -1,6 +1,6 @@
-"""Images that URLs name: files on a web server or in a bucket, folders and globs in a bucket, archives in either.
+"""Images by URL: files on a web server or in a bucket, folders and globs in a bucket, archives in either.
 
-What a bucket cannot list or give is an item with a problem, like a folder or a file on a disk.
+As with folders and files on a disk, what cannot be listed or read is an image with an error.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def check_input(text: str, list_mark: str) -> None:
     """Refuse a URL that cannot be read, and a misspelt one in a bucket.
 
     Args:
-        text: the URL, with the mark before that of a list.
-        list_mark: the mark.
+        text: the URL, for a list with `list_mark` before it.
+        list_mark: the mark of a list.
 
     Raises:
-        UsageError: nothing is there, or it cannot be asked for. MissingExtra: what reads it is not installed.
+        UsageError: nothing exists there, or it cannot be read. MissingExtra: its package is not installed.
     """
     file = RemoteFile.parse(text.removeprefix(list_mark))
     is_list = text.startswith(list_mark)
     if not is_bucket_url(file.url) or (has_magic(file.url) and not is_list):
-        # a server need not answer what it has; a glob that matches nothing is found out later
+        # a web server need not list its files; a glob without a match is found later
         return
     try:
         if is_list:
@@ -44,12 +44,7 @@ def check_input(text: str, list_mark: str) -> None:
 
 
 def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[InputImage]:
-    """Yield the images of a URL that was given: a file, an archive, a folder or a glob.
-
-    Raises:
-        UsageError: the scheme is not read. MissingExtra: what reads it is not installed.
-        StoppedEarly: the bucket does not answer.
-    """
+    """Yield the images of a URL: a file, an archive, a folder or a glob; raise StoppedEarly if it does not answer."""
     file = RemoteFile.parse(url)
     try:
         if is_bucket_url(url) and has_magic(url) and not _is_there(file):
@@ -60,9 +55,9 @@ def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[InputI
             yield from _file_items(file, skipped)
     except ImageError as error:
         if error.code == "storage_unavailable":
-            # the images that are not listed yet would be passed over for good; a run can be resumed
+            # the images that are not listed yet would be lost for good; a run can be resumed
             raise StoppedEarly(f"{file}: {error}") from None
-        # it was there when the call was checked
+            # it existed when the call was checked
         yield (
             InputImage.at(file, error=error)
             if error.code == "not_found"
@@ -71,7 +66,7 @@ def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[InputI
 
 
 def line_items(url: str, skipped: Skipped) -> Iterator[InputImage]:
-    """Yield the image, or the images of the archive, of a URL in a list."""
+    """Yield the images of a URL in a list: itself, or an archive's."""
     try:
         file = RemoteFile.parse(url)
     except UsageError as error:
@@ -89,11 +84,7 @@ def _file_items(file: RemoteFile, skipped: Skipped, relative: str | None = None)
 
 
 def _is_folder(file: RemoteFile) -> bool:
-    """Return whether a URL in a bucket names a folder rather than an object.
-
-    Raises:
-        ImageError: not_found, unreadable.
-    """
+    """Return whether a URL in a bucket names a folder rather than an object."""
     _, _, path = file.url.partition("://")
     if path.endswith("/") or "/" not in path:
         return True
@@ -131,7 +122,7 @@ def _folder_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> I
 
 
 def _is_drawing(folder: RemoteFile, name: str, run_dirs: dict[str, bool]) -> bool:
-    """Return whether an image is an overlay or a sheet of an earlier run, or of this one; these are no photographs."""
+    """Return whether an image is an overlay or a sheet of a run."""
     parts = name.split("/")[:-1]
     for number, part in enumerate(parts):
         if part in (OVERLAYS, SHEETS):

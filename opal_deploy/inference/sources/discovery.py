@@ -1,9 +1,9 @@
-"""Discovery of images: from the inputs of a call to a stream of items.
+"""Discovery of images: from the inputs of a call to a stream of images.
 
-Everything is found lazily and in a fixed order: inputs in that of the call, files of a folder (depth first, one
-folder's names in memory at a time) and of a glob sorted by their names' bytes, those of an archive or list in its own;
-`buckets` finds those that URLs name. Links to folders are followed as torchvision's ImageFolder does, except to a
-folder that the link lies in.
+Images are found lazily and in a fixed order: inputs in the order of the call, files of a folder (depth first, with the
+names of one folder at a time in memory) and of a glob sorted by the bytes of their names, those of an archive or list
+in its own order; `buckets` finds those of URLs. Links to folders are followed as torchvision's ImageFolder does, except
+to a folder around the link.
 """
 
 from __future__ import annotations
@@ -52,21 +52,20 @@ def discover(
     recursive: bool = True,
     video: VideoOptions = NO_VIDEOS,
 ) -> Iterator[InputImage]:
-    """Yield the images that `inputs` name, in their order and numbered.
+    """Yield the images of `inputs`, in order and numbered.
 
     Args:
-        inputs: folders, files, globs, archives (.tar, plain or compressed, and .zip; also what a glob matches), `-` for
-            one path a line on `stdin`, or `@list.txt` for one path a line in that file; all of them may be URLs. A line
-            names a file or an archive. What exists under the very name given is that file, whatever it looks like.
+        inputs: folders, files, globs, archives (.tar, plain or compressed, and .zip; a glob may match them), `-` for
+            one path per line on `stdin`, or `@list.txt` for one path per line in that file; all of them may be URLs. A
+            line names a file or an archive. If a file of the exact name exists, it is that file.
         skipped: counts the other files in folders and archives.
-        stdin: the stream that `-` reads.
-        recursive: whether to look into subfolders.
-        video: the frames of videos to take, and how; videos in folders and globs are passed over unless frames are
-            chosen.
+        stdin: the stream for `-`.
+        recursive: include subfolders.
+        video: which frames of videos to take, and how; without a choice, videos in folders and globs are skipped.
 
     Raises:
-        UsageError: not one image was found. Inputs without an image beside others that have some are items with a
-            `problem`: one empty folder costs the other folders nothing.
+        UsageError: no image was found. An input without images beside others that have some is an image with an
+            `error`.
     """
     # problems before the first image
     problems: list[InputImage] = []
@@ -95,8 +94,8 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
         sampling: the frames of videos to take; None: only those that are named.
 
     Raises:
-        UsageError: no input, or one that is neither `-`, nor there, nor a glob; a video whose frames are not chosen.
-        MissingExtra: what reads it is not installed.
+        UsageError: no input, one that does not exist, or a video without a choice of frames.
+        MissingExtra: a package for an input is not installed.
     """
     texts = list(inputs)
     if not texts:
@@ -119,7 +118,7 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
 
 
 def shard(items: Iterable[InputImage], index: int, count: int) -> Iterator[InputImage]:
-    """Return every `count`-th item from the `index`-th (from 1): shards are disjoint and cover everything."""
+    """Yield every `count`-th image from the `index`-th on (from 1): shards are disjoint and cover everything."""
     return (item for position, item in enumerate(items) if position % count == index - 1)
 
 
@@ -150,7 +149,7 @@ def _input_items(
 
 
 def _file_items(path: Path, skipped: Skipped) -> Iterator[InputImage]:
-    """Yield the members of an archive, or the file itself whatever it is called."""
+    """Yield the members of an archive, or the file itself, whatever its name."""
     if is_archive_name(path.name) and os.path.isfile(path):
         yield from archive_items(path, skipped)
     else:
@@ -174,10 +173,7 @@ def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Sk
 
 
 def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
-    """Yield what a glob matches: images, members of archives, images of folders; if none, an item with a problem.
-
-    `videos` are passed over unless they are asked for.
-    """
+    """Yield what a glob matches: images, members of archives, images of folders; with `videos` also videos."""
     matches = sorted(expand_glob(pattern), key=os.fsencode)
     found = False
     for match in matches:
@@ -200,7 +196,7 @@ def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool 
 
 
 def expand_glob(pattern: str) -> set[str]:
-    """Return what a glob matches; `**` goes through links to folders, but in no circle, as `glob` would 40 times."""
+    """Return what a glob matches; `**` follows links to folders, but never in a circle."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         return set(glob.glob(pattern))
@@ -211,7 +207,7 @@ def expand_glob(pattern: str) -> set[str]:
 
 
 def _folders_below(start: str) -> Iterator[str]:
-    """Yield a folder and those below it, without hidden ones and links to a folder around them."""
+    """Yield a folder and its subfolders, without hidden ones and links to a folder around them."""
     stack = [(start, [os.path.realpath(start)])]
     while stack:
         folder, around = stack.pop()
@@ -231,9 +227,9 @@ def _is_taken(name: str, videos: bool) -> bool:
 
 
 def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
-    """Yield a folder's images, with its subfolders' if `recursive`; if there are none, one item with a problem.
+    """Yield a folder's images, with `recursive` those of its subfolders, with `videos` also videos.
 
-    `videos` are passed over unless they are asked for.
+    A folder without images is one image with an error.
     """
     found = False
     others = Skipped()
@@ -266,7 +262,7 @@ def _walk(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iter
 
 
 class _OpenFolder(NamedTuple):
-    """A folder that is being walked: its path without links, and its images and subfolders still to come."""
+    """A folder that is being walked: its path without links, and its remaining images and subfolders."""
 
     real_path: str
     entries: Iterator[InputImage | Path]
@@ -277,7 +273,7 @@ def _contains(folder: str, path: str) -> bool:
 
 
 def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[InputImage | Path]:
-    """Yield one folder's images as items, its subfolders, linked ones too, as paths."""
+    """Yield one folder's images, and its subfolders (also linked ones) as paths."""
     try:
         with os.scandir(folder) as entries:
             sorted_entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))
@@ -305,11 +301,7 @@ def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) 
 
 
 def stdin_lines(stdin: TextIO | None) -> Iterator[str]:
-    """Yield the paths on standard input, one a line.
-
-    Raises:
-        UsageError: there is no standard input.
-    """
+    """Yield the paths on standard input, one per line; raise UsageError if there is none."""
     if stdin is None:
         raise UsageError("-: there is no standard input to read paths from")
     if isinstance(stdin, io.TextIOWrapper):
@@ -319,11 +311,7 @@ def stdin_lines(stdin: TextIO | None) -> Iterator[str]:
 
 
 def file_lines(path: Path) -> Iterator[str]:
-    """Yield the paths in a UTF-8 text file, one a line; relative ones are meant from the working directory.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """Yield the paths in a UTF-8 text file, one per line, relative to the working directory; raise UsageError."""
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
             yield from _read_names(stream)
@@ -334,11 +322,7 @@ def file_lines(path: Path) -> Iterator[str]:
 
 
 def remote_lines(file: RemoteFile) -> Iterator[str]:
-    """Yield the paths and URLs in a UTF-8 text file that has a URL, as `file_lines` does.
-
-    Raises:
-        UsageError: the file cannot be read. StoppedEarly: the storage does not answer.
-    """
+    """Yield the paths and URLs in a remote text file, as `file_lines` does; raise UsageError or StoppedEarly."""
     try:
         with io.TextIOWrapper(file.open(), encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
             yield from _read_names(stream)

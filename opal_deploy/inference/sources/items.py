@@ -12,7 +12,7 @@ from opal_deploy.errors import ImageError
 from opal_deploy.inference.types import InputImage, Location
 from opal_deploy.logs import one_line
 
-# these are images, also where no decoder may know them: a HEIC file gets its error record, not silence
+# also formats without a decoder: a HEIC file gets its error record
 IMAGE_SUFFIXES = frozenset(
     [".apng", ".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
      ".jpg", ".jxl", ".mpo", ".pbm", ".pfm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff", ".webp"]
@@ -23,10 +23,10 @@ VIDEO_SUFFIXES = frozenset(
      ".ogv", ".ts", ".webm", ".wmv"]
 )  # fmt: skip
 
-# a frame of a video is named by the number of frames before it
+# a frame is named by the number of frames before it
 FRAME_NAME = re.compile(r"(?s)(.+)#frame=(\d{1,12})")
 
-# problems of a folder, list or archive rather than of an image: `discover` refuses a call with nothing else
+# errors of a folder, list or archive rather than of an image: `discover` refuses a call with nothing else
 CONTAINER_CODES = frozenset(
     ["no_images", "unreadable", "storage_unavailable", "corrupt_archive", "unsupported_archive", "not_a_video",
      "no_frames", "unsupported_video", "truncated_video"]
@@ -35,12 +35,12 @@ CONTAINER_CODES = frozenset(
 
 @dataclass
 class Skipped:
-    """Files and members that were passed over.
+    """Files and members that were skipped, with the names of the first ones.
 
     Attributes:
-        count: files that are hidden or no images by their names.
+        count: hidden files, and files whose names are not an image's.
         examples: names of the first of these.
-        folder_links: links to a folder that they lie in, or whose images come under the folder's own name.
+        folder_links: links to a folder around them, or to one whose images come under its own name.
         folder_link_examples: names of the first of these.
     """
 
@@ -50,7 +50,7 @@ class Skipped:
     folder_link_examples: list[str] = field(default_factory=list)
 
     def add(self, path: Location) -> None:
-        """Count one more; the first few names are kept."""
+        """Count one more file."""
         self.count += 1
         if len(self.examples) < 3:
             self.examples.append(path.name)
@@ -62,7 +62,7 @@ class Skipped:
             self.folder_link_examples.append(path.name)
 
     def describe(self) -> Iterator[str]:
-        """Yield a line for the files and one for the links, where there are any."""
+        """Yield a line for the files and one for the links, if there are any."""
         if self.count:
             examples = one_line(", ".join(self.examples))
             yield f"Skipped {self.count} hidden or non-image files ({examples})"
@@ -82,22 +82,22 @@ class Skipped:
 
 
 def is_image_name(name: str) -> bool:
-    """Return whether a file of this name is taken for an image."""
+    """Return whether a file of this name is an image."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def is_video_name(name: str) -> bool:
-    """Return whether a file of this name is taken for a video."""
+    """Return whether a file of this name is a video."""
     return os.path.splitext(name)[1].lower() in VIDEO_SUFFIXES
 
 
 def container_error(path: Location, code: str, message: str) -> InputImage:
-    """Return an item that stands for a whole folder, list or archive and says what is wrong with it."""
+    """Return the image that stands for a whole folder, list or archive with an error."""
     return InputImage.at(path, error=ImageError(code, message))
 
 
 def no_images_error(path: Location, others: Skipped, *, recursive: bool) -> InputImage:
-    """Return the item of a folder (`recursive`: and its subfolders) or archive without images."""
+    """Return the error of an archive or folder (`recursive`: with its subfolders) without images."""
     more = f" ({others.count} other files, such as {', '.join(others.examples)})" if others.count else ""
     where = "in it or below" if recursive else "in it"
     videos = "; frames of videos are taken with --every 1s" if any(map(is_video_name, others.examples)) else ""

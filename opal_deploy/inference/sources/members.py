@@ -1,4 +1,7 @@
-"""Members of archives: which of them are images, what stands for one as an item, and where links between them lead."""
+"""Members of archives: their bytes, as ranges of the archive, their names, and the links between them.
+
+A `ByteRange` is small and picklable, so that the process that decodes a member opens the archive itself. Members of a
+zip are not opened with `zipfile`, which would read the whole directory in each of these processes."""
 
 from __future__ import annotations
 
@@ -22,23 +25,14 @@ from opal_deploy.storage.files import READ_AHEAD_BYTES, FileFingerprint
 # APPNOTE 4.3.7: signature, flags, method, CRC-32, packed size, size, lengths of name and extra field
 _LOCAL_HEADER = struct.Struct("<4s2xHH4xLLLHH")
 LOCAL_SIGNATURE = b"PK\x03\x04"
-# the header itself, a name and an extra field of ordinary length; a member of more bytes is read by two requests
+# a request covers the header and an ordinary name and extra field; a longer member takes two requests
 _HEADER_SLACK, _MAX_AHEAD = 1024, 64 << 20
 
 
 def open_archive(
     archive: Location, fingerprint: FileFingerprint | None = None, read_ahead: int = READ_AHEAD_BYTES
 ) -> BinaryIO:
-    """Open an archive; one that has a URL is read by ranges.
-
-    Args:
-        archive: its path or URL.
-        fingerprint: when it was listed; None: it is listed now.
-        read_ahead: bytes that a request asks for at least, where it has a URL.
-
-    Raises:
-        ImageError: not_found, not_a_file, unreadable: also where it is no longer the one that was listed.
-    """
+    """Open an archive, a remote one by ranges of at least `read_ahead` bytes; raise ImageError if it has changed."""
     if not isinstance(archive, Path):
         return replace(archive, fingerprint=fingerprint or archive.fingerprint).open_ranges(read_ahead)
     stream = open_file(archive)
@@ -49,12 +43,12 @@ def open_archive(
 
 
 def changed(archive: Location) -> ImageError:
-    """Return the error of an archive whose members may be others than were listed."""
+    """Return the error of an archive that changed after its members were listed."""
     return ImageError("unreadable", f"{archive.name} was changed while its members were read")
 
 
 class ZipLocalHeader(NamedTuple):
-    """The header in front of a zip member's bytes."""
+    """The header before a zip member's bytes."""
 
     flags: int
     method: int
@@ -71,7 +65,7 @@ class ZipLocalHeader(NamedTuple):
 
     @classmethod
     def read(cls, stream: BinaryIO, offset: int) -> ZipLocalHeader | None:
-        """Return the header at `offset` and leave the stream at the member's name; None if there is no header."""
+        """Return the header at `offset` and leave the stream at the member's name; None if there is none."""
         if not 0 <= offset <= FileFingerprint.read(stream).size:
             return None
         stream.seek(offset)
@@ -88,12 +82,12 @@ class ByteRange:
     Attributes:
         path: the archive, or its URL.
         fingerprint: of the archive when it was listed.
-        offset: of the first byte; of the local header for a zip's member.
+        offset: of the first byte; for a zip's member, of the local header.
         length: bytes in the archive, without the header.
-        size: bytes that `open` gives; other than `length` where these are deflated.
-        zipped: whether a zip's local header comes before the bytes.
-        deflated: whether the bytes in the archive are a raw deflate stream.
-        crc: CRC-32 of the bytes that `open` gives; None where the archive has no checksum.
+        size: bytes after inflating.
+        zipped: a zip's local header precedes the bytes.
+        deflated: the bytes are a raw deflate stream.
+        crc: CRC-32 of the `size` bytes; None: the archive has no checksum.
     """
 
     path: Location
@@ -106,14 +100,8 @@ class ByteRange:
     crc: int | None = None
 
     def open(self) -> BinaryIO:
-        """Return the checked bytes as a seekable stream in memory.
-
-        Raises:
-            ImageError: not_found, not_a_file, unreadable (also: the archive was changed since it was listed, so that
-                the bytes might be those of another image), truncated_image, corrupt_image.
-            OSError: reading failed.
-        """
-        # with what follows the header of a zip's member, all of it comes by one request
+        """Return the checked bytes as a stream in memory; raise ImageError or OSError if that is impossible."""
+        # one request gets the header and all bytes of a zip's member
         ahead = self.length + _HEADER_SLACK if self.zipped else 1
         with open_archive(self.path, self.fingerprint, min(ahead, _MAX_AHEAD)) as stream:
             stream.seek(self.offset + (self._header_length(stream) if self.zipped else 0))
@@ -134,13 +122,13 @@ class ByteRange:
 
     def _inflate(self, data: bytes) -> bytes:
         try:
-            # one byte more than stated at most: the stated size was compared with the limit, the real one was not
+            # at most one byte more than stated: only the stated size was compared with the limit
             return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, self.size + 1)
         except zlib.error as error:
             raise ImageError("corrupt_image", f"it cannot be inflated: {error}") from None
 
 
-# 100 megapixels of 16-bit RGB fit; no photograph takes more
+# 100 megapixels of 16-bit RGB fit
 MAX_MEMBER = 512 << 20
 
 # links on the way to one file, as on Linux, and characters of a path, as on macOS
@@ -149,26 +137,26 @@ _OUTSIDE = "which lies outside the archive; pack what it leads to"
 
 
 class ArchiveError(Exception):
-    """An archive cannot be read on from here; the message says where and why."""
+    """The rest of an archive cannot be read; the message says where and why."""
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a member or one of its folders is hidden, as the file `__MACOSX/._x.jpg` is."""
+    """Return whether a member or one of its folders is hidden, such as `__MACOSX/._x.jpg`."""
     return any(part.startswith(".") and part not in (".", "..") for part in re.split(r"[/\\]", name))
 
 
 def member_items(
     archive: Location, name: str, content: Source | ImageError | None, skipped: Skipped
 ) -> Iterator[InputImage]:
-    """Yield a member as an item; count it where it is none: a link to a folder, or to a file but no image by its name.
+    """Yield a member that is an image or has an error; count any other member.
 
-    A member's name is only a label: `..`, a leading slash or a NUL lead nowhere.
+    The name is only a label: `..`, a leading slash or a NUL have no effect.
 
     Args:
         archive: its path or URL.
         name: of the member.
-        content: where its bytes are, or what is wrong with it; None: it is a link to a folder in the archive.
-        skipped: counts what is no item.
+        content: the member's bytes, or its error; None: a link to a folder in the archive.
+        skipped: counts the other members.
     """
     path = Path(f"{archive}/{name}") if isinstance(archive, Path) else archive.child(name)
     if content is None:
@@ -182,19 +170,14 @@ def member_items(
 
 
 def oversized(size: int) -> ImageError:
-    """Return the error of a member of more than `MAX_MEMBER` bytes."""
+    """Return the error of a member with more than `MAX_MEMBER` bytes."""
     return ImageError(
         "oversized_member", f"it claims {size:,} bytes, over the limit of {MAX_MEMBER:,} for an image in an archive"
     )
 
 
 class Link(NamedTuple):
-    """A link between members.
-
-    Attributes:
-        target: as the archive has it.
-        hard: the target is a path in the archive, not one from the folder of the link.
-    """
+    """A link to `target`: a path in the archive if it is a hard link, else one from the link's folder."""
 
     target: str
     hard: bool
@@ -207,12 +190,12 @@ class Link(NamedTuple):
 
 
 def normalize_name(name: str) -> str:
-    """Return a member's path from the archive's root, by which links find it."""
+    """Return a member's path from the archive's root, as links find it."""
     return posixpath.normpath(name).lstrip("/")
 
 
 def parents(path: str, *, itself: bool) -> Iterator[str]:
-    """Yield the folders that a normalised path lies in, and `itself` where it is one."""
+    """Yield the folders around a normalised path, and the path `itself` if it is a folder."""
     # a header may claim a name of a million folders
     if len(path) <= MAX_PATH:
         folder = path if itself else posixpath.dirname(path)
@@ -222,17 +205,17 @@ def parents(path: str, *, itself: bool) -> Iterator[str]:
 
 
 def resolve_link(name: str, link: Link, links: Mapping[str, Link]) -> str:
-    """Return the normalised path that a link leads to, through any others; nothing may be there.
+    """Return the normalised path that a link leads to, through other links; it need not exist.
 
     Args:
         name: of the link, normalised.
         link: where it leads.
-        links: all of the archive, by their normalised names.
+        links: all links in the archive, by normalised name.
 
     Raises:
-        ImageError: unsupported_member: it leads out of the archive, or in a circle.
+        ImageError: `unsupported_member`: it leads out of the archive, or in a circle.
     """
-    # the path as far as it is walked, and its parts still to walk, the next one last
+    # the path so far, and the parts that remain, the next one last
     resolved, remaining = name.split("/"), list[str]()
     followed = characters = 0
     current: Link | None = link

@@ -1,7 +1,7 @@
 """Images in a tar, plain or compressed; `tarfile` reads the headers.
 
-A compressed tar's checksums come after what they protect. It is therefore read to its end before its first image is
-answered, and once more for its images.
+A compressed tar's checksums follow the data, so it is read to its end before its first image is yielded, and once
+more for its images.
 """
 
 from __future__ import annotations
@@ -39,19 +39,16 @@ from opal_deploy.storage.files import FileFingerprint
 
 Decompressor = Callable[[BinaryIO], object]
 DECOMPRESSORS: tuple[Decompressor, ...] = (gzip.open, bz2.open, lzma.open)
-# bytes of a header's long name or attributes
+# bytes in a header for a long name or attributes
 _MAX_TAR_HEADER = 1 << 20
-# bytes of images in a compressed tar that links lead to
+# bytes of linked images in a compressed tar
 _MAX_LINKED = 1 << 30
 
 _CHUNK = 1 << 20
 
 
 class _HeaderReader:
-    """The stream from which `TarFile` reads headers.
-
-    `TarFile.next` returns None at the end and for a damaged header; the last block that it read tells which.
-    """
+    """The stream from which `TarFile` reads headers; `last_block` tells the end of the tar from a damaged header."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -59,7 +56,7 @@ class _HeaderReader:
         self.last_block = b""
 
     def read(self, size: int) -> bytes:
-        """Read a block, or the data of a header that holds a long name or attributes of the next member."""
+        """Read a block, or the data of a header with a long name or attributes."""
         if size > _MAX_TAR_HEADER:
             raise ArchiveError(f"a header claims {size:,} bytes for a name or attributes")
         self.last_block = self._stream.read(size)
@@ -72,16 +69,12 @@ def _open_tar(reader: _HeaderReader) -> tarfile.TarFile:
 
 
 def is_tar(stream: BinaryIO, decompress: Decompressor | None) -> bool:
-    """Return whether a stream is a tar, once it is decompressed.
-
-    Raises:
-        ImageError: unreadable: a bucket did not give it.
-    """
+    """Return whether a stream is a tar after decompression; raise ImageError if it cannot be read."""
     try:
         _open_tar(_HeaderReader(_decompressed(stream, decompress)))
     except ImageError:
         raise
-    except Exception:  # parsers and decompressors raise nearly anything for another kind of file
+    except Exception:  # parsers and decompressors raise nearly anything for other files
         return False
     return True
 
@@ -92,31 +85,23 @@ def _decompressed(stream: BinaryIO, decompress: Decompressor | None) -> BinaryIO
 
 
 def _tar_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the header of every member, also of further tars behind the first one's end.
-
-    Raises:
-        ArchiveError: a header is damaged or missing.
-    """
+    """Yield every member's header, also those of further tars after the end of the first; raise ArchiveError."""
     start: int | None = 0
     while start is not None:
         yield from _members_from(stream, start)
-        # zeros mark the end; where a damaged disk left them in place of a header, the members go on behind them
+        # zeros mark the end; on a damaged disk they may stand for a header, with members after them
         start = _find_block(stream)
 
 
 def _members_from(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the header of every member from `start` to the block of zeros that marks the end.
-
-    Raises:
-        ArchiveError: a header is damaged or missing.
-    """
+    """Yield the headers from `start` to the block of zeros that marks the end."""
     last_offset = -1
     stream.seek(start)
     reader = _HeaderReader(stream)
     try:
         tar = _open_tar(reader)
         while (member := tar.next()) is not None:
-            # a negative size would lead back to earlier members, for ever
+            # a negative size would lead back to earlier members in an endless loop
             if member.size < 0 or member.offset_data <= last_offset:
                 raise ArchiveError(f"the header of {escape_name(member.name)} is damaged")
             last_offset = member.offset_data
@@ -134,7 +119,7 @@ def _members_from(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo]:
 
 
 def _find_block(stream: BinaryIO) -> int | None:
-    """Return where the next whole block that is not of zeros begins; None if there is none."""
+    """Return the offset of the next whole block that is not all zeros; None if there is none."""
     offset = stream.tell()
     while chunk := stream.read(_CHUNK):
         zeros = len(chunk) - len(chunk.lstrip(b"\0"))
@@ -148,12 +133,11 @@ def _find_block(stream: BinaryIO) -> int | None:
 def read_tar(
     archive: Location, file: BinaryIO, decompress: Decompressor | None, skipped: Skipped
 ) -> Iterator[InputImage]:
-    """Yield a tar's images in its order; what is no image by its name is counted in `skipped`.
+    """Yield a tar's images in their order; `skipped` counts other members.
 
     Raises:
-        ArchiveError: after the members before the damage; before any member where a compressed tar is cut or has a
-            wrong checksum.
-        ImageError: unreadable: the tar was changed while it was read.
+        ArchiveError: after the members before the damage; before any member if a compressed tar is cut or altered.
+        ImageError: `unreadable`: the tar changed meanwhile.
     """
     fingerprint = FileFingerprint.read(file)
     stream = _decompressed(file, decompress)
@@ -180,7 +164,7 @@ def read_tar(
                     spool = None if decompress is None else stack.enter_context(TemporaryFile())
                     targets = _LinkTargets(archive, decompress, fingerprint, spool)
                 content = targets.find(member, link)
-            # a byte range compares it itself
+                # a byte range checks this when it is opened
             if decompress is not None and FileFingerprint.read(file) != fingerprint:
                 raise changed(archive)
             yield from member_items(archive, member.name, content, skipped)
@@ -201,7 +185,7 @@ def _locate(archive: Location, member: tarfile.TarInfo, fingerprint: FileFingerp
 
 
 class _Spooled(NamedTuple):
-    """The place of a linked image in the file that holds those of a compressed tar."""
+    """The place of a linked image in the temporary file for a compressed tar."""
 
     offset: int
     size: int
@@ -211,9 +195,9 @@ _Target: TypeAlias = ByteRange | _Spooled | ImageError | bytes
 
 
 class _LinkTargets:
-    """What the links of a tar lead to.
+    """The targets of a tar's links.
 
-    The tar is read twice for it: once for its links, once for what these lead to. Memory holds an entry a link.
+    The tar is read twice for them: once for the links, once for their targets. Memory holds one entry per link.
     """
 
     def __init__(
@@ -223,23 +207,13 @@ class _LinkTargets:
         fingerprint: FileFingerprint,
         spool: IO[bytes] | None,
     ) -> None:
-        """Read the tar.
-
-        Args:
-            archive: its path.
-            decompress: of a compressed tar.
-            fingerprint: of the tar.
-            spool: a temporary file for the images in a compressed tar that links lead to.
-
-        Raises:
-            ImageError: unreadable: the tar was changed.
-        """
+        """Read the tar at `archive`; `spool` keeps linked images of a compressed tar; raise ImageError."""
         self._archive, self._fingerprint = archive, fingerprint
         self._links: dict[str, Link] = {}
-        # what is at the end of each path, and of a hard link, which keeps it, at the time that it was made
+        # the target at each path; a hard link keeps the one that existed when it was made
         self._contents: dict[str, _Target] = {}
         self._hard_contents: dict[int, _Target] = {}
-        # of the paths that links lead to
+        # folders that links lead to
         self._folders = {""}
         self._spool, self._spooled_bytes = spool, 0
         with open_archive(archive, fingerprint) as file:
@@ -247,7 +221,7 @@ class _LinkTargets:
             self._read_targets(stream, self._read_links(stream))
 
     def find(self, member: tarfile.TarInfo, link: Link) -> Source | ImageError | None:
-        """Return what a link leads to: an image or the error of it, nothing of another file, None of a folder."""
+        """Return a link's target: an image or its error, b"" for another file, None for a folder."""
         try:
             path = resolve_link(normalize_name(member.name), link, self._links)
         except ImageError as error:
@@ -262,9 +236,9 @@ class _LinkTargets:
         return target
 
     def _read_links(self, stream: BinaryIO) -> dict[str, bool]:
-        """Return the paths that links lead to, and whether one of the links to it is an image by its name."""
+        """Return the paths that links lead to, and whether one of their links has an image's name."""
         names: list[tuple[str, Link]] = []
-        # whoever reads the members in their order comes to the damage too
+        # reading the members in order meets the damage, too
         with suppress(ArchiveError):
             for member in _tar_members(stream):
                 name, link = normalize_name(member.name), _read_link(member)
@@ -320,11 +294,7 @@ def _read_member(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
 
 
 def _check_checksums(stream: BinaryIO) -> None:
-    """Read a compressed tar to its end, which compares its checksums; xz files may have none.
-
-    Raises:
-        ArchiveError: it is cut or altered.
-    """
+    """Read a compressed tar to its end, which checks its checksums; xz files may have none."""
     try:
         stream.seek(0)
         while stream.read(_CHUNK):

@@ -1,7 +1,10 @@
-"""Frames of videos as images: which of the items found are videos, and the names of their frames.
+"""Frames of videos as images: names of frames, and decoding them one after the other in a separate process.
 
-A frame is called `clip.mp4#frame=000120`, after its video and the number of frames before it: names sort as the frames
-follow each other, and `explain` and `verify` find the frame again by its name alone.
+A frame is called `clip.mp4#frame=000120`, after its video and the number of frames before it: names sort in the order
+of the frames, and `explain` and `verify` find a frame by its name.
+
+One process decodes one video at a time, from beginning to end. A request names the first acceptable frame, so that
+after a crash a new process can decode up to it again; a second crash at the same place is the video's fault.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -40,12 +42,7 @@ class FrameRequest(NamedTuple):
 
 @dataclass
 class FrameTask:
-    """The task of the process that decodes videos.
-
-    Attributes:
-        max_pixels: see `VideoReader`.
-        in_use: a video is open, which a new process would have to decode from its beginning.
-    """
+    """The task of the process that decodes videos; `in_use`: a video is open, which a new process would start again."""
 
     max_pixels: int
     in_use: bool = False
@@ -53,7 +50,7 @@ class FrameTask:
     _key: tuple[str, Sampling] | None = None
 
     def __call__(self, request: FrameRequest, timer: StageTimer, claim: Callable[[int], None]) -> Response:
-        """Return the frame's header and pixels; `pending` where it is not reached yet, `end` behind the last one."""
+        """Return the frame's header and pixels; `pending` if it is not reached yet, `end` after the last one."""
         try:
             reader = self._find_reader(request)
             frame = reader.read(request.first, _PATIENCE_SECONDS)
@@ -92,26 +89,25 @@ class DecodedFrame(NamedTuple):
 
 
 class FrameReader:
-    """Reads frames of videos; a context manager, which ends its process. For one thread at a time."""
+    """Reads frames of videos, for one thread at a time; a context manager, which ends its process."""
 
     def __init__(self, max_pixels: int = MAX_PIXELS, *, isolate: bool = False, timeout: float | None = None) -> None:
         """Start nothing yet.
 
         Args:
             max_pixels: width times height above which a video is refused.
-            isolate: decode in a process, so that a decoder that crashes or hangs costs one video.
-            timeout: seconds that decoding may stand still; None: no limit. Only with `isolate`.
+            isolate, timeout: decode in a process, with a limit of seconds without progress; None: no limit.
         """
         self._task, self._timeout = FrameTask(max_pixels), timeout
         self._pool = ProcessPool(1, self._task, timeout) if isolate else None
 
     def read(self, path: Path, sampling: Sampling, first: int = 0) -> DecodedFrame | None:
-        """Return the next of the chosen frames with at least the index `first`; None behind the last one.
+        """Return the next of the chosen frames from the index `first` on; None after the last one.
 
-        Frames that are asked for in their order are decoded once.
+        Frames that are read in order are decoded once.
 
         Raises:
-            ImageError: what is wrong with the video, once everything that can be read of it was returned.
+            ImageError: the video is damaged; after all frames that can be read.
             StoppedEarly: no process can be started. MissingExtra: PyAV is not installed.
         """
         require_pyav()
@@ -142,9 +138,7 @@ class FrameReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.close()
 
     def _ask(self, request: FrameRequest) -> tuple[dict[str, Any], np.ndarray[Any, np.dtype[np.uint8]] | None]:
@@ -170,14 +164,7 @@ _HOW = "choose its frames by `infer --every 1s`, or --every 30 for every 30th, o
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """How videos are read.
-
-    Attributes:
-        sampling: the frames to take; None: only those that are named.
-        max_pixels: width times height above which a video is refused.
-        isolate: decode in a process, so that a decoder that crashes or hangs costs one video.
-        timeout: seconds that decoding may stand still; None: no limit.
-    """
+    """Which frames are taken (None: only those that are named), and the arguments of `FrameReader`."""
 
     sampling: Sampling | None = None
     max_pixels: int = MAX_PIXELS
@@ -185,7 +172,7 @@ class VideoOptions:
     timeout: float | None = None
 
     def open_reader(self) -> FrameReader:
-        """Return what reads the frames."""
+        """Return a reader of the frames."""
         return FrameReader(self.max_pixels, isolate=self.isolate, timeout=self.timeout)
 
 
@@ -196,14 +183,14 @@ NO_VIDEOS = VideoOptions()
 
 @dataclass(frozen=True)
 class FrameName:
-    """A frame by its name: its video, and the number of frames before it."""
+    """A frame's name: its video, and the number of frames before it."""
 
     video: str
     index: int
 
 
 def parse_frame_name(name: str) -> FrameName | None:
-    """Return the frame that a path names, `clip.mp4#frame=000120`; None for every other path, and for a file."""
+    """Return the frame in a path such as `clip.mp4#frame=000120`; None for other paths, and if a file has the name."""
     match = FRAME_NAME.fullmatch(name)
     if match is None or not is_video_name(match[1]) or is_url(name) or os.path.lexists(name):
         return None
@@ -211,11 +198,7 @@ def parse_frame_name(name: str) -> FrameName | None:
 
 
 def check_video_input(text: str, sampling: Sampling | None) -> None:
-    """Refuse an input that is a video without a choice of frames, or that cannot be read.
-
-    Raises:
-        UsageError: it is a video on a server, or no frames are chosen. MissingExtra: PyAV is not installed.
-    """
+    """Raise UsageError for a video on a server, or without a choice of frames, and MissingExtra without PyAV."""
     frame = parse_frame_name(text)
     if frame is not None:
         require_pyav()
@@ -228,10 +211,7 @@ def check_video_input(text: str, sampling: Sampling | None) -> None:
 
 
 def expand_videos(items: Iterable[InputImage], options: VideoOptions) -> Iterator[InputImage]:
-    """Yield the items, with the chosen frames in place of each video.
-
-    A video that is damaged or cannot be read is an item with a problem behind the frames that it gave.
-    """
+    """Yield the images, with the chosen frames in place of each video, after them an error if it is damaged."""
     with options.open_reader() as reader:
         for item in items:
             if item.error is not None or not isinstance(item.source, Path):
@@ -250,13 +230,13 @@ def undivided_error(video: Path) -> ImageError:
 
 
 def find_frame(reader: FrameReader, path: Path, item: InputImage, *, at_end: bool = False) -> InputImage:
-    """Return the item of a recorded image with the frame that its path names; any other item as it is.
+    """Return a recorded image with the pixels of its frame; an image that is not a frame as it is.
 
     Args:
         reader: reads the frame.
         path: where the image is now.
         item: the image.
-        at_end: of a video itself, find what is wrong with it by reading all of it.
+        at_end: read all of a video that has an error record, to find its error.
     """
     name = parse_frame_name(str(path))
     if name is None and at_end and is_video_name(path.name) and os.path.isfile(path):
@@ -265,7 +245,7 @@ def find_frame(reader: FrameReader, path: Path, item: InputImage, *, at_end: boo
 
 
 def _read_frame(reader: FrameReader, name: FrameName, item: InputImage) -> InputImage:
-    """Return the item with the pixels of the frame that it names, or with the reason why there are none."""
+    """Return the image with the pixels of the frame, or with its error."""
     try:
         found = reader.read(Path(name.video), ALL_FRAMES, name.index)
     except ImageError as error:

@@ -1,7 +1,7 @@
 """Images in a zip.
 
-`zipfile` reads the directory. Only a zip without a readable one is searched here for the headers in front of its
-members, because `zipfile` gives nothing of it.
+`zipfile` reads the directory. Only for a zip without a readable directory does this module search the members' own
+headers, since `zipfile` then gives nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _METHODS = {9: "deflate64", 12: "bzip2", 14: "LZMA", 93: "Zstandard", 95: "xz", 
 
 
 def read_zip(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[InputImage]:
-    """Yield a zip's images in its directory's order; what is no image by its name is counted in `skipped`.
+    """Yield a zip's images in its directory's order; `skipped` counts other members.
 
     Raises:
         ArchiveError: after the members that can be found without a directory.
@@ -78,10 +78,10 @@ def read_zip(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[
 
 
 class _LinkTargets:
-    """What the links of a zip lead to."""
+    """The targets of a zip's links."""
 
     def __init__(self, archive: Location, entries: list[zipfile.ZipInfo], fingerprint: FileFingerprint) -> None:
-        """Read where the links lead; what cannot be read is found again by `find`."""
+        """Read the links; `find` reports those that cannot be read."""
         self._archive, self._fingerprint = archive, fingerprint
         self._links: dict[str, Link] = {}
         for entry in entries:
@@ -101,7 +101,7 @@ class _LinkTargets:
             self._folders.update(path for path in parents(name, itself=is_folder) if path in paths)
 
     def find(self, entry: zipfile.ZipInfo) -> Source | ImageError | None:
-        """Return what a link leads to: an image or the error of it, nothing of another file, None of a folder."""
+        """Return a link's target: an image or its error, b"" for another file, None for a folder."""
         name = _entry_name(entry)
         try:
             link = self._read_link(entry)
@@ -122,12 +122,12 @@ class _LinkTargets:
 
 
 def _file_type(entry: zipfile.ZipInfo) -> int:
-    """Return the type of an entry as `stat` has it; 0 where it is not known, as of zips that were not made on Unix."""
+    """Return the type of an entry as in `stat`; 0 if it is unknown, as in zips not made on Unix."""
     return stat.S_IFMT(entry.external_attr >> 16) if entry.create_system == _UNIX else 0
 
 
 def _search_entries(stream: BinaryIO, file_size: int) -> Iterator[zipfile.ZipInfo]:
-    """Yield a zip's members by their own headers, one after another, as far as these say how long they are."""
+    """Yield a zip's members by their own headers, as far as these state their size."""
     offset = 0
     while (header := ZipLocalHeader.read(stream, offset)) is not None:
         end = offset + header.length + header.packed_size
@@ -142,7 +142,7 @@ def _search_entries(stream: BinaryIO, file_size: int) -> Iterator[zipfile.ZipInf
 
 
 def _entry_name(entry: zipfile.ZipInfo) -> str:
-    """Return a member's name, with a NUL in it and as UTF-8, which zips that do not say so mostly are all the same."""
+    """Return a member's name: with a NUL if it has one, as UTF-8 even where the zip does not declare it."""
     name = entry.orig_filename
     return name if entry.flag_bits & _UTF8_NAME else name.encode("cp437").decode("utf-8", "surrogateescape")
 

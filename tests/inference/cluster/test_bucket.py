@@ -1,13 +1,7 @@
 """`infer --ray` from a bucket into a bucket: no storage of files that the nodes share."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.conftest import Opal, PictureFolder
 from tests.storage.conftest import s3, s3_endpoint, use_endpoint
 
 __all__ = ["s3", "s3_endpoint", "use_endpoint"]
@@ -17,13 +11,8 @@ pytest.importorskip("ray")
 
 @pytest.mark.slow
 def test_actors_read_from_a_bucket_and_draw_into_it(
-    s3: Any,
-    exact_model: Path,
-    make_pictures: PictureFolder,
-    opal_process: Opal,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    s3, exact_model, make_pictures, opal_process, tmp_path, monkeypatch
+):
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")
     for path in make_pictures(tmp_path / "in", 20):
         s3.put_object(Bucket="photos", Key=f"in/{path.name}", Body=path.read_bytes())
@@ -33,7 +22,7 @@ def test_actors_read_from_a_bucket_and_draw_into_it(
         done = opal_process(*command, "--out", f"s3://photos/{name}", *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
-    def files(name: str) -> dict[str, bytes]:
+    def files(name):
         entries = s3.list_objects_v2(Bucket="photos", Prefix=f"{name}/")["Contents"]
         keys = [entry["Key"] for entry in entries if not entry["Key"].endswith((".html", "run.json", "summary.json"))]
         return {key.removeprefix(name): s3.get_object(Bucket="photos", Key=key)["Body"].read() for key in keys}

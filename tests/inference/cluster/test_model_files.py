@@ -1,10 +1,7 @@
 """The model on a node: one copy for all actors, the right bytes, and nothing left behind."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -15,15 +12,15 @@ FILES = {"m.engine": b"plan" * 1000, "m.engine.json": b"{}"}
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 
 
-def test_actors_of_a_node_share_one_copy_which_the_last_one_removes(temporary: Path) -> None:
+def test_actors_of_a_node_share_one_copy_which_the_last_one_removes(temporary):
     fetched = []
 
-    def fetch() -> dict[str, bytes]:
+    def fetch():
         fetched.append(threading.get_ident())
         return FILES
 
@@ -38,7 +35,7 @@ def test_actors_of_a_node_share_one_copy_which_the_last_one_removes(temporary: P
     assert not list(temporary.glob("opal-deploy-*/*"))
 
 
-def test_other_bytes_are_refused(temporary: Path) -> None:
+def test_other_bytes_are_refused(temporary):
     changed = {**FILES, "m.engine": b"another"}
     with (
         pytest.raises(ArtifactError, match=r"m\.engine: sha256 .* expected"),
@@ -47,7 +44,7 @@ def test_other_bytes_are_refused(temporary: Path) -> None:
         pass
 
 
-def test_what_a_killed_actor_left_is_removed_and_a_damaged_copy_written_again(temporary: Path) -> None:
+def test_what_a_killed_actor_left_is_removed_and_a_damaged_copy_written_again(temporary):
     with local_model(compute_digests(FILES), lambda: FILES) as path:
         root, name = path.parent.parent, path.parent.name
     (root / "of-a-killed-actor").mkdir()

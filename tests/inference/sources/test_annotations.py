@@ -1,43 +1,37 @@
 """Boxes and labels from files, and how images find theirs."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.inference.sources.annotations import Boxes, Labels, read_boxes, read_labels
-from opal_deploy.preprocess.geometry import Box
+from opal_deploy.inference.sources.annotations import read_boxes, read_labels
 from tests.datasets import layouts
 
 BOX = (1.0, 2.0, 30.0, 40.0)
 HEADER = "image,x0,y0,x1,y1\n"
 
 
-def write(path: Path, text: str | bytes) -> Path:
+def write(path, text):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
 
-def boxes(folder: Path, text: str | bytes) -> Boxes:
+def boxes(folder, text):
     return read_boxes(write(folder / "boxes.csv", text))
 
 
-def labels(folder: Path, text: str | bytes) -> Labels:
+def labels(folder, text):
     return read_labels(str(write(folder / "labels.csv", text)))
 
 
-def find(table: Boxes, path: str) -> Box:
+def find(table, path):
     return table.find(path)
 
 
-def coco(**changes: Any) -> str:
+def coco(**changes):
     document = {
         "images": [{"id": 7, "file_name": "a.jpg"}],
         "annotations": [{"image_id": 7, "bbox": [1, 2, 29, 38], "category_id": 1}],
@@ -56,16 +50,14 @@ def coco(**changes: Any) -> str:
         pytest.param(coco(), id="COCO: corner and size"),
     ],
 )
-def test_forms_of_boxes(tmp_path: Path, text: str) -> None:
+def test_forms_of_boxes(tmp_path, text):
     assert find(boxes(tmp_path, text), "a.jpg") == BOX
 
 
 @pytest.mark.parametrize(
     ("write_dataset", "file"), [(layouts.write_cub, "bounding_boxes.txt"), (layouts.write_dogs, "Annotation")]
 )
-def test_a_data_sets_own_boxes_crop_as_in_its_training(
-    tmp_path: Path, write_dataset: Callable[[Path], Path], file: str
-) -> None:
+def test_a_data_sets_own_boxes_crop_as_in_its_training(tmp_path, write_dataset, file):
     root = write_dataset(tmp_path)
     data = read_dataset(root)
     for table in (read_boxes(root / file), read_boxes(root)):
@@ -73,7 +65,7 @@ def test_a_data_sets_own_boxes_crop_as_in_its_training(
             assert find(table, str(sample.path)) == sample.box
 
 
-def test_of_several_boxes_of_an_annotation_the_first_is_taken_and_other_boxes_are_another_run(tmp_path: Path) -> None:
+def test_of_several_boxes_of_an_annotation_the_first_is_taken_and_other_boxes_are_another_run(tmp_path):
     annotation = tmp_path / "voc" / "rex.xml"
     annotation.parent.mkdir()
     layouts.annotate_dog(annotation, BOX, (0, 0, 5, 5))
@@ -83,7 +75,7 @@ def test_of_several_boxes_of_an_annotation_the_first_is_taken_and_other_boxes_ar
     assert read_boxes(annotation.parent).identity != table.identity
 
 
-def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path: Path) -> None:
+def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path):
     table = write(tmp_path / "bounding_boxes.txt", "1 60.0 27.0 325.0 304.0\n")
     with pytest.raises(UsageError, match=r"images\.txt, which names the images, is not beside it"):
         read_boxes(table)
@@ -138,9 +130,7 @@ def make_pipe(folder: Path) -> Path:
         (lambda folder, _: read_labels(str(make_pipe(folder))), "", "cannot be read .*a pipe or a device"),
     ],
 )
-def test_a_malformed_or_missing_file_is_refused_in_one_line(
-    tmp_path: Path, read: Callable[[Path, str | bytes], object], text: str | bytes, message: str
-) -> None:
+def test_a_malformed_or_missing_file_is_refused_in_one_line(tmp_path, read, text, message):
     with pytest.raises(UsageError, match=message) as refused:
         read(tmp_path, text)
     assert "\n" not in str(refused.value)
@@ -165,9 +155,7 @@ def test_a_malformed_or_missing_file_is_refused_in_one_line(
         (["x/a.jpg", "y/a.jpg"], "a.jpg", None),
     ],
 )
-def test_an_image_is_found_by_the_end_of_its_path_or_has_neither_box_nor_label(
-    tmp_path: Path, entries: list[str], image: str, expected: int | None
-) -> None:
+def test_an_image_is_found_by_the_end_of_its_path_or_has_neither_box_nor_label(tmp_path, entries, image, expected):
     rows = "".join(f"{entry},{number},0,30,40\n" for number, entry in enumerate([*entries, "other.jpg"]))
     label = labels(tmp_path, "image,label,y0,x1,y1\n" + rows).find(image)
     assert label == (None if expected is None else str(expected))
@@ -181,7 +169,7 @@ def test_an_image_is_found_by_the_end_of_its_path_or_has_neither_box_nor_label(
 
 
 @pytest.mark.parametrize("name", [b"a b.jpg", b"a,b.jpg", b'a"b.jpg', b"a\nb.jpg", b"a\xff.jpg", "für.jpg".encode()])
-def test_odd_names_are_found(tmp_path: Path, name: bytes) -> None:
+def test_odd_names_are_found(tmp_path, name):
     quoted = b'"' + name.replace(b'"', b'""') + b'"'
     assert find(boxes(tmp_path, HEADER.encode() + quoted + b",1,2,30,40\n"), os.fsdecode(name)) == BOX
     table = labels(tmp_path, b"\xef\xbb\xbfimage,label\n" + quoted + b",ash\n")
@@ -200,11 +188,11 @@ def test_odd_names_are_found(tmp_path: Path, name: bytes) -> None:
         ("/1.jpg", None),
     ],
 )
-def test_a_folders_name_is_its_images_label(path: str, label: str | None) -> None:
+def test_a_folders_name_is_its_images_label(path, label):
     assert read_labels("folders").find(path) == label
 
 
-def test_the_identity_of_labels_is_their_content(tmp_path: Path) -> None:
+def test_the_identity_of_labels_is_their_content(tmp_path):
     one, other, again = (labels(tmp_path, f"image,label\na,{label}\n").identity for label in "bcb")
     assert one == again != other
     assert read_labels("folders").identity == "folders"

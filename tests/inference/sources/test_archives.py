@@ -1,7 +1,5 @@
 """Images inside tars and zips: every member answered once, nothing unpacked, damage named."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -9,9 +7,7 @@ import struct
 import tarfile
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -21,14 +17,12 @@ from opal_deploy.inference.sources import members
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.sources.members import ByteRange
-from opal_deploy.inference.types import InputImage
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.records.names import unescape_name
-from tests.inference.bright import read_results
 
 Members = dict[str, bytes]
 NASTY = ["../../up.png", "/etc/root.png", "dir\\back.png", "a\nb.png", "same.png", "<script>.png", "C:\\x.png", "ü.png"]
-KINDS: dict[str, str | int] = {
+KINDS = {
     "plain.tar": "w",
     "packed.tgz": "w:gz",
     "packed.tar.bz2": "w:bz2",
@@ -40,27 +34,27 @@ ZIPS = ["stored.zip", "deflated.zip"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def png(shade: int, size: int = 8) -> bytes:
+def png(shade, size=8):
     stream = io.BytesIO()
     Image.new("RGB", (size, size), (shade, shade, shade)).save(stream, "PNG")
     return stream.getvalue()
 
 
-def numbered(count: int, behind: bytes = b"", size: int = 8) -> Members:
+def numbered(count, behind=b"", size=8):
     return {f"{number}.png": png(number, size) + behind for number in range(count)}
 
 
-def add_member(tar: tarfile.TarFile, name: str, data: bytes, kind: bytes = tarfile.REGTYPE, target: str = "") -> None:
+def add_member(tar, name, data, kind=tarfile.REGTYPE, target=""):
     info = tarfile.TarInfo(name)
     info.type, info.linkname, info.size = kind, target, len(data)
     tar.addfile(info, io.BytesIO(data))
 
 
-def pack(path: Path, content: Members, kind: str = "") -> Path:
+def pack(path, content, kind=""):
     """Write an archive of the kind that its name says, or of another one."""
     mode = KINDS[kind or path.name]
     if isinstance(mode, str):
-        with tarfile.open(path, mode, format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
+        with tarfile.open(path, mode, format=tarfile.PAX_FORMAT) as tar:
             for name, data in content.items():
                 add_member(tar, name, data)
     else:
@@ -70,34 +64,34 @@ def pack(path: Path, content: Members, kind: str = "") -> Path:
     return path
 
 
-def items(*inputs: str | Path, skipped: Skipped | None = None) -> list[InputImage]:
+def items(*inputs, skipped=None):
     return list(discover([str(i) for i in inputs], skipped or Skipped()))
 
 
-def outcomes(found: list[InputImage]) -> list[int | str]:
+def outcomes(found):
     """The grey of each item's image, or the code of its error."""
-    result: list[int | str] = []
+    result = []
     for item in found:
         try:
             if item.error is not None:
                 raise item.error
-            result.append(decode(item.source).getpixel((0, 0))[0])  # type: ignore[index]
+            result.append(decode(item.source).getpixel((0, 0))[0])
         except ImageError as error:
             result.append(error.code)
     return result
 
 
-def patch(path: Path, at: int, new: bytes) -> None:
+def patch(path, at, new):
     data = path.read_bytes()
     path.write_bytes(data[:at] + new + data[at + len(new) :])
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     patch(path, at, bytes([path.read_bytes()[at] ^ 1]))
 
 
 @contextmanager
-def memory_under(limit: int) -> Iterator[None]:
+def memory_under(limit):
     tracemalloc.start()
     try:
         yield
@@ -107,7 +101,7 @@ def memory_under(limit: int) -> Iterator[None]:
 
 
 @every_kind
-def test_members_come_in_order_can_be_sent_to_another_process_and_others_are_counted(tmp_path: Path, kind: str) -> None:
+def test_members_come_in_order_can_be_sent_to_another_process_and_others_are_counted(tmp_path, kind):
     nested = pack(tmp_path / "nested.tar", {"n.png": png(9)}, "plain.tar").read_bytes()
     images = {"b.png": png(1), "a/x.png": png(2), "a/c.PNG": png(3)}
     others = {"b.cls": b"3", "__MACOSX/._b.png": b"x", ".hidden/a.png": b"x", "nested.tar": nested}
@@ -124,7 +118,7 @@ def test_members_come_in_order_can_be_sent_to_another_process_and_others_are_cou
 
 # type, target, and the expected grey or error
 FILE, SYMBOLIC, HARD = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
-LINKED: dict[str, tuple[bytes, str, int | str]] = {
+LINKED = {
     "b/later.png": (SYMBOLIC, "../a.png", 5),
     "a.png": (FILE, "", 5),
     "b/blob": (FILE, "", 0),
@@ -145,7 +139,7 @@ LINKED: dict[str, tuple[bytes, str, int | str]] = {
 
 
 @pytest.mark.parametrize("kind", ["w", "w:gz", "zip"])
-def test_links_are_followed_inside_an_archive_and_named_where_they_leave_it(tmp_path: Path, kind: str) -> None:
+def test_links_are_followed_inside_an_archive_and_named_where_they_leave_it(tmp_path, kind):
     if kind == "zip":
         modes = {FILE: 0o100644, tarfile.FIFOTYPE: 0o010644}
         with zipfile.ZipFile(tmp_path / "a.tar", "w") as archive:
@@ -154,7 +148,7 @@ def test_links_are_followed_inside_an_archive_and_named_where_they_leave_it(tmp_
                 info.create_system, info.external_attr = 3, modes.get(of_type, 0o120777) << 16
                 archive.writestr(info, png(5) if of_type == FILE else target)
     else:
-        with tarfile.open(tmp_path / "a.tar", kind) as tar:  # type: ignore[call-overload]
+        with tarfile.open(tmp_path / "a.tar", kind) as tar:
             for name, (of_type, target, _) in LINKED.items():
                 add_member(tar, name, png(5) if of_type == FILE else b"", of_type, target)
     skipped = Skipped()
@@ -165,15 +159,14 @@ def test_links_are_followed_inside_an_archive_and_named_where_they_leave_it(tmp_
         if isinstance(outcome, int):
             assert outcomes([item]) == [outcome], item.name
         else:
-            assert item.error is not None
             assert (item.error.code, outcome in str(item.error)) == ("unsupported_member", True), item.error
     # a file, and a link to one, that are no images by name; two links to folders in the archive
     assert (skipped.examples, skipped.folder_link_examples) == (["blob", "cover"], ["alias", "root"])
 
 
 @pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz"])
-def test_a_hard_link_keeps_the_image_that_a_later_member_of_its_name_replaces(tmp_path: Path, kind: str) -> None:
-    with tarfile.open(tmp_path / kind, KINDS[kind]) as tar:  # type: ignore[call-overload]
+def test_a_hard_link_keeps_the_image_that_a_later_member_of_its_name_replaces(tmp_path, kind):
+    with tarfile.open(tmp_path / kind, KINDS[kind]) as tar:
         add_member(tar, "a.png", png(1))
         add_member(tar, "hard.png", b"", HARD, "a.png")
         add_member(tar, "a.png", png(2))
@@ -193,7 +186,7 @@ def test_a_hard_link_keeps_the_image_that_a_later_member_of_its_name_replaces(tm
         ("member_magic.tar", "plain.tar", "PK\3\4.png"),
     ],
 )
-def test_the_kind_is_told_by_content(tmp_path: Path, name: str, kind: str, member: str) -> None:
+def test_the_kind_is_told_by_content(tmp_path, name, kind, member):
     content = {member: png(1)}
     if name.startswith("inner"):
         # a tar that ends in a zip
@@ -202,7 +195,7 @@ def test_the_kind_is_told_by_content(tmp_path: Path, name: str, kind: str, membe
 
 
 @every_kind
-def test_nasty_names_are_only_labels(tmp_path: Path, kind: str) -> None:
+def test_nasty_names_are_only_labels(tmp_path, kind):
     (tmp_path / "in").mkdir()
     path = pack(tmp_path / "in" / kind, {name: png(number) for number, name in enumerate(NASTY)})
     before = sorted(tmp_path.rglob("*"))
@@ -222,7 +215,7 @@ def test_nasty_names_are_only_labels(tmp_path: Path, kind: str) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_odd_and_equal_names_are_answered_each(tmp_path: Path, kind: str, raw: bytes, shown: str) -> None:
+def test_odd_and_equal_names_are_answered_each(tmp_path, kind, raw, shown):
     path, plain = tmp_path / kind, "?" * (len(raw) - 4) + ".png"
     if kind == "plain.tar":
         with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT, encoding="utf-8", errors="surrogateescape") as tar:
@@ -240,9 +233,7 @@ def test_odd_and_equal_names_are_answered_each(tmp_path: Path, kind: str, raw: b
 
 @every_kind
 @pytest.mark.parametrize("kept", [0.35, 0.65])
-def test_a_cut_archive_gives_its_whole_members_unless_a_missing_checksum_was_to_cover_them(
-    tmp_path: Path, kind: str, kept: float
-) -> None:
+def test_a_cut_archive_gives_its_whole_members_unless_a_missing_checksum_was_to_cover_them(tmp_path, kind, kept):
     path = pack(tmp_path / kind, {f"{number}.png": png(number) + os.urandom(3000) for number in range(10)})
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
     *before, problem, last = items(path, pack(tmp_path / "good.tar", {"last.png": png(99)}, "plain.tar"))
@@ -251,7 +242,7 @@ def test_a_cut_archive_gives_its_whole_members_unless_a_missing_checksum_was_to_
     assert (problem.source, outcomes([problem, last])) == (path, ["corrupt_archive", 99])
 
 
-def lead_back(data: bytes, at: int) -> bytes:
+def lead_back(data, at):
     """Give the member at `at` a size of minus 1024, in the base-256 form of sizes."""
     header = bytearray(data[at : at + 512])
     header[124:136] = b"\xff" * 10 + struct.pack(">h", -1024)
@@ -270,7 +261,7 @@ def lead_back(data: bytes, at: int) -> bytes:
     ],
     ids=["cut", "damaged", "leading back"],
 )
-def test_a_tar_without_its_end_is_not_whole(tmp_path: Path, damage: Callable, message: str) -> None:
+def test_a_tar_without_its_end_is_not_whole(tmp_path, damage, message):
     path = pack(tmp_path / "plain.tar", numbered(4))
     path.write_bytes(damage(path.read_bytes(), path.read_bytes().index(b"2.png")))
     found = items(path)
@@ -279,7 +270,7 @@ def test_a_tar_without_its_end_is_not_whole(tmp_path: Path, damage: Callable, me
 
 
 @pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz"])
-def test_what_follows_the_end_of_a_tar_is_read_or_named(tmp_path: Path, kind: str) -> None:
+def test_what_follows_the_end_of_a_tar_is_read_or_named(tmp_path, kind):
     first, second = (
         pack(tmp_path / kind, {f"{number}.png": png(number) for number in numbers}).read_bytes()
         for numbers in ((0, 1), (2, 3))
@@ -293,7 +284,7 @@ def test_what_follows_the_end_of_a_tar_is_read_or_named(tmp_path: Path, kind: st
         assert (outcomes(found), "follow its end" in str(found[-1].error)) == ([0, "corrupt_archive"], True)
 
 
-def test_a_tar_header_cannot_claim_an_endless_name(tmp_path: Path) -> None:
+def test_a_tar_header_cannot_claim_an_endless_name(tmp_path):
     path = tmp_path / "a.tar.gz"
     with tarfile.open(path, "w:gz", compresslevel=1) as tar:
         add_member(tar, "notes.txt", b"")
@@ -305,9 +296,7 @@ def test_a_tar_header_cannot_claim_an_endless_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "from_end"), [("packed.tgz", 8), ("packed.tgz", 40), ("packed.tar.bz2", 3), ("packed.tar.xz", 20)]
 )
-def test_no_image_of_a_compressed_tar_with_a_wrong_checksum_is_answered(
-    tmp_path: Path, kind: str, from_end: int
-) -> None:
+def test_no_image_of_a_compressed_tar_with_a_wrong_checksum_is_answered(tmp_path, kind, from_end):
     path = pack(tmp_path / kind, numbered(3))
     flip(path, path.stat().st_size - from_end)
     good = pack(tmp_path / "plain.tar", {"a.png": png(9)})
@@ -315,7 +304,7 @@ def test_no_image_of_a_compressed_tar_with_a_wrong_checksum_is_answered(
 
 
 @pytest.mark.parametrize("kind", ZIPS)
-def test_a_flipped_bit_in_a_zips_member_is_its_error(tmp_path: Path, kind: str) -> None:
+def test_a_flipped_bit_in_a_zips_member_is_its_error(tmp_path, kind):
     path = pack(tmp_path / kind, numbered(3, bytes(100), 64))
     (_, second, _) = items(path)
     assert isinstance(second.source, ByteRange)
@@ -324,7 +313,7 @@ def test_a_flipped_bit_in_a_zips_member_is_its_error(tmp_path: Path, kind: str) 
     assert outcomes(items(path)) == [0, "corrupt_image", 2]
 
 
-def test_a_zips_damaged_directory_costs_no_member(tmp_path: Path) -> None:
+def test_a_zips_damaged_directory_costs_no_member(tmp_path):
     path = pack(tmp_path / "stored.zip", numbered(4))
     flip(path, path.read_bytes().rindex(b"PK\1\2"))
     found = items(path)
@@ -333,12 +322,12 @@ def test_a_zips_damaged_directory_costs_no_member(tmp_path: Path) -> None:
 
 
 class Pipe(io.BytesIO):
-    def seek(self, *_: int) -> int:
+    def seek(self, *_):
         raise OSError
 
 
 @pytest.mark.parametrize("unusual", ["after a program", "piped", "zip64"])
-def test_unusual_zips_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unusual: str) -> None:
+def test_unusual_zips_are_read(tmp_path, monkeypatch, unusual):
     stream = Pipe() if unusual == "piped" else io.BytesIO()
     if unusual == "zip64":
         monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
@@ -355,7 +344,7 @@ def test_unusual_zips_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 FIELDS = {"flags": (8, "<H"), "method": (10, "<H"), "size": (24, "<L")}
 
 
-def make_claim(path: Path, name: bytes, field: str, value: int) -> Path:
+def make_claim(path, name, field, value):
     offset, form = FIELDS[field]
     patch(path, path.read_bytes().rindex(name) - 46 + offset, struct.pack(form, value))
     return path
@@ -370,7 +359,7 @@ def make_claim(path: Path, name: bytes, field: str, value: int) -> Path:
         ("size", 5, "corrupt_image"),
     ],
 )
-def test_a_zips_unreadable_member_costs_the_others_nothing(tmp_path: Path, field: str, value: int, code: str) -> None:
+def test_a_zips_unreadable_member_costs_the_others_nothing(tmp_path, field, value, code):
     path = pack(tmp_path / "deflated.zip", numbered(3))
     assert outcomes(items(make_claim(path, b"1.png", field, value))) == [0, code, 2]
     # nothing but a bad member is answered too, not refused
@@ -378,14 +367,14 @@ def test_a_zips_unreadable_member_costs_the_others_nothing(tmp_path: Path, field
     assert outcomes(items(make_claim(path, b"0.png", field, value))) == [code]
 
 
-def test_a_zip_bomb_is_inflated_no_further_than_it_claims(tmp_path: Path) -> None:
+def test_a_zip_bomb_is_inflated_no_further_than_it_claims(tmp_path):
     path = make_claim(pack(tmp_path / "deflated.zip", {"a.png": bytes(50_000_000)}), b"a.png", "size", 1000)
     with memory_under(2_000_000):
         assert outcomes(items(path)) == ["corrupt_image"]
 
 
 @pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz", "deflated.zip"])
-def test_a_member_over_the_limit_is_never_read(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_over_the_limit_is_never_read(tmp_path, kind, monkeypatch):
     path = pack(tmp_path / kind, {**numbered(3), "1.png": png(1) + bytes(5000)})
     monkeypatch.setattr(members, "MAX_MEMBER", 4000)
     assert outcomes(items(path)) == [0, "oversized_member", 2]
@@ -403,25 +392,15 @@ def test_a_member_over_the_limit_is_never_read(tmp_path: Path, kind: str, monkey
         ("a.tar.zst", b"", "an archive of this kind is not read"),
     ],
 )
-def test_a_file_that_is_no_archive_alone_is_a_wrong_call(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+def test_a_file_that_is_no_archive_alone_is_a_wrong_call(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UsageError, match=message):
         items(tmp_path / name)
 
 
-def test_archives_keep_the_order_of_the_call(tmp_path: Path) -> None:
-    for number in (1, 0):
-        pack(tmp_path / f"{number}.tar", {"a.png": png(number), "b.png": png(10 + number)}, "plain.tar")
-    pack(tmp_path / "stored.zip", {"b.png": png(2)})
-    (tmp_path / "c.png").write_bytes(png(3))
-    (tmp_path / "list.txt").write_text(f"{tmp_path}/stored.zip\n{tmp_path}/c.png\n")
-    found = items(tmp_path / "c.png", f"@{tmp_path}/list.txt", tmp_path / "*.tar")
-    assert outcomes(found) == [3, 2, 3, 0, 10, 1, 11]
-
-
 @pytest.mark.parametrize("kind", ["plain.tar", *ZIPS])
 @pytest.mark.parametrize(("change", "code"), [("gone", "not_found"), ("rewritten", "unreadable")])
-def test_a_changed_archive_gives_no_wrong_image(tmp_path: Path, kind: str, change: str, code: str) -> None:
+def test_a_changed_archive_gives_no_wrong_image(tmp_path, kind, change, code):
     path = pack(tmp_path / kind, {"a.png": png(1), "b.png": png(2)})
     found = items(path)
     path.unlink()
@@ -431,30 +410,10 @@ def test_a_changed_archive_gives_no_wrong_image(tmp_path: Path, kind: str, chang
 
 
 @pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz", "stored.zip"])
-def test_an_archive_is_read_as_it_is_needed(tmp_path: Path, kind: str) -> None:
+def test_an_archive_is_read_as_it_is_needed(tmp_path, kind):
     path = pack(tmp_path / kind, {f"{number:05}.png": b"x" * 200_000 for number in range(300)})
     found = discover([str(path)], Skipped())
     next(found)
     # all of them are 60 MB; Python's table of the parts of paths grows by megabytes now and then
     with memory_under(16_000_000):
         assert sum(1 for _ in found) == 299
-
-
-def test_infer_writes_nothing_outside_its_folder(opal: Callable, exact_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    tar = pack(tmp_path / "in/plain.tar", {name: png(50 + number, 96) for number, name in enumerate(NASTY)})
-    archive = pack(tmp_path / "in/stored.zip", {"../../b.png": png(9, 96), "broken.png": b"x"})
-    out = tmp_path / "work/here/out"
-    options = ["--model", exact_model, "--out", out, "--explain", "--device", "cpu", "--threads", "1"]
-    done = opal("infer", tar, archive, *options)
-    assert done.returncode == 3, done.stderr
-    records = read_results(out)
-    assert [unescape_name(record["image"]) for record in records] == [
-        *(f"{tar}/{name.lstrip('/')}" for name in NASTY), f"{archive}/../../b.png", f"{archive}/broken.png",
-    ]  # fmt: skip
-    assert [record["status"] for record in records] == ["ok"] * 9 + ["error"]
-    overlays = {(out / record["overlay"]).resolve() for record in records[:-1]}
-    assert len(overlays) == 9
-    assert all(path.is_file() and path.parent == out / "overlays" for path in overlays)
-    outside = {path for path in tmp_path.rglob("*") if out not in path.parents}
-    assert outside == {tmp_path / "in", tar, archive, tmp_path / "work", tmp_path / "work/here", out}

@@ -1,7 +1,5 @@
 """The number of images that a call means, known while they are worked on: as many as are found, or none known."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile
@@ -16,7 +14,7 @@ from opal_deploy.inference.sources.items import Skipped
 
 
 @pytest.fixture
-def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def photos(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("in/a.jpg", "in/b/c.png", "in/b/.d.png", "in/b/notes.txt", "in/run/results.jsonl",
                  "in/run/overlays/x.jpg", "in/b/e.jpg", "more/f.jpg"):  # fmt: skip
@@ -34,8 +32,8 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def count(*inputs: str, part: tuple[int, int] = (1, 1), recursive: bool = True) -> int | None:
-    told: list[int | None] = []
+def count(*inputs, part=(1, 1), recursive=True):
+    told = []
     with ImageCounter(inputs, part, recursive=recursive).notify(told.append) as counter:
         counter.join()
     assert told == ([] if counter.total is None else [counter.total])
@@ -45,7 +43,7 @@ def count(*inputs: str, part: tuple[int, int] = (1, 1), recursive: bool = True) 
 @pytest.mark.parametrize(
     "inputs", [["in"], ["in", "more/f.jpg", "gone.jpg", "empty"], ["in/*"], ["in/**/*.jpg"], ["z.zip"], ["@list.txt"]]
 )
-def test_as_many_are_counted_as_are_found(photos: Path, inputs: list[str]) -> None:
+def test_as_many_are_counted_as_are_found(photos, inputs):
     for recursive in (True, False):
         assert count(*inputs, recursive=recursive) == len(list(discover(inputs, Skipped(), recursive=recursive)))
     for part in ((1, 2), (2, 2), (3, 3)):
@@ -55,6 +53,6 @@ def test_as_many_are_counted_as_are_found(photos: Path, inputs: list[str]) -> No
 @pytest.mark.parametrize(
     "text", ["-", "t.tar.gz", "*.tar.gz", "@tars.txt", "s3://bucket/in", "https://example.org/a.zip"]
 )
-def test_what_would_have_to_be_read_or_waited_for_is_not_counted(photos: Path, text: str) -> None:
+def test_what_would_have_to_be_read_or_waited_for_is_not_counted(photos, text):
     Path("tars.txt").write_text("t.tar.gz\n")
     assert count("in", text) is None
