@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.decoding import prepare
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
@@ -69,11 +69,11 @@ def test_an_image_that_memory_cannot_hold_until_it_is_drawn_keeps_its_record(tmp
     ]
 
 
-def rename(path: Path) -> None:
+def rename(path):
     path.rename(path.with_name(f"{path.name}-old"))
 
 
-def replace_file(path: Path) -> None:
+def replace_file(path):
     path.unlink()
     path.write_bytes(b"")
 
@@ -88,16 +88,14 @@ def replace_file(path: Path) -> None:
         pytest.param("overlays/000000-0.png.jpg", Path.unlink, "drawing of record 1, .*in/0.png", id="overlay deleted"),
     ],
 )
-def test_what_is_removed_during_a_run_is_no_success(
-    tmp_path: Path, name: str, remove: Callable[[Path], None], message: str
-) -> None:
+def test_what_is_removed_during_a_run_is_no_success(tmp_path, name, remove, message):
     for number in range(12):
         save(tmp_path / f"in/{number}.png")
     out, explain = tmp_path / "out", name.startswith("overlays")
 
-    removed: list[int] = []
+    removed = []
 
-    def remove_once(summary: Summary) -> None:
+    def remove_once(summary):
         if not removed:
             removed.append(summary.total)
             remove(out / name)

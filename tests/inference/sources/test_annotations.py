@@ -88,7 +88,7 @@ def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path):
         read_boxes(tmp_path / "voc.xml")
 
 
-def make_pipe(folder: Path) -> Path:
+def make_pipe(folder):
     os.mkfifo(folder / "pipe.csv")
     return folder / "pipe.csv"
 
