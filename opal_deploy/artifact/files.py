@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +33,19 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 def model_kind(path: Path) -> ModelKind | None:
     """Return the kind of a model file by its suffix; None for another suffix."""
     return _KINDS.get(path.suffix)
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """Return the text of a UTF-8 file, with or without a byte-order mark; line ends stay as they are.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file: a pipe could block forever.
+        UnicodeDecodeError: it is not UTF-8, and `errors` is "strict".
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a file")
+    with path.open(encoding="utf-8-sig", errors=errors, newline="") as stream:
+        return stream.read()
 
 
 def compute_sha256(path: Path) -> str:

@@ -15,7 +15,8 @@ from opal_deploy.errors import ImageError
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.run_files import overlay_name
 from opal_deploy.inference.sources.annotations import Boxes, Labels, annotate
-from opal_deploy.inference.sources.video import FrameReader, find_frame
+from opal_deploy.inference.sources.items import is_video_name
+from opal_deploy.inference.sources.video import FrameReader, find_frame, undivided_error
 from opal_deploy.inference.types import InferenceOptions, InputImage, Result
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
@@ -179,13 +180,20 @@ def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> 
             return InputImage(name, b"", error=error)
         item = InputImage.at(path)
         source: Any = check.root / path if isinstance(path, Path) else path
-        if isinstance(source, Path):
+        if isinstance(source, Path) and is_video_name(source.name) and _has_code(record, "not_an_image"):
+            # as in the run, which was not to read frames of videos
+            item = replace(item, error=undivided_error(Path(unescape_name(name))))
+        elif isinstance(source, Path):
             item = find_frame(frames, source, item, at_end="error" in record)
             source = source if item.source is path else item.source
     else:
         source = item.source
     (request,) = annotate([item], check.boxes)
     return replace(request, name=name, source=source, index=None)
+
+
+def _has_code(record: Record, code: str) -> bool:
+    return record["status"] == "error" and record["error"].get("code") == code
 
 
 def _compare(

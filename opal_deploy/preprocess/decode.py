@@ -175,8 +175,11 @@ def _decode(source: Source, options: _DecodeOptions) -> tuple[Image.Image, tuple
     if isinstance(source, bytes):
         return _from_stream(io.BytesIO(source), len(source), options)
     with options.open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source) as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(0)
+        try:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(0)
+        except OSError as error:
+            raise ImageError("unreadable", f"cannot be read: {error.strerror or error}") from None
         return _from_stream(stream, size, options)
 
 

@@ -227,7 +227,11 @@ def _find_stream(container: InputContainer, max_pixels: int) -> VideoStream:
             f"{stream.width}x{stream.height} is {pixels:,} pixels, over the limit of {max_pixels:,} (--max-pixels)",
         )
     # frames of another size than the header's come before anything else could refuse them
-    stream.codec_context.options = {"max_pixels": str(max_pixels)}
+    options = {"max_pixels": str(max_pixels)}
+    if stream.codec_context.name == "mjpeg":
+        # without it, what cannot be decoded of a damaged frame keeps pixels of any earlier frame, and nothing says so
+        options["err_detect"] = "explode"
+    stream.codec_context.options = options
     # with several threads, the last frame of a cut video was marked as damaged in 14 of 15 readings
     stream.codec_context.thread_count = 1
     return stream

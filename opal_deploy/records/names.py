@@ -112,11 +112,14 @@ def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class
     Raises:
         UsageError: the file cannot be read or is not TOML, a class or slot is not the model's, or a name is not text.
     """
+    # `schema` works without numpy
+    from opal_deploy.artifact.files import read_text
+
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        document = tomllib.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); expected a TOML file of names") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also of a number with too many digits
         raise UsageError(f'{path}: not TOML ({error}); expected lines such as 0 = "beak" under ["class"]') from None
     ids = {name: class_id for class_id, name in reversed(list(enumerate(class_names)))}
     names: dict[tuple[int, int], str] = {}
@@ -131,10 +134,10 @@ def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class
 def _parse_class(path: Path, label: str, class_id: int, table: Any, count: int) -> dict[tuple[int, int], str]:
     if not isinstance(table, dict):
         raise UsageError(f'{path}: {label!r} is a value; expected a table with lines such as 0 = "beak"')
-    names = {}
+    names, slots = {}, set(map(str, range(count)))
     for key, name in table.items():
-        if not (key.isascii() and key.isdigit() and int(key) < count):
-            raise UsageError(f"{path}: {label!r} has no slot {key!r}; expected 0 to {count - 1}")
+        if key not in slots:
+            raise UsageError(f"{path}: {label!r} has no slot {key[:40]!r}; expected 0 to {count - 1}")
         if not isinstance(name, str) or not name.strip() or len(name) > _MAX_SLOT_NAME:
             raise UsageError(f"{path}: slot {key} of {label!r}: expected a name of 1 to {_MAX_SLOT_NAME} characters")
         names[class_id, int(key)] = name.strip()

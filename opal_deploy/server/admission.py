@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import io
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -18,8 +20,7 @@ from opal_deploy.server.options import ServeOptions
 _LARGEST_BODIES = 8
 # bodies inflated concurrently: each takes up to twice `max_body` before it is counted
 _CONCURRENT_INFLATIONS = 2
-# zlib's `wbits` by encoding; deflate accepts both headers
-_WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
+_ENCODINGS = ("gzip", "x-gzip", "deflate")
 
 
 class HttpError(Exception):
@@ -96,7 +97,7 @@ class AdmissionLimit:
         if announced.isdigit() and int(announced) > limit:
             raise _too_large(f"{int(announced):,} bytes found", limit)
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding not in ("", "identity", *_WBITS):
+        if encoding not in ("", "identity", *_ENCODINGS):
             raise HttpError(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Content-Encoding {encoding[:20]} found; expected gzip or deflate"
             )
@@ -118,7 +119,7 @@ class AdmissionLimit:
                 headers={"Connection": "close"},
             ) from None
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        if encoding in _WBITS:
+        if encoding in _ENCODINGS:
             async with self._inflating:
                 # zlib releases the interpreter's lock
                 body = await asyncio.to_thread(inflate, body, encoding, limit)
@@ -128,16 +129,23 @@ class AdmissionLimit:
 
 def inflate(data: bytes, encoding: str, limit: int) -> bytes:
     """Return decompressed bytes; raise HttpError for more than `limit` of them, or damaged data."""
-    decompressor = zlib.decompressobj(_WBITS[encoding])
     try:
-        inflated = decompressor.decompress(data, limit + 1)
-    except zlib.error as error:
+        if encoding == "deflate":
+            decompressor = zlib.decompressobj()
+            inflated = decompressor.decompress(data, limit + 1)
+            whole = decompressor.eof and not decompressor.unused_data
+        else:
+            # of one or several members
+            inflated, whole = gzip.GzipFile(fileobj=io.BytesIO(data)).read(limit + 1), True
+    except EOFError:
+        inflated, whole = b"", False
+    except (zlib.error, gzip.BadGzipFile) as error:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"the body is not valid {encoding}: {str(error)[:80]}") from None
     if len(inflated) > limit:
         # the error's traceback would keep it in memory
         del inflated
         raise _too_large(f"more than {limit:,} bytes found after decompression", limit)
-    if not decompressor.eof or decompressor.unused_data:
+    if not whole:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"the body's {encoding} data is truncated or has trailing bytes")
     return inflated
 

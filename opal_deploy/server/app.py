@@ -5,24 +5,16 @@ Around every request: its id, authentication, log line and metrics, and how its 
 
 from __future__ import annotations
 
-import asyncio
-import hmac
-import re
-import time
-import uuid
-from contextlib import suppress
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Any
 
 from jinja2 import Environment
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from opal_deploy._version import __version__
 from opal_deploy.inference.explain_tensors import EXPLAIN_SUFFIX
@@ -38,6 +30,7 @@ from opal_deploy.server.inference import (
     record_response,
     until_disconnected,
 )
+from opal_deploy.server.middleware import RequestMiddleware
 from opal_deploy.server.models import ServedModel, ServerState
 from opal_deploy.server.telemetry import CONTENT_TYPE
 from opal_deploy.server.tensors import BadRequest, build_response, parse_request
@@ -56,14 +49,6 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_REQUEST_ID = "X-Request-ID"
-_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# health, and the page that asks for the token, need no token
-_OPEN = ("/v2/health/live", "/v2/health/ready", "/", "/page.css", "/page.js")
-# load balancers and Prometheus poll these: logged only when they fail
-_QUIET = ("live", "ready", "model_ready", "metrics")
-# reading and discarding the rest of a body lets a client that is still sending receive the response
-_DISCARD_SECONDS = 2.0
 
 
 def create_app(state: ServerState, *, draw_workers: int = 2) -> ASGIApp:
@@ -95,7 +80,9 @@ def create_app(state: ServerState, *, draw_workers: int = 2) -> ASGIApp:
             Exception: _report_bug,
         },
     )
-    return _RequestMiddleware(app, state)
+    # a redirect would name the host that the client gave
+    app.router.redirect_slashes = False
+    return RequestMiddleware(app, state)
 
 
 class _ProtocolHandlers:
@@ -245,96 +232,3 @@ async def _disconnected(request: Request, error: Exception) -> Response:
 
 async def _report_bug(request: Request, error: Exception) -> Response:
     return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {type(error).__name__}")
-
-
-class _RequestMiddleware:
-    """An ASGI application around another one."""
-
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app, self._state = app, state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        exchange = _Exchange(scope, receive, send, self._state)
-        metrics, start = self._state.metrics, time.perf_counter()
-        metrics.in_progress.inc()
-        try:
-            if self._is_authorized(scope):
-                await self._app(scope, exchange.receive, exchange.send)
-            else:
-                refusal = error_response(
-                    401, "expected a bearer token: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
-                )
-                await refusal(scope, exchange.receive, exchange.send)
-        finally:
-            metrics.in_progress.dec()
-            self._account(scope, exchange, time.perf_counter() - start)
-
-    def _is_authorized(self, scope: Scope) -> bool:
-        token = self._state.token
-        if token is None or scope["path"] in _OPEN:
-            return True
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # takes the same time for every token
-        return hmac.compare_digest(given.strip().encode(), token.encode()) and scheme.lower() == "bearer"
-
-    def _account(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
-        route = getattr(scope.get("endpoint"), "__name__", "unknown")
-        known: dict[str, Any] = scope.get("state", {})
-        model, status = known.get("model", ""), exchange.status
-        self._state.metrics.requests.labels(route, model, str(status)).inc()
-        self._state.metrics.request_seconds.labels(route, model).observe(seconds)
-        if route in _QUIET and status == HTTPStatus.OK:
-            return
-        fields = {
-            "method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round(seconds * 1e3, 1)
-        }  # fmt: skip
-        fields |= {name: known[name] for name in ("model", "images", "code") if name in known}
-        self._state.log.request(fields | {"id": exchange.id})
-
-
-class _Exchange:
-    """The messages of one request and its response.
-
-    Attributes:
-        id: the client's, or a new one.
-        status: of the response; until there is one 499, nginx's number for a client that disconnected.
-    """
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, state: ServerState) -> None:
-        self._receive, self._send, self._state = receive, send, state
-        headers = Headers(scope=scope)
-        given = headers.get(_REQUEST_ID, "")
-        self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        self.status = 499
-        # a client that expects "100 Continue" has not sent its body
-        self._body_is_read = "expect" in headers
-
-    async def receive(self) -> Message:
-        """Return the client's next message."""
-        message = await self._receive()
-        self._body_is_read = self._body_is_read or not message.get("more_body")
-        return message
-
-    async def send(self, message: Message) -> None:
-        """Send a message of the application."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            headers[_REQUEST_ID] = self.id
-            headers["X-Content-Type-Options"] = "nosniff"
-            if self._state.problem:
-                headers["Connection"] = "close"
-            # after a timeout the client gets no more time
-            if headers.get("connection") == "close" and self.status != HTTPStatus.REQUEST_TIMEOUT:
-                await self._discard_body()
-        await self._send(message)
-
-    async def _discard_body(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DISCARD_SECONDS):
-                while not self._body_is_read:
-                    await self.receive()

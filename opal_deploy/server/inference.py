@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -33,6 +34,7 @@ Format = Literal["record", "overlay", "sheet"]
 FORMATS: dict[Format, str] = {"record": "application/json", "overlay": "image/jpeg", "sheet": "image/png"}
 # an image that waits to be drawn takes about 6 MB
 _WAITING_PER_WORKER = 8
+_QUALITY = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?")
 _MAX_FIELDS, _MAX_FIELD_BYTES = 8, 4096
 # of responses with an error record, by its code; 422 for all others
 _STATUS = {
@@ -171,16 +173,31 @@ def choose_format(request: HttpRequest, model: ServedModel) -> Format:
     Raises:
         HttpError: an unknown format, or a drawing of evidence that the model does not have.
     """
-    text, accepted = request.query_params.get("format"), request.headers.get("accept", "")
-    names = [name for name, kind in FORMATS.items() if (kind in accepted if text is None else name == text)]
-    if text is not None and not names:
+    text, evidence = request.query_params.get("format"), model.metadata.evidence
+    if text is not None and text not in FORMATS:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"format {text[:20]!r} found; expected {', '.join(FORMATS)}")
-    chosen, evidence = names[0] if names else "record", model.metadata.evidence
+    chosen = text if text else _preferred_format(request.headers.get("accept", ""))
     if chosen == "sheet" and evidence != "exact":
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{model.name}: its evidence is not single cells, so it has no sheets")
     if chosen == "overlay" and evidence == "none":
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{model.name}: it has no anchors, so it has no evidence to show")
     return chosen
+
+
+def _preferred_format(accept: str) -> Format:
+    """Return the format of the highest quality in a header Accept (RFC 9110, 12.5.1); `record` without one."""
+    qualities: dict[str, float] = {}
+    for entry in accept.lower().split(","):
+        kind, *parameters = (part.strip() for part in entry.split(";"))
+        weight = next((part[2:] for part in parameters if part.startswith("q=")), "1")
+        qualities[kind] = float(weight) if _QUALITY.fullmatch(weight) else 0.0
+
+    def quality(name: Format) -> float:
+        kind = FORMATS[name]
+        ranges = (kind, f"{kind.partition('/')[0]}/*", "*/*")
+        return next((qualities[one] for one in ranges if one in qualities), 0.0)
+
+    return max(FORMATS, key=quality)
 
 
 async def read_upload(request: HttpRequest, body: bytes) -> tuple[bytes, str | None]:
@@ -190,7 +207,7 @@ async def read_upload(request: HttpRequest, body: bytes) -> tuple[bytes, str | N
         HttpError: the form is damaged, or has no file.
     """
     name = request.query_params.get("name")
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         return body, name
 
     async def stream() -> AsyncGenerator[bytes, None]:

@@ -40,12 +40,27 @@ class ServeOptions(Options):
     ] = None
     max_body: Annotated[int, Option("Maximum size of a request body in MiB.", min=1)] = 64
     max_requests: Annotated[int, Option("Maximum in-flight requests; further ones get 429.", min=1)] = 256
+    max_connections: Annotated[
+        int | None,
+        Option(
+            "Maximum open connections; further ones get 503, except for health.", min=1,
+            default="what the limit of open files allows, at most 10,000",
+        ),
+    ] = None  # fmt: skip
     upload_timeout: Annotated[float, Option("Seconds in which a request body must arrive.", min=0.1)] = 30.0
     request_timeout: Annotated[float, Option("Seconds in which a request must be answered.", min=0.1)] = 30.0
     token_file: Annotated[
         StrPath | None,
         Option("File with the bearer token that clients must send; or set OPAL_DEPLOY_TOKEN.", cli=Path),
     ] = None
+    allowed_host: Annotated[
+        tuple[str, ...],
+        Option(
+            "Without a token: a name under which clients reach the server, besides --host, localhost and addresses; "
+            "repeatable; *: any.",
+            cli=list[str],
+        ),
+    ] = ()
     log_format: Annotated[
         LogFormat, Option("Log on stderr: text, json (one line per request), off (no lines for requests).")
     ] = "text"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import functools
 import os
 import signal
 import socket
@@ -12,11 +12,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from math import ceil
 from pathlib import Path
+from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
@@ -25,19 +24,14 @@ from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.preprocess.decode import parse_decoding
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.server.app import create_app
+from opal_deploy.server.connections import READ_SECONDS, ConnectionLimit, HttpProtocol, choose_max_connections
 from opal_deploy.server.models import ServerState, start_model
 from opal_deploy.server.options import ServeOptions, read_token
 from opal_deploy.server.telemetry import MetricsTimer, ServerLog
 
 # images in flight per model, by default
 _QUEUED_BATCHES = 8
-# seconds for the head of a request to arrive
-_HEAD_SECONDS = 10.0
-# for a client to read why it was refused
-_LINGER_SECONDS = 2.0
-# for a client to read what fills the send buffers
-_READ_SECONDS = 30.0
-# for requests already on their way when the server stops listening
+# seconds for requests already on their way when the server stops listening
 _LAST_CALL_SECONDS = 0.5
 
 
@@ -110,10 +104,14 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         options = state.options
+        self._connections = ConnectionLimit(
+            choose_max_connections(options.max_connections), options.upload_timeout, state.log.message
+        )
+        protocol: Any = functools.partial(HttpProtocol, limit=self._connections)
         config = uvicorn.Config(
-            app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             date_header=False, timeout_keep_alive=75, backlog=1024,
-            timeout_graceful_shutdown=ceil(options.upload_timeout + options.request_timeout + _READ_SECONDS),
+            timeout_graceful_shutdown=ceil(options.upload_timeout + options.request_timeout + READ_SECONDS),
         )  # fmt: skip
         super().__init__(config)
         state.log.take_over_libraries()
@@ -147,6 +145,11 @@ class Server(uvicorn.Server):
         await asyncio.sleep(self._drain)
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        asyncio.get_running_loop().set_exception_handler(self._connections.handle_exception)
+        await super().startup(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         """Stop when uvicorn does, or when a device was lost."""
         return self._state.failed or await super().on_tick(counter)
@@ -157,56 +160,3 @@ class Server(uvicorn.Server):
             server.close()
         await asyncio.sleep(_LAST_CALL_SECONDS)
         await super().shutdown(sockets)
-
-
-class _Protocol(H11Protocol):
-    """uvicorn's protocol, which drops clients that take too long to send a request's head or to read a response."""
-
-    _refused = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._watch_head()
-
-    def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        super().data_received(data)
-        self._watch_head()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP as JSON, and leave the client time to read it."""
-        body = json.dumps({"error": f"{msg.rstrip('.')} (not HTTP/1.1, or the head is too large)"}).encode()
-        headers = [
-            ("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close"),
-        ]  # fmt: skip
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        # closing a connection with unread bytes would reset it, and the client would lose the answer
-        self._refused = True
-        self.transport.write_eof()
-        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop("head", "read")
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._timers["read"] = self.loop.call_later(_READ_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop("read")
-
-    def _watch_head(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._stop("head")
-        elif "head" not in self._timers:
-            self._timers["head"] = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
-
-    def _stop(self, *names: str) -> None:
-        for name in names:
-            if name in self._timers:
-                self._timers.pop(name).cancel()

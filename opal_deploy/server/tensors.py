@@ -262,28 +262,37 @@ def _split_elements(data: memoryview, spec: TensorSpec, count: int) -> list[byte
 def _parse_json_tensor(raw: Mapping[str, Any], spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
     if "data" not in raw:
         raise BadRequest(f"input {spec.name!r} has neither data nor a binary_data_size")
-    count = prod(shape)
+    values = _flatten(raw["data"], spec, shape)
+    kinds = set(map(type, values))
     if spec.datatype == "BYTES":
-        return _decode_texts(raw["data"], spec, count, _parameters(raw).get("content_type"))
-    try:
-        values = np.asarray(raw["data"], np.float64 if spec.datatype == "FP32" else None).reshape(-1)
-    except (ValueError, TypeError):
-        raise spec.refuse(f"data is not a list of numbers in {list(shape)}") from None
-    if values.size != count:
-        raise spec.refuse(f"{values.size} values found; expected {count} for {list(shape)}")
-    if spec.datatype == "UINT8" and (values.dtype.kind not in "iu" or values.min() < 0 or values.max() > 255):
-        raise spec.refuse("data has values other than integers from 0 to 255")
+        if kinds != {str}:
+            raise spec.refuse("data has values other than strings")
+        return _decode_texts(values, spec, _parameters(raw).get("content_type"))
+    if spec.datatype == "UINT8":
+        if kinds != {int} or min(values) < 0 or max(values) > 255:
+            raise spec.refuse("data has values other than integers from 0 to 255")
+    elif not kinds <= {int, float, type(None)}:
+        raise spec.refuse("data has values other than numbers")
     with np.errstate(over="ignore"):
-        return values.astype(DTYPES[spec.datatype]).reshape(shape)
+        # null is JSON's only way to say that a number is missing
+        return np.array(values, np.float64).astype(DTYPES[spec.datatype]).reshape(shape)
 
 
-def _decode_texts(data: object, spec: TensorSpec, count: int, content_type: object) -> list[bytes]:
-    if not isinstance(data, list):
-        raise spec.refuse("data is not a list")
-    # [N, 1] may be nested
-    texts = [text for element in data for text in (element if isinstance(element, list) else [element])]
-    if len(texts) != count or not all(isinstance(text, str) for text in texts):
-        raise spec.refuse(f"{len(texts)} values found; expected {count} strings")
+def _flatten(data: object, spec: TensorSpec, shape: tuple[int, ...]) -> list[Any]:
+    """Return the values of a list that is flat or nested like the shape."""
+    if isinstance(data, list) and not any(isinstance(element, list) for element in data):
+        shape = (prod(shape),)
+    level: list[Any] = [data]
+    for size in shape:
+        for part in level:
+            if not isinstance(part, list) or len(part) != size:
+                found = f"{len(part)} values" if isinstance(part, list) else "no list"
+                raise spec.refuse(f"{found} found; expected {size}, in lists like {list(shape)}")
+        level = [element for part in level for element in part]
+    return level
+
+
+def _decode_texts(texts: list[str], spec: TensorSpec, content_type: object) -> list[bytes]:
     try:
         if content_type == "base64":
             return [base64.b64decode(text, validate=True) for text in texts]

@@ -54,6 +54,18 @@ def test_each_chosen_frame_has_a_record_that_can_be_verified(
     assert (tmp_path / "a.frame-000020.evidence.png").stat().st_size
 
 
+def test_a_video_that_is_listed_without_its_frames_is_verified_without_pyav(
+    tmp_path: Path, call: Opal, make_pictures: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.move(make_pictures(tmp_path / "pictures", 1)[0], tmp_path / "in/c.jpg")
+    (tmp_path / "list.txt").write_text("in/a.mp4\nin/c.jpg\n")
+    assert call("infer", "@list.txt", "--out", "out").returncode == 3
+    assert read_results(tmp_path / "out")[0]["error"]["code"] == "not_an_image"
+    monkeypatch.setitem(sys.modules, "av", None)
+    checked = call("verify", "out", "--all")
+    assert "2 of 2 records match the model, 2 of them bit for bit" in checked.stderr, checked.stderr
+
+
 def test_a_run_that_ended_early_goes_on_with_the_same_frames(tmp_path: Path, call: Opal) -> None:
     options = ["in", "--every", "4", "--batch", "2", "--no-isolate"]
     # the first error ends the run

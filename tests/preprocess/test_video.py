@@ -80,6 +80,17 @@ def test_a_damaged_video_gives_its_good_frames_and_says_what_is_wrong(tmp_path):
     assert code == "corrupt_video"
 
 
+@pytest.mark.parametrize("start", [0.3, 0.5, 0.7])
+def test_a_damaged_frame_of_motion_jpeg_never_shows_another_frame(tmp_path, start):
+    clip = write_video(tmp_path / "motion.avi", "mjpeg", pixel_format="yuvj420p", draw=noise)
+    whole = {frame.pixels.tobytes() for frame in read_all(clip)[0] if frame.pixels is not None}
+    frames, code = read_all(damage(clip, start=start))
+    # FFmpeg leaves what it cannot decode of a frame as it was in the buffer
+    assert FRAMES - 6 < len(frames) < FRAMES
+    assert all(frame.pixels is None or frame.pixels.tobytes() in whole for frame in frames)
+    assert code == "corrupt_video"
+
+
 def test_joined_recordings_have_times_that_go_on(tmp_path):
     clip = write_video(tmp_path / "a.ts")
     clip.write_bytes(2 * clip.read_bytes())

@@ -79,6 +79,8 @@ def test_names_are_read_by_class_and_slot(tmp_path):
         ("[oka]\n0 = 'x'", "did you mean oak"),
         ("[oak]\n3 = 'x'", "no slot '3'; expected 0 to 2"),
         ("[oak]\nleaf = 'x'", "no slot 'leaf'"),
+        ("[oak]\n" + "9" * 5000 + " = 'x'", "no slot '99"),
+        ("[oak]\n0 = " + "9" * 5000, "not TOML"),
         ("[oak]\n0 = 7", "expected a name of 1 to 100"),
         ("[oak]\n0 = ''", "expected a name of 1 to 100"),
         ("oak = 'x'", "expected a table"),

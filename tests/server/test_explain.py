@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 import opal_deploy
+from opal_deploy.server.inference import FORMATS
 from tests.inference.bright import BrightSession, wait_until
 
 
@@ -44,13 +45,18 @@ def test_a_picture_gives_the_record_of_explain(server, picture, exact_model):
 
 
 @pytest.mark.parametrize(
-    ("drawing", "kind", "accept"), [("sheet", "PNG", "image/png"), ("overlay", "JPEG", "image/jpeg")]
+    ("drawing", "kind", "accept"),
+    [
+        ("sheet", "PNG", "image/png"),
+        ("overlay", "JPEG", "image/jpeg"),
+        ("overlay", "JPEG", "image/png;q=0.2, application/json;q=0, image/*;q=0.9"),
+    ],
 )
 def test_a_picture_gives_its_drawing_by_format_or_accept(server, picture, drawing, kind, accept):
     data = picture.read_bytes()
     by_name = httpx.post(f"{server.url}/explain", params={"format": drawing}, content=data)
     by_type = httpx.post(f"{server.url}/explain", headers={"Accept": accept}, content=data)
-    assert by_name.headers["content-type"] == by_type.headers["content-type"] == accept
+    assert by_name.headers["content-type"] == by_type.headers["content-type"] == FORMATS[drawing]
     assert by_name.content == by_type.content
     assert Image.open(io.BytesIO(by_name.content)).format == kind
 

@@ -66,7 +66,10 @@ def sized(size, **changes):
         ({"json": {"inputs": [{}] * 10_000}}, "10,001 objects of JSON found"),
         ({"json": document(data=[0] * 9)}, "9 values found; expected 3072"),
         ({"json": document(data=[256] * 3072)}, "values other than integers from 0 to 255"),
-        ({"json": document(data=[[1], [1, 2]])}, "data is not a list of numbers"),
+        ({"json": document(data=[[1], [1, 2]])}, "2 values found; expected 1, in lists like [1, 32, 32, 3]"),
+        ({"json": document(data=[[0] * 3072])}, "3072 values found; expected 32, in lists like [1, 32, 32, 3]"),
+        ({"json": document(data=[True] * 3072)}, "values other than integers from 0 to 255"),
+        ({"json": document(data=[1.0] * 3072)}, "values other than integers from 0 to 255"),
         ({"json": document(data=None)}, "has neither data nor a binary_data_size"),
         ({"json": {"inputs": document()["inputs"] * 2}}, "input 'images' is given twice"),
         ({"json": document(shape=[65, 32, 32, 3], data=[0] * 3072 * 200)}, "expected at most 1,048,576"),
@@ -140,8 +143,43 @@ def test_a_body_that_inflates_too_far_is_refused(server, encoding):
     assert response.status_code == 413
     assert "after decompression" in response.json()["error"]
     for damaged in (compress(PIXELS)[:-5], compress(PIXELS) + b"more"):
-        with pytest.raises(HttpError, match="truncated or has trailing"):
+        with pytest.raises(HttpError, match=r"truncated or has trailing|not valid gzip"):
             inflate(damaged, encoding, 100_000)
+
+
+def test_all_members_of_a_gzip_body_are_read():
+    assert inflate(gzip.compress(b"ab") + gzip.compress(b"c"), "gzip", 100) == b"abc"
+    with pytest.raises(HttpError, match="after decompression"):
+        inflate(gzip.compress(b"ab") + gzip.compress(b"c"), "gzip", 2)
+
+
+@pytest.mark.parametrize("row", [["5", "5", "20", "20"], [True, 0, 20, 20], [[5], [5], [20], [20]]])
+def test_a_box_of_anything_but_four_numbers_is_refused(server, row):
+    image = {"name": "image", "datatype": "BYTES", "shape": [1, 1], "data": ["x"]}
+    box = {"name": "box", "datatype": "FP32", "shape": [1, 4], "data": [row]}
+    response = httpx.post(f"{server.url}/v2/models/light_explain/infer", json={"inputs": [image, box]})
+    assert response.status_code == 400
+    assert response.json()["error"].startswith("input 'box': ")
+
+
+def raw_answer(running, request):
+    with socket.create_connection(("127.0.0.1", int(running.host.split(":")[1])), 30) as client:
+        client.sendall(request)
+        return client.makefile("rb").read()
+
+
+def test_a_request_whose_length_is_ambiguous_ends_its_connection(server):
+    head = b"POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = raw_answer(server, head + b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 4")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_head_that_is_too_large_is_refused_also_when_it_arrives_at_once(server):
+    answer = httpx.get(f"{server.url}/metrics", headers={"X-Filler": "x" * 60_000})
+    assert answer.status_code in (400, 431)
+    assert httpx.get(f"{server.url}/metrics/").status_code == 404
+    assert httpx.get(server.url + INFER).status_code == 405
 
 
 def test_few_bodies_are_inflated_at_a_time(serving, monkeypatch):
@@ -297,7 +335,7 @@ def test_pixels_and_pictures_share_batches(serving):
 
 
 def test_a_slow_head_is_given_up(server, monkeypatch):
-    monkeypatch.setattr("opal_deploy.server.process._HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("opal_deploy.server.connections._HEAD_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", int(server.host.split(":")[1])), 30) as client:
         client.sendall(b"POST /explain HTTP/1.1\r\nHost")
         assert client.recv(100) == b""

@@ -17,7 +17,6 @@ import pytest
 
 from opal_deploy.cli.serve import parse_models
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
-from opal_deploy.server import process
 from opal_deploy.server.app import create_app
 from opal_deploy.server.health import check_health
 from opal_deploy.server.models import ServerState
@@ -52,7 +51,7 @@ def test_a_stopping_server_listens_while_it_is_not_ready_and_a_second_signal_end
         assert httpx.get(f"{url}/v2/models/{exact_model.stem}").status_code == 200
         with socket.create_connection((name, int(port))) as client:
             # in work until its body is there
-            client.sendall(b"POST /explain HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nsome")
+            client.sendall(b"POST /explain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nsome")
             wait_until(lambda: "opal_requests_in_progress 2.0" in httpx.get(f"{url}/metrics").text)
             process.send_signal(signal.SIGINT)
             assert process.stderr is not None
@@ -71,7 +70,7 @@ def test_a_lost_device_ends_the_process_as_stopped_early():
 
 
 def test_a_client_that_reads_nothing_is_left(monkeypatch):
-    monkeypatch.setattr(process, "_READ_SECONDS", 0.2)
+    monkeypatch.setattr("opal_deploy.server.connections.READ_SECONDS", 0.2)
     ended = threading.Event()
 
     async def app(scope, receive, send):
@@ -86,7 +85,7 @@ def test_a_client_that_reads_nothing_is_left(monkeypatch):
         thread.start()
         wait_until(lambda: server.started)
         with socket.create_connection(listener.getsockname(), 30) as client:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             # what it sends to a client that left goes nowhere
             assert ended.wait(30)
         server.should_exit = True

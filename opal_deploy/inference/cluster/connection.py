@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -85,8 +86,8 @@ def connect(address: str) -> Iterator[None]:
     """Connect this process to a cluster while the block runs.
 
     Args:
-        address: `local` starts Ray on this machine until the end of the block; `auto` uses the cluster that this
-            machine belongs to; else HOST:PORT of its head.
+        address: `local` starts Ray on this machine's loopback address until the end of the block; `auto` uses the
+            cluster that this machine belongs to; else HOST:PORT of its head.
 
     Raises:
         MissingExtra: ray is not installed. UsageError: there is no such cluster.
@@ -98,6 +99,18 @@ def connect(address: str) -> Iterator[None]:
             "--ray auto, for instance as `ray job submit -- opal-deploy infer ... --ray auto`"
         )
     _keep_quiet()
+    host, _, port = address.partition(":")
+    if port:
+        _check_reachable(address, host, port)
+    environment = {}
+    if address == LOCAL:
+        # other users of this machine can reach its ports
+        environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if address == LOCAL or (port and _listens_on_loopback_only(host, int(port))):
+        # read when Ray is imported; without it, Ray replaces a loopback address by this machine's outer one
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    environment = {name: value for name, value in environment.items() if name not in os.environ}
+    os.environ.update(environment)
     import ray
 
     if ray.is_initialized():
@@ -107,9 +120,6 @@ def connect(address: str) -> Iterator[None]:
         options |= {"address": "local", "include_dashboard": False}
     else:
         options["address"] = address
-        host, _, port = address.partition(":")
-        if port:
-            _check_reachable(address, host, port)
         if host.startswith("127."):
             # otherwise Ray uses this machine's outer address, where such a cluster has no node
             options["_node_ip_address"] = host
@@ -123,6 +133,8 @@ def connect(address: str) -> Iterator[None]:
     finally:
         with _signal_handlers_kept():
             ray.shutdown()
+        for name in environment:
+            del os.environ[name]
 
 
 def list_nodes() -> list[Node]:
@@ -167,6 +179,21 @@ def _check_reachable(address: str, host: str, port: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (ValueError, OverflowError, OSError) as error:
         raise _no_connection(address, error) from None
+
+
+def _listens_on_loopback_only(host: str, port: int) -> bool:
+    """Return whether a port of this machine is open at a loopback address, but not at its outer address."""
+    if not (host.startswith("127.") or host == "localhost"):
+        return False
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # sends nothing: it only asks for the route
+            probe.connect(("192.0.2.1", 9))
+            outer = probe.getsockname()[0]
+        socket.create_connection((outer, port), timeout=_CONNECT_SECONDS).close()
+    except OSError:
+        return True
+    return False
 
 
 def _no_connection(address: str, error: Exception) -> UsageError:

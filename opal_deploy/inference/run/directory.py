@@ -165,8 +165,8 @@ def inspect_run_dir(
     if different := _differences(document["run"], config):
         raise UsageError(f"{where}: it holds another run: {'; '.join(different)}; {_HINT}")
     summary = _read(root / SUMMARY) or {}
-    # the summary may be that of other results
-    finished = summary.get("complete") is True and summary.get("results_bytes") == size
+    # a summary of other results, or of results that are gone, says nothing
+    finished = size is not None and summary.get("complete") is True and summary.get("results_bytes") == size
     started, resumed = document.get("started"), document.get("resumed")
     return RunDirectory(
         root,

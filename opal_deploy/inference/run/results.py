@@ -26,8 +26,6 @@ from opal_deploy.records.record import RECORD_SCHEMA, Record
 SYNC_SECONDS = 5.0
 # a record is a few kilobytes; a damaged file may have no line ends at all
 _MAX_LINE_BYTES = 16 << 20
-# drawings may reach the disk later than records: after a power failure the last ones may be missing or empty
-_CHECKED_BYTES = 32 << 20
 
 # pipes and devices have nothing to sync
 _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
@@ -75,12 +73,21 @@ class RecordWriter:
             self.sync()
 
     def sync(self) -> None:
-        """Flush all records to disk; raise StoppedEarly if that fails."""
+        """Flush all records to disk; raise StoppedEarly if that fails, or if the file is no longer at its path."""
         try:
             os.fsync(self._stream.fileno())
         except OSError as error:
             if error.errno not in _NOTHING_TO_SYNC:
                 raise self._failed(error) from None
+        try:
+            present = os.path.samestat(os.fstat(self._stream.fileno()), self.path.stat())
+        except OSError:
+            present = False
+        if not present:
+            raise StoppedEarly(
+                f"{self.path}: removed or replaced during the run, with {self.count} records in it; leave the folder "
+                "as it is until the run ends"
+            )
         self._synced = time.monotonic()
 
     def _failed(self, error: OSError) -> StoppedEarly:
@@ -127,7 +134,7 @@ def load_resume_point(
         out: the run directory.
         requests: the images; left at the first one without a record.
         count: is called with each whole record.
-        check_drawings: resume at the first of the last records whose drawing is missing.
+        check_drawings: stop before the first record whose drawing is missing or empty, as after a power failure.
 
     Raises:
         UsageError: the images are not those of the run; nothing was changed.
@@ -136,12 +143,10 @@ def load_resume_point(
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
-            end = _find_missing_drawing(out, stream, size) if check_drawings else size
-            stream.seek(0)
             num_records, offset = 0, 0
-            for line in _lines(stream, end):
+            for line in _lines(stream):
                 record = parse_record(line)
-                if record is None:
+                if record is None or (check_drawings and not has_drawings(out, record)):
                     break
                 _check_same_image(out, num_records, record, next(requests, None))
                 count(record)
@@ -157,7 +162,7 @@ def load_resume_point(
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the records of a file, up to the first line that is not a whole record."""
     with path.open("rb") as stream:
-        for line in _lines(stream, None):
+        for line in _lines(stream):
             record = parse_record(line)
             if record is None:
                 return
@@ -181,11 +186,8 @@ def parse_record(line: bytes) -> Record | None:
     return cast(Record, record)
 
 
-def _lines(stream: BinaryIO, end: int | None) -> Iterator[bytes]:
-    while end is None or stream.tell() < end:
-        line = stream.readline(_MAX_LINE_BYTES)
-        if not line:
-            return
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    while line := stream.readline(_MAX_LINE_BYTES):
         yield line
 
 
@@ -199,20 +201,9 @@ def _check_same_image(out: Path, index: int, record: Record, request: InputImage
     )
 
 
-def _find_missing_drawing(out: Path, stream: BinaryIO, size: int) -> int:
-    """Return the offset of the first of the last records whose drawing is missing or empty; else `size`."""
-    start = max(0, size - _CHECKED_BYTES)
-    stream.seek(start)
-    if start:
-        stream.readline(_MAX_LINE_BYTES)
-    while True:
-        offset = stream.tell()
-        record = parse_record(stream.readline(_MAX_LINE_BYTES))
-        if record is None:
-            return size
-        drawings = (record.get("overlay"), record.get("sheet"))
-        if not all(_has_content(out / name) for name in drawings if name is not None):
-            return offset
+def has_drawings(out: Path, record: Record) -> bool:
+    """Return whether the drawings that a record names are in the run directory, and not empty."""
+    return all(_has_content(out / name) for name in (record.get("overlay"), record.get("sheet")) if name is not None)
 
 
 def _has_content(path: Path) -> bool:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.executor import predict_batches, release_each
 from opal_deploy.inference.run.drawing import Drawer, ReportOptions, Thumbnails, prepare_folders, write_report
 from opal_deploy.inference.run.interrupt import Interrupt
-from opal_deploy.inference.run.results import RecordWriter, ResumePoint, load_resume_point, read_records
+from opal_deploy.inference.run.results import RecordWriter, ResumePoint, has_drawings, load_resume_point, read_records
 from opal_deploy.inference.run.summary import ErrorLimit, Summary
 from opal_deploy.inference.run_files import RESULTS
 from opal_deploy.inference.sheets import SheetBuilder
@@ -227,6 +228,8 @@ def run(
                 report(summary)
                 _check_errors(options, summary)
         if not interrupt.stopped:
+            if options.draws and options.remote is None:
+                _check_drawings(options.out)
             if options.report is not None:
                 write_report(options.out, options.report, thumbnails, options.drawings_out)
             for kind in options.formats:
@@ -235,6 +238,15 @@ def run(
         summary.seconds = time.perf_counter() - started
         summary.times = timer.read()
     return summary
+
+
+def _check_drawings(out: Path) -> None:
+    for number, record in enumerate(read_records(out / RESULTS), 1):
+        if not has_drawings(out, record):
+            raise StoppedEarly(
+                f"{out}: a drawing of record {number}, {record['image']}, was removed during the run; leave the folder "
+                "as it is until the run ends"
+            )
 
 
 def _resume(requests: Iterator[InputImage], options: RunOptions, summary: Summary) -> ResumePoint:

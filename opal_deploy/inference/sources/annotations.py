@@ -18,12 +18,13 @@ import csv
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Generic, Protocol, TypeVar
 
-from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.files import compute_sha256, read_text
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.sources.items import FRAME_NAME
 from opal_deploy.inference.types import InputImage
@@ -123,14 +124,12 @@ def read_boxes(path: Path) -> Boxes:
     """
     from opal_deploy.datasets.boxes import CUB_IMAGES, find_box_file, is_cub_boxes, read_cub_boxes
 
-    if path.is_dir():
+    if os.path.isdir(path):
         file = find_box_file(path)
         return _read_box_folder(path) if file is None else read_boxes(file)
     expected = "expected a CSV or COCO file, CUB's bounding_boxes.txt, or Stanford Dogs' Annotation folder"
     try:
-        # keep line ends: a quoted name may contain one
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-            text = stream.read()
+        text = read_text(path, "surrogateescape")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); {expected}") from None
     identity = f"{path.name}, sha256 {compute_sha256(path)}"
@@ -205,7 +204,7 @@ class CocoObject:
 def read_objects(path: Path) -> PathLookup[list[CocoObject]]:
     """Read a COCO file's objects by image, without images that have none; raise UsageError if there are none."""
     try:
-        text = path.read_text("utf-8-sig")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); expected a COCO file") from None
     by_name: dict[str, list[CocoObject]] = {}
@@ -231,7 +230,7 @@ def _parse_coco(path: Path, text: str) -> list[tuple[str, CocoObject]]:
             )
             for entry in document["annotations"]
         ]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(
             f"{path}: not a COCO file ({error!r}); expected images with id and file_name, annotations with image_id "
             "and bbox"
@@ -303,9 +302,8 @@ def read_labels(text: str) -> Labels:
     path = Path(text)
     expected = "expected `folders`, or a CSV file with the columns image and label"
     try:
-        # keep line ends: a quoted name may contain one
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-            by_name = _parse_label_rows(path, csv.DictReader(stream))
+        text = read_text(path, "surrogateescape")
+        by_name = _parse_label_rows(path, csv.DictReader(io.StringIO(text, newline="")))
         identity = f"{path.name}, sha256 {compute_sha256(path)}"
     except OSError as error:
         raise UsageError(f"--labels {path}: cannot be read ({error.strerror or error}); {expected}") from None

@@ -251,7 +251,8 @@ def _walk(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iter
         elif isinstance(entry, InputImage):
             yield replace(entry, relative=cast(Path, entry.source).relative_to(folder).as_posix())
         else:
-            is_link = entry.is_symlink()
+            # unlike pathlib's, it is False for a path that is too long
+            is_link = os.path.islink(entry)
             real_path = os.path.realpath(entry) if is_link else os.path.join(stack[-1].real_path, entry.name)
             # a link to a folder around it would never end
             if is_link and any(_contains(real_path, around.real_path) for around in stack):

@@ -224,6 +224,11 @@ def expand_videos(items: Iterable[InputImage], options: VideoOptions) -> Iterato
                 yield item
 
 
+def undivided_error(video: Path) -> ImageError:
+    """Return the error of a video that is listed where no frames of videos are chosen."""
+    return ImageError("not_an_image", f"it is a video; {_HOW.format(video)}")
+
+
 def find_frame(reader: FrameReader, path: Path, item: InputImage, *, at_end: bool = False) -> InputImage:
     """Return a recorded image with the pixels of its frame; an image that is not a frame as it is.
 
@@ -234,7 +239,7 @@ def find_frame(reader: FrameReader, path: Path, item: InputImage, *, at_end: boo
         at_end: read all of a video that has an error record, to find its error.
     """
     name = parse_frame_name(str(path))
-    if name is None and at_end and is_video_name(path.name) and path.is_file():
+    if name is None and at_end and is_video_name(path.name) and os.path.isfile(path):
         name = FrameName(str(path), _BEHIND_THE_END)
     return item if name is None else _read_frame(reader, name, item)
 
@@ -252,7 +257,7 @@ def _read_frame(reader: FrameReader, name: FrameName, item: InputImage) -> Input
 
 def _frames(reader: FrameReader, item: InputImage, video: Path, sampling: Sampling | None) -> Iterator[InputImage]:
     if sampling is None:
-        yield replace(item, error=ImageError("not_an_image", f"it is a video; {_HOW.format(video)}"))
+        yield replace(item, error=undivided_error(video))
         return
     first = 0
     while True:

@@ -1,9 +1,11 @@
 """`infer --ray` on a cluster of three nodes on this machine: its files are those of one machine, whatever dies."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -250,6 +252,68 @@ def test_a_node_that_does_not_see_a_path_says_which(tmp_path):
     refused = ChunkActor().open(config)
     assert isinstance(refused, UsageError)
     assert str(refused).startswith(f"{missing}: not there; expected images, --out and --atlas on storage that all")
+
+
+LISTENERS = """
+import os, sys
+from opal_deploy.inference.cluster.connection import connect
+with connect(sys.argv[1]):
+    import ray
+    print(ray.get(ray.remote(lambda: 3).remote()), os.environ.get("RAY_AUTH_MODE"), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def listening_addresses():
+    """Return the addresses, as the kernel writes them, and inodes of all sockets of this machine that listen."""
+    tables = [Path("/proc/net", kind).read_text() for kind in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return {row[9]: row[1].partition(":")[0] for row in rows if row[3] == "0A"}
+
+
+def sockets_of_ray():
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            if b"ray" in (folder.parent / "cmdline").read_bytes():
+                yield from (os.readlink(file)[8:-1] for file in folder.iterdir() if os.readlink(file)[:8] == "socket:[")
+
+
+def test_ray_on_this_machine_alone_listens_on_its_loopback_address_with_a_token():
+    before = set(sockets_of_ray())
+    command = [sys.executable, "-c", LISTENERS, "local"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "3 token\n"
+        ours, addresses = set(sockets_of_ray()) - before, listening_addresses()
+        process.communicate("\n")
+    open_to = {addresses[inode] for inode in ours if inode in addresses}
+    # 127.0.0.1, as IPv4 and as IPv6
+    assert open_to <= {"0100007F", "0000000000000000FFFF00000100007F"}, open_to
+    assert open_to
+
+
+def test_a_cluster_at_the_loopback_address_is_reached_there(tmp_path):
+    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    head = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
+    options = [f"--port={port}", "--num-cpus=1", "--include-dashboard=false", f"--temp-dir={folder}"]
+    with subprocess.Popen(
+        [*head, *options], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as ray:
+        try:
+            command = [sys.executable, "-c", LISTENERS, f"127.0.0.1:{port}"]
+            for _ in range(60):
+                done = subprocess.run(command, input="\n", capture_output=True, text=True, timeout=120)
+                if "no connection" not in done.stderr:
+                    break
+                time.sleep(1)
+            assert done.stdout == "3 None\n", done.stderr
+        finally:
+            ray.terminate()
+            ray.wait(60)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_damaged_model_is_the_one_line_of_the_node_that_opens_it(infer, nodes, exact_model):

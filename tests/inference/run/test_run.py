@@ -1,12 +1,13 @@
 """A run from requests to a run directory: its content at the end, and after what can go wrong in the middle."""
 
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.decoding import prepare
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
@@ -64,6 +65,47 @@ def test_an_image_that_memory_cannot_hold_until_it_is_drawn_keeps_its_record(tmp
     records = read_results(tmp_path / "out")
     found = [(r["status"], "overlay" in r, "drawing_error" in r) for r in records]
     assert found == [("ok", False, True), ("ok", True, False)]
+
+
+def rename(path):
+    path.rename(path.with_name(f"{path.name}-old"))
+
+
+def replace_file(path):
+    path.unlink()
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "remove", "message"),
+    [
+        pytest.param("results.jsonl", Path.unlink, "results.jsonl: removed or replaced", id="records deleted"),
+        pytest.param("results.jsonl", replace_file, "results.jsonl: removed or replaced", id="records replaced"),
+        pytest.param("", shutil.rmtree, "results.jsonl: removed or replaced", id="folder deleted"),
+        pytest.param("", rename, "results.jsonl: removed or replaced", id="folder renamed"),
+        pytest.param("overlays/000000-0.png.jpg", Path.unlink, "drawing of record 1, .*in/0.png", id="overlay deleted"),
+    ],
+)
+def test_what_is_removed_during_a_run_is_no_success(tmp_path, name, remove, message):
+    for number in range(12):
+        save(tmp_path / f"in/{number}.png")
+    out, explain = tmp_path / "out", name.startswith("overlays")
+
+    removed = []
+
+    def remove_once(summary):
+        if not removed:
+            removed.append(summary.total)
+            remove(out / name)
+
+    with pytest.raises(StoppedEarly, match=message):
+        run_in(out, tmp_path / "in", explain=explain, report=remove_once)
+    # the next run misses nothing
+    resumed = RunOptions(out, InferenceOptions(batch=4), ReportOptions() if explain else None, resume=True)
+    out.mkdir(exist_ok=True)
+    summary = run(discover([str(tmp_path / "in")], Skipped()), LocalBackend([BrightSession()]), resumed)
+    assert summary.total == len(read_results(out)) == 12
+    assert all((out / record["overlay"]).exists() for record in read_results(out) if explain)
 
 
 ODD_NAMES = [

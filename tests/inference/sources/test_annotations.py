@@ -88,6 +88,11 @@ def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path):
         read_boxes(tmp_path / "voc.xml")
 
 
+def make_pipe(folder):
+    os.mkfifo(folder / "pipe.csv")
+    return folder / "pipe.csv"
+
+
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
@@ -108,6 +113,8 @@ def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path):
         (boxes, coco(images=["a.jpg"]), "not a COCO file"),
         (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3]}]), "not a COCO file"),
         (boxes, coco(annotations=[{"image_id": 7, "bbox": None}]), "not a COCO file"),
+        (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3, 10**400]}]), "not a COCO file"),
+        (boxes, "{" + '"a":[' * 200_000, "not a COCO file"),
         (boxes, coco(annotations=[]), "no boxes in it"),
         (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3, 4]}] * 2), "two boxes for a.jpg"),
         (labels, "", "columns none; expected image and label"),
@@ -118,6 +125,9 @@ def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path):
         (labels, "image,label\na,x\n./a,y\n", "two labels for a; expected one per image"),
         (lambda folder, _: read_boxes(folder / "none.csv"), "", "cannot be read"),
         (lambda folder, _: read_labels(str(folder / "none.csv")), "", "No such file or directory"),
+        # a pipe would be waited for forever
+        (lambda folder, _: read_boxes(make_pipe(folder)), "", "cannot be read .*a pipe or a device"),
+        (lambda folder, _: read_labels(str(make_pipe(folder))), "", "cannot be read .*a pipe or a device"),
     ],
 )
 def test_a_malformed_or_missing_file_is_refused_in_one_line(tmp_path, read, text, message):

@@ -217,6 +217,30 @@ def test_special_files_and_broken_links_get_one_record_each(tmp_path):
         }
 
 
+def test_what_the_system_refuses_gets_a_record_and_the_others_theirs(tmp_path, monkeypatch):
+    good = save(tmp_path / "good.png")
+    # seeking in it is an error
+    (tmp_path / "list.txt").write_text(f"/proc/self/mem\n{good}\n{'x' * 5000}.mp4\n{'x' * 5000}.png\n")
+    listed = list(discover([f"@{tmp_path / 'list.txt'}"], Skipped()))
+    assert [code(r) for r in predict(listed, BrightSession(), batch=4)] == [
+        "unreadable", None, "not_an_image", "unreadable",
+    ]  # fmt: skip
+    # deeper than any path may be long
+    name = "d" * 200
+    monkeypatch.chdir(tmp_path)
+    for _ in range(30):
+        os.mkdir(name)
+        os.chdir(name)
+        shutil.copy(good, "a.png")
+    os.chdir(tmp_path)
+    records = predict(discover([name], Skipped()), BrightSession(), batch=4)
+    errors = [code(r) for r in records]
+    assert len(records) > 15
+    assert set(errors) == {None, "unreadable"}
+    # the folder that is too deep, once
+    assert errors.count("unreadable") <= 2
+
+
 def test_files_that_vanish_or_change_during_the_run_get_one_record_each(tmp_path):
     for number in range(40):
         save(tmp_path / f"in/{number:02}.png")

@@ -1,0 +1,192 @@
+"""Around every request: who may send it, its id, log line and metrics, and how its connection ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+import uuid
+from contextlib import suppress
+from http import HTTPStatus
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from opal_deploy.server.admission import error_response
+from opal_deploy.server.connections import CROWDED
+from opal_deploy.server.models import ServerState
+from opal_deploy.server.options import ServeOptions
+
+_REQUEST_ID = "X-Request-ID"
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_HEALTH = ("/v2/health/live", "/v2/health/ready")
+# health, and the page that asks for the token, need no token
+_OPEN = (*_HEALTH, "/", "/page.css", "/page.js")
+# h11 limits a head only as long as it is incomplete
+_MAX_HEAD_BYTES = 32 << 10
+# load balancers and Prometheus poll these: logged only when they fail
+_QUIET = ("live", "ready", "model_ready", "metrics")
+# reading and discarding the rest of a body lets a client that is still sending receive the response
+_DISCARD_SECONDS = 2.0
+_CLOSE = {"Connection": "close"}
+_SAFE_METHODS = ("GET", "HEAD")
+
+
+class RequestMiddleware:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
+        # a web page elsewhere cannot know the token
+        self._hosts = None if state.token is not None else AllowedHosts(state.options)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, receive, send, self._state)
+        metrics, start = self._state.metrics, time.perf_counter()
+        metrics.in_progress.inc()
+        try:
+            refusal = self._refuse(scope)
+            await (refusal or self._app)(scope, exchange.receive, exchange.send)
+        finally:
+            metrics.in_progress.dec()
+            self._account(scope, exchange, time.perf_counter() - start)
+
+    def _refuse(self, scope: Scope) -> Response | None:
+        """Return the response to a request that may not be answered, else None."""
+        path, headers = scope["path"], Headers(scope=scope)
+        head = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in scope["headers"])
+        if head > _MAX_HEAD_BYTES:
+            return error_response(431, f"a head of {head:,} bytes found; expected at most {_MAX_HEAD_BYTES:,}", _CLOSE)
+        if path in _HEALTH:
+            return None
+        if CROWDED in scope.get("state", {}):
+            return error_response(503, "too many connections are open; try again later", _CLOSE | {"Retry-After": "1"})
+        if self._hosts is not None:
+            foreign = self._hosts.find_problem(scope["method"], headers)
+            return error_response(403, foreign) if foreign else None
+        if path in _OPEN or self._is_authorized(headers):
+            return None
+        return error_response(
+            401, "expected a bearer token: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
+        )
+
+    def _is_authorized(self, headers: Headers) -> bool:
+        assert self._state.token is not None
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # takes the same time for every token
+        return hmac.compare_digest(given.strip().encode(), self._state.token.encode()) and scheme.lower() == "bearer"
+
+    def _account(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+        route = getattr(scope.get("endpoint"), "__name__", "unknown")
+        known: dict[str, Any] = scope.get("state", {})
+        model, status = known.get("model", ""), exchange.status
+        self._state.metrics.requests.labels(route, model, str(status)).inc()
+        self._state.metrics.request_seconds.labels(route, model).observe(seconds)
+        if route in _QUIET and status == HTTPStatus.OK:
+            return
+        fields = {
+            "method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round(seconds * 1e3, 1)
+        }  # fmt: skip
+        fields |= {name: known[name] for name in ("model", "images", "code") if name in known}
+        self._state.log.request(fields | {"id": exchange.id})
+
+
+class _Exchange:
+    """The messages of one request and its response.
+
+    Attributes:
+        id: the client's, or a new one.
+        status: of the response; until there is one 499, nginx's number for a client that disconnected.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, state: ServerState) -> None:
+        self._receive, self._send, self._state = receive, send, state
+        headers = Headers(scope=scope)
+        given = headers.get(_REQUEST_ID, "")
+        self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        self.status = 499
+        # a client that expects "100 Continue" has not sent its body
+        self._body_is_read = "expect" in headers
+        self._crowded = CROWDED in scope.get("state", {})
+        # RFC 9112, section 6.3: such a request may be an attempt to smuggle another one
+        self._ambiguous = "content-length" in headers and "transfer-encoding" in headers
+
+    async def receive(self) -> Message:
+        """Return the client's next message."""
+        message = await self._receive()
+        self._body_is_read = self._body_is_read or not message.get("more_body")
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the application."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers[_REQUEST_ID] = self.id
+            headers["X-Content-Type-Options"] = "nosniff"
+            if self._state.problem or self._ambiguous:
+                headers["Connection"] = "close"
+            # after a timeout, and where connections are scarce, the client gets no more time
+            if headers.get("connection") == "close" and self.status != HTTPStatus.REQUEST_TIMEOUT and not self._crowded:
+                await self._discard_body()
+        await self._send(message)
+
+    async def _discard_body(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_SECONDS):
+                while not self._body_is_read:
+                    await self.receive()
+
+
+class AllowedHosts:
+    """The names in Host and Origin that are answered without a token: the server's own, and any IP address.
+
+    A browser sends requests of any page to any address, and a page whose name was pointed at this machine after it
+    loaded (DNS rebinding) reads the answers too. Such requests carry the other page's name as their Host or Origin.
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._given = {name.lower() for name in options.allowed_host}
+        self._names = {"localhost", options.host.lower(), *self._given}
+
+    def find_problem(self, method: str, headers: Headers) -> str:
+        """Return why a request may not be answered, or an empty string."""
+        if "*" in self._given:
+            return ""
+        host, origin, site = headers.get("host"), headers.get("origin"), headers.get("sec-fetch-site")
+        if host is not None and not self._is_ours(_name(f"//{host}")):
+            return f"host {host[:80]!r} is not this server's; start it with --allowed-host NAME, or with a token"
+        if origin is not None:
+            if urlsplit(origin).netloc == host or _name(origin) in self._given:
+                return ""
+            return f"a page of {origin[:80]!r} may not use this server; start it with --allowed-host NAME, or a token"
+        # a link to the page is no risk: only the page sees the answer
+        followed = method in _SAFE_METHODS and headers.get("sec-fetch-mode") == "navigate"
+        if site == "cross-site" and not followed:
+            return "a page of another site may not use this server; start it with --allowed-host NAME, or a token"
+        return ""
+
+    def _is_ours(self, name: str) -> bool:
+        try:
+            # an address cannot be pointed elsewhere
+            ip_address(name)
+        except ValueError:
+            return name in self._names or name.endswith(".localhost")
+        return True
+
+
+def _name(url: str) -> str:
+    """Return the name or address in a URL in lower case, without a port; empty where there is none."""
+    try:
+        return (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:
+        return ""
