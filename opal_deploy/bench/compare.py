@@ -217,10 +217,7 @@ def build_comparisons(
         question: `head`: OPAL with all its outputs against the linear head on the same backbone, in one runtime;
             `runtime`: PyTorch eager, as exported, against every other runtime that works here; `precision`: fp32
             against every other precision that the runtime has.
-        networks: the networks to compare variants of.
-        setup: everything that the question does not vary.
         batch: batch size of the call that shows whether a variant works here.
-        log: gets a line per variant.
 
     Raises:
         UsageError: the reference does not work here, or no other variant does.

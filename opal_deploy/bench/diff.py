@@ -12,10 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from opal_deploy.bench.machine import hardware_facts, software_facts
 from opal_deploy.bench.measurement import Figure, Measurement
-from opal_deploy.bench.report import label_measurements
-from opal_deploy.bench.tables import format_number, format_value, humanize
+from opal_deploy.bench.report import (
+    format_number,
+    format_value,
+    hardware_facts,
+    humanize,
+    label_measurements,
+    software_facts,
+)
 
 TOLERANCE = 0.03
 Verdict = Literal["regression", "improvement", "doubtful", "unchanged"]
@@ -26,15 +31,8 @@ class FigureChange:
     """One figure that both sets have.
 
     Attributes:
-        label: name of the measurement.
-        figure: name of the figure in the measurement.
-        unit: its unit.
-        old, new: its values.
         relative: (new - old) / |old|; None if old is 0 and new is not.
         noise: relative change that does not count: the largest of the tolerance and the spreads.
-        worse: whether the change is for the worse.
-        verdict: regression, improvement, doubtful or unchanged.
-        marks: marks of both measurements.
     """
 
     label: str
@@ -66,8 +64,6 @@ class MeasurementDiff:
         only_old, only_new: measurements, or `measurement: figure`, that the other set lacks.
         not_comparable: figures whose unit or direction differs, with the reason.
         repeated: `OLD` or `NEW` with a measurement that occurs more than once in it; the last one counts.
-        machines: differences between the machines.
-        software: differences between versions.
     """
 
     changes: tuple[FigureChange, ...]

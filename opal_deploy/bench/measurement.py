@@ -162,10 +162,6 @@ class Measurement:
     def from_line(line: str, origin: str = "measurement") -> Measurement:
         """Parse and check one line.
 
-        Args:
-            line: JSON.
-            origin: names the line in errors.
-
         Raises:
             UsageError: not JSON, another schema, or a field missing or of the wrong type.
         """

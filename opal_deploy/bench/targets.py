@@ -35,10 +35,8 @@ class Setup:
 
     Attributes:
         runtime: of a checkpoint or a network; ONNX files and engines have their own.
-        device: auto, cpu, cuda or cuda:N.
         threads: CPU threads; None: all that the process may use (PyTorch: its own choice).
         precision: of a checkpoint or a network, None for fp32; ONNX files and engines have their own.
-        channels_last: run PyTorch's convolutions as NHWC.
         cuda_options: of ONNX Runtime on a GPU.
         cuda_graphs: record the kernels of an engine or of torch.compile as CUDA graphs.
     """
@@ -296,7 +294,7 @@ def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:
 def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTarget:
     import torch
 
-    from opal_deploy.bench.torch_graph import TorchGraphSession
+    from opal_deploy.bench.networks import TorchGraphSession
 
     session = TorchGraphSession(
         network.checkpoint,

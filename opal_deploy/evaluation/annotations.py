@@ -57,10 +57,8 @@ class ImageAnnotation:
     """The annotation of one image; its object and parts may be unknown.
 
     Attributes:
-        label: name of the image's class.
         boxes: of the objects of that class.
         mask: returns the object's pixels, bool [height, width]; takes precedence over `boxes`.
-        parts: the visible parts.
     """
 
     label: str
@@ -92,7 +90,6 @@ class ImageAnnotation:
         """Return which of P points hit which of the Q parts, bool [P, Q].
 
         Args:
-            points: P places.
             geometry: of the image; the margin is given at the scale of the model's input.
         """
         hits = np.zeros((len(points), len(self.parts)), np.bool_)
@@ -144,8 +141,6 @@ def annotate(
     """Return the annotations of a data set's samples, row for row.
 
     Args:
-        data: the data set.
-        samples: N samples.
         boxes: images are cropped to the samples' boxes, so that these are not objects within the image.
         parts: read the parts of CUB and of the generated set.
         objects: COCO file whose boxes are the objects. If it has the image's class as a category, only the boxes of

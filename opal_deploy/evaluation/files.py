@@ -98,7 +98,6 @@ def write_model(folder: Path, result: EvaluationResult, metadata: Metadata, samp
     Args:
         folder: created if it does not exist.
         result, samples: of the same N images, in the same order.
-        metadata: of the model.
         root: what the paths in predictions.csv are relative to.
     """
     from sklearn.metrics import confusion_matrix
@@ -143,8 +142,6 @@ def draw_confusion_matrix(counts: NDArray[np.int64], names: Sequence[str], path:
 
     Args:
         counts: [C, C], rows labels; a class without images is an empty row.
-        names: C names.
-        path: of the PNG.
     """
     # the object interface: pyplot keeps global state and looks for a display
     from matplotlib.colors import PowerNorm
@@ -280,8 +277,6 @@ def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> 
 
     Args:
         document: one model's figures as `evaluate --json` prints them.
-        data: the data set.
-        split: the split that was measured.
     """
     evaluation: dict[str, Any] = {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -335,8 +330,6 @@ def record_evaluation(
     The graph, weights or engine stay as they are.
 
     Args:
-        path: the model's file.
-        evaluation: see `build_evaluation`.
         receptive_field: as measured, for a checkpoint that lacks it; None leaves it.
         calibration: as fitted, for a model that has none; None leaves it.
 

@@ -60,7 +60,6 @@ class EvaluationInputs:
     """The images of one split with their annotations.
 
     Attributes:
-        data: the data set.
         samples: the split's images, at least one.
         part_locations: CUB's part locations; None for other data sets or with --no-parts.
         annotations: one per sample, for the pointing game; may be empty.
@@ -76,9 +75,7 @@ def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOpt
     """Read a data set and check that it fits the models.
 
     Args:
-        data: the data set's folder.
         metadata: each model's by its path.
-        options: of the evaluation.
 
     Raises:
         UsageError: the data set does not fit the options or a model.

@@ -22,7 +22,6 @@ def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: in
     Args:
         logits: [N, C], N at least 1.
         labels: [N], class indices.
-        k: 1 ... C.
     """
     best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
     return float((best == labels[:, None]).any(axis=1).mean())
@@ -36,7 +35,6 @@ def margins(
     Args:
         logits: [N, C], C at least 2.
         scores: [N, K].
-        prototypes_per_class: m.
         epsilon: of the embedding's norm.
     """
     # stable: of equal logits the lowest class, as in the records
@@ -73,7 +71,6 @@ class Evaluation:
     """The metrics of N images.
 
     Attributes:
-        images: N.
         loss: cross-entropy over the logits, in nats.
         accuracy: top-1, 0 ... 1.
         spatial_prototype_collapse: mean over images, 0 ... 1 (paper, Supp. D.1); None for a network without slots.
@@ -120,7 +117,6 @@ def compute_metrics(
         logits: [N, C], N at least 1.
         labels: [N], class indices.
         argmax: [N, K], flat cell of each channel's maximum; None for a network without slots.
-        prototypes_per_class: m.
         margins: [N], see `metrics.margins`; None for a network without anchors.
     """
     from scipy.special import log_softmax
@@ -148,7 +144,6 @@ class Agreement:
     """The agreement of two models on the same N images.
 
     Attributes:
-        images: N.
         same_class: share of images with the same predicted class.
         same_cells: share of equal cells among the m of the class that the first model predicts; None for models
             without slots, or with another m or grid.

@@ -174,12 +174,7 @@ def perturbation_curves(
     """Return the curves of every ranking with every baseline for n images; equal sets of removed cells run once.
 
     Args:
-        perturber: of the model.
         images: uint8 [n, H0, W0, 3].
-        rankings: one per image.
-        indices: of the images in the split.
-        grid: (H, W).
-        baselines: at least one.
         seed: of the noise baseline, 0 or more.
     """
     every = frozenset(range(grid[0] * grid[1]))
@@ -268,12 +263,9 @@ def measure_stability(
     """Return the stability of n images under every change, by name.
 
     Args:
-        perturber: of the model.
         images: uint8 [n, H0, W0, 3].
         unchanged: the model's outputs for `images`.
         indices: of the images in the split.
-        metadata: of the model.
-        seed: of the noise.
         center: centre of a cell's receptive field, in cells from the corner of its box (0.5: the box's own centre).
     """
     stabilities: list[dict[str, SlotStability]] = [{} for _ in images]

@@ -35,7 +35,6 @@ class ImageHits:
     """The hits of one image's m cells of evidence on its object and its Q parts.
 
     Attributes:
-        annotation: of the image.
         in_object: bool [m]; None if no object is known.
         on_parts: bool [m, Q].
         random_object: share of all cells that lie in the object; None if no object is known.
@@ -58,7 +57,6 @@ class Share:
 
     Attributes:
         hits: mean over images of the share of an image's cells that hit, with its interval (images are the unit).
-        random: its expectation for random cells.
     """
 
     hits: Mean
@@ -74,7 +72,6 @@ class PartShare:
     """How often the evidence of a class lies on one part, over the correct predictions in which the part is visible.
 
     Attributes:
-        part: its name.
         variant: the name of this class's variant of the part, or empty.
         distinguishing: whether it distinguishes the class from others; None if unknown.
         images: share of images in which at least one cell of the evidence hits it.
@@ -109,7 +106,6 @@ class PointingGame:
             if the annotations do not have it.
         classes: class -> its parts, the most hit first; classes without correct predictions are left out.
         rules: what counts as a hit and as foreground, for a person.
-        confidence: of the intervals.
     """
 
     images: int
@@ -133,9 +129,7 @@ def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, 
     """Compare the evidence of one image with its annotation.
 
     Args:
-        annotation: of the image.
         points: [m, 2], centres (x, y) of the evidence's cells in pixels of the whole image.
-        geometry: of the image.
         grid: (H, W) of the feature map, for the random cells.
     """
     cells = geometry.cell_centres(grid)
@@ -157,7 +151,6 @@ def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, left_out
 
     Args:
         hits: of images with the same number of cells.
-        annotations: the data set's, which describe the rules.
         left_out: number of correct predictions without annotation.
     """
     if not hits:

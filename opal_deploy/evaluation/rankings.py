@@ -80,10 +80,7 @@ def build_rankings(
 
     Args:
         outputs: for the unchanged images of the batch.
-        row: of the image in the batch.
-        metadata: of the model.
         foreground: bool [H * W].
-        seed: 0 or more.
         index: of the image in the split; random cells depend on `seed` and `index` only.
         heat_map: float32 [H * W], by Grad-CAM; None leaves that ranking out.
     """

@@ -33,7 +33,6 @@ def measure_receptive_field(network: OpalNetwork, samples: list[Sample], *, boxe
     Args:
         network: trained; left in evaluation mode.
         samples: at least one; up to 16 of them are used, evenly over the classes.
-        boxes: crop to the samples' boxes.
 
     Raises:
         UsageError: an image cannot be used.

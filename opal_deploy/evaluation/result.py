@@ -172,7 +172,6 @@ def format_threshold(threshold: Threshold, smallest: float | None = None) -> str
     """Return the threshold chosen for an error rate as a line, or the reason why there is none.
 
     Args:
-        threshold: as chosen.
         smallest: the smallest error rate that these images support; None if none.
     """
     target = f"an error rate of at most {100 * threshold.target:g} %"

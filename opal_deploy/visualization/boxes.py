@@ -79,7 +79,6 @@ def draw_boxes(
     by side. Borders lie inside their boxes, so that boxes of neighbouring cells never overlap.
 
     Args:
-        draw: the canvas.
         slots: the boxes, in pixels of the image.
         scale: pixels of the photograph per pixel of the image (x, y).
         size: width and height of the photograph.
@@ -191,7 +190,6 @@ class Tag:
 
     Attributes:
         slots: the numbers, side by side, `per_row` in a row.
-        place: the rectangle that the tag covers.
         letters: font size in pixels.
         casing: width of the dark edge in pixels.
         per_row: numbers per row.
@@ -231,7 +229,6 @@ def place_tags(boxes: Sequence[TaggedBox], size: tuple[int, int], casing: int) -
     out; the legend names the colours too.
 
     Args:
-        boxes: the boxes to tag.
         size: width and height of the photograph.
         casing: width of the tags' dark edge, in pixels.
     """

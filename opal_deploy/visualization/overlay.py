@@ -241,11 +241,7 @@ def format_facts(record: Record) -> str:
 
 
 class _Legend:
-    """The legend of a record with a prediction: label, figures, a note and a bar per slot.
-
-    Attributes:
-        height: in pixels.
-    """
+    """The legend of a record with a prediction: label, figures, a note and a bar per slot."""
 
     def __init__(self, record: Record, width: int, size: int, note: str) -> None:
         self._size, self._width, self._line = size, width, round(size * 1.5)

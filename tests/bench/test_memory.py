@@ -1,7 +1,5 @@
 """Resident memory: a leak is found, a flat curve is called flat, the peak can be reset."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import time
@@ -17,7 +15,7 @@ from opal_deploy.bench.monitor import (
 )
 
 
-def curve(*megabytes: float) -> MemoryCurve:
+def curve(*megabytes):
     return MemoryCurve(tuple(0.5 * index for index in range(len(megabytes))), megabytes)
 
 
@@ -32,7 +30,7 @@ def curve(*megabytes: float) -> MemoryCurve:
     ],
     ids=["loaded at the start", "a leak", "under 10 MB", "under 5 %", "few samples"],
 )
-def test_growth_is_judged_after_the_first_quarter(megabytes: list[float], rise: float | None, text: str) -> None:
+def test_growth_is_judged_after_the_first_quarter(megabytes, rise, text):
     memory = curve(*megabytes)
     assert memory.rise == (None if rise is None else pytest.approx(rise, abs=1e-9))
     assert memory.grows is ("GROWING" in text)
@@ -40,7 +38,7 @@ def test_growth_is_judged_after_the_first_quarter(megabytes: list[float], rise: 
 
 
 @pytest.mark.parametrize("count", [1, 60, 61, 1000])
-def test_a_curve_is_thinned_and_keeps_both_ends(count: int) -> None:
+def test_a_curve_is_thinned_and_keeps_both_ends(count):
     memory = curve(*map(float, range(count)))
     document = json.loads(json.dumps(memory.to_dict()))
     assert len(document["seconds"]) == len(document["megabytes"]) == min(count, MAX_POINTS)
@@ -48,7 +46,7 @@ def test_a_curve_is_thinned_and_keeps_both_ends(count: int) -> None:
     assert [document[name] for name in ("samples", "start", "end", "peak")] == [count, 0, count - 1, count - 1]
 
 
-def test_memory_that_a_process_takes_and_frees_is_seen() -> None:
+def test_memory_that_a_process_takes_and_frees_is_seen():
     with MemorySampler(0.005) as sampler:
         time.sleep(0.05)
         # mapped, so that it goes back to the system when it is freed; written to, so that it is resident
@@ -64,7 +62,7 @@ def test_memory_that_a_process_takes_and_frees_is_seen() -> None:
     assert max(memory.megabytes) - memory.megabytes[-1] > 60
 
 
-def test_the_peak_can_be_reset() -> None:
+def test_the_peak_can_be_reset():
     block = bytearray(200 << 20)
     for page in range(0, len(block), 4096):
         block[page] = 1

@@ -1,10 +1,7 @@
 """Samples of a machine: fakes of a GPU and of psutil play a machine in trouble."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,18 +12,18 @@ from opal_deploy.runtime.devices import GpuSensors, NvmlError
 class FakeSensors(GpuSensors):
     """A GPU in trouble: `reasons` are played one after the other, the clock falls."""
 
-    def __init__(self, *reasons: list[str] | None, name: str = "NVIDIA H200") -> None:
+    def __init__(self, *reasons, name="NVIDIA H200"):
         self.reasons, self.name, self.clock = list(reasons), name, 1980
 
-    def read(self) -> dict[str, float]:
+    def read(self):
         self.clock -= 10
         return {"sm_clock_mhz": self.clock, "power_watts": 699.5}
 
-    def read_clock_reasons(self) -> list[str] | None:
+    def read_clock_reasons(self):
         return self.reasons.pop(0) if len(self.reasons) > 1 else self.reasons[0]
 
 
-def run(sensors: FakeSensors) -> Monitor:
+def run(sensors):
     """Monitor a GPU for four samples."""
     with Monitor([GpuSource(sensors, 0)], interval=60) as monitor:
         for _ in range(3):
@@ -34,7 +31,7 @@ def run(sensors: FakeSensors) -> Monitor:
     return monitor
 
 
-def test_a_throttling_gpu_is_marked_with_the_reason_and_its_readings_are_summarised() -> None:
+def test_a_throttling_gpu_is_marked_with_the_reason_and_its_readings_are_summarised():
     monitor = run(FakeSensors([], ["hw_thermal_slowdown"], ["hw_thermal_slowdown", "hw_slowdown"], []))
     assert set(monitor.marks) == {
         "throttled: hw_slowdown (1 of 4 samples)", "throttled: hw_thermal_slowdown (2 of 4 samples)"
@@ -50,15 +47,15 @@ def test_a_throttling_gpu_is_marked_with_the_reason_and_its_readings_are_summari
 @pytest.mark.parametrize(
     "reasons", [["gpu_idle"], ["applications_clocks_setting"], ["display_clock_setting"], [], None], ids=str
 )
-def test_harmless_reasons_are_counted_and_not_marked(reasons: list[str] | None) -> None:
+def test_harmless_reasons_are_counted_and_not_marked(reasons):
     monitor = run(FakeSensors(reasons))
     conditions, samples = monitor.conditions["cuda:0"], 0 if reasons is None else 4
     assert (monitor.marks, conditions["clock_reason_samples"]) == ((), samples)
     assert conditions["clock_reasons"] == dict.fromkeys(reasons or (), samples)
 
 
-def test_missing_sources_are_recorded_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(index: int) -> GpuSensors:
+def test_missing_sources_are_recorded_with_the_reason(monkeypatch):
+    def fail(index):
         raise NvmlError(f"no GPU {index}")
 
     monkeypatch.setattr("opal_deploy.bench.monitor.GpuSensors", fail)
@@ -74,22 +71,22 @@ def test_missing_sources_are_recorded_with_the_reason(monkeypatch: pytest.Monkey
 class FakePsutil:
     """One CPU: the seconds of this process, of others and of ended children out of each second."""
 
-    def __init__(self, own: float, others: float, children: float = 0.0) -> None:
+    def __init__(self, own, others, children=0.0):
         self.own, self.others, self.children, self.seconds = own, others, children, 0
 
-    def Process(self) -> Any:
-        def cpu_times() -> Any:
+    def Process(self):
+        def cpu_times():
             own, children = self.own * self.seconds, self.children * self.seconds
             return SimpleNamespace(user=own, system=0.0, children_user=children)
 
         return SimpleNamespace(cpu_times=cpu_times, memory_info=lambda: SimpleNamespace(rss=10**8))
 
-    def cpu_times(self, percpu: bool) -> list[Any]:
+    def cpu_times(self, percpu):
         self.seconds += 1
         busy = (self.own + self.others + self.children) * self.seconds
         return [SimpleNamespace(user=busy, system=0.0, idle=self.seconds - busy)] * 64
 
-    def cpu_freq(self) -> Any:
+    def cpu_freq(self):
         raise NotImplementedError
 
 
@@ -102,9 +99,7 @@ class FakePsutil:
     ],
     ids=["quiet", "busy", "own children"],
 )
-def test_cpu_time_of_other_processes_is_marked(
-    monkeypatch: pytest.MonkeyPatch, psutil_module: FakePsutil, own_share: float, others_share: float, marked: bool
-) -> None:
+def test_cpu_time_of_other_processes_is_marked(monkeypatch, psutil_module, own_share, others_share, marked):
     monkeypatch.setattr("opal_deploy.bench.monitor.available_cpu_ids", lambda: {0})
     with Monitor([CpuSource(psutil_module)]) as monitor:
         pass

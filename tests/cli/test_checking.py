@@ -1,24 +1,20 @@
 """`opal-deploy verify RESULTS` and `opal-deploy diff`, run before a record is believed or a model replaced."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
 import warnings
 import zipfile
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from opal_deploy.artifact.files import compute_sha256
-from tests.cli.calls import Opal, one_line, read_results
+from tests.cli.calls import one_line, read_results
 
 
 @pytest.fixture(scope="module")
-def run(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(opal, exact_model, make_pictures, tmp_path_factory):
     """A folder with `in/` and the results of `infer` in `explanations/`."""
     folder = tmp_path_factory.mktemp("run")
     make_pictures(folder / "in", 3)
@@ -29,7 +25,7 @@ def run(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_factory
 
 
 @pytest.fixture(scope="module")
-def other_model(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_model(exact_model, tmp_path_factory):
     """A checkpoint whose weights differ in their last digits from those of `exact_model`."""
     import torch
 
@@ -43,7 +39,7 @@ def other_model(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return path
 
 
-def test_a_runs_records_are_what_its_model_computes(opal: Opal, run: Path, exact_model: Path) -> None:
+def test_a_runs_records_are_what_its_model_computes(opal, run, exact_model):
     sha256 = compute_sha256(exact_model)
     lines = read_results(run / "explanations")
     assert [line["image_sha256"] for line in lines] == [compute_sha256(run / line["image"]) for line in lines]
@@ -61,7 +57,7 @@ def test_a_runs_records_are_what_its_model_computes(opal: Opal, run: Path, exact
     assert json.loads(done.stdout)["checked"] == 2
 
 
-def test_a_changed_record_ends_in_4_and_is_named(opal: Opal, run: Path, exact_model: Path, tmp_path: Path) -> None:
+def test_a_changed_record_ends_in_4_and_is_named(opal, run, exact_model, tmp_path):
     lines = (run / "explanations/results.jsonl").read_text("utf-8").splitlines()
     record = json.loads(lines[1])
     record["evidence"][0]["box"][0] += 1
@@ -74,7 +70,7 @@ def test_a_changed_record_ends_in_4_and_is_named(opal: Opal, run: Path, exact_mo
 
 
 @pytest.fixture(scope="module")
-def archived(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def archived(opal, exact_model, make_pictures, tmp_path_factory):
     """A folder with archives whose members have few names, an empty folder, and their results by kind."""
     folder = tmp_path_factory.mktemp("archived")
     (folder / "empty").mkdir()
@@ -100,9 +96,7 @@ def archived(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_fa
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tgz", "zip"])
-def test_images_of_one_name_are_told_apart(
-    opal: Opal, archived: Path, exact_model: Path, tmp_path: Path, suffix: str
-) -> None:
+def test_images_of_one_name_are_told_apart(opal, archived, exact_model, tmp_path, suffix):
     results = read_results(archived / suffix)
     assert [record["image_index"] for record in results] == [0, 2, 4, 6]
     out = tmp_path / "results.jsonl"
@@ -123,9 +117,7 @@ def test_images_of_one_name_are_told_apart(
 
 
 @pytest.mark.parametrize(("given", "missing"), [([], "x.tar"), (["x.tar"], "empty"), (["empty", "in"], "x.tar")])
-def test_an_archive_that_was_not_given_is_a_wrong_call(
-    opal: Opal, archived: Path, exact_model: Path, given: list[str], missing: str
-) -> None:
+def test_an_archive_that_was_not_given_is_a_wrong_call(opal, archived, exact_model, given, missing):
     done = opal("verify", "tar", *given, "--model", exact_model, cwd=archived)
     assert f"needs {missing}, which was not given; pass the images as for `infer`" in one_line(done)
 
@@ -139,13 +131,13 @@ def test_an_archive_that_was_not_given_is_a_wrong_call(
         ("diff explanations {model} in --fail-on x", "'x' is not one of 'error', 'class'"),
     ],
 )
-def test_a_wrong_call_is_refused(opal: Opal, run: Path, exact_model: Path, call: str, message: str) -> None:
+def test_a_wrong_call_is_refused(opal, run, exact_model, call, message):
     done = opal(*(word.format(model=exact_model) for word in call.split()), cwd=run)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
 
 
-def test_a_model_has_not_changed_against_its_own_results(opal: Opal, run: Path, exact_model: Path) -> None:
+def test_a_model_has_not_changed_against_its_own_results(opal, run, exact_model):
     done = opal("diff", "explanations", "explanations", "--json", "--fail-on", "any", cwd=run)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["changed"] == 0
@@ -154,7 +146,7 @@ def test_a_model_has_not_changed_against_its_own_results(opal: Opal, run: Path, 
     assert (json.loads(done.stdout)["changed"], json.loads(done.stdout)["paired"]) == (0, 4)
 
 
-def test_models_that_differ_in_the_last_digits(opal: Opal, run: Path, exact_model: Path, other_model: Path) -> None:
+def test_models_that_differ_in_the_last_digits(opal, run, exact_model, other_model):
     arguments = ["diff", exact_model, other_model, "in", "--json", "--tolerance", "0", "--fail-on", "any"]
     done = opal(*arguments, "--out", "page.html", cwd=run)
     assert done.returncode == 4, done.stderr

@@ -49,7 +49,7 @@ def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, 
     assert "was not checked" not in printed
     # so short a training is no success, and is called none
     assert figures["test_accuracy"] < 0.95
-    assert "That is low, 95% is expected of 18 epochs on 250 images a species" in printed
+    assert "That is low: 18 epochs on 250 images per species reach 95%" in printed
     # they were trained on as they are
     assert legends[0] == ["training", "validation", "best"]
     # what comes next is said with these very files: one of the commands, as printed

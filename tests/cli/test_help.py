@@ -1,9 +1,6 @@
 """A bare `pip install opal-deploy`: help, and errors that name what to install."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,23 +8,23 @@ from typer.main import get_command
 
 from opal_deploy._version import __version__
 from opal_deploy.cli import app
-from tests.cli.calls import Opal, one_line
+from tests.cli.calls import one_line
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
 
 
-COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
+COMMANDS = sorted(get_command(app).commands)
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS, "bench pipeline"])
-def test_help_needs_nothing_but_typer(opal: Opal, command: str | None) -> None:
+def test_help_needs_nothing_but_typer(opal, command):
     done = opal(*(command.split() if command else []), "--help", blocked=(*HEAVY, "numpy", "PIL"))
     assert done.returncode == 0, done.stderr
     assert "Usage: opal-deploy" in done.stdout
 
 
-def test_help_lists_every_command_and_the_exit_codes_and_the_version_is_the_packages(opal: Opal) -> None:
+def test_help_lists_every_command_and_the_exit_codes_and_the_version_is_the_packages(opal):
     shown = opal("--help").stdout
     named = set(re.findall(r"^ {4}opal-deploy ([a-z]+)\b", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
     assert len(named) > 1
@@ -48,9 +45,7 @@ def test_help_lists_every_command_and_the_exit_codes_and_the_version_is_the_pack
         (["train", "{images}"], "train"),
     ],
 )
-def test_a_missing_package_names_the_extra_to_install(
-    opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path: Path, arguments: list[str], extra: str
-) -> None:
+def test_a_missing_package_names_the_extra_to_install(opal, exact_model, make_pictures, tmp_path, arguments, extra):
     make_pictures(tmp_path / "in", 1)
     filled = [a.format(images=tmp_path / "in", model=exact_model.with_suffix("")) for a in arguments]
     assert f"pip install 'opal-deploy[{extra}]'" in one_line(opal(*filled, blocked=HEAVY, cwd=tmp_path))
@@ -78,12 +73,12 @@ def test_a_missing_package_names_the_extra_to_install(
         (["convert", "x", "--to", "y"], "'y' is not one of 'coco', 'label-studio'; see opal-deploy convert --help"),
     ],
 )
-def test_a_call_that_cannot_be_read_is_refused_in_one_line(opal: Opal, arguments: list[str], message: str) -> None:
+def test_a_call_that_cannot_be_read_is_refused_in_one_line(opal, arguments, message):
     assert one_line(opal(*arguments)).endswith(message)
 
 
 @pytest.mark.parametrize("suffix", [".onnx", ".pt"])
-def test_inspect_needs_neither_torch_nor_a_runtime(opal: Opal, exact_model: Path, suffix: str) -> None:
+def test_inspect_needs_neither_torch_nor_a_runtime(opal, exact_model, suffix):
     done = opal("inspect", exact_model.with_suffix(suffix), blocked=HEAVY)
     assert done.returncode == 0, done.stderr
     assert "shufflenet_v2_x0_5" in done.stderr

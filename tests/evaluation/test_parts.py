@@ -15,7 +15,7 @@ from opal_deploy.datasets import cub
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.evaluation.api import evaluate_model
-from opal_deploy.evaluation.parts import TOP, PartMeter, merge_sides, patch_boxes, purity_by_channel
+from opal_deploy.evaluation.parts import TOP, PartMeter, patch_boxes, purity_by_channel
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
@@ -96,12 +96,6 @@ def test_purity(points, visible, names, scores, cells, expected):
         names,
     )
     assert purity.tolist() == pytest.approx([expected])
-
-
-def test_merged_parts_keep_the_order_of_their_first_mention():
-    present, visible = np.array([[False, False, True, True]]), np.array([[True, False, True, True]])
-    merged, seen = merge_sides(("back", "left eye", "nape", "right eye"), present, visible)
-    assert (merged.tolist(), seen.tolist()) == ([[False, True, True]], [[True, True, True]])
 
 
 # whole models

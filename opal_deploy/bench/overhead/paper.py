@@ -9,7 +9,7 @@ from decimal import Decimal
 from importlib.resources import files
 
 from opal_deploy.bench.overhead.table import Row, summarise
-from opal_deploy.bench.tables import format_fixed
+from opal_deploy.bench.report import format_fixed
 from opal_deploy.errors import VerificationError
 
 _UNITS = {"k": 1_000, "M": 1_000_000}
@@ -21,12 +21,8 @@ class PaperTable:
     """The content of paper.toml; `cells` holds every printed figure: `resnet50.params`, `resnet50.opal_gflops.cub`, ...
 
     Attributes:
-        input_size: (H0, W0).
-        prototypes_per_class: m.
         datasets: number of classes by our name.
-        backbones: torchvision's names.
         titles: the paper's titles of backbones and data sets, by our names.
-        cells: the printed figures by name.
         disputed: reasons for taking a cell as the paper's mistake, by the cell's name.
     """
 

@@ -25,7 +25,7 @@ from opal_deploy.bench.overhead.counting import (
     evaluate_operations,
     sum_operations,
 )
-from opal_deploy.bench.tables import format_fixed, format_table
+from opal_deploy.bench.report import format_fixed, format_table
 from opal_deploy.logs import Log
 
 CONVENTIONS = {
@@ -59,11 +59,7 @@ class Row:
     """One backbone with one number of classes.
 
     Attributes:
-        backbone: with its counts.
         dataset: a name for the classes: `cub`, or `1000 classes`.
-        shape: of the heads.
-        linear: counts of the linear head.
-        opal: counts of the OPAL head.
         plain: counts of the network's own classifier; None if the backbone is cut too early for it.
     """
 
@@ -108,11 +104,8 @@ def count_rows(
     Args:
         backbones: torchvision's names, or `timm:` and timm's.
         classes: names and numbers of classes, C.
-        prototypes: m.
         input_size: (H0, W0) in pixels.
         strides: input pixels per cell, at which every backbone is cut; None cuts before its pooling.
-        keep_layers: keep all layers at each stride.
-        log: gets a line per backbone.
 
     Raises:
         UsageError: no such backbone or stride, its layers cannot be kept, or the stride does not divide the size.

@@ -28,7 +28,6 @@ class Pass:
         images: usable images.
         seconds: from the first file to the last record.
         cpu_seconds: CPU time of the whole process, including the runtime's threads.
-        times: time by stage; empty for the bare session.
         gpu_use: median GPU utilisation in percent; None without samples.
     """
 
@@ -54,7 +53,6 @@ class Bottleneck:
         busy: busy share of each role's threads, 0 ... 1; the loop is busy unless it waits.
         capacity: images per second that each role would reach if it never waited.
         waits: share of the time that the loop waited, by reason; `disk` is writing records.
-        cores: cores that the process may use.
         cores_busy: share of the cores' time that the process used.
         cpu: share of the process's CPU time by stage; `rest` is the runtime's threads and everything outside stages,
             which includes most of a network on the CPU.
@@ -100,9 +98,7 @@ def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], c
     """Find the bottleneck of one or more passes of the same case.
 
     Args:
-        passes: at least one.
         threads: number of threads of each role; the loop has one.
-        cores: cores that the process may use.
     """
     seconds = sum(one.seconds for one in passes)
     images = sum(one.images for one in passes)

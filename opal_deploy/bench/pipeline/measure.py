@@ -54,9 +54,7 @@ class Variant:
 
     Attributes:
         name: INFER or EXPLAIN.
-        passes: one per repeat.
         memory: resident memory during the last pass.
-        bottleneck: of all passes together.
     """
 
     name: str
@@ -72,8 +70,6 @@ class PipelineResult:
     Attributes:
         images: usable images.
         given: all images, including unusable ones.
-        workers: parallel decode and draw workers.
-        session: the session's description.
         bare: passes of the bare session; empty without the network.
         variants: `infer`, and `infer --explain` if the model has evidence.
         peak_megabytes: peak resident memory of the process, including decoded batches.
@@ -95,7 +91,6 @@ class ReplaySession:
 
     Attributes:
         metadata: the model's, so that records and overlays take the same work.
-        description: names the session that computed the outputs.
     """
 
     def __init__(self, metadata: Metadata, outputs: Outputs, origin: str) -> None:
@@ -140,8 +135,6 @@ def measure_pipeline(
 
     Args:
         session: the model's; without the network it only computes the outputs that are replayed.
-        items: the images.
-        options: how to measure.
         log: gets a line per repeat.
         device: the session's; a GPU's utilisation is sampled during `infer`.
         progress: called after each pass over the images with passes done and in total.

@@ -35,10 +35,8 @@ class Ceiling:
     """The peak performance of one device.
 
     Attributes:
-        name: the device's name.
         flops: FLOPs per second by precision, dense (int8: integer operations), without precisions that the device lacks
             or that were not measured.
-        bytes_per_second: memory bandwidth.
         source: the document, or what was timed.
         device: the device that a measured ceiling holds for; empty for a data sheet.
         threads: CPU threads that a measured ceiling holds for.
@@ -106,11 +104,7 @@ def compute_share(
     """Return the share of its ceiling that a throughput reached; None without a known ceiling.
 
     Args:
-        work: the timed network's work.
-        batch: batch size.
-        precision: the network's precision.
         device_name: NVML's or CUDA's name, with or without a leading `cuda:0 `.
-        images_per_second: the throughput.
         measured: a ceiling to use instead of the data sheet, if it has the precision.
     """
     sheet = find_by_driver_name(device_name)
@@ -185,7 +179,6 @@ def measure_ceiling(
 
     Args:
         device_name: `cpu`, `cuda` or `cuda:N`.
-        precisions: the products' precisions.
         threads: CPU threads; None leaves torch's choice.
         progress: called after each run, counted or not, with runs done and in total.
 

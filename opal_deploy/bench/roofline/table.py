@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import Figure, Measurement, Target
 from opal_deploy.bench.options import RooflineOptions
+from opal_deploy.bench.report import format_table
 from opal_deploy.bench.roofline.ceiling import (
     Ceiling,
     default_precisions,
@@ -17,7 +18,6 @@ from opal_deploy.bench.roofline.ceiling import (
     read_ceilings,
 )
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Work, count_backbone_work, count_head_work
-from opal_deploy.bench.tables import format_table
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 

@@ -30,7 +30,6 @@ class Layer:
     Attributes:
         name: path of the module that ran it.
         operation: `conv`, `linear`, or `matmul` of two activations.
-        macs: multiply-accumulates.
         inputs: elements read per image.
         outputs: elements written per image.
         weights: elements of weight and bias, read once per batch.
@@ -166,7 +165,6 @@ def count_module_work(module: nn.Module, input_shape: tuple[int, ...], name: str
     Args:
         module: on any device; `meta` takes no memory.
         input_shape: shape of one input, without the batch.
-        name: name of the result.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode

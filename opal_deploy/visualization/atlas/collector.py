@@ -36,9 +36,6 @@ class PatchCandidate:
 
     Attributes:
         key: minus the value that patches are ranked by.
-        image: the image's name.
-        sha256: digest of the image's file.
-        slot: the slot's evidence in the image's record.
         around: (x0, y0, x1, y1) of the patch around the slot's cell; None: the patch is the cell.
         jpeg: the encoded patch; None if the image was not available.
         label: the image's class; None if it is not known.
@@ -64,8 +61,6 @@ class ImageCounts:
     """The number of images used for an atlas, and of those left out.
 
     Attributes:
-        images: all images.
-        failed: images that could not be used.
         wrong: images left out because their prediction is not their label.
         unlabelled: images left out because they have no label.
         first_failures: names and reasons of the first failed images.
@@ -93,9 +88,7 @@ class AtlasCollector:
     """The best patches of every slot so far, and the sums behind the statistics.
 
     Attributes:
-        metadata: the model's metadata.
         top: largest number of patches per slot, not counting images that are known to show another class.
-        counts: the images seen so far.
     """
 
     def __init__(self, metadata: Metadata, top: int, *, only_correct: bool = False) -> None:
@@ -134,7 +127,6 @@ class AtlasCollector:
             record: a record of any status; with `evidence` if it has a prediction.
             label: the image's label; one that the model does not know counts as none, as names may differ between
                 data set and model.
-            sha256: digest of the image's file.
             image: the whole oriented image, RGB, or its `to_display`; without it there are no patches.
         """
         self.counts.images += 1

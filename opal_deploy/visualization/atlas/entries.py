@@ -36,11 +36,8 @@ class AtlasPatch:
         sha256: hex digest of the image's file.
         cell: (row, col) of the feature map.
         box: (x0, y0, x1, y1) of the cell, in pixels of the whole oriented image.
-        score: the slot's score, in [0, 1].
-        contribution: the slot's contribution; None if the distance has none.
         file: the patch's JPEG, relative to the atlas's folder.
         field: (x0, y0, x1, y1) of the patch, the cell's effective receptive field; None: the patch is the cell.
-        label: the image's class; None if it is not known.
     """
 
     image: str
@@ -64,10 +61,8 @@ class SlotStatistics:
     """The statistics of a slot over the images predicted as its class; all but `images` are None without images.
 
     Attributes:
-        images: number of these images.
         own_cell: share of images in which no other slot of the class chose the same cell.
         strongest: share of images in which the slot is the class's strongest.
-        mean_score: mean score.
         mean_contribution: mean contribution; None also if the distance has no contributions.
         top_cell: (row, col) of the cell chosen most often.
         top_cell_share: share of images in which `top_cell` was chosen.
@@ -151,7 +146,6 @@ class Finding:
 
     Attributes:
         kind: a key of FINDING_KINDS.
-        class_id: the class.
         slot: the slot; None for a finding about the whole class.
         value: the statistic that is out of bounds.
         message: the finding in one sentence.
@@ -169,10 +163,8 @@ class Atlas:
     """An atlas in a folder.
 
     Attributes:
-        root: the folder.
         model: the model that the atlas was built with: file, sha256, checkpoint_sha256, backbone, precision,
             prototypes_per_class, grid, distance.
-        class_names: the model's classes.
         data: the data set that the atlas was built from: description, images, answered, failed, ...
         top: largest number of patches per slot, not counting images that show another class.
         entries: entries by (class, slot), for every slot of the model.
@@ -196,7 +188,6 @@ class Atlas:
 
         Args:
             model: the model's `sha256`, and `checkpoint_sha256` if it is known.
-            name: the model's name in messages.
 
         Raises:
             UsageError: the model is another one.
@@ -215,8 +206,6 @@ class Atlas:
         """Return the patches of a slot, best first.
 
         Args:
-            class_id: the class.
-            slot: the slot.
             exclude: names or file digests (sha256) of images to leave out.
 
         Raises:
@@ -284,9 +273,6 @@ def list_findings(
     """Return the findings about one class, slot by slot.
 
     Args:
-        class_id: the class.
-        label: the class's name.
-        slots: the statistics of the class's slots.
         images_of: the number of images with this label; None if no labels are known.
     """
     if not slots[0].images:
@@ -360,9 +346,6 @@ def find_exemplars(
     A slot without such patches gets those of other classes, each with a warning.
 
     Args:
-        atlas: the model's atlas.
-        class_id: the predicted class.
-        slots: the slots to find patches for.
         exclude: names or file digests (sha256) of images to leave out, such as the image itself.
         rows: largest number of patches per slot.
 

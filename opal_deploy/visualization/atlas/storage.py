@@ -81,8 +81,6 @@ def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any],
     """Write the collected patches to `root` and return their atlas; `save_atlas` completes it.
 
     Args:
-        collector: patches and statistics of all images.
-        root: the atlas's folder.
         model: the model's `file` and `sha256`.
         data: description of the data set, number of images, ...
 

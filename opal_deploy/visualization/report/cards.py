@@ -59,13 +59,9 @@ class Card:
 
     Attributes:
         number: the record's place in the input, 0, 1, ...
-        name: the image's name.
-        status: `ok`, `abstained` or `error`.
         predicted: index of the predicted class among the report's labels; None for a failed image.
         label: index of the image's label among the report's labels; None if it is not known.
-        margin: the margin; None if the record has none.
         value: the cosine of the predicted class, or its logit if `is_cosine` is false.
-        is_cosine: whether values are cosines.
         probability: the calibrated probability of the predicted class; None if the record has none.
         top: (index of the label, cosine or logit) of the closest classes.
         meaning: what the bars show, an index of MEANINGS.
@@ -73,11 +69,9 @@ class Card:
         distinct: number of different cells that the slots chose.
         fields: (x, y, width, height, colour) of the effective receptive field of each different cell, in pixels of the
             photograph; empty if it is not known.
-        width, height: of the photograph, in pixels.
         overlay, sheet: the drawings' files in the run's folder; None without one.
         overlay_width: the overlay's width as a multiple of the photograph's.
         undrawn: why a drawing is missing; else empty.
-        code, message: error of a failed image.
     """
 
     number: int
@@ -144,8 +138,6 @@ def build_card(
     """Return the card of a record of any status.
 
     Args:
-        record: the record.
-        number: the record's place in the input.
         label_index: returns a label's index among the report's labels, adding it if it is new.
         receptive_field: the model's effective receptive field; None if it is not known.
     """
@@ -261,7 +253,6 @@ class Confusion:
         correct: number of these whose predicted class is the label.
         columns: the predicted classes; empty if the matrix would be too large.
         rows: (label, a cell per column); empty if the matrix would be too large.
-        pairs: the most frequent confusions.
         more: number of other confused pairs.
     """
 
@@ -282,9 +273,7 @@ class Tables:
         statuses: records by status.
         classes: predictions by (class id, label).
         codes: failures by error code.
-        failures: the first failures.
         pairs: answered images by (label, predicted class).
-        labelled: whether any image has a label.
     """
 
     limit: int

@@ -53,9 +53,7 @@ def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) ->
     """Return the page up to the cards.
 
     Args:
-        image_mode: whether images are embedded or files beside the page.
         first: cards of the first page, whose sizes go into the style sheet.
-        content: variables of the template.
     """
     style = read_asset("style.css") + "".join(_size_rule(card, image_mode) for card in first)
     policy = (
@@ -163,12 +161,7 @@ class Thumbnail(bytes):
 
 
 def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
-    """Return an overlay without its legend as JPEG of about 480 x 640 pixels at most.
-
-    Args:
-        overlay: the overlay as an image or JPEG.
-        record: the overlay's record.
-    """
+    """Return an overlay without its legend as JPEG of about 480 x 640 pixels at most."""
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
     whole = image.size
     width, height = photograph_size(record.get("width", whole[0]), record.get("height", whole[1]))

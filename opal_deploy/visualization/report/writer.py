@@ -66,7 +66,6 @@ class ReportWriter:
 
     Args:
         path: the report's file; its folder must exist. A hidden file beside it, `.<name>.*.part`, is used to write it.
-        title: the report's heading.
         facts: (name, value) pairs about the run: model, runtime, versions, ...
         limit: largest number of images, and of failures, that are shown; all are counted.
         field: the effective receptive field, which the page shows around cells on demand; None: not shown.
@@ -139,7 +138,6 @@ class ReportWriter:
         """Count a record and, up to the limit, show it.
 
         Args:
-            record: a record of any status.
             overlay: the record's overlay as an image, JPEG or thumbnail; None for a card without an image. Not used if
                 images are files.
 
@@ -177,9 +175,6 @@ class ReportWriter:
 
     def close(self, summary: Sequence[Fact] = ()) -> None:
         """Write the report; after an error nothing remains of it.
-
-        Args:
-            summary: facts to list after `facts`.
 
         Raises:
             ValueError: the report is closed.

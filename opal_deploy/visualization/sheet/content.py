@@ -36,14 +36,10 @@ class SlotView:
     """One slot of one class.
 
     Attributes:
-        slot: the slot, 0 ... m-1.
         channel: the channel, `class_id * m + slot`.
         cell: (row, col) of the feature map.
         box: (x0, y0, x1, y1) of the cell, in pixels of the whole oriented image.
         field: (x0, y0, x1, y1) of the cell's effective receptive field; None if it was not measured.
-        score: the slot's score, in [0, 1].
-        contribution: the slot's contribution; None if the distance has none.
-        name: the slot's name; None if it has none.
         value: what the bar shows: the contribution, or the score if there is none.
         start, stop: ends of the bar as shares of the full bar, on one scale for both classes.
         shared: whether another slot of the class chose the same cell.
@@ -80,7 +76,6 @@ class ClassView:
     """One class and its evidence.
 
     Attributes:
-        class_id, label: the class and its name.
         logit: minus the distance to the class's anchor.
         cosine: <z, a_c>.
         slots: strongest first: by contribution to the cosine, else by score.
@@ -122,7 +117,6 @@ class SheetContent:
         width, height: of the whole oriented image, in pixels.
         crop: (x0, y0, x1, y1) that the model saw, in pixels of the whole image.
         grid: (H, W) of the feature map.
-        distance: the head's distance.
         meaning: what the bars show.
         predicted: the class with the largest logit.
         runner_up: the class with the second largest logit; None for a model with one class.
@@ -130,7 +124,6 @@ class SheetContent:
         min_margin: margin below which the model abstains; None: never.
         differences: contribution of the predicted class's k-th strongest slot minus that of the runner-up's, for each
             k; they add up to the margin. None unless contributions add up to cosines and the margin is positive.
-        label: the image's label; None if it is not known.
         correct: whether the predicted class is the label; None without a label, or if the model has no such class.
     """
 
@@ -338,11 +331,8 @@ def build_sheet_content(
     """Return the content of a sheet.
 
     Args:
-        image: name, geometry and label of the image.
         outputs: the image's outputs, N = 1; with `attention` the sheet has attention maps.
-        metadata: the model's metadata.
         min_margin: margin below which the answer is marked as abstained; None: never.
-        names: names of slots.
 
     Raises:
         ValueError: the model's evidence is not `exact`.

@@ -64,10 +64,8 @@ def draw_class_boxes(
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
         size: (width, height) of the whole image.
-        view: the class.
         bounds: (width, height) in pixels.
         largest: the contribution with the widest border; None: all borders are equal.
-        fields: draw effective receptive fields too.
     """
     drawn = enlarge(photograph, bounds)
     scale = (drawn.width / size[0], drawn.height / size[1])
@@ -99,8 +97,6 @@ def cut_context(
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
         size: (width, height) of the whole image.
-        box: the cell.
-        field: the cell's effective receptive field.
         bounds: (width, height) in pixels.
 
     Returns:
@@ -176,7 +172,6 @@ class Drawing:
     """A laid-out sheet.
 
     Attributes:
-        width, height: in pixels.
         title: the sheet's name, for screen readers.
         description: the sheet in words, for screen readers.
         shapes: later shapes lie over earlier ones.
