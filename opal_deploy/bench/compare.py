@@ -48,8 +48,6 @@ class Comparison:
 
     Attributes:
         reference: name of the first model in the measurement, such as `linear`, `eager`, `fp32`.
-        targets: at least two; all others are compared with the first.
-        unusable: variants that cannot run here, each with the reason.
     """
 
     reference: str
@@ -63,8 +61,6 @@ class TargetRates:
 
     Attributes:
         rates: images per second in each round.
-        batches: calls per run.
-        warm_up_calls: calls discarded before the first round.
     """
 
     rates: tuple[float, ...]
@@ -217,7 +213,6 @@ def build_comparisons(
         question: `head`: OPAL with all its outputs against the linear head on the same backbone, in one runtime;
             `runtime`: PyTorch eager, as exported, against every other runtime that works here; `precision`: fp32
             against every other precision that the runtime has.
-        batch: batch size of the call that shows whether a variant works here.
 
     Raises:
         UsageError: the reference does not work here, or no other variant does.

@@ -77,10 +77,6 @@ class SampleSource(Protocol):
         ...
 
 
-class SourceUnavailable(Exception):
-    """A source cannot be sampled; the message says why."""
-
-
 class GpuSource:
     """One GPU, through NVML."""
 
@@ -88,10 +84,10 @@ class GpuSource:
         """Prepare to sample the GPU with CUDA's number `index`, which CUDA names `expected` (empty: unknown).
 
         Raises:
-            SourceUnavailable: NVML has another GPU under that number.
+            NvmlError: NVML has another GPU under that number.
         """
         if expected and sensors.name != expected:
-            raise SourceUnavailable(f"NVML's GPU {index} is {sensors.name}, CUDA's is {expected}")
+            raise NvmlError(f"GPU {index} is {sensors.name}, CUDA's is {expected}")
         self.name = f"cuda:{index}"
         self._sensors = sensors
         self._reasons: Counter[str] = Counter()
@@ -209,8 +205,6 @@ def monitor_devices(*devices: str) -> Monitor:
             sources.append(GpuSource(GpuSensors(index), index, gpu))
         except NvmlError as error:
             missing[name] = f"NVML: {error}"
-        except SourceUnavailable as error:
-            missing[name] = str(error)
     return Monitor(sources, missing)
 
 

@@ -75,8 +75,6 @@ class LoadedTarget:
     """A model ready to be timed.
 
     Attributes:
-        session: runs the model.
-        target: the description for the measurement.
         threads: threads on the CPU; None on a GPU.
     """
 

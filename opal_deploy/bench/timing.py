@@ -49,7 +49,6 @@ class Timing:
     Attributes:
         repeats: seconds of each call, one float64 array [iterations] per repeat.
         elapsed: seconds of each repeat, including the loop itself.
-        warm_up: the calls before the first repeat.
     """
 
     repeats: tuple[NDArray[np.float64], ...]

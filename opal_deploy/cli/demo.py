@@ -17,9 +17,9 @@ from opal_deploy.errors import UsageError, require
 MARKER = "demo.json"
 # evidence that hits less than twice as often as random cells is weak; the accuracy is that which a test requires
 _GOOD_RATIO, _GOOD_ACCURACY = 2, 0.95
-# Settings that fit into three minutes on two cores, from random weights. At stride 8 a cell sees little more than a part
-# of a creature. The backbone halves its feature maps by windows that do not overlap, so that what a cell sees is centred
-# in its box; in a ResNet trained from random weights it lies up to half a cell off.
+# Settings that fit into three minutes on two cores, from random weights. At stride 8 a cell sees little more than a
+# part of a creature. The backbone halves its feature maps by windows that do not overlap, so that what a cell sees is
+# centred in its box; in a ResNet trained from random weights it lies up to half a cell off.
 BACKBONE, STRIDE, PROTOTYPES, SPECIES, SIZE = "timm:inception_next_atto", 8, 2, 8, 128
 # many images seen a few times, instead of few images seen often and augmented
 TRAIN_PER_CLASS, VAL_PER_CLASS, TEST_PER_CLASS = 250, 15, 15

@@ -40,7 +40,6 @@ class Part:
     """A visible part of an object.
 
     Attributes:
-        name: such as `feet`.
         places: boxes (x0, y0, x1, y1) around it or points (x, y) on it.
         distinguishing: whether it distinguishes the object's class from others; None if unknown.
         variant: the name of this class's variant, such as `boots`; empty if unknown.
@@ -114,7 +113,6 @@ class Annotations:
     Attributes:
         images: N annotations, some of which may be empty.
         foreground: describes the cells of `ImageAnnotation.foreground`: "cells of the annotated boxes".
-        part_rule: says when a part counts as hit; empty without parts.
     """
 
     images: list[ImageAnnotation]

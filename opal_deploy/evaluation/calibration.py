@@ -151,9 +151,7 @@ class CalibrationFigures:
     """The calibration of a model on the images of an evaluation.
 
     Attributes:
-        accuracy: share of correct predictions, 0 ... 1.
         uncalibrated: at temperature 1.
-        calibrated: at the model's temperature; None for a model without one.
         fitted: the calibration fitted on these images, for a model without one; None if none was fitted.
     """
 
@@ -240,9 +238,7 @@ def expected_calibration_error(
     estimate (Roelofs et al., "Mitigating bias in calibration error estimation", AISTATS 2022).
 
     Args:
-        probabilities: float64 [N], of the predicted classes, N at least 1.
         correct: bool [N], whether the prediction is the label.
-        num_bins: at most N are used.
     """
     order = np.argsort(probabilities, kind="stable")
     return float(_binned_errors(probabilities[order][None], correct[order][None].astype(np.float64), num_bins)[0])

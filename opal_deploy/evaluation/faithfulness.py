@@ -90,7 +90,6 @@ class StabilityFigures:
 
     Attributes:
         same_cell, within_one_cell: mean shares of slots, see `SlotStability`.
-        same_class: share of images whose predicted class stayed.
     """
 
     change: str
@@ -106,8 +105,6 @@ class Faithfulness:
     Attributes:
         prototypes_per_class: m, the most cells that are removed.
         different_cells: mean number of different evidence cells per image, d.
-        forward_passes: counted in images.
-        random_control: describes the cells of the random ranking.
         unavailable: ranking -> why it is missing, or measured on fewer images, in one line.
     """
 
@@ -155,7 +152,6 @@ def measure_faithfulness(
         chosen: indices of the images to measure, at least one. Random numbers for an image depend on `seed` and its
             index, not on the other images.
         annotations: of the samples; the random control draws from cells that show the object.
-        baselines: replace removed cells, at least one.
         heat_map: Grad-CAM; None leaves that control out.
         center: centre of a cell's receptive field, in cells from the corner of its box (`EffectiveField.center`).
 
@@ -232,23 +228,26 @@ def _summarize(baseline: Baseline, ranking: str, pairs: list[tuple[Curve, Curve]
             None if ranking == REVERSE else mean_with_interval(drops),
         )
 
+    def mean_of(name: str) -> float:
+        return float(np.mean([getattr(curve, name) for curve in ranked]))
+
     def mean_curve(name: str) -> list[float]:
         curves = [getattr(curve, name) for curve in ranked]
-        padded = np.stack([np.pad(c, (0, steps + 1 - len(c)), mode="edge") for c in curves])
-        return [float(value) for value in padded.mean(axis=0)]
+        padded = [np.pad(curve, (0, steps + 1 - len(curve)), mode="edge") for curve in curves]
+        return [float(value) for value in np.mean(padded, axis=0)]
 
     return RankingFigures(
         baseline,
         ranking,
         len(ranked),
-        float(np.mean([curve.steps for curve in ranked])),
+        mean_of("steps"),
         mean_curve("deletion"),
         mean_curve("insertion"),
         mean_with_interval([curve.deletion_area for curve in ranked]),
         mean_with_interval([curve.insertion_area for curve in ranked]),
         mean_with_interval([curve.drop for curve in ranked]),
-        float(np.mean([curve.class_kept for curve in ranked])),
-        float(np.mean([curve.evidence_share for curve in ranked])),
+        mean_of("class_kept"),
+        mean_of("evidence_share"),
         advantage,
     )
 

@@ -81,11 +81,6 @@ def model_folders(folder: Path, models: Sequence[Path]) -> list[Path]:
     ]
 
 
-def write_evaluation(folder: Path, document: Any) -> None:
-    """Write evaluation.json, the document that `--json` prints."""
-    write_json(folder / EVALUATION, document)
-
-
 def write_model(folder: Path, result: EvaluationResult, metadata: Metadata, samples: list[Sample], root: Path) -> None:
     """Write confusion.csv, confusion.png and predictions.csv of one model.
 
@@ -273,11 +268,7 @@ def _write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str |
 
 
 def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> dict[str, Any]:
-    """Return the document that a model's metadata stores (see `artifact.evaluation`).
-
-    Args:
-        document: one model's figures as `evaluate --json` prints them.
-    """
+    """Return the document that a model's metadata stores (see `artifact.evaluation`)."""
     evaluation: dict[str, Any] = {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "opal_deploy": __version__,
@@ -311,12 +302,8 @@ def _summarize_faithfulness(measured: Mapping[str, Any]) -> dict[str, Any]:
             }
         )
     same_cell = {row["change"]: row["same_cell"]["mean"] for row in measured["stability"]}
-    return {
-        "images": measured["images"],
-        "random_control": measured["random_control"],
-        "removal": removal,
-        "same_cell": same_cell,
-    }
+    kept = {key: measured[key] for key in ("images", "random_control")}
+    return {**kept, "removal": removal, "same_cell": same_cell}
 
 
 def record_evaluation(

@@ -60,7 +60,6 @@ class EvaluationInputs:
     """The images of one split with their annotations.
 
     Attributes:
-        samples: the split's images, at least one.
         part_locations: CUB's part locations; None for other data sets or with --no-parts.
         annotations: one per sample, for the pointing game; may be empty.
     """
@@ -73,9 +72,6 @@ class EvaluationInputs:
 
 def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOptions) -> EvaluationInputs:
     """Read a data set and check that it fits the models.
-
-    Args:
-        metadata: each model's by its path.
 
     Raises:
         UsageError: the data set does not fit the options or a model.

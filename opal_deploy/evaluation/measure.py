@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from opal_deploy.artifact.files import model_kind
+from opal_deploy.artifact.files import model_kind, write_json
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.evaluation import files
 from opal_deploy.evaluation.api import EvaluateOptions
@@ -71,7 +71,7 @@ def measure_models(models: Sequence[EvaluatedModel], data: Path, options: Evalua
             fitted = measured["calibration"].get("fitted")
             options.log(files.record_evaluation(path, evaluation, measured.get("receptive_field"), fitted))
     if out is not None:
-        files.write_evaluation(out, documents[0] if len(documents) == 1 else documents)
+        write_json(out / files.EVALUATION, documents[0] if len(documents) == 1 else documents)
         options.log(str(out))
     return results
 

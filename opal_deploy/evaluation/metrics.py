@@ -116,7 +116,6 @@ def compute_metrics(
     Args:
         logits: [N, C], N at least 1.
         labels: [N], class indices.
-        argmax: [N, K], flat cell of each channel's maximum; None for a network without slots.
         margins: [N], see `metrics.margins`; None for a network without anchors.
     """
     from scipy.special import log_softmax

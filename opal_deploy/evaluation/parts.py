@@ -64,7 +64,6 @@ class PartFigures:
         stability: see `prototype_stability`; None where it cannot be measured.
         purity: mean over the K channels, see `purity_by_channel`; None where it cannot be measured.
         purity_std: standard deviation of the purity over channels.
-        prototypes: number of prototypes of the classes with images.
         unavailable: figure to the reason why it is None.
     """
 
@@ -102,7 +101,6 @@ class PartMeter:
     A checkpoint's session always gives attention maps; an exported model only if they are among its outputs.
 
     Attributes:
-        run: the session's `run`, with attention maps wherever the session can give them.
         unavailable: figure to the reason why it cannot be measured on this model, and a remedy.
     """
 
@@ -112,7 +110,6 @@ class PartMeter:
         """Prepare for the data set's N images.
 
         Args:
-            labels: [N], class indices.
             cropped: whether images are cropped to their boxes, as the protocol asks.
         """
         self._metadata, self._parts, self._labels, self._seed = session.metadata, parts, labels, seed

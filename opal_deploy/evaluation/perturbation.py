@@ -265,7 +265,6 @@ def measure_stability(
     Args:
         images: uint8 [n, H0, W0, 3].
         unchanged: the model's outputs for `images`.
-        indices: of the images in the split.
         center: centre of a cell's receptive field, in cells from the corner of its box (0.5: the box's own centre).
     """
     stabilities: list[dict[str, SlotStability]] = [{} for _ in images]

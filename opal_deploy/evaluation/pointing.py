@@ -50,6 +50,11 @@ class ImageHits:
     random_any: float
     random_distinguishing: float
 
+    @property
+    def on_distinguishing(self) -> NDArray[np.bool_]:
+        """Which cells hit a distinguishing part, bool [m]."""
+        return np.asarray(self.on_parts[:, self.annotation.distinguishing].any(axis=1))
+
 
 @dataclass(frozen=True)
 class Share:
@@ -105,7 +110,6 @@ class PointingGame:
         object, part, distinguishing_part: shares of hits in the object, on any part, on any distinguishing part; None
             if the annotations do not have it.
         classes: class -> its parts, the most hit first; classes without correct predictions are left out.
-        rules: what counts as a hit and as foreground, for a person.
     """
 
     images: int
@@ -150,7 +154,6 @@ def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, left_out
     """Return the summary of the images' hits; None without images.
 
     Args:
-        hits: of images with the same number of cells.
         left_out: number of correct predictions without annotation.
     """
     if not hits:
@@ -167,12 +170,7 @@ def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, left_out
         len(hits[0].on_parts),
         _share([(hit.in_object, hit.random_object) for hit in hits]),
         _share([(np.asarray(hit.on_parts.any(axis=1)), hit.random_any) for hit in parted]),
-        _share(
-            [
-                (np.asarray(hit.on_parts[:, hit.annotation.distinguishing].any(axis=1)), hit.random_distinguishing)
-                for hit in known
-            ]
-        ),
+        _share([(hit.on_distinguishing, hit.random_distinguishing) for hit in known]),
         {name: _part_shares(by_class[name]) for name in sorted(by_class)},
         "; ".join(filter(None, (annotations.part_rule, random_cells))),
     )

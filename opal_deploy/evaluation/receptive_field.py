@@ -55,7 +55,6 @@ def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], fie
     which the mean of the shares reaches 90 %; it may reach beyond the image, where there is no energy.
 
     Args:
-        network: with `exact` evidence; left in evaluation mode.
         images: uint8 [n, H0, W0, 3] of the network's input size, n at least 1.
         field: the theoretical field of the network's cells.
     """

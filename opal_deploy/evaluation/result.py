@@ -143,14 +143,8 @@ def format_table(results: Sequence[ModelEvaluation]) -> Iterator[str]:
                 _percent(None if collapse is None else 100 * collapse, None if spread is None else 100 * spread),
             ]
         )
-        if parts is None:
-            rows[-1] += ["-", "-", "-"]
-        else:
-            rows[-1] += [
-                _percent(parts.consistency),
-                _percent(parts.stability),
-                _percent(parts.purity, parts.purity_std),
-            ]
+        figures = (None,) * 4 if parts is None else (parts.consistency, parts.stability, parts.purity, parts.purity_std)
+        rows[-1] += [_percent(figures[0]), _percent(figures[1]), _percent(*figures[2:])]
     columns = [column for column in zip(*rows, strict=True) if any(cell != "-" for cell in column[1:])]
     yield ""
     yield from format_columns([list(row) for row in zip(*columns, strict=True)])

@@ -35,8 +35,6 @@ class EvaluationResult:
 
     Attributes:
         labels: [N], class indices.
-        outputs: the model's outputs without attention maps.
-        geometries: one per image.
         margins: [N], see `metrics.margins`; None for a model without anchors.
     """
 
@@ -67,7 +65,6 @@ def evaluate_session(
 
     Args:
         parts: the samples' part locations; None leaves out consistency, stability and purity.
-        seed: of stability's noise, 0 or more.
 
     Raises:
         UsageError: an image cannot be used, or the logits for an image are not finite.

@@ -168,16 +168,15 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
     if photograph.size != (width, height):
         photograph = photograph.resize((width, height), Image.Resampling.NEAREST)
 
-    size = _font_size(width, height)
-    beside = height > _BESIDE_RATIO * width
+    size, beside = _font_size(width, height), height > _BESIDE_RATIO * width
     legend_width = _MIN_WIDTH_EM * size if beside else max(width, _MIN_WIDTH_EM * size)
     boxes = place_boxes(record, field)
     notes = [BOX_NOTE] if len(boxes) > 1 and boxes[0].share is not None else []
     legend = _Legend(record, legend_width, size, " ".join([*notes, *([FIELD_NOTE] if field is not None else [])]))
-    if beside:
-        canvas = Image.new("RGB", (width + legend_width, max(height, legend.height)), PAPER)
-    else:
-        canvas = Image.new("RGB", (legend_width, height + legend.height), PAPER)
+    whole_size = (
+        (width + legend_width, max(height, legend.height)) if beside else (legend_width, height + legend.height)
+    )
+    canvas = Image.new("RGB", whole_size, PAPER)
     canvas.paste(photograph, (0, 0))
     draw = ImageDraw.Draw(canvas)
     legend.draw(draw, width if beside else 0, 0 if beside else height)
@@ -222,7 +221,6 @@ def crop_box(image: Image.Image, box: Sequence[float], size: tuple[int, int]) ->
     Args:
         image: the whole image, or its `to_display`.
         box: (x0, y0, x1, y1) in pixels of the whole image, x1 and y1 exclusive.
-        size: (width, height) of the whole image.
     """
     x0, y0, x1, y1 = (round(value * image.size[axis % 2] / size[axis % 2]) for axis, value in enumerate(box))
     left, top = min(max(x0, 0), image.width - 1), min(max(y0, 0), image.height - 1)

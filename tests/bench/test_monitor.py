@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from opal_deploy.bench.monitor import CpuSource, GpuSource, Monitor, SourceUnavailable, monitor_devices
+from opal_deploy.bench.monitor import CpuSource, GpuSource, Monitor, monitor_devices
 from opal_deploy.runtime.devices import GpuSensors, NvmlError
 
 
@@ -64,7 +64,7 @@ def test_missing_sources_are_recorded_with_the_reason(monkeypatch):
         pass
     assert monitor.conditions["cuda:9"] == {"not_sampled": "NVML: no GPU 9"}
     assert "psutil is not installed" in monitor.conditions["cpu"]["not_sampled"]
-    with pytest.raises(SourceUnavailable, match="is NVIDIA H200, CUDA's is NVIDIA T4"):
+    with pytest.raises(NvmlError, match="is NVIDIA H200, CUDA's is NVIDIA T4"):
         GpuSource(FakeSensors([]), 0, "NVIDIA T4")
 
 

@@ -95,13 +95,8 @@ def test_images_are_the_unit_and_only_right_predictions_with_annotations_count()
     assert game.distinguishing_part.hits.value == pytest.approx(np.mean([0.5, 0.5, 0]))
     beak, tail = game.classes["a"]
     # where the beak is visible it is always hit, by the first slot
-    assert (beak.part, beak.distinguishing, beak.images, beak.evidence, beak.slots) == (
-        "beak",
-        True,
-        1.0,
-        0.5,
-        (1.0, 0.0),
-    )
+    assert (beak.part, beak.distinguishing, beak.images, beak.evidence) == ("beak", True, 1.0, 0.5)
+    assert beak.slots == (1.0, 0.0)
     assert (tail.part, tail.images, tail.slots) == ("tail", pytest.approx(2 / 3), (0.0, pytest.approx(2 / 3)))
     assert pointing.slot_table(game)[1] == [["a", 0, 1.0, 0.0], ["a", 1, 0.0, tail.slots[1]]]
     document = json.loads(json.dumps(game.to_dict()))

@@ -56,9 +56,6 @@ class CountedBackbone:
     """A backbone with its counts.
 
     Attributes:
-        num_features: D.
-        grid: (H, W) of the feature map.
-        stride: input pixels per cell.
         has_classifier: whether the network's own classifier fits its features.
     """
 
@@ -107,7 +104,6 @@ def count_module(module: nn.Module, input_shape: tuple[int, ...], name: str = "m
     """Count a module in both conventions.
 
     Args:
-        module: in evaluation mode; parameters on `meta` are moved to the CPU, without values.
         input_shape: shape of one input, without the batch.
 
     Raises:
@@ -169,11 +165,8 @@ class Operation:
     """One operation of a head.
 
     Attributes:
-        name: for a person.
         paper: formula in the paper's convention: a sum of products of letters and numbers, or `0`.
         graph: formula for the exported graph.
-        macs: whether it is a convolution or matrix product.
-        params: formula of its learned parameters.
     """
 
     name: str

@@ -21,8 +21,6 @@ class PaperTable:
     """The content of paper.toml; `cells` holds every printed figure: `resnet50.params`, `resnet50.opal_gflops.cub`, ...
 
     Attributes:
-        datasets: number of classes by our name.
-        titles: the paper's titles of backbones and data sets, by our names.
         disputed: reasons for taking a cell as the paper's mistake, by the cell's name.
     """
 
@@ -41,7 +39,6 @@ class Cell:
 
     Attributes:
         name: as in `PaperTable.cells`.
-        printed: the paper's figure.
         counted: our count, at the printed digits.
         agrees: whether both are the same, or whether a bound holds.
         disputed: why the paper is taken to be wrong; empty if it is not.

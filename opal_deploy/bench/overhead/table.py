@@ -59,7 +59,6 @@ class Row:
     """One backbone with one number of classes.
 
     Attributes:
-        dataset: a name for the classes: `cub`, or `1000 classes`.
         plain: counts of the network's own classifier; None if the backbone is cut too early for it.
     """
 
@@ -102,9 +101,6 @@ def count_rows(
     """Count every backbone and evaluate every head.
 
     Args:
-        backbones: torchvision's names, or `timm:` and timm's.
-        classes: names and numbers of classes, C.
-        input_size: (H0, W0) in pixels.
         strides: input pixels per cell, at which every backbone is cut; None cuts before its pooling.
 
     Raises:

@@ -25,8 +25,6 @@ class Pass:
     """One run over the images.
 
     Attributes:
-        images: usable images.
-        seconds: from the first file to the last record.
         cpu_seconds: CPU time of the whole process, including the runtime's threads.
         gpu_use: median GPU utilisation in percent; None without samples.
     """

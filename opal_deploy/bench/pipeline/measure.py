@@ -65,16 +65,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """The passes over the images.
-
-    Attributes:
-        images: usable images.
-        given: all images, including unusable ones.
-        bare: passes of the bare session; empty without the network.
-        variants: `infer`, and `infer --explain` if the model has evidence.
-        peak_megabytes: peak resident memory of the process, including decoded batches.
-        stages: milliseconds per batch of copies to and from a GPU and of computation; empty on the CPU.
-    """
+    """The passes over the images."""
 
     images: int
     given: int
@@ -135,10 +126,7 @@ def measure_pipeline(
 
     Args:
         session: the model's; without the network it only computes the outputs that are replayed.
-        log: gets a line per repeat.
         device: the session's; a GPU's utilisation is sampled during `infer`.
-        progress: called after each pass over the images with passes done and in total.
-        interval: seconds between memory samples.
 
     Raises:
         UsageError: fewer usable images than a batch.

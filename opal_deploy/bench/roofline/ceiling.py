@@ -37,9 +37,7 @@ class Ceiling:
     Attributes:
         flops: FLOPs per second by precision, dense (int8: integer operations), without precisions that the device lacks
             or that were not measured.
-        source: the document, or what was timed.
         device: the device that a measured ceiling holds for; empty for a data sheet.
-        threads: CPU threads that a measured ceiling holds for.
     """
 
     name: str
@@ -81,10 +79,7 @@ class Share:
     """The share of its ceiling that a measurement reached.
 
     Attributes:
-        ceiling: images per second.
         fraction: measured over ceiling; above 1 if layers are fused or cached, which the ceiling ignores.
-        bound: what limits the ceiling.
-        source: the ceiling's source.
     """
 
     ceiling: float
@@ -180,7 +175,6 @@ def measure_ceiling(
     Args:
         device_name: `cpu`, `cuda` or `cuda:N`.
         threads: CPU threads; None leaves torch's choice.
-        progress: called after each run, counted or not, with runs done and in total.
 
     Raises:
         UsageError: no such device, or torch has no product in a precision.

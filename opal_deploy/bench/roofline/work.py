@@ -28,11 +28,9 @@ class Layer:
     """One convolution or matrix product, for one image.
 
     Attributes:
-        name: path of the module that ran it.
         operation: `conv`, `linear`, or `matmul` of two activations.
         inputs: elements read per image.
         outputs: elements written per image.
-        weights: elements of weight and bias, read once per batch.
     """
 
     name: str
@@ -56,7 +54,6 @@ class Work:
     """A network's layers in the order they run, at least one.
 
     Attributes:
-        name: for a person: `resnet50`, `resnet50 + opal`.
         layers: convolutions and matrix products.
     """
 

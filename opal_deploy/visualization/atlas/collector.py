@@ -58,13 +58,7 @@ class PatchCandidate:
 
 @dataclass
 class ImageCounts:
-    """The number of images used for an atlas, and of those left out.
-
-    Attributes:
-        wrong: images left out because their prediction is not their label.
-        unlabelled: images left out because they have no label.
-        first_failures: names and reasons of the first failed images.
-    """
+    """The number of images used for an atlas, and of those left out."""
 
     images: int = 0
     failed: int = 0
@@ -96,7 +90,6 @@ class AtlasCollector:
 
         Args:
             metadata: the model's metadata, with `exact` evidence.
-            top: largest number of patches per slot, not counting images that are known to show another class.
             only_correct: leave out images whose prediction is not their label.
         """
         self.metadata, self.top, self.counts = metadata, top, ImageCounts()
@@ -124,7 +117,6 @@ class AtlasCollector:
         """Count a record for its predicted class, and keep its patches if they are among a slot's best.
 
         Args:
-            record: a record of any status; with `evidence` if it has a prediction.
             label: the image's label; one that the model does not know counts as none, as names may differ between
                 data set and model.
             image: the whole oriented image, RGB, or its `to_display`; without it there are no patches.

@@ -102,7 +102,6 @@ class FindingKind:
 
     Attributes:
         title: what was found, in the plural.
-        advice: what to do about it, or what it means.
         actionable: whether there is something to do.
     """
 
@@ -145,9 +144,7 @@ class Finding:
     """Something about a slot or a class that the model's owner should know.
 
     Attributes:
-        kind: a key of FINDING_KINDS.
         slot: the slot; None for a finding about the whole class.
-        value: the statistic that is out of bounds.
         message: the finding in one sentence.
     """
 
@@ -166,7 +163,6 @@ class Atlas:
         model: the model that the atlas was built with: file, sha256, checkpoint_sha256, backbone, precision,
             prototypes_per_class, grid, distance.
         data: the data set that the atlas was built from: description, images, answered, failed, ...
-        top: largest number of patches per slot, not counting images that show another class.
         entries: entries by (class, slot), for every slot of the model.
         findings: what the model's owner should know, class by class.
         cells: how often each cell of the grid was chosen, row by row; length H * W.
@@ -307,11 +303,9 @@ class Exemplar:
     """A patch of another image, shown beside an image of the same predicted class.
 
     Attributes:
-        image: the patch's pixels, RGB.
         box: (x0, y0, x1, y1) of the cell, in pixels of the whole image.
         field: (x0, y0, x1, y1) of the patch; None: the patch is the cell.
         caption: a few words below the patch.
-        alt: the patch in words.
         warning: a few words if the image shows another class; else empty.
     """
 
@@ -329,7 +323,6 @@ class Exemplars:
 
     Attributes:
         by_slot: exemplars of each slot, best first.
-        origin: a sentence or two on where they come from.
         of_class: whether all their images are known to have this label.
     """
 

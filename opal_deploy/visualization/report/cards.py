@@ -69,9 +69,7 @@ class Card:
         distinct: number of different cells that the slots chose.
         fields: (x, y, width, height, colour) of the effective receptive field of each different cell, in pixels of the
             photograph; empty if it is not known.
-        overlay, sheet: the drawings' files in the run's folder; None without one.
         overlay_width: the overlay's width as a multiple of the photograph's.
-        undrawn: why a drawing is missing; else empty.
     """
 
     number: int
@@ -139,12 +137,12 @@ def build_card(
 
     Args:
         label_index: returns a label's index among the report's labels, adding it if it is new.
-        receptive_field: the model's effective receptive field; None if it is not known.
     """
     name = _name(record)
     label = label_index(record["label"]) if "label" in record else None
     if record["status"] == "error":
-        return Card(number, name, "error", label=label, code=_code(record), message=_message(record))
+        _, code, message = _failure(record)
+        return Card(number, name, "error", label=label, code=code, message=message)
     prediction = get_prediction(record)
     is_cosine = prediction["cosine"] is not None
     meaning, bars = build_bars(record)
@@ -198,14 +196,6 @@ def _name(record: Record) -> str:
     return escape_unprintable(record["image"]) if record["image"] else _NO_NAME
 
 
-def _code(record: Record) -> str:
-    return escape_unprintable(record["error"]["code"])
-
-
-def _message(record: Record) -> str:
-    return escape_unprintable(_shorten(record["error"]["message"]))
-
-
 def _shorten(message: str) -> str:
     return message if len(message) <= _MESSAGE_LIMIT else message[:_MESSAGE_LIMIT] + " …"
 
@@ -228,6 +218,11 @@ class Failure(NamedTuple):
     name: str
     code: str
     message: str
+
+
+def _failure(record: Record) -> Failure:
+    error = record["error"]
+    return Failure(_name(record), escape_unprintable(error["code"]), escape_unprintable(_shorten(error["message"])))
 
 
 class ConfusionCell(NamedTuple):
@@ -270,9 +265,7 @@ class Tables:
 
     Attributes:
         limit: largest number of failures listed.
-        statuses: records by status.
         classes: predictions by (class id, label).
-        codes: failures by error code.
         pairs: answered images by (label, predicted class).
     """
 
@@ -295,7 +288,7 @@ class Tables:
         if record["status"] == "error":
             self.codes[record["error"]["code"]] += 1
             if len(self.failures) < self.limit:
-                self.failures.append(Failure(_name(record), _code(record), _message(record)))
+                self.failures.append(_failure(record))
             return
         prediction = get_prediction(record)
         self.classes[prediction["class_id"], prediction["label"]] += 1

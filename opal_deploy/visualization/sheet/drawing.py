@@ -64,19 +64,15 @@ def draw_class_boxes(
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
         size: (width, height) of the whole image.
-        bounds: (width, height) in pixels.
         largest: the contribution with the widest border; None: all borders are equal.
     """
     drawn = enlarge(photograph, bounds)
     scale = (drawn.width / size[0], drawn.height / size[1])
+    slots = sorted(view.slots, key=lambda slot: slot.slot)
+    shares = [None if largest is None else max(0.0, slot.value / largest) for slot in slots]
     boxes = [
-        SlotBox(
-            slot.slot,
-            slot.box,
-            slot.field if fields else None,
-            None if largest is None else max(0.0, slot.value / largest),
-        )
-        for slot in sorted(view.slots, key=lambda slot: slot.slot)
+        SlotBox(slot.slot, slot.box, slot.field if fields else None, share)
+        for slot, share in zip(slots, shares, strict=True)
     ]
     draw_boxes(ImageDraw.Draw(drawn), boxes, scale, drawn.size)
     return drawn
@@ -173,7 +169,6 @@ class Drawing:
 
     Attributes:
         title: the sheet's name, for screen readers.
-        description: the sheet in words, for screen readers.
         shapes: later shapes lie over earlier ones.
     """
 

@@ -76,7 +76,6 @@ def layout_sheet(
     """Return the drawing of one sheet.
 
     Args:
-        content: what to show; attention maps are shown if slots have them.
         photograph: the whole oriented image, RGB, or its `to_display`.
 
     Raises:
