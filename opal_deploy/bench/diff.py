@@ -109,9 +109,7 @@ def compare_measurements(
         label = names[key]
         only_old += [f"{label}: {humanize(figure)}" for figure in a.figures if figure not in b.figures]
         only_new += [f"{label}: {humanize(figure)}" for figure in b.figures if figure not in a.figures]
-        for figure in a.figures:
-            if figure not in b.figures:
-                continue
+        for figure in (name for name in a.figures if name in b.figures):
             if reason := _incomparable(a.figures[figure], b.figures[figure]):
                 not_comparable.append(f"{label}: {humanize(figure)}: {reason}")
             elif b.figures[figure].better is not None:
@@ -132,7 +130,7 @@ def compare_measurements(
 
 
 def _change(label: str, name: str, old: Figure, new: Figure, marks: tuple[str, ...], tolerance: float) -> FigureChange:
-    relative = _relative(old.value, new.value)
+    relative = (new.value - old.value) / abs(old.value) if old.value else None if new.value else 0.0
     worse = new.value < old.value if new.better == "higher" else new.value > old.value
     verdict: Verdict = "unchanged"
     if old.interval is not None and new.interval is not None:
@@ -150,12 +148,6 @@ def _list_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Return the differences of two sets of facts, such as `versions: torch 2.9.0 -> 2.9.1`."""
     pairs = [(name, old.get(name, "none"), new.get(name, "none")) for name in dict.fromkeys([*old, *new])]
     return [f"{name} {before} -> {after}" for name, before, after in pairs if before != after]
-
-
-def _relative(old: float, new: float) -> float | None:
-    if old == new:
-        return 0.0
-    return (new - old) / abs(old) if old else None
 
 
 def _incomparable(old: Figure, new: Figure) -> str:

@@ -87,12 +87,13 @@ def roofline(options: RooflineOptions) -> None:
         require(package, "train", "opal-deploy bench roofline")
     from opal_deploy.bench.overhead.paper import load_paper
     from opal_deploy.bench.roofline import table
-    from opal_deploy.bench.roofline.ceiling import format_ceiling, to_ceiling
+    from opal_deploy.bench.roofline.ceiling import default_precisions, format_ceiling, measure_ceiling, to_ceiling
 
     ceilings = table.find_ceilings(options)
     if options.measure_ceiling:
         with progress("runs") as advance:
-            measured = table.measure_device(options, advance)
+            precisions = (options.precision,) if options.precision else default_precisions(options.device)
+            measured = measure_ceiling(options.device, precisions, options.threads, advance)
         _write(measured, options)
         print_message(format_ceiling(measured))
         ceilings.insert(0, to_ceiling(measured))

@@ -3,6 +3,7 @@
 import pytest
 
 from opal_deploy.bench.measurement import Measurement, read_measurements
+from tests.cli.calls import check
 
 QUICK = ["--seconds", "0.05", "--warmup", "0", "--device", "cpu", "--threads", "1"]
 
@@ -12,8 +13,7 @@ def bench(opal):
     """Runs a quick benchmark that succeeds; returns its measurements from stdout, and stderr."""
 
     def run(*arguments):
-        done = opal("bench", *arguments, *QUICK, "--json")
-        assert done.returncode == 0, done.stderr
+        done = check(opal("bench", *arguments, *QUICK, "--json"))
         return [Measurement.from_line(line) for line in done.stdout.splitlines()], done.stderr
 
     return run

@@ -18,6 +18,7 @@ from opal_deploy.inference.sources.items import Item
 from opal_deploy.runtime import compiled_session
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import BatchTimes
+from tests.cli.calls import check
 
 
 class SleepingSession:
@@ -214,8 +215,7 @@ def bench(opal, exact_model, items):
 
 def test_the_command_reports_to_people_and_machines(bench, exact_model, tmp_path):
     out = tmp_path / "pipeline.jsonl"
-    done = bench("--batch", "4", "--workers", "1", "--out", out)
-    assert done.returncode == 0, done.stderr
+    done = check(bench("--batch", "4", "--workers", "1", "--out", out))
     measurement = Measurement.from_line(done.stdout)
     figures, target = measurement.figures, measurement.target
     assert list(read_measurements([out])) == [measurement]
@@ -238,8 +238,7 @@ def test_the_command_reports_to_people_and_machines(bench, exact_model, tmp_path
 
 
 def test_a_checkpoint_is_measured_without_the_network(bench, exact_model):
-    done = bench("--batch", "4", "--workers", "1", "--no-network", model=exact_model.with_suffix(".pt"))
-    assert done.returncode == 0, done.stderr
+    done = check(bench("--batch", "4", "--workers", "1", "--no-network", model=exact_model.with_suffix(".pt")))
     measurement = Measurement.from_line(done.stdout)
     # a checkpoint runs as `infer` runs it
     assert (measurement.target.runtime, measurement.target.device) == ("torch eager", "cpu")
@@ -253,8 +252,7 @@ def test_a_checkpoint_is_measured_compiled_too(bench, exact_model, monkeypatch):
     monkeypatch.setattr(compiled_session, "compile_graph", lambda graph: graph)
     monkeypatch.setattr(compiled_session, "find_compile_problem", lambda gpu: ("", ""))
     options = ("--batch", "4", "--workers", "1", "--no-explain", "--runtime", "compiled", "--device", "cpu")
-    done = bench(*options, "--repeats", "1", model=exact_model.with_suffix(".pt"))
-    assert done.returncode == 0, done.stderr
+    done = check(bench(*options, "--repeats", "1", model=exact_model.with_suffix(".pt")))
     target = Measurement.from_line(done.stdout).target
     assert (target.runtime, target.layout) == (
         "torch compiled",

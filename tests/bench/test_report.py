@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from opal_deploy.bench.measurement import Figure, Measurement, Target
 from opal_deploy.bench.report import build_report
+from tests.cli.calls import check
 
 HOSTILE = "<script>alert(1)</script>\"'&|`$x$\n\udcff\x1b[31m</title><img src=x onerror=alert(2)>_{{7*7}}.onnx"
 MACHINE = {
@@ -97,8 +98,7 @@ def test_the_last_measurement_of_a_thing_on_a_machine_counts():
 def test_the_command_writes_markdown_to_stdout(opal, tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(m.to_line() + "\n" for m in EVERYTHING))
-    done = opal("bench", "report", path, blocked=("torch", "onnxruntime"))
-    assert done.returncode == 0, done.stderr
+    done = check(opal("bench", "report", path, blocked=("torch", "onnxruntime")))
     assert done.stdout == build_report(EVERYTHING)
     path.write_text("\n")
     done = opal("bench", "report", path)

@@ -17,6 +17,7 @@ from opal_deploy.bench.roofline.ceiling import (
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Layer, Work, count_backbone_work, count_head_work
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
+from tests.cli.calls import check
 
 # 2000 FLOPs an image; in fp16 100 bytes an image and 40 a batch
 WORK = Work("x", (Layer("a", "conv", 400, 10, 10, 15), Layer("b", "linear", 600, 20, 10, 5)))
@@ -130,8 +131,7 @@ def test_what_cannot_be_measured_is_refused():
 def test_lines_hold_work_and_ceilings_of_backbone_head_and_both(opal, tmp_path):
     lines = tmp_path / "roofline.jsonl"
     case = "--backbone resnet18 --classes 10 --prototypes 3 --size 160x192 --batch 8 --gpu l4"
-    done = opal("bench", "roofline", *case.split(), "--gpu", "NVIDIA H200", "--out", lines)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("bench", "roofline", *case.split(), "--gpu", "NVIDIA H200", "--out", lines))
     by_part = {m.case["part"]: m for m in read_measurements([lines])}
     body = count_backbone_work("resnet18", (160, 192))
     head = count_head_work("resnet18", 10, HeadConfig(prototypes_per_class=3), (160, 192))
@@ -154,8 +154,7 @@ def test_a_measured_ceiling_stands_alone_unless_gpus_are_named(opal, tmp_path):
     arguments = (
         "bench", "roofline", "--backbone", "resnet18", "--precision", "fp32", "--ceiling", path, "--format", "markdown"
     )  # fmt: skip
-    done = opal(*arguments)
-    assert done.returncode == 0, done.stderr
+    done = check(opal(*arguments))
     assert "FLOPs/byte | cpu, 2 threads |" in done.stdout
     assert "- cpu, 2 threads: 0.5 TFLOP/s fp32, 10 GB/s (measured: copy and product, 2026-01-02)" in done.stdout
     assert "| cpu, 2 threads | T4 16 GB |" in opal(*arguments, "--gpu", "t4").stdout
@@ -165,8 +164,7 @@ def test_a_measured_ceiling_stands_alone_unless_gpus_are_named(opal, tmp_path):
 def test_a_ceiling_is_measured_first_and_written_down(opal, tmp_path):
     lines = tmp_path / "all.jsonl"
     arguments = "bench roofline --backbone resnet18 --measure-ceiling --threads 1 --precision fp32 --out"
-    done = opal(*arguments.split(), lines)
-    assert done.returncode == 0, done.stderr
+    done = check(opal(*arguments.split(), lines))
     assert [m.kind for m in read_measurements([lines])] == ["ceiling", "roofline", "roofline", "roofline"]
     assert "timed: copy: 0 MiB" in done.stderr
     assert "cpu, 1 thread" in done.stdout

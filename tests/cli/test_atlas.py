@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.calls import MAIN, read_results
+from tests.cli.calls import MAIN, check, read_results
 
 TRAINER = ("torch", "torchvision", "sklearn", "scipy", "matplotlib", "onnx")
 PLAIN = ["set", "--plain", "--out", "a"]
@@ -37,8 +37,7 @@ def built(tmp_path_factory, make_pictures, opal, exact_model):
         target = root / "set" / ("ash" if number % 2 else "birch") / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
-    done = opal("atlas", *PLAIN, "--top", "3", "--json", "--model", exact_model, "--threads", "1", cwd=root)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("atlas", *PLAIN, "--top", "3", "--json", "--model", exact_model, "--threads", "1", cwd=root))
     assert "Atlas: a" in done.stderr
     (root / "printed.json").write_text(done.stdout)
     return root

@@ -6,13 +6,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from opal_deploy.cli.demo import MARKER
+from tests.cli.calls import check
 
 COMMANDS = ("train", "evaluate", "export", "infer", "verify")
 
 
 def run_demo(opal, out, *options):
-    done = opal("demo", "--out", out, *options)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("demo", "--out", out, *options))
     return done.stderr, json.loads((out / MARKER).read_text())
 
 
@@ -54,8 +54,7 @@ def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, 
     assert legends[0] == ["training", "validation", "best"]
     # what comes next is said with these very files: one of the commands, as printed
     explain = next(line for line in printed.splitlines() if line.startswith("  opal-deploy explain"))
-    done = opal(*explain.split()[1:])
-    assert done.returncode == 0, done.stderr
+    check(opal(*explain.split()[1:]))
 
 
 @pytest.mark.slow

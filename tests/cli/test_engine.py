@@ -8,6 +8,7 @@ import pytest
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.runtime.devices import read_driver
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version
+from tests.cli.calls import check
 
 pytestmark = [
     pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed"),
@@ -20,8 +21,7 @@ def built(opal, exact_model, tmp_path_factory):
     """A folder with an fp32 ONNX file, its fp16 file and an engine."""
     folder = tmp_path_factory.mktemp("built")
     shutil.copy(exact_model, folder / "ckpt.onnx")
-    done = opal("export", "ckpt.onnx", "--trt", "--batch", "1:2:4", "--threads", "1", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    check(opal("export", "ckpt.onnx", "--trt", "--batch", "1:2:4", "--threads", "1", cwd=folder))
     return folder
 
 
@@ -50,8 +50,7 @@ def test_running_it_is_refused_in_one_line(opal, engine, make_pictures, tmp_path
 
 def test_infer_without_a_model_takes_the_onnx_file_and_says_why_not_the_engine(opal, built, make_pictures, tmp_path):
     make_pictures(tmp_path / "in", 2)
-    done = opal("infer", tmp_path / "in", "--out", tmp_path / "out", cwd=built)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("infer", tmp_path / "in", "--out", tmp_path / "out", cwd=built))
     expected = "Model: ckpt.onnx (fp32, no usable GPU; not ckpt.fp16.onnx (fp16); not ckpt.fp16.sm80.rtx.engine ("
     assert done.stderr.startswith(expected)
 

@@ -11,7 +11,7 @@ import opal_deploy
 from opal_deploy import export_model
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version
-from tests.cli.calls import one_line
+from tests.cli.calls import check, one_line
 
 needs_rtx = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
 SMALL = ("--batch", "1:2:4", "--threads", "1")
@@ -29,8 +29,7 @@ def names(folder):
 
 
 def test_a_file_lands_beside_its_source_with_a_report_and_json(opal, folder):
-    done = opal("export", "c.onnx", "--precision", "fp16", "--json", "--threads", "1", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("export", "c.onnx", "--precision", "fp16", "--json", "--threads", "1", cwd=folder))
     document = json.loads(done.stdout)
     assert document["path"] == "c.fp16.onnx"
     assert document["verification"]["passed"] is True
@@ -141,14 +140,12 @@ def test_export_trt_then_infer_explain(opal, exact_model, make_pictures, tmp_pat
     # the two commands that everybody types first, exactly as written
     shutil.copy(exact_model.with_suffix(".pt"), tmp_path / "ckpt.pt")
     make_pictures(tmp_path / "images", 3)
-    exported = opal("export", "ckpt.pt", "--trt", cwd=tmp_path)
-    assert exported.returncode == 0, exported.stderr
+    exported = check(opal("export", "ckpt.pt", "--trt", cwd=tmp_path))
     for text in ("Wrote ckpt.onnx", "Wrote ckpt.fp16.onnx", "Building for sm80 with TensorRT for RTX",
                  "unverified: never run on hardware"):  # fmt: skip
         assert text in exported.stderr
     assert exported.stderr.splitlines()[-1] == "Next: opal-deploy infer images/ --explain"
-    inferred = opal("infer", "images/", "--explain", cwd=tmp_path)
-    assert inferred.returncode == 0, inferred.stderr
+    inferred = check(opal("infer", "images/", "--explain", cwd=tmp_path))
     assert "not ckpt.fp16.sm80.rtx.engine (" in inferred.stderr
     assert "3 images in" in inferred.stderr
     assert (tmp_path / "explanations" / "report.html").is_file()
@@ -157,8 +154,7 @@ def test_export_trt_then_infer_explain(opal, exact_model, make_pictures, tmp_pat
 @needs_rtx
 def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kept_the_next_time(opal, folder):
     call = ("export", "c.onnx", "--trt", "--target", "a100", "--target", "l4", "--json", *SMALL)
-    done = opal(*call, cwd=folder, blocked=("torch", "torchvision"))
-    assert done.returncode == 0, done.stderr
+    done = check(opal(*call, cwd=folder, blocked=("torch", "torchvision")))
     document = json.loads(done.stdout)
     assert [file["path"] for file in document["files"]] == ["c.fp16.onnx"]
     assert [engine["target"]["sm"] for engine in document["engines"]] == ["sm80", "sm89"]

@@ -8,7 +8,7 @@ from typer.main import get_command
 
 from opal_deploy._version import __version__
 from opal_deploy.cli import app
-from tests.cli.calls import one_line
+from tests.cli.calls import check, one_line
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
@@ -19,8 +19,7 @@ COMMANDS = sorted(get_command(app).commands)
 
 @pytest.mark.parametrize("command", [None, *COMMANDS, "bench pipeline"])
 def test_help_needs_nothing_but_typer(opal, command):
-    done = opal(*(command.split() if command else []), "--help", blocked=(*HEAVY, "numpy", "PIL"))
-    assert done.returncode == 0, done.stderr
+    done = check(opal(*(command.split() if command else []), "--help", blocked=(*HEAVY, "numpy", "PIL")))
     assert "Usage: opal-deploy" in done.stdout
 
 
@@ -73,6 +72,5 @@ def test_a_call_that_cannot_be_read_is_refused_in_one_line(opal, arguments, mess
 
 @pytest.mark.parametrize("suffix", [".onnx", ".pt"])
 def test_inspect_needs_neither_torch_nor_a_runtime(opal, exact_model, suffix):
-    done = opal("inspect", exact_model.with_suffix(suffix), blocked=HEAVY)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("inspect", exact_model.with_suffix(suffix), blocked=HEAVY))
     assert "shufflenet_v2_x0_5" in done.stderr

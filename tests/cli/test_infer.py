@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.calls import MAIN, one_line, read_results
+from tests.cli.calls import MAIN, check, one_line, read_results
 
 
 @pytest.fixture
@@ -42,8 +42,7 @@ def test_the_documented_call_works_as_written(opal, exact_model, pictures, tmp_p
     # as `train` and `export` leave it
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "ckpt.onnx").rename(tmp_path / "runs/mine/best.onnx")
-    done = opal("infer", "in/000.png", "--out", "again", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("infer", "in/000.png", "--out", "again", cwd=tmp_path))
     assert f"Model: {Path('runs/mine/best.onnx')} (of the newest run in runs; fp32, " in done.stderr
 
 
@@ -74,8 +73,7 @@ def test_failed_and_passed_over_files_are_counted(infer, pictures, exact_model, 
 
 def test_options_reach_the_records_and_the_summary(infer, pictures, tmp_path):
     # a glob that the shell left alone
-    done = infer("in/*[13].png", "--min-margin", "2", "--top", "2", "--json")
-    assert done.returncode == 0, done.stderr
+    done = check(infer("in/*[13].png", "--min-margin", "2", "--top", "2", "--json"))
     assert "2 abstained" in done.stderr
     found = [(record["image"], record["status"], len(record["top"])) for record in read_results(tmp_path / "out")]
     assert found == [("in/001.png", "abstained", 2), ("in/003.png", "abstained", 2)]
@@ -260,8 +258,7 @@ def labelled(pictures):
 
 
 def test_everything_beside_the_records_agrees_with_them(infer, labelled, exact_model, tmp_path):
-    done = infer(labelled, "--labels", "folders", "--format", "csv", "--format", "parquet", "--json")
-    assert done.returncode == 3, done.stderr
+    done = check(infer(labelled, "--labels", "folders", "--format", "csv", "--format", "parquet", "--json"), 3)
     found = read_results(tmp_path / "out")
     assert [record["label"] for record in found] == ["ash"] * 2 + ["birch"] * 2 + ["lion"] * 2
 
@@ -304,8 +301,7 @@ def test_everything_beside_the_records_agrees_with_them(infer, labelled, exact_m
 def test_labels_from_a_file_say_which_images_have_none_and_decoders_answer_the_same_images(infer, labelled, tmp_path):
     (tmp_path / "labels.csv").write_text("image,label\nash/0.png,birch\nbirch/2.png,birch\n")
     for decode in ("exact", "fast"):
-        done = infer(labelled, "--labels", "labels.csv", "--overwrite", "--decode", decode, "--explain")
-        assert done.returncode == 3, done.stderr
+        done = check(infer(labelled, "--labels", "labels.csv", "--overwrite", "--decode", decode, "--explain"), 3)
         found = read_results(tmp_path / "out")
         assert [record.get("label") for record in found] == ["birch", None, "birch", None, None, None]
         assert "4 images have no label" in done.stderr

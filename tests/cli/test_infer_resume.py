@@ -16,7 +16,7 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime import compiled_session
 from opal_deploy.runtime.compiled_session import CompiledSession
-from tests.cli.calls import MAIN, read_results
+from tests.cli.calls import MAIN, check, read_results
 
 IMAGES = 100
 EXPLAIN = ("--explain", "--format", "csv")
@@ -81,8 +81,7 @@ def infer(tmp_path, exact_model, many, opal):
 def clean(tmp_path_factory, exact_model, many, opal):
     """The output of a run that nothing happened to."""
     cwd = tmp_path_factory.mktemp("clean")
-    done = Infer(cwd, exact_model, many, opal)(*EXPLAIN)
-    assert done.returncode == 3, done.stderr
+    check(Infer(cwd, exact_model, many, opal)(*EXPLAIN), 3)
     return cwd / "out"
 
 
@@ -92,8 +91,7 @@ def assert_goes_on(infer, clean, out="out"):
     def files(root):
         return {path.relative_to(root) for path in root.rglob("*") if path.is_file() and path.name != ".lock"}
 
-    done = infer(*EXPLAIN, out=out)
-    assert done.returncode == 3, done.stderr
+    done = check(infer(*EXPLAIN, out=out), 3)
     assert files(infer.cwd / out) == files(clean)
     # report and summary name times and commands
     for name in files(clean) - {Path("report.html"), Path("run.json"), Path("summary.json")}:
@@ -194,8 +192,7 @@ def test_a_second_signal_ends_it_at_once_with_whole_records(infer):
 def stopped(tmp_path_factory, exact_model, many, opal):
     """The output of a run that stopped after a few records."""
     first = Infer(tmp_path_factory.mktemp("stopped"), exact_model, many, opal)
-    done = first("--max-errors", "0")
-    assert done.returncode == 5, done.stderr
+    check(first("--max-errors", "0"), 5)
     assert 0 < first.count() < IMAGES
     return first.cwd / "out"
 

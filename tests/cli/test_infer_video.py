@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.cli.calls import one_line, read_results
+from tests.cli.calls import check, one_line, read_results
 from tests.videos import cut, noise, write_sound, write_video
 
 
@@ -26,8 +26,7 @@ def test_each_chosen_frame_has_a_record_that_can_be_verified(tmp_path, call, mak
     shutil.move(make_pictures(tmp_path / "pictures", 1)[0], tmp_path / "in/c.jpg")
     (tmp_path / "labels.csv").write_text("image,label\na.mp4,ash\nb/cut.mp4#frame=000010,birch\n")
     options = ["--every", "1s", "--explain", "--labels", "labels.csv", "--format", "csv", "--out", "out"]
-    done = call("infer", "in", *options)
-    assert done.returncode == 3, done.stderr
+    check(call("infer", "in", *options), 3)
     records = read_results(tmp_path / "out")
     names = [f"in/a.mp4#frame={n:06d}" for n in (0, 10, 20)] + [f"in/b/cut.mp4#frame={n:06d}" for n in (0, 10)]
     assert [record["image"] for record in records] == [*names, "in/b/cut.mp4", "in/c.jpg"]

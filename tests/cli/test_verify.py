@@ -7,15 +7,14 @@ import pytest
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import compute_sha256
-from tests.cli.calls import one_line
+from tests.cli.calls import check, one_line
 
 CPU = ("--device", "cpu", "--threads", "1")
 
 
 def test_an_intact_file_passes(opal, exact_model):
     digest = compute_sha256(exact_model)
-    done = opal("verify", exact_model, *CPU, "--json", "--expect-sha256", digest.upper())
-    assert done.returncode == 0, done.stderr
+    done = check(opal("verify", exact_model, *CPU, "--json", "--expect-sha256", digest.upper()))
     document = json.loads(done.stdout)
     assert (document["passed"], document["images"], document["sha256"]) == (True, 4, digest)
 

@@ -188,8 +188,7 @@ def measure_ceiling(
     device = torch_device(device_name)
     kind = device.type
     size, copied = MATRIX_SIZE[kind], COPY_BYTES[kind]
-    done = itertools.count(1)
-    total = (1 + len(precisions)) * (_WARM_UP + _REPEATS)
+    done, total = itertools.count(1), (1 + len(precisions)) * (_WARM_UP + _REPEATS)
 
     def advance() -> None:
         progress(next(done), total)

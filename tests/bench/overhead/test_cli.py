@@ -3,6 +3,7 @@
 import pytest
 
 from opal_deploy.bench.measurement import read_measurements
+from tests.cli.calls import check
 
 D, C, K, CELLS = 512, 1000, 3000, 5 * 6
 
@@ -10,8 +11,7 @@ D, C, K, CELLS = 512, 1000, 3000, 5 * 6
 def test_an_unusual_case_follows_the_closed_forms(opal, tmp_path):
     lines = tmp_path / "overhead.jsonl"
     arguments = "bench overhead --backbone resnet18 --classes 1000 --prototypes 3 --size 160x192"
-    done = opal(*arguments.split(), "--out", lines)
-    assert done.returncode == 0, done.stderr
+    done = check(opal(*arguments.split(), "--out", lines))
     (measurement,) = read_measurements([lines])
     figures = {name: figure.value for name, figure in measurement.figures.items()}
     assert measurement.kind == "overhead"
@@ -31,8 +31,7 @@ def test_an_unusual_case_follows_the_closed_forms(opal, tmp_path):
 def test_layers_kept_at_a_finer_stride_cost_operations_and_no_parameters(opal, tmp_path):
     lines = tmp_path / "overhead.jsonl"
     arguments = "--backbone resnet18 --stride 32 --stride 16 --keep-layers --classes 10 --out"
-    done = opal("bench", "overhead", *arguments.split(), lines)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("bench", "overhead", *arguments.split(), lines))
     assert "Cost of finer cells" in done.stdout
     measurements = list(read_measurements([lines]))
     assert [(m.case["stride"], m.case["keep_layers"]) for m in measurements] == [(32, False), (16, True)]
@@ -67,8 +66,7 @@ def test_without_ptflops_it_says_what_to_install(opal):
 
 @pytest.mark.slow
 def test_check_passes_for_the_papers_nine_backbones(opal):
-    done = opal("bench", "overhead", "--check", "--format", "markdown")
-    assert done.returncode == 0, done.stderr
+    done = check(opal("bench", "overhead", "--check", "--format", "markdown"))
     assert "202 of 207 figures of the paper agree" in done.stderr
     assert done.stderr.count("known discrepancy of the paper") == 5
     assert "| ResNet-50 | 23.51M | 4.13 | 8.17 | CUB (200) | 409.8k | 0.0006 |" in done.stdout
