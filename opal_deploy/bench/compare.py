@@ -23,7 +23,7 @@ from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import LINEAR, NOISY, NOISY_SPREAD, Figure, Measurement
 from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.options import CompareOptions, Precision, Question
-from opal_deploy.bench.targets import RUNTIMES, LoadedTarget, Setup, build_setup, load_file, load_network
+from opal_deploy.bench.targets import RUNTIMES, LoadedTarget, Setup, build_setups, load_file, load_network
 from opal_deploy.bench.timing import Clock, random_batches, rotate_inputs, time_calls, warm_up
 from opal_deploy.errors import OpalError, UsageError, require
 from opal_deploy.logs import Log
@@ -57,11 +57,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class TargetRates:
-    """Rates of one model.
-
-    Attributes:
-        rates: images per second in each round.
-    """
+    """Rates of one model."""
 
     rates: tuple[float, ...]
     batches: int
@@ -75,7 +71,7 @@ def prepare_comparisons(files: Sequence[Path], options: CompareOptions, log: Log
         UsageError: neither or both were given, a reference does not work here, or nothing can be compared with it.
         MissingExtra: no torch, which --question needs.
     """
-    setup = build_setup(options)
+    (setup,) = build_setups(options)
     question = options.question
     if question is None:
         if options.model or options.backbone:

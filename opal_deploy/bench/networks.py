@@ -244,7 +244,6 @@ class TorchGraphSession:
     `runtime.torch_session` is float32 and returns more than an exported file does.
 
     Attributes:
-        cuda_graphs: whether kernels are recorded as CUDA graphs.
         compile_options: torch.compile's options in words; empty without it.
     """
 

@@ -42,7 +42,6 @@ def measure_throughput(
     """Yield one measurement per batch size, as `measure_latency` does, with its share of the device's ceiling.
 
     Args:
-        batches: ascending.
         ceilings: measured on this machine; the data sheets of known GPUs serve for other devices.
     """
     fitting = (c for c in ceilings if c.device == loaded.target.device and c.threads in (None, loaded.threads))

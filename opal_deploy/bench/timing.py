@@ -105,11 +105,7 @@ class BatchTiming:
 
 
 def time_batch(loaded: LoadedTarget, batch: int, options: TimingOptions) -> BatchTiming:
-    """Time one model at one batch size.
-
-    Raises:
-        StoppedEarly: memory is full, or the device was lost.
-    """
+    """Time one model at one batch size; raise StoppedEarly if memory is full, or the device was lost."""
     reset_peak_memory()
     with (
         rotate_inputs(loaded, batch, options.buffers) as call,

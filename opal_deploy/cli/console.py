@@ -30,10 +30,6 @@ def print_line(text: str) -> None:
     print_message(one_line(text))
 
 
-def discard_message(line: str) -> None:
-    """Do nothing: the `print_message` of processes that do not print."""
-
-
 def print_json(document: Any) -> None:
     """Print a document as indented JSON on stdout."""
     print_json_line(json.dumps(document, indent=2, ensure_ascii=True))
@@ -62,32 +58,20 @@ def progress(title: str) -> Iterator[Advance]:
     if not sys.stderr.isatty():
         yield ProgressLines(title)
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeRemainingColumn,
-    )
     from rich.text import Text
 
-    class RateColumn(ProgressColumn):
-        def render(self, task: Task) -> Text:
+    class RateColumn(rich.ProgressColumn):
+        def render(self, task: rich.Task) -> Text:
             rate = task.finished_speed or task.speed
             return Text("" if rate is None else _format_rate(rate))
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        RateColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-    )
-    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+    bar = rich.Progress(
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), RateColumn(),
+        rich.TimeRemainingColumn(), rich.TextColumn("{task.fields[note]}", markup=False),
+        console=Console(stderr=True), auto_refresh=False,
+    )  # fmt: skip
     task = bar.add_task(title, total=None, note="")
     drawn = time.monotonic()
 

@@ -56,7 +56,6 @@ class ImageAnnotation:
     """The annotation of one image; its object and parts may be unknown.
 
     Attributes:
-        boxes: of the objects of that class.
         mask: returns the object's pixels, bool [height, width]; takes precedence over `boxes`.
     """
 
@@ -140,7 +139,6 @@ def annotate(
 
     Args:
         boxes: images are cropped to the samples' boxes, so that these are not objects within the image.
-        parts: read the parts of CUB and of the generated set.
         objects: COCO file whose boxes are the objects. If it has the image's class as a category, only the boxes of
             that category count.
 

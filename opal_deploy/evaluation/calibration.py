@@ -112,7 +112,6 @@ class CalibrationError:
         nll: mean of -log(probability of the label), in nats.
         ece: expected calibration error of the predicted class's probability, 0 ... 1.
         low, high: 95 % confidence interval of `ece`, basic bootstrap over images.
-        ece_perfect: see `perfect_calibration_error`.
         mean_probability: of the predicted class, 0 ... 1; equals the accuracy if calibrated.
     """
 

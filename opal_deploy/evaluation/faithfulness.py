@@ -62,7 +62,6 @@ class RankingFigures:
     """One ranking with one baseline, over the images that have it.
 
     Attributes:
-        cells: mean number of removed cells.
         deletion, insertion: mean cosine after 0, 1, ..., m steps; an image with fewer cells keeps its last value.
         deletion_area, insertion_area, drop: means of the properties of `Curve`.
         class_kept: share of images whose predicted class stays with all cells removed.
@@ -103,7 +102,6 @@ class Faithfulness:
     """The faithfulness figures of one model.
 
     Attributes:
-        prototypes_per_class: m, the most cells that are removed.
         different_cells: mean number of different evidence cells per image, d.
         unavailable: ranking -> why it is missing, or measured on fewer images, in one line.
     """
@@ -148,7 +146,6 @@ def measure_faithfulness(
     """Measure deletion and insertion curves, controls and stability of one model.
 
     Args:
-        session: of a model whose evidence is single cells.
         chosen: indices of the images to measure, at least one. Random numbers for an image depend on `seed` and its
             index, not on the other images.
         annotations: of the samples; the random control draws from cells that show the object.

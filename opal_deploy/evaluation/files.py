@@ -91,7 +91,6 @@ def write_model(folder: Path, result: EvaluationResult, metadata: Metadata, samp
     calibrated_probability (of the prediction) for models without a temperature.
 
     Args:
-        folder: created if it does not exist.
         result, samples: of the same N images, in the same order.
         root: what the paths in predictions.csv are relative to.
     """

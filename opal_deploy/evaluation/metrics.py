@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,6 @@ def margins(
     Args:
         logits: [N, C], C at least 2.
         scores: [N, K].
-        epsilon: of the embedding's norm.
     """
     # stable: of equal logits the lowest class, as in the records
     best = np.argsort(-logits, axis=1, kind="stable")[:, :2]
@@ -153,10 +152,6 @@ class Agreement:
     same_class: float
     same_cells: float | None
     largest_cosine_difference: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return asdict(self)
 
 
 def measure_agreement(first: tuple[Outputs, Metadata], second: tuple[Outputs, Metadata]) -> Agreement:

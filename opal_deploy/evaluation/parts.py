@@ -64,7 +64,6 @@ class PartFigures:
         stability: see `prototype_stability`; None where it cannot be measured.
         purity: mean over the K channels, see `purity_by_channel`; None where it cannot be measured.
         purity_std: standard deviation of the purity over channels.
-        unavailable: figure to the reason why it is None.
     """
 
     consistency: float | None

@@ -80,7 +80,6 @@ class PartShare:
         variant: the name of this class's variant of the part, or empty.
         distinguishing: whether it distinguishes the class from others; None if unknown.
         images: share of images in which at least one cell of the evidence hits it.
-        evidence: share of cells that hit it.
         random: expectation of `evidence` for random foreground cells.
         slots: share of images in which the first, second, ... slot hits it.
     """
@@ -106,7 +105,6 @@ class PointingGame:
     Attributes:
         images: correct predictions with an annotated object or parts.
         images_without_annotation: correct predictions that are left out.
-        cells_per_image: cells of evidence, m.
         object, part, distinguishing_part: shares of hits in the object, on any part, on any distinguishing part; None
             if the annotations do not have it.
         classes: class -> its parts, the most hit first; classes without correct predictions are left out.

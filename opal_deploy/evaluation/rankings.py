@@ -31,7 +31,6 @@ class Rankings:
     """The cells of one image, flat row-major, in the order in which they are removed or put back.
 
     Attributes:
-        predicted: the class predicted for the unchanged image.
         cells: ranking -> its different cells, at most d; rankings without any cell are left out.
     """
 
@@ -79,7 +78,6 @@ def build_rankings(
     `reverse` needs at least two cells.
 
     Args:
-        outputs: for the unchanged images of the batch.
         foreground: bool [H * W].
         index: of the image in the split; random cells depend on `seed` and `index` only.
         heat_map: float32 [H * W], by Grad-CAM; None leaves that ranking out.

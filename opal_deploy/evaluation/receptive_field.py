@@ -56,7 +56,6 @@ def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], fie
 
     Args:
         images: uint8 [n, H0, W0, 3] of the network's input size, n at least 1.
-        field: the theoretical field of the network's cells.
     """
     network.eval()
     device = next(network.parameters()).device

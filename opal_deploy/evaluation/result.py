@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class ModelEvaluation:
             **{key: measured.to_dict() for key, measured in optional.items() if measured is not None},
         }
         if self.agreements is not None:
-            document["agreement"] = [{"with": str(path), **each.to_dict()} for path, each in self.agreements]
+            document["agreement"] = [{"with": str(path), **asdict(each)} for path, each in self.agreements]
         return document
 
     def __repr__(self) -> str:

@@ -42,7 +42,6 @@ class SlotBox:
     """A slot's box to draw.
 
     Attributes:
-        slot: the slot.
         box: (x0, y0, x1, y1) of the slot's cell, in pixels of the image.
         field: (x0, y0, x1, y1) of the cell's effective receptive field; None: not drawn.
         share: the slot's contribution as a share of the largest, in [0, 1]; None if not known.
@@ -152,9 +151,6 @@ def _draw_frame(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], li
         count = max(1, length // (6 * line * len(colors))) * len(colors)
         for i in range(count):
             a, b = length * i // count, length * (i + 1) // count - 1
-            if b < a:
-                continue
-            color = colors[(i + side) % len(colors)]
             dash = (
                 (x0 + a, y0, x0 + b, y0 + line - 1),
                 (x1 - line + 1, y0 + a, x1, y0 + b),
@@ -162,7 +158,7 @@ def _draw_frame(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], li
                 (x0, y1 - b, x0 + line - 1, y1 - a),
             )[side]
             if dash[2] >= dash[0] and dash[3] >= dash[1]:
-                draw.rectangle(dash, fill=color)
+                draw.rectangle(dash, fill=colors[(i + side) % len(colors)])
 
 
 def _shrink(box: Rectangle, by: int) -> Rectangle:
@@ -184,7 +180,6 @@ class Tag:
 
     Attributes:
         slots: the numbers, side by side, `per_row` in a row.
-        per_row: numbers per row.
         line: ends of the line to the box; None if the tag touches the box.
     """
 
@@ -221,7 +216,6 @@ def place_tags(boxes: Sequence[TaggedBox], size: tuple[int, int], casing: int) -
     out; the legend names the colours too.
 
     Args:
-        size: width and height of the photograph.
         casing: width of the tags' dark edge, in pixels.
     """
     tags: list[Tag] = []

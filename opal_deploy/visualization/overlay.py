@@ -62,9 +62,7 @@ class Bar:
     """One slot's bar.
 
     Attributes:
-        slot: the slot, 0 ... m-1.
         value: the contribution, or the score if there is no contribution.
-        score: the slot's score, in [0, 1].
         start, stop: ends of the bar as shares of the full bar; 0 <= start <= stop <= 1.
     """
 
@@ -107,11 +105,7 @@ def bar_ends(values: Sequence[float], full: float) -> list[tuple[float, float]]:
 
 
 def get_prediction(record: Record) -> Answer:
-    """Return a record's prediction.
-
-    Raises:
-        ValueError: the record is an error record.
-    """
+    """Return a record's prediction; raise ValueError if the record is an error record."""
     if "prediction" not in record:
         raise ValueError(f"the record of {record['image']!r} has status {record['status']!r} and nothing to draw")
     return record["prediction"]
@@ -219,7 +213,6 @@ def crop_box(image: Image.Image, box: Sequence[float], size: tuple[int, int]) ->
     """Return the pixels (at least one) of a box.
 
     Args:
-        image: the whole image, or its `to_display`.
         box: (x0, y0, x1, y1) in pixels of the whole image, x1 and y1 exclusive.
     """
     x0, y0, x1, y1 = (round(value * image.size[axis % 2] / size[axis % 2]) for axis, value in enumerate(box))

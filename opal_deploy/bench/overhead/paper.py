@@ -39,7 +39,6 @@ class Cell:
 
     Attributes:
         name: as in `PaperTable.cells`.
-        counted: our count, at the printed digits.
         agrees: whether both are the same, or whether a bound holds.
         disputed: why the paper is taken to be wrong; empty if it is not.
     """

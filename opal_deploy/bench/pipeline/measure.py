@@ -50,12 +50,7 @@ _DECODED_IMAGES = 1024
 
 @dataclass(frozen=True)
 class Variant:
-    """`infer` (INFER) or `infer --explain` (EXPLAIN).
-
-    Attributes:
-        name: INFER or EXPLAIN.
-        memory: resident memory during the last pass.
-    """
+    """`infer` (INFER) or `infer --explain` (EXPLAIN)."""
 
     name: str
     passes: tuple[Pass, ...]

@@ -29,8 +29,6 @@ class Layer:
 
     Attributes:
         operation: `conv`, `linear`, or `matmul` of two activations.
-        inputs: elements read per image.
-        outputs: elements written per image.
     """
 
     name: str
@@ -51,11 +49,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Work:
-    """A network's layers in the order they run, at least one.
-
-    Attributes:
-        layers: convolutions and matrix products.
-    """
+    """A network's layers in the order they run, at least one."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -161,7 +155,6 @@ def count_module_work(module: nn.Module, input_shape: tuple[int, ...], name: str
 
     Args:
         module: on any device; `meta` takes no memory.
-        input_shape: shape of one input, without the batch.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode

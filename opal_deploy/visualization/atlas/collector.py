@@ -38,7 +38,6 @@ class PatchCandidate:
         key: minus the value that patches are ranked by.
         around: (x0, y0, x1, y1) of the patch around the slot's cell; None: the patch is the cell.
         jpeg: the encoded patch; None if the image was not available.
-        label: the image's class; None if it is not known.
     """
 
     key: float
@@ -89,7 +88,6 @@ class AtlasCollector:
         """Start with no images.
 
         Args:
-            metadata: the model's metadata, with `exact` evidence.
             only_correct: leave out images whose prediction is not their label.
         """
         self.metadata, self.top, self.counts = metadata, top, ImageCounts()
@@ -151,11 +149,12 @@ class AtlasCollector:
         self, best: list[PatchCandidate], candidate: PatchCandidate, image: Image.Image | None, size: tuple[int, int]
     ) -> None:
         # one image under two names counts once
-        same = next((index for index, other in enumerate(best) if other.sha256 == candidate.sha256), None)
-        if same is not None:
-            if best[same] <= candidate:
-                return
-            del best[same]
+        for index, other in enumerate(best):
+            if other.sha256 == candidate.sha256:
+                if other <= candidate:
+                    return
+                del best[index]
+                break
         if image is not None:
             candidate.cut(image, size)
         bisect.insort(best, candidate)

@@ -64,7 +64,6 @@ class SlotStatistics:
         own_cell: share of images in which no other slot of the class chose the same cell.
         strongest: share of images in which the slot is the class's strongest.
         mean_contribution: mean contribution; None also if the distance has no contributions.
-        top_cell: (row, col) of the cell chosen most often.
         top_cell_share: share of images in which `top_cell` was chosen.
         entropy: entropy of the chosen cells in bits, from 0 (always the same cell) to log2(H * W).
         spread: standard deviation of the chosen place, as a share of the crop's diagonal.
@@ -102,7 +101,6 @@ class FindingKind:
 
     Attributes:
         title: what was found, in the plural.
-        actionable: whether there is something to do.
     """
 
     title: str
@@ -145,7 +143,6 @@ class Finding:
 
     Attributes:
         slot: the slot; None for a finding about the whole class.
-        message: the finding in one sentence.
     """
 
     kind: str
@@ -211,11 +208,7 @@ class Atlas:
         return [patch for patch in patches if patch.image not in exclude and patch.sha256 not in exclude]
 
     def load_patch(self, patch: AtlasPatch) -> Image.Image:
-        """Return the pixels of a patch, RGB.
-
-        Raises:
-            ArtifactError: the patch's file is missing or damaged.
-        """
+        """Return the pixels of a patch, RGB; raise ArtifactError if the patch's file is missing or damaged."""
         path = self.root / patch.file
         try:
             encoded = path.read_bytes()
@@ -305,7 +298,6 @@ class Exemplar:
     Attributes:
         box: (x0, y0, x1, y1) of the cell, in pixels of the whole image.
         field: (x0, y0, x1, y1) of the patch; None: the patch is the cell.
-        caption: a few words below the patch.
         warning: a few words if the image shows another class; else empty.
     """
 
@@ -322,7 +314,6 @@ class Exemplars:
     """The exemplars of one class.
 
     Attributes:
-        by_slot: exemplars of each slot, best first.
         of_class: whether all their images are known to have this label.
     """
 

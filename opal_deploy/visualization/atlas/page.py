@@ -14,11 +14,7 @@ _OPEN_FINDINGS = 12
 
 
 def write_page(atlas: Atlas) -> None:
-    """Write the page to the atlas's folder.
-
-    Raises:
-        UsageError: the page cannot be written.
-    """
+    """Write the page to the atlas's folder; raise UsageError if the page cannot be written."""
     findings = []
     for heading, actionable in (("To do", True), ("Also noted", False)):
         kinds = [

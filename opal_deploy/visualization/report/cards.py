@@ -58,15 +58,12 @@ class Card:
     """One record as the report shows it; texts are not escaped for HTML.
 
     Attributes:
-        number: the record's place in the input, 0, 1, ...
         predicted: index of the predicted class among the report's labels; None for a failed image.
         label: index of the image's label among the report's labels; None if it is not known.
         value: the cosine of the predicted class, or its logit if `is_cosine` is false.
         probability: the calibrated probability of the predicted class; None if the record has none.
         top: (index of the label, cosine or logit) of the closest classes.
         meaning: what the bars show, an index of MEANINGS.
-        slots: the evidence, in slot order.
-        distinct: number of different cells that the slots chose.
         fields: (x, y, width, height, colour) of the effective receptive field of each different cell, in pixels of the
             photograph; empty if it is not known.
         overlay_width: the overlay's width as a multiple of the photograph's.
@@ -244,11 +241,9 @@ class Confusion:
     """Labels against predicted classes.
 
     Attributes:
-        labelled: number of answered images with a label.
         correct: number of these whose predicted class is the label.
         columns: the predicted classes; empty if the matrix would be too large.
         rows: (label, a cell per column); empty if the matrix would be too large.
-        more: number of other confused pairs.
     """
 
     labelled: int
@@ -265,8 +260,6 @@ class Tables:
 
     Attributes:
         limit: largest number of failures listed.
-        classes: predictions by (class id, label).
-        pairs: answered images by (label, predicted class).
     """
 
     limit: int
@@ -278,11 +271,7 @@ class Tables:
     labelled: bool = False
 
     def count(self, record: Record) -> None:
-        """Add one record.
-
-        Raises:
-            ValueError: the record has neither a prediction nor an error.
-        """
+        """Add one record; raise ValueError if the record has neither a prediction nor an error."""
         self.statuses[record["status"]] += 1
         self.labelled = self.labelled or "label" in record
         if record["status"] == "error":

@@ -174,11 +174,7 @@ class ReportWriter:
         self._lines.write(json.dumps([number, span, record], separators=(",", ":")).encode("ascii") + b"\n")
 
     def close(self, summary: Sequence[Fact] = ()) -> None:
-        """Write the report; after an error nothing remains of it.
-
-        Raises:
-            ValueError: the report is closed.
-        """
+        """Write the report; after an error nothing remains of it. Raise ValueError if the report is closed."""
         self._check_open()
         try:
             if self._block:

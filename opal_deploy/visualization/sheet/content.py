@@ -110,11 +110,9 @@ class SheetContent:
     """Everything on a sheet except pixels.
 
     Attributes:
-        image: the image's name in its record.
         crop: (x0, y0, x1, y1) that the model saw, in pixels of the whole image.
         grid: (H, W) of the feature map.
         meaning: what the bars show.
-        predicted: the class with the largest logit.
         runner_up: the class with the second largest logit; None for a model with one class.
         margin: cosine of the predicted class minus that of the runner-up; None without a runner-up.
         min_margin: margin below which the model abstains; None: never.

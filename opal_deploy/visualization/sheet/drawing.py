@@ -92,7 +92,6 @@ def cut_context(
 
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
-        size: (width, height) of the whole image.
         bounds: (width, height) in pixels.
 
     Returns:
@@ -165,12 +164,7 @@ Shape: TypeAlias = Rect | Text | Bitmap
 
 @dataclass(frozen=True)
 class Drawing:
-    """A laid-out sheet.
-
-    Attributes:
-        title: the sheet's name, for screen readers.
-        shapes: later shapes lie over earlier ones.
-    """
+    """A laid-out sheet."""
 
     width: int
     height: int

@@ -32,7 +32,7 @@ def test_layers_kept_at_a_finer_stride_cost_operations_and_no_parameters(opal, t
     lines = tmp_path / "overhead.jsonl"
     arguments = "--backbone resnet18 --stride 32 --stride 16 --keep-layers --classes 10 --out"
     done = check(opal("bench", "overhead", *arguments.split(), lines))
-    assert "Cost of finer cells" in done.stdout
+    assert "resnet18, stride 16, all layers" in done.stdout
     measurements = list(read_measurements([lines]))
     assert [(m.case["stride"], m.case["keep_layers"]) for m in measurements] == [(32, False), (16, True)]
     own, finer = ({name: figure.value for name, figure in m.figures.items()} for m in measurements)
