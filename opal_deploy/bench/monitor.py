@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -61,20 +61,6 @@ class Sampler(ABC):
     def _run(self) -> None:
         while not self._stop.wait(self._interval):
             self.sample()
-
-
-class SampleSource(Protocol):
-    """A device to sample during one run."""
-
-    name: str
-
-    def sample(self) -> dict[str, float]:
-        """Return the current readings by name, without those that cannot be read."""
-        ...
-
-    def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return facts about the whole run besides the samples, and marks for the measurement."""
-        ...
 
 
 class GpuSource:
@@ -155,6 +141,9 @@ class CpuSource:
         return total, busy, own.user + own.system + children
 
 
+Source = GpuSource | CpuSource
+
+
 class Monitor(Sampler):
     """Samples several sources while its block runs.
 
@@ -164,7 +153,11 @@ class Monitor(Sampler):
     """
 
     def __init__(
-        self, sources: Iterable[SampleSource], missing: dict[str, str] | None = None, *, interval: float = INTERVAL
+        self,
+        sources: Iterable[GpuSource | CpuSource],
+        missing: dict[str, str] | None = None,
+        *,
+        interval: float = INTERVAL,
     ) -> None:
         """Prepare to sample the sources every `interval` seconds; `missing` names unavailable ones with the reason."""
         super().__init__(interval)
@@ -190,7 +183,7 @@ class Monitor(Sampler):
 
 def monitor_devices(*devices: str) -> Monitor:
     """Return a monitor of this machine's CPUs and of the GPUs among the devices: `cpu`, `cuda:N` or `cuda:N NAME`."""
-    sources: list[SampleSource] = []
+    sources: list[Source] = []
     missing: dict[str, str] = {}
     try:
         import psutil

@@ -21,7 +21,7 @@ from torch import Tensor
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench.measurement import LINEAR, OPAL
+from opal_deploy.bench.measurement import OPAL
 from opal_deploy.bench.options import ModelOptions
 from opal_deploy.errors import StoppedEarly, UsageError, first_line
 from opal_deploy.export.builder import choose_engine_targets
@@ -111,50 +111,44 @@ def build_networks(options: ModelOptions, head: HeadKind = OPAL) -> Iterator[Nam
         backbones.build(name, stride=stride, keep_layers=keep, device="meta").grid(options.input_size)
         if head == "plain":
             backbones.build_classifier(name, options.classes, stride=stride, keep_layers=keep, device="meta")
+    heads = {"linear": LINEAR_BASELINE, "plain": PLAIN_CLASSIFIER}
+    config = heads.get(head) or HeadConfig(prototypes_per_class=options.prototypes)
+    size = options.input_size
     return (
-        build_random_network(
-            name,
-            stride=stride,
-            keep_layers=keep,
-            head=head,
-            num_classes=options.classes,
-            prototypes=options.prototypes,
-            size=options.input_size,
-        )
+        build_random_network(name, options.classes, size, config, stride=stride, keep_layers=keep)
         for name, stride, keep in variants
     )
 
 
 def build_random_network(
     backbone: str,
+    num_classes: int = 200,
+    size: tuple[int, int] = (224, 224),
+    head: HeadConfig | None = None,
     *,
     stride: int | None = None,
     keep_layers: bool = False,
-    head: HeadKind = OPAL,
-    num_classes: int = 200,
-    prototypes: int = 5,
-    size: tuple[int, int] = (224, 224),
 ) -> NamedNetwork:
-    """Build a backbone with reproducible random weights; weights do not affect speed.
+    """Build a backbone with reproducible random weights, which do not affect speed; by default with the paper's head.
 
     Raises:
         UsageError: no such backbone or stride, or an unsupported input size.
     """
-    heads = {"opal": HeadConfig(prototypes_per_class=prototypes), "linear": LINEAR_BASELINE, "plain": PLAIN_CLASSIFIER}
+    config = NetworkConfig(backbone, num_classes, size, head or HeadConfig(), stride=stride, keep_layers=keep_layers)
+    return _name_network(_build(config))
+
+
+def _build(config: NetworkConfig) -> OpalNetwork:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        config = NetworkConfig(backbone, num_classes, size, heads[head], stride=stride, keep_layers=keep_layers)
-        network = OpalNetwork(config).eval()
-    return _name_network(network, head)
+        return OpalNetwork(config).eval()
 
 
 def replace_head_with_linear(network: NamedNetwork) -> NamedNetwork:
     """Return the paper's linear baseline on the same backbone with the same weights; the dense layer is random."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        linear = OpalNetwork(replace(network.config, head=LINEAR_BASELINE)).eval()
+    linear = _build(replace(network.config, head=LINEAR_BASELINE))
     linear.backbone.load_state_dict(network.checkpoint.network.backbone.state_dict())
-    return _name_network(linear, LINEAR)
+    return _name_network(linear)
 
 
 def describe_backbone(config: NetworkConfig) -> str:
@@ -179,9 +173,11 @@ def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
     network.eval()
 
 
-def _name_network(network: OpalNetwork, head: HeadKind) -> NamedNetwork:
+def _name_network(network: OpalNetwork) -> NamedNetwork:
     labels = [f"class {number}" for number in range(network.config.num_classes)]
-    return NamedNetwork(f"{describe_backbone(network.config)} + {head}", Checkpoint(network, labels))
+    return NamedNetwork(
+        f"{describe_backbone(network.config)} + {network.config.head.kind}", Checkpoint(network, labels)
+    )
 
 
 def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:

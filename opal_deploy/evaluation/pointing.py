@@ -232,15 +232,10 @@ def play_pointing_game(result: EvaluationResult, annotations: Annotations, metad
 
 def format_game(game: PointingGame) -> Iterator[str]:
     """Yield the shares, the rules, and for a few classes the parts that their slots hit."""
-    shares = [
-        f"{title} {format_share(share)}"
-        for title, share in (
-            ("in the object", game.object),
-            ("on a part", game.part),
-            ("on a distinguishing part", game.distinguishing_part),
-        )
-        if share is not None
-    ]
+    titled = {
+        "in the object": game.object, "on a part": game.part, "on a distinguishing part": game.distinguishing_part,
+    }  # fmt: skip
+    shares = [f"{title} {format_share(share)}" for title, share in titled.items() if share is not None]
     yield f"pointing game, {game.images:,} correct predictions, {game.cells_per_image} cells each: {', '.join(shares)}"
     left_out = game.images_without_annotation
     note = f"; {left_out:,} correct predictions without annotation left out" if left_out else ""

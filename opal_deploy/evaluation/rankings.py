@@ -5,8 +5,8 @@ The random control draws from cells that show the object, since removing backgro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -106,12 +106,8 @@ def build_rankings(
     return Rankings(predicted, {name: cells for name, cells in rankings.items() if cells})
 
 
-class HeatMap(Protocol):
-    """Computes the relevance of every cell for a class."""
-
-    def __call__(self, images: ImageBatch, classes: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return relevances float32 [n, H * W] for images uint8 [n, H0, W0, 3] and class ids [n]."""
-        ...
+HeatMap = Callable[[ImageBatch, NDArray[np.int64]], NDArray[np.float32]]
+"""Returns relevances float32 [n, H * W] for images uint8 [n, H0, W0, 3] and class ids [n]."""
 
 
 class GradCam:

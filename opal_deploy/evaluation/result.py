@@ -153,9 +153,8 @@ def format_table(results: Sequence[ModelEvaluation]) -> Iterator[str]:
 def format_curve(curve: RiskCurve) -> Iterator[str]:
     """Yield the risk-coverage curve as a line."""
     summary = curve.summary()
-    shares = ", ".join(
-        f"{share:.1%} at {100 * float(rate):g} %" for rate, share in summary["coverage_at_error"].items()
-    )
+    coverage = summary["coverage_at_error"].items()
+    shares = ", ".join(f"{share:.1%} at {100 * float(rate):g} %" for rate, share in coverage)
     yield (
         f"risk-coverage over the margin: error {curve.error:.2%} without abstaining ({curve.images:,} images), AURC "
         f"{curve.aurc:.4f}; coverage by error rate on these images: {shares}"

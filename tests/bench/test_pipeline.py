@@ -254,10 +254,8 @@ def test_a_checkpoint_is_measured_compiled_too(bench, exact_model, monkeypatch):
     options = ("--batch", "4", "--workers", "1", "--no-explain", "--runtime", "compiled", "--device", "cpu")
     done = check(bench(*options, "--repeats", "1", model=exact_model.with_suffix(".pt")))
     target = Measurement.from_line(done.stdout).target
-    assert (target.runtime, target.layout) == (
-        "torch compiled",
-        "uint8 NHWC, normalised on the device; convolutions NHWC",
-    )
+    assert target.runtime == "torch compiled"
+    assert target.layout == "uint8 NHWC, normalised on the device; convolutions NHWC"
     assert "compiled on cpu" in done.stderr
 
 

@@ -227,9 +227,8 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(folder, linear, 
     whole = folder / "train"
     with pytest.raises(UsageError, match=r"no test images; give --split all for all 12 if none was used in training"):
         metrics(whole, linear, dataset="imagefolder")
-    checkpoints.save(
-        tmp_path / "trained.pt", replace(checkpoints.load(linear), training={"data": {"root": str(folder)}})
-    )
+    trained = replace(checkpoints.load(linear), training={"data": {"root": str(folder)}})
+    checkpoints.save(tmp_path / "trained.pt", trained)
     document = metrics(whole, tmp_path / "trained.pt", split="all", dataset="imagefolder")
     assert document["all_images"] == sum(1 for path in whole.rglob("*") if path.is_file())
     assert f"was trained on images in {folder}, perhaps on these" in "\n".join(lines)
@@ -253,10 +252,7 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(folder, linear, 
         ({"second": ["0", "1", "2"]}, r"knows 3 classes .0, ....,.* has 4 .* they must be the same, in the same order"),
     ],
 )
-def test_a_wrong_call_is_refused_before_any_model_runs(
-    folder, model, metrics, tmp_path, monkeypatch,
-    options, message,
-):  # fmt: skip
+def test_a_wrong_call_is_refused_before_any_model_runs(folder, model, metrics, tmp_path, monkeypatch, options, message):
     monkeypatch.setattr(
         "opal_deploy.evaluation.measure.evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran")
     )

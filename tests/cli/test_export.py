@@ -200,10 +200,7 @@ from opal_deploy.cli import main; main()
         (["--trt", "--timing-cache", "."], "--timing-cache"),
         (["--trt", "--precision", "fp32", "--outputs", "attention"], "inputs and outputs are fixed in an ONNX"),
         (["--precision", "fp16", "--top-k", "3"], "--top-k: only for --outputs topk; add that"),
-        (
-            ["--trt", "--precision", "fp32", "--outputs", "topk"],
-            "so it is built as it is; for --outputs topk",
-        ),
+        (["--trt", "--precision", "fp32", "--outputs", "topk"], "so it is built as it is; for --outputs topk"),
         (["--trt", "--precision", "fp32", "--images", "nowhere"], "nothing to verify or calibrate on images"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

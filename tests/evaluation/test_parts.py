@@ -268,6 +268,8 @@ AGAIN = (
     "evaluate birds.pt itself, or a file that has them: "
     "opal-deploy export birds.pt --out birds.attention.onnx --outputs attention"
 )
+NO_PROTOTYPES = "the model has no prototypes (evidence none); only models with anchors have"
+OTHER_SIZE = "its input is 224x448, but the protocol's regions are defined on 224x224; train it with --size 224"
 NO_FLOAT = f"no float32 input, which noise is added to; {AGAIN} --input float32"
 
 
@@ -280,17 +282,8 @@ NO_FLOAT = f"no float32 input, which noise is added to; {AGAIN} --input float32"
              FIGURES[1]: f"the model has no output attention and {NO_FLOAT}"},
         ),
         ({"input_kind": "uint8"}, {FIGURES[1]: f"the model has {NO_FLOAT}"}),
-        (
-            {"evidence": "none"},
-            dict.fromkeys(FIGURES, "the model has no prototypes (evidence none); only models with anchors have"),
-        ),
-        (
-            {"input_size": (224, 448)},
-            dict.fromkeys(
-                FIGURES,
-                "its input is 224x448, but the protocol's regions are defined on 224x224; train it with --size 224",
-            ),
-        ),
+        ({"evidence": "none"}, dict.fromkeys(FIGURES, NO_PROTOTYPES)),
+        ({"input_size": (224, 448)}, dict.fromkeys(FIGURES, OTHER_SIZE)),
     ],
     ids=["no attention", "normalised in the graph", "no prototypes", "another size"],
 )  # fmt: skip

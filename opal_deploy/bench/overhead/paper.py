@@ -100,17 +100,14 @@ def format_like(value: Decimal, printed: str) -> str:
 def format_comparison(cells: Sequence[Cell]) -> list[str]:
     """Return lines for a person: the number of figures that agree, and every figure that does not."""
     lines = [f"{sum(cell.agrees for cell in cells)} of {len(cells)} figures of the paper agree at the printed digits"]
-    for cell in cells:
-        if cell.disputed and not cell.agrees:
-            lines.append(
-                f"known discrepancy of the paper: {cell.name}: printed {cell.printed}, counted {cell.counted} "
-                f"({cell.disputed})"
-            )
-    for cell in cells:
-        if cell.disputed and cell.agrees:
-            lines.append(f"NO LONGER A DISCREPANCY: {cell.name}: printed and counted {cell.printed}")
-        elif not cell.is_expected:
-            lines.append(f"DIFFERS: {cell.name}: printed {cell.printed}, counted {cell.counted}")
+    # the known ones first
+    for cell in sorted(cells, key=lambda cell: not cell.is_expected):
+        found = f"{cell.name}: printed {cell.printed}, counted {cell.counted}"
+        if cell.disputed:
+            title = "NO LONGER A DISCREPANCY" if cell.agrees else "known discrepancy of the paper"
+            lines.append(f"{title}: {found}" + ("" if cell.agrees else f" ({cell.disputed})"))
+        elif not cell.agrees:
+            lines.append(f"DIFFERS: {found}")
     return lines
 
 

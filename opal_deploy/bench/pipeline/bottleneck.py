@@ -8,6 +8,7 @@ shares of CPU time show which costs most.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,10 +101,9 @@ def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], c
     """
     seconds = sum(one.seconds for one in passes)
     images = sum(one.images for one in passes)
-    waits: dict[str, float] = {}
-    for one in passes:
-        for reason, waited in one.times.waits:
-            waits[reason] = waits.get(reason, 0.0) + waited
+    waits: defaultdict[str, float] = defaultdict(float)
+    for reason, waited in (wait for one in passes for wait in one.times.waits):
+        waits[reason] += waited
     # writing is the loop's own work
     loop_seconds = seconds - sum(waited for reason, waited in waits.items() if reason != "disk")
     busy: dict[ThreadRole, float] = {}
@@ -127,10 +127,9 @@ def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], c
 
 
 def _wall_by_stage(passes: Sequence[Pass], role: ThreadRole) -> dict[Stage, float]:
-    seconds: dict[Stage, float] = {}
-    for one in passes:
-        for row in one.times.select_role(role):
-            seconds[row.stage] = seconds.get(row.stage, 0.0) + row.wall
+    seconds: defaultdict[Stage, float] = defaultdict(float)
+    for row in (row for one in passes for row in one.times.select_role(role)):
+        seconds[row.stage] += row.wall
     return seconds
 
 

@@ -198,10 +198,10 @@ def measure_ceiling(
         if threads is not None:
             torch.set_num_threads(threads)
         threads = torch.get_num_threads()
-        figures = {"copy": _best(_copy_rates(device, copied, advance), "GB/s")}
+        figures = {"copy": _time_copy(device, copied, advance)}
         for precision in precisions:
             torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-            figures[f"matmul_{precision}"] = _best(_product_rates(device, size, precision, advance), "TFLOP/s")
+            figures[f"matmul_{precision}"] = _time_product(device, size, precision, advance)
     finally:
         torch.set_num_threads(before)
         torch.backends.cuda.matmul.allow_tf32 = backend
@@ -265,45 +265,41 @@ def format_ceiling(measurement: Measurement) -> str:
     return "\n".join([*lines, f"timed: {measurement.timed}", *(f"MARKED {mark}" for mark in measurement.marks)])
 
 
-def _copy_rates(device: torch.device, copied: int, advance: Callable[[], None]) -> list[float]:
+def _time_copy(device: torch.device, copied: int, advance: Callable[[], None]) -> Figure:
     import torch
 
     source = torch.ones(max(1, copied // 4), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    moved = 2 * source.numel() * 4
-    return [moved / seconds / 1e9 for seconds in _times(lambda: target.copy_(source), device, advance)]
+    return _time(lambda: target.copy_(source), 2 * source.numel() * 4 / 1e9, "GB/s", device, advance)
 
 
-def _product_rates(device: torch.device, size: int, precision: str, advance: Callable[[], None]) -> list[float]:
+def _time_product(device: torch.device, size: int, precision: str, advance: Callable[[], None]) -> Figure:
     import torch
 
     dtype = getattr(torch, _DTYPES[precision])
     generator = torch.Generator(device=device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     result = torch.empty(size, size, device=device, dtype=dtype)
-    operations = 2 * size**3
-    times = _times(lambda: torch.mm(left, right, out=result), device, advance)
-    return [operations / seconds / 1e12 for seconds in times]
+    return _time(lambda: torch.mm(left, right, out=result), 2 * size**3 / 1e12, "TFLOP/s", device, advance)
 
 
-def _times(run: Callable[[], Any], device: torch.device, advance: Callable[[], None]) -> list[float]:
+def _time(
+    run: Callable[[], Any], amount: float, unit: str, device: torch.device, advance: Callable[[], None]
+) -> Figure:
+    """Return the best rate of the counted runs; `amount` is what one run moves or computes."""
     import torch
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    seconds = []
+    rates = []
     for repeat in range(_WARM_UP + _REPEATS):
         wait()
         start = time.perf_counter()
         run()
         wait()
         if repeat >= _WARM_UP:
-            seconds.append(time.perf_counter() - start)
+            rates.append(amount / (time.perf_counter() - start))
         advance()
-    return seconds
-
-
-def _best(rates: list[float], unit: str) -> Figure:
     return Figure(max(rates), unit, "higher", tuple(rates))

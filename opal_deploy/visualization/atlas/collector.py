@@ -220,15 +220,9 @@ class AtlasCollector:
 
     def describe_model(self) -> Mapping[str, Any]:
         """Return the properties of the model that an atlas holds: checkpoint, backbone, precision, grid, ..."""
-        metadata = self.metadata
-        return {
-            "checkpoint_sha256": metadata.source.get("sha256"),
-            "backbone": metadata.backbone,
-            "precision": metadata.precision,
-            "prototypes_per_class": metadata.prototypes_per_class,
-            "grid": list(metadata.grid),
-            "distance": metadata.distance,
-        }
+        names = ("backbone", "precision", "prototypes_per_class", "distance")
+        own = {name: getattr(self.metadata, name) for name in names}
+        return {"checkpoint_sha256": self.metadata.source.get("sha256"), **own, "grid": list(self.metadata.grid)}
 
 
 def _entropy(cells: NDArray[np.int32]) -> float:

@@ -230,12 +230,8 @@ class Atlas:
 
     def count_wrong(self) -> int:
         """Return the number of images whose prediction is not their label."""
-        return sum(
-            count
-            for class_id, counts in self.labels.items()
-            for label, count in counts.items()
-            if label != self.class_names[class_id]
-        )
+        counts = ((self.class_names[class_id], counts) for class_id, counts in self.labels.items())
+        return sum(count for name, by_label in counts for label, count in by_label.items() if label != name)
 
     def count_patches(self) -> int:
         """Return the number of patches of all slots."""
@@ -272,22 +268,22 @@ def list_findings(
     if slots[0].images < MIN_IMAGES:
         return []
     findings = []
+
+    def add(kind: str, slot: int, value: float, message: str) -> None:
+        findings.append(Finding(kind, class_id, slot, value, f"{label}, slot {slot}: {message}"))
+
     parts = [statistics.mean_contribution for statistics in slots]
     known = [part for part in parts if part is not None]
-    equal_part = sum(known) / len(known) if len(known) == len(slots) else None
-    for slot, statistics in enumerate(slots):
-        who, own_cell, part = f"{label}, slot {slot}", statistics.own_cell, parts[slot]
+    equal_part = sum(known) / len(known) if len(known) == len(slots) else 0.0
+    for slot, (statistics, part) in enumerate(zip(slots, parts, strict=True)):
+        own_cell, share, images = statistics.own_cell, statistics.top_cell_share, statistics.images
         if len(slots) > 1 and own_cell is not None and own_cell < MIN_OWN_CELL_SHARE:
-            message = f"{who}: has its own cell in only {own_cell:.0%} of {statistics.images} images"
-            findings.append(Finding("shares_its_cell", class_id, slot, own_cell, message))
-        if equal_part is not None and part is not None and equal_part > 0 and part < MIN_EQUAL_PART * equal_part:
-            message = f"{who}: contributes {part:.3f} on average (equal share: {equal_part:.3f})"
-            findings.append(Finding("adds_little", class_id, slot, part, message))
-        share = statistics.top_cell_share
+            add("shares_its_cell", slot, own_cell, f"has its own cell in only {own_cell:.0%} of {images} images")
+        if part is not None and equal_part > 0 and part < MIN_EQUAL_PART * equal_part:
+            add("adds_little", slot, part, f"contributes {part:.3f} on average (equal share: {equal_part:.3f})")
         if share is not None and statistics.top_cell is not None and share > MAX_ONE_CELL_SHARE:
             row, col = statistics.top_cell
-            message = f"{who}: chooses cell {row}, {col} in {share:.0%} of {statistics.images} images"
-            findings.append(Finding("one_place", class_id, slot, share, message))
+            add("one_place", slot, share, f"chooses cell {row}, {col} in {share:.0%} of {images} images")
     return findings
 
 

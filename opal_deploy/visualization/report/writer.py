@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import BinaryIO, TextIO, cast
 
 from PIL import Image
@@ -116,9 +115,7 @@ class ReportWriter:
     def __enter__(self) -> ReportWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.discard()
         elif self._open:
@@ -227,19 +224,11 @@ class ReportWriter:
             listed=CLASSES_LISTED,
             pages=-(-(self._cards + self._failed_cards) // PAGE_SIZE),
         )
-        yield json_script(
-            "config",
-            {
-                "labels": labels,
-                "colors": SLOT_COLORS,
-                "meanings": MEANINGS,
-                "no_evidence": NO_EVIDENCE,
-                "image_mode": self._image_mode,
-                "block": _BLOCK,
-                "page": PAGE_SIZE,
-                "typical": typical,
-            },
-        )
+        config = {
+            "labels": labels, "colors": SLOT_COLORS, "meanings": MEANINGS, "no_evidence": NO_EVIDENCE,
+            "image_mode": self._image_mode, "block": _BLOCK, "page": PAGE_SIZE, "typical": typical,
+        }  # fmt: skip
+        yield json_script("config", config)
         yield '<script type="application/json" id="index">['
         yield from _read_chunks(self._index)
         yield "]</script>\n"
