@@ -49,17 +49,16 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Option:
-    """What a command and the reference page say about a field of an options class.
+    """The text and limits of an option, for the command and the reference page.
 
     Attributes:
         help: a noun phrase or an imperative, with the unit; one sentence or two.
         flag: the spelling on the command line, such as `--input` or `--isolate/--no-isolate`; empty: from the name.
         min, max: smallest and largest value of a number.
-        default: the default in words, where None stands for something else; it is appended to the help.
+        default: the default in words, appended to the help, where None stands for something else.
         panel: title of the group in `--help`; empty: the main group.
         cli: type on the command line where it differs from the field's, such as Path or str.
         parse: turns the text of the command line into the field's value; raises UsageError or ValueError.
-        hidden: leave the option out of `--help`.
     """
 
     help: str
@@ -70,7 +69,6 @@ class Option:
     panel: str = ""
     cli: Any = None
     parse: Callable[[str], Any] | None = None
-    hidden: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

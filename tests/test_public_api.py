@@ -1,37 +1,32 @@
 """The public Python API: names, signatures, the cost of importing it, and records that are those of the CLI."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import opal_deploy
-from opal_deploy import Model
 
 BOX = (10, 20, 70, 80)
 
 
 @pytest.fixture(scope="module")
-def model(exact_model: Path) -> Model:
+def model(exact_model):
     return opal_deploy.load(exact_model, device="cpu", threads=1)
 
 
 @pytest.fixture(scope="module")
-def images(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def images(make_pictures, tmp_path_factory):
     return make_pictures(tmp_path_factory.mktemp("images"), 5)
 
 
-def test_public_names_exist_and_are_documented() -> None:
+def test_public_names_exist_and_are_documented():
     documented = (Path(__file__).parents[1] / "docs/reference/python.md").read_text("utf-8")
     assert [name for name in opal_deploy.__all__ if name.islower() and f" opal_deploy.{name}\n" not in documented] == [
         "__version__"
@@ -43,19 +38,19 @@ def test_public_names_exist_and_are_documented() -> None:
     assert all(issubclass(getattr(opal_deploy, name), opal_deploy.OpalError) for name in errors)
 
 
-def modules_after(statement: str, *arguments: str) -> set[str]:
+def modules_after(statement, *arguments):
     code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
-def test_importing_costs_neither_numpy_nor_pillow_nor_a_runtime() -> None:
+def test_importing_costs_neither_numpy_nor_pillow_nor_a_runtime():
     heavy = {"numpy", "PIL", "torch", "onnx", "onnxruntime", "typer", "rich", "matplotlib", "sklearn"}
     assert not modules_after("import opal_deploy") & heavy
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["torch installed", "torch not installed"])
-def test_an_onnx_file_needs_no_torch(exact_model: Path, images: list[Path], hidden: bool) -> None:
+def test_an_onnx_file_needs_no_torch(exact_model, images, hidden):
     statement = "sys.modules.update(torch=None, torchvision=None, onnx=None)\n" if hidden else ""
     statement += (
         "import opal_deploy\nassert opal_deploy.load(sys.argv[1], device='cpu').explain(sys.argv[2])['status'] == 'ok'"
@@ -65,7 +60,7 @@ def test_an_onnx_file_needs_no_torch(exact_model: Path, images: list[Path], hidd
     assert hidden or not loaded & {"torch", "torchvision", "onnx", "onnxscript"}
 
 
-def as_(kind: str, path: Path) -> Any:
+def as_(kind, path):
     if kind in ("path", "str", "bytes"):
         return {"path": path, "str": str(path), "bytes": path.read_bytes()}[kind]
     with Image.open(path) as image:
@@ -74,7 +69,7 @@ def as_(kind: str, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["path", "str", "bytes", "PIL", "array"])
-def test_images_of_any_kind(model: Model, images: list[Path], kind: str) -> None:
+def test_images_of_any_kind(model, images, kind):
     record, expected = model.explain(as_(kind, images[0])), model.explain(images[0])
     if kind not in ("path", "str"):
         expected["image"] = None
@@ -87,13 +82,13 @@ def test_images_of_any_kind(model: Model, images: list[Path], kind: str) -> None
     assert model.explain([as_(kind, path) for path in images]) == [model.explain(as_(kind, path)) for path in images]
 
 
-def test_no_images_are_an_empty_list_and_a_stack_is_as_many_images(model: Model, images: list[Path]) -> None:
+def test_no_images_are_an_empty_list_and_a_stack_is_as_many_images(model, images):
     assert model.explain([]) == []
     arrays = [as_("array", path) for path in images]
-    assert model.explain(np.stack(arrays)) == model.explain(arrays)  # type: ignore[call-overload]
+    assert model.explain(np.stack(arrays)) == model.explain(arrays)
 
 
-def test_boxes_crop_their_images(model: Model, images: list[Path]) -> None:
+def test_boxes_crop_their_images(model, images):
     record = model.explain(images[0], boxes=BOX)
     for slot in record["evidence"]:
         x0, y0, x1, y1 = slot["box"]
@@ -112,7 +107,7 @@ def test_boxes_crop_their_images(model: Model, images: list[Path]) -> None:
             model.explain(images[:2], boxes=boxes)
 
 
-def test_options_of_explain(model: Model, images: list[Path], tmp_path: Path) -> None:
+def test_options_of_explain(model, images, tmp_path):
     assert model.explain(images[0], min_margin=2.0)["status"] == "abstained"
     assert model.explain(images[0], max_pixels=96 * 96 - 1)["error"]["code"] == "too_many_pixels"
     assert model.explain(images, batch=1) == model.explain(images, batch=5)
@@ -120,9 +115,7 @@ def test_options_of_explain(model: Model, images: list[Path], tmp_path: Path) ->
     assert model.explain(tmp_path / "none.jpg")["error"]["code"] == "not_found"
 
 
-def test_records_are_what_the_cli_writes(
-    model: Model, images: list[Path], exact_model: Path, tmp_path: Path, opal: Callable
-) -> None:
+def test_records_are_what_the_cli_writes(model, images, exact_model, tmp_path, opal):
     (images[0].parent / "broken.png").write_bytes(images[0].read_bytes()[:200])
     paths = [*images, images[0].parent / "broken.png"]
     # batches of one, on one thread: the same arithmetic to the last bit
@@ -137,7 +130,7 @@ def test_records_are_what_the_cli_writes(
     assert written == model.explain(paths, batch=1)
 
 
-def test_a_model_describes_itself_and_other_files_are_refused(model: Model, tmp_path: Path) -> None:
+def test_a_model_describes_itself_and_other_files_are_refused(model, tmp_path):
     prediction = model.explain(np.zeros((96, 96, 3), np.uint8))["prediction"]
     assert model.names[prediction["class_id"]] == prediction["label"]
     assert list(model.names) == [0, 1, 2, 3]
@@ -149,7 +142,7 @@ def test_a_model_describes_itself_and_other_files_are_refused(model: Model, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_page_of_the_documentation_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_page_of_the_documentation_runs_as_it_stands(tmp_path):
     page = (Path(__file__).parents[1] / "docs" / "howto" / "python.md").read_text("utf-8")
     code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
@@ -162,7 +155,7 @@ def test_the_page_of_the_documentation_runs_as_it_stands(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["train_model", "evaluate_model", "export_model"])
-def test_a_function_has_the_options_of_its_command(name: str) -> None:
+def test_a_function_has_the_options_of_its_command(name):
     from opal_deploy.cli import app
 
     callbacks = {each.callback.__name__: each.callback for each in app.registered_commands if each.callback}

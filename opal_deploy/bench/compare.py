@@ -23,8 +23,8 @@ from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import LINEAR, NOISY, NOISY_SPREAD, Figure, Measurement
 from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.options import CompareOptions, Precision, Question
-from opal_deploy.bench.targets import RUNTIMES, LoadedTarget, Setup, build_setup, load_file, load_network
-from opal_deploy.bench.timing import Call, Clock, random_batches, rotate_inputs, time_calls, warm_up
+from opal_deploy.bench.targets import RUNTIMES, LoadedTarget, Setup, build_setups, load_file, load_network
+from opal_deploy.bench.timing import Clock, random_batches, rotate_inputs, time_calls, warm_up
 from opal_deploy.errors import OpalError, UsageError, require
 from opal_deploy.logs import Log
 from opal_deploy.statistics import median, paired_ratios, spread
@@ -48,8 +48,6 @@ class Comparison:
 
     Attributes:
         reference: name of the first model in the measurement, such as `linear`, `eager`, `fp32`.
-        targets: at least two; all others are compared with the first.
-        unusable: variants that cannot run here, each with the reason.
     """
 
     reference: str
@@ -59,13 +57,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class TargetRates:
-    """Rates of one model.
-
-    Attributes:
-        rates: images per second in each round.
-        batches: calls per run.
-        warm_up_calls: calls discarded before the first round.
-    """
+    """Rates of one model."""
 
     rates: tuple[float, ...]
     batches: int
@@ -79,7 +71,7 @@ def prepare_comparisons(files: Sequence[Path], options: CompareOptions, log: Log
         UsageError: neither or both were given, a reference does not work here, or nothing can be compared with it.
         MissingExtra: no torch, which --question needs.
     """
-    setup = build_setup(options)
+    (setup,) = build_setups(options)
     question = options.question
     if question is None:
         if options.model or options.backbone:
@@ -123,26 +115,18 @@ def time_interleaved(
     """Time two or more models in interleaved rounds."""
     with ExitStack() as stack:
         calls = [stack.enter_context(rotate_inputs(target, batch, options.buffers)) for target in targets]
-        return _time_interleaved(calls, batch, options, progress, clock)
-
-
-def _time_interleaved(
-    calls: Sequence[Call], batch: int, options: CompareOptions, progress: Progress, clock: Clock
-) -> list[TargetRates]:
-    warmed = [warm_up(call, options.warmup, clock=clock) for call in calls]
-    counts = []
-    for call in calls:
-        seconds = min(time_calls(call, 1, clock=clock) for _ in range(3))
-        counts.append(max(1, math.ceil(options.seconds / max(seconds, 1e-9))))
-    rates: list[list[float]] = [[] for _ in calls]
-    for number in range(options.pairs):
-        order = range(len(calls))
-        for index in order if number % 2 == 0 else reversed(order):
-            # another input than the one that the run starts with
-            calls[index](-1)
-            seconds = time_calls(calls[index], counts[index], clock=clock)
-            rates[index].append(batch * counts[index] / seconds)
-        progress(number + 1, options.pairs)
+        warmed = [warm_up(call, options.warmup, clock=clock) for call in calls]
+        shortest = [min(time_calls(call, 1, clock=clock) for _ in range(3)) for call in calls]
+        counts = [max(1, math.ceil(options.seconds / max(seconds, 1e-9))) for seconds in shortest]
+        rates: list[list[float]] = [[] for _ in calls]
+        for number in range(options.pairs):
+            order = range(len(calls))
+            for index in order if number % 2 == 0 else reversed(order):
+                # another input than the one that the run starts with
+                calls[index](-1)
+                seconds = time_calls(calls[index], counts[index], clock=clock)
+                rates[index].append(batch * counts[index] / seconds)
+            progress(number + 1, options.pairs)
     return [
         TargetRates(tuple(of_target), count, warm.calls)
         for of_target, count, warm in zip(rates, counts, warmed, strict=True)
@@ -217,33 +201,24 @@ def build_comparisons(
         question: `head`: OPAL with all its outputs against the linear head on the same backbone, in one runtime;
             `runtime`: PyTorch eager, as exported, against every other runtime that works here; `precision`: fp32
             against every other precision that the runtime has.
-        networks: the networks to compare variants of.
-        setup: everything that the question does not vary.
-        batch: batch size of the call that shows whether a variant works here.
-        log: gets a line per variant.
 
     Raises:
         UsageError: the reference does not work here, or no other variant does.
     """
     for network in networks:
-        variants = {"head": _head_variants, "runtime": _runtime_variants, "precision": _precision_variants}[question]
-        yield _load_comparison(variants(network, setup), batch, log)
+        yield _load_comparison(_list_variants(question, network, setup), batch, log)
 
 
-def _head_variants(network: NamedNetwork, setup: Setup) -> _Variants:
+def _list_variants(question: Question, network: NamedNetwork, setup: Setup) -> _Variants:
     from opal_deploy.bench.networks import describe_backbone, replace_head_with_linear
 
+    if question == "runtime":
+        return [(name, network, setup.for_runtime(name)) for name in RUNTIMES]
+    if question == "precision":
+        return [(name, network, replace(setup, precision=name)) for name in get_args(Precision)]
     if network.config.head.evidence != "exact":
         raise UsageError(f"{network.name}: it has no OPAL head; give a checkpoint that has, or --backbone")
     return [(LINEAR, replace_head_with_linear(network), setup), (describe_backbone(network.config), network, setup)]
-
-
-def _runtime_variants(network: NamedNetwork, setup: Setup) -> _Variants:
-    return [(name, network, setup.for_runtime(name)) for name in RUNTIMES]
-
-
-def _precision_variants(network: NamedNetwork, setup: Setup) -> _Variants:
-    return [(name, network, replace(setup, precision=name)) for name in get_args(Precision)]
 
 
 def _load_comparison(variants: _Variants, batch: int, log: Log) -> Comparison:

@@ -12,10 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from opal_deploy.bench.machine import hardware_facts, software_facts
 from opal_deploy.bench.measurement import Figure, Measurement
-from opal_deploy.bench.report import label_measurements
-from opal_deploy.bench.tables import format_number, format_value, humanize
+from opal_deploy.bench.report import (
+    format_number,
+    format_value,
+    hardware_facts,
+    humanize,
+    label_measurements,
+    software_facts,
+)
 
 TOLERANCE = 0.03
 Verdict = Literal["regression", "improvement", "doubtful", "unchanged"]
@@ -26,15 +31,8 @@ class FigureChange:
     """One figure that both sets have.
 
     Attributes:
-        label: name of the measurement.
-        figure: name of the figure in the measurement.
-        unit: its unit.
-        old, new: its values.
         relative: (new - old) / |old|; None if old is 0 and new is not.
         noise: relative change that does not count: the largest of the tolerance and the spreads.
-        worse: whether the change is for the worse.
-        verdict: regression, improvement, doubtful or unchanged.
-        marks: marks of both measurements.
     """
 
     label: str
@@ -66,8 +64,6 @@ class MeasurementDiff:
         only_old, only_new: measurements, or `measurement: figure`, that the other set lacks.
         not_comparable: figures whose unit or direction differs, with the reason.
         repeated: `OLD` or `NEW` with a measurement that occurs more than once in it; the last one counts.
-        machines: differences between the machines.
-        software: differences between versions.
     """
 
     changes: tuple[FigureChange, ...]
@@ -113,9 +109,7 @@ def compare_measurements(
         label = names[key]
         only_old += [f"{label}: {humanize(figure)}" for figure in a.figures if figure not in b.figures]
         only_new += [f"{label}: {humanize(figure)}" for figure in b.figures if figure not in a.figures]
-        for figure in a.figures:
-            if figure not in b.figures:
-                continue
+        for figure in (name for name in a.figures if name in b.figures):
             if reason := _incomparable(a.figures[figure], b.figures[figure]):
                 not_comparable.append(f"{label}: {humanize(figure)}: {reason}")
             elif b.figures[figure].better is not None:
@@ -136,7 +130,7 @@ def compare_measurements(
 
 
 def _change(label: str, name: str, old: Figure, new: Figure, marks: tuple[str, ...], tolerance: float) -> FigureChange:
-    relative = _relative(old.value, new.value)
+    relative = (new.value - old.value) / abs(old.value) if old.value else None if new.value else 0.0
     worse = new.value < old.value if new.better == "higher" else new.value > old.value
     verdict: Verdict = "unchanged"
     if old.interval is not None and new.interval is not None:
@@ -154,12 +148,6 @@ def _list_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Return the differences of two sets of facts, such as `versions: torch 2.9.0 -> 2.9.1`."""
     pairs = [(name, old.get(name, "none"), new.get(name, "none")) for name in dict.fromkeys([*old, *new])]
     return [f"{name} {before} -> {after}" for name, before, after in pairs if before != after]
-
-
-def _relative(old: float, new: float) -> float | None:
-    if old == new:
-        return 0.0
-    return (new - old) / abs(old) if old else None
 
 
 def _incomparable(old: Figure, new: Figure) -> str:

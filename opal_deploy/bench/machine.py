@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.bench.tables import flatten_facts, format_value
 from opal_deploy.runtime.devices import available_cpus, read_driver
 
 # distributions whose versions affect the figures
@@ -23,8 +21,6 @@ _DISTRIBUTIONS = (
     "opal-deploy", "onnxruntime", "onnxruntime-gpu", "torch", "torchvision", "tensorrt-cu13", "tensorrt-rtx-cu13",
     "cuda-bindings", "numpy", "pillow",
 )  # fmt: skip
-# facts that an update changes; all others describe the machine itself
-_SOFTWARE = ("versions", "python", "system", "driver", "cuda", "governor")
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 
@@ -60,32 +56,6 @@ def provenance() -> dict[str, Any]:
     """Return the fields of a `Measurement` that every benchmark fills alike: `machine`, `command`, `when`."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"machine": describe_machine(), "command": format_command_line(sys.argv), "when": now}
-
-
-def machine_key(machine: Mapping[str, Any]) -> str:
-    """Return a text that is equal for the same machine with the same software."""
-    return json.dumps(machine, sort_keys=True)
-
-
-def machine_title(machine: Mapping[str, Any]) -> str:
-    """Return one line for a person: the GPUs if there are any, and the processor."""
-    gpus = machine["gpus"] if isinstance(machine.get("gpus"), list) else []
-    names = [format_value(gpu.get("name", "GPU")) for gpu in gpus if isinstance(gpu, Mapping)]
-    parts = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
-    if machine.get("processor"):
-        cores = machine.get("usable_cores") or machine.get("cores")
-        parts.append(format_value(machine["processor"]) + (f", {format_value(cores)} cores" if cores else ""))
-    return "; ".join(parts) or "a machine that was not recorded"
-
-
-def hardware_facts(machine: Mapping[str, Any]) -> dict[str, str]:
-    """Return the facts about the machine itself, by name."""
-    return dict(flatten_facts({key: value for key, value in machine.items() if key not in _SOFTWARE}))
-
-
-def software_facts(machine: Mapping[str, Any]) -> dict[str, str]:
-    """Return versions and settings, by name."""
-    return dict(flatten_facts({key: machine[key] for key in _SOFTWARE if key in machine}))
 
 
 def format_command_line(arguments: Sequence[str]) -> str:

@@ -83,7 +83,6 @@ class Target:
         backbone: torchvision's name.
         head: `opal`, `linear`, `plain`, or the name of an ablation; see `head_name`.
         runtime: `onnxruntime`, `torch eager`, `torch compile`, `tensorrt` or `tensorrt-rtx`.
-        runtime_version: version of the runtime.
         device: `cpu`, or `cuda:0 NVIDIA H200`.
         precision: fp32, tf32, fp16, bf16 or int8.
         layout: memory layout of the images and of the convolutions: `uint8 NHWC; convolutions NCHW`.
@@ -123,7 +122,6 @@ class Measurement:
         marks: reasons for doubt, each one word or `word: reason`: `noisy`, `throttled`, `busy`, `failed`.
         conditions: samples taken during the run: clocks, power, temperature, throttle reasons.
         machine: processor, GPU, driver, versions; see `bench.machine`.
-        details: values that only this kind has.
         command: the command line that repeats the measurement.
         when: ISO 8601, UTC.
     """
@@ -161,10 +159,6 @@ class Measurement:
     @staticmethod
     def from_line(line: str, origin: str = "measurement") -> Measurement:
         """Parse and check one line.
-
-        Args:
-            line: JSON.
-            origin: names the line in errors.
 
         Raises:
             UsageError: not JSON, another schema, or a field missing or of the wrong type.

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -63,24 +63,6 @@ class Sampler(ABC):
             self.sample()
 
 
-class SampleSource(Protocol):
-    """A device to sample during one run."""
-
-    name: str
-
-    def sample(self) -> dict[str, float]:
-        """Return the current readings by name, without those that cannot be read."""
-        ...
-
-    def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return facts about the whole run besides the samples, and marks for the measurement."""
-        ...
-
-
-class SourceUnavailable(Exception):
-    """A source cannot be sampled; the message says why."""
-
-
 class GpuSource:
     """One GPU, through NVML."""
 
@@ -88,10 +70,10 @@ class GpuSource:
         """Prepare to sample the GPU with CUDA's number `index`, which CUDA names `expected` (empty: unknown).
 
         Raises:
-            SourceUnavailable: NVML has another GPU under that number.
+            NvmlError: NVML has another GPU under that number.
         """
         if expected and sensors.name != expected:
-            raise SourceUnavailable(f"NVML's GPU {index} is {sensors.name}, CUDA's is {expected}")
+            raise NvmlError(f"GPU {index} is {sensors.name}, CUDA's is {expected}")
         self.name = f"cuda:{index}"
         self._sensors = sensors
         self._reasons: Counter[str] = Counter()
@@ -159,6 +141,9 @@ class CpuSource:
         return total, busy, own.user + own.system + children
 
 
+Source = GpuSource | CpuSource
+
+
 class Monitor(Sampler):
     """Samples several sources while its block runs.
 
@@ -168,7 +153,11 @@ class Monitor(Sampler):
     """
 
     def __init__(
-        self, sources: Iterable[SampleSource], missing: dict[str, str] | None = None, *, interval: float = INTERVAL
+        self,
+        sources: Iterable[GpuSource | CpuSource],
+        missing: dict[str, str] | None = None,
+        *,
+        interval: float = INTERVAL,
     ) -> None:
         """Prepare to sample the sources every `interval` seconds; `missing` names unavailable ones with the reason."""
         super().__init__(interval)
@@ -194,7 +183,7 @@ class Monitor(Sampler):
 
 def monitor_devices(*devices: str) -> Monitor:
     """Return a monitor of this machine's CPUs and of the GPUs among the devices: `cpu`, `cuda:N` or `cuda:N NAME`."""
-    sources: list[SampleSource] = []
+    sources: list[Source] = []
     missing: dict[str, str] = {}
     try:
         import psutil
@@ -209,8 +198,6 @@ def monitor_devices(*devices: str) -> Monitor:
             sources.append(GpuSource(GpuSensors(index), index, gpu))
         except NvmlError as error:
             missing[name] = f"NVML: {error}"
-        except SourceUnavailable as error:
-            missing[name] = str(error)
     return Monitor(sources, missing)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch networks to measure, and the temporary ONNX files and engines made from them.
+"""PyTorch networks to measure, their sessions, and the temporary ONNX files and engines made from them.
 
 A network comes from a checkpoint, or from a backbone with random weights and one of the heads. Its files are what the
 exporter writes, but unverified: verification takes long and does not affect speed. Their metadata says so.
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
+from torch import Tensor
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.bench.measurement import LINEAR, OPAL
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.bench.measurement import OPAL
 from opal_deploy.bench.options import ModelOptions
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import StoppedEarly, UsageError, first_line
 from opal_deploy.export.builder import choose_engine_targets
 from opal_deploy.export.checkpoint_source import CheckpointSource, ExportGraph, trace
 from opal_deploy.export.exporter import export
@@ -31,9 +35,13 @@ from opal_deploy.model import backbones
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, NetworkConfig
+from opal_deploy.model.graph import TYPES, build_inference_graph
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.compiled_session import compile_graph
 from opal_deploy.runtime.cuda import visible_driver
+from opal_deploy.runtime.session import ImageBatch, check_batch
+from opal_deploy.runtime.torch_session import torch_device
 from opal_deploy.synthetic import example_images
 
 ONNX_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
@@ -49,7 +57,6 @@ class NamedNetwork:
 
     Attributes:
         name: the checkpoint's file name, or backbone and head.
-        checkpoint: network and class names.
         sha256: of the checkpoint; None where the weights are random.
     """
 
@@ -104,50 +111,44 @@ def build_networks(options: ModelOptions, head: HeadKind = OPAL) -> Iterator[Nam
         backbones.build(name, stride=stride, keep_layers=keep, device="meta").grid(options.input_size)
         if head == "plain":
             backbones.build_classifier(name, options.classes, stride=stride, keep_layers=keep, device="meta")
+    heads = {"linear": LINEAR_BASELINE, "plain": PLAIN_CLASSIFIER}
+    config = heads.get(head) or HeadConfig(prototypes_per_class=options.prototypes)
+    size = options.input_size
     return (
-        build_random_network(
-            name,
-            stride=stride,
-            keep_layers=keep,
-            head=head,
-            num_classes=options.classes,
-            prototypes=options.prototypes,
-            size=options.input_size,
-        )
+        build_random_network(name, options.classes, size, config, stride=stride, keep_layers=keep)
         for name, stride, keep in variants
     )
 
 
 def build_random_network(
     backbone: str,
+    num_classes: int = 200,
+    size: tuple[int, int] = (224, 224),
+    head: HeadConfig | None = None,
     *,
     stride: int | None = None,
     keep_layers: bool = False,
-    head: HeadKind = OPAL,
-    num_classes: int = 200,
-    prototypes: int = 5,
-    size: tuple[int, int] = (224, 224),
 ) -> NamedNetwork:
-    """Build a backbone with reproducible random weights; weights do not affect speed.
+    """Build a backbone with reproducible random weights, which do not affect speed; by default with the paper's head.
 
     Raises:
         UsageError: no such backbone or stride, or an unsupported input size.
     """
-    heads = {"opal": HeadConfig(prototypes_per_class=prototypes), "linear": LINEAR_BASELINE, "plain": PLAIN_CLASSIFIER}
+    config = NetworkConfig(backbone, num_classes, size, head or HeadConfig(), stride=stride, keep_layers=keep_layers)
+    return _name_network(_build(config))
+
+
+def _build(config: NetworkConfig) -> OpalNetwork:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        config = NetworkConfig(backbone, num_classes, size, heads[head], stride=stride, keep_layers=keep_layers)
-        network = OpalNetwork(config).eval()
-    return _name_network(network, head)
+        return OpalNetwork(config).eval()
 
 
 def replace_head_with_linear(network: NamedNetwork) -> NamedNetwork:
     """Return the paper's linear baseline on the same backbone with the same weights; the dense layer is random."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        linear = OpalNetwork(replace(network.config, head=LINEAR_BASELINE)).eval()
+    linear = _build(replace(network.config, head=LINEAR_BASELINE))
     linear.backbone.load_state_dict(network.checkpoint.network.backbone.state_dict())
-    return _name_network(linear, LINEAR)
+    return _name_network(linear)
 
 
 def describe_backbone(config: NetworkConfig) -> str:
@@ -172,9 +173,11 @@ def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
     network.eval()
 
 
-def _name_network(network: OpalNetwork, head: HeadKind) -> NamedNetwork:
+def _name_network(network: OpalNetwork) -> NamedNetwork:
     labels = [f"class {number}" for number in range(network.config.num_classes)]
-    return NamedNetwork(f"{describe_backbone(network.config)} + {head}", Checkpoint(network, labels))
+    return NamedNetwork(
+        f"{describe_backbone(network.config)} + {network.config.head.kind}", Checkpoint(network, labels)
+    )
 
 
 def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
@@ -210,10 +213,7 @@ def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random
     lower precision reproduces, so their batch norms are adapted to images first.
 
     Args:
-        checkpoint: the network.
         precision: of the ONNX file that the engine is built from.
-        folder: for the engine and its sidecar.
-        random: whether the weights are random.
 
     Raises:
         UsageError: no GPU, or the builder failed.
@@ -232,3 +232,134 @@ def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random
     source = CheckpointSource(checkpoint, folder / "timed.pt")
     targets = plan_targets(source, precision, engines=engines)  # type: ignore[arg-type]  # as above
     return export(source, targets, options).engines[0].path
+
+
+class TorchGraphSession:
+    """A network as it is exported (docs/contract.md), run by PyTorch in any precision, eager or compiled.
+
+    `runtime.torch_session` is float32 and returns more than an exported file does.
+
+    Attributes:
+        compile_options: torch.compile's options in words; empty without it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: str = "auto",
+        threads: int | None = None,
+        precision: str = "fp32",
+        channels_last: bool = False,
+        compiled: bool = False,
+        cuda_graphs: bool = False,
+    ) -> None:
+        """Put a copy of a network on a device.
+
+        Args:
+            checkpoint: the model; it is copied, not changed.
+            threads: PyTorch's threads in this process; None leaves their number.
+            precision: fp32, tf32 (GPUs only), fp16 or bf16, of the backbone, as the exporter casts it.
+            compiled: run torch.compile as `infer --runtime compiled` does, once per batch size.
+            cuda_graphs: record torch.compile's kernels as CUDA graphs; only on a GPU.
+
+        Raises:
+            UsageError: no such device or precision, or torch.compile does not work here.
+        """
+        if precision not in TYPES:
+            raise UsageError(f"PyTorch has no precision {precision}: expected {', '.join(TYPES)}")
+        self._device = torch_device(device)
+        self.device = "cpu" if self._device.type == "cpu" else f"cuda:{self._device.index or 0}"
+        if precision == "tf32" and self._device.type == "cpu":
+            raise UsageError("CPUs have no precision tf32: choose fp32, or --device cuda")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.threads = torch.get_num_threads() if self._device.type == "cpu" else None
+        self.metadata: Metadata = build_metadata(checkpoint)
+        self._tf32 = precision == "tf32"
+        graph = build_inference_graph(
+            checkpoint.network, self.metadata.mean, self.metadata.std, precision, channels_last=channels_last
+        ).to(self._device)
+        self._names = graph.output_names
+        self.cuda_graphs = cuda_graphs and compiled and self._device.type == "cuda"
+        self.compile_options = f"freezing{', CUDA graphs' * self.cuda_graphs}" * compiled
+        self._run: Any = compile_graph(graph, cuda_graphs=self.cuda_graphs) if compiled else graph
+        self._compiled = compiled
+        # page-locked arrays that outputs are copied to, by name and shape
+        self._host: dict[tuple[str, torch.Size], Tensor] = {}
+        how = "compiled" if compiled else "eager"
+        layout = "NHWC" if channels_last else "NCHW"
+        note = f", {self.threads} threads" if self.threads else ""
+        self.description = f"PyTorch {torch.__version__} {how} on {self.device}{note}, {precision}, {layout}"
+
+    def run(self, images: ImageBatch) -> Outputs:
+        """Run a batch, as `Session.run` does.
+
+        Raises:
+            StoppedEarly: memory is full.
+            UsageError: torch.compile does not work here.
+        """
+        check_batch(images, self.metadata)
+        with torch.inference_mode(), self._global_settings(len(images)):
+            return self._to_host(self._run(self._to_device(images)))
+
+    def register_buffer(self, address: int, size: int) -> bool:
+        """Page-lock memory, as `PinningSession.register_buffer` does; False on the CPU."""
+        if self._device.type == "cpu":
+            return False
+        with torch.cuda.device(self._device):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            registered = int(runtime.cudaHostRegister(address, size, 0)) == 0
+            if not registered:
+                # CUDA reports a failure again on the next call; this one is handled here
+                with suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)
+            return registered
+
+    def unregister_buffer(self, address: int) -> None:
+        """Unlock memory, as `PinningSession.unregister_buffer` does."""
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def _to_device(self, images: ImageBatch) -> Tensor:
+        if self.cuda_graphs:
+            # the outputs of the last batch were copied and may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        # from page-locked memory the copy is queued; from other memory it has been read when the call returns
+        return torch.from_numpy(images).to(self._device, non_blocking=True)
+
+    def _to_host(self, tensors: tuple[Tensor, ...]) -> Outputs:
+        named = dict(zip(self._names, tensors, strict=True))
+        if self._device.type == "cpu":
+            arrays = {name: tensor.numpy() for name, tensor in named.items()}
+        else:
+            copies = {name: self._pinned_copy(name, tensor) for name, tensor in named.items()}
+            torch.cuda.current_stream(self._device).synchronize()
+            # copies, since the page-locked arrays are reused
+            arrays = {name: tensor.numpy().copy() for name, tensor in copies.items()}
+        return Outputs(arrays["logits"], arrays.get("argmax"), arrays.get("scores"))
+
+    def _pinned_copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Queue the copy of an output into page-locked memory."""
+        key = name, tensor.shape
+        if key not in self._host:
+            self._host[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return self._host[key].copy_(tensor, non_blocking=True)
+
+    @contextmanager
+    def _global_settings(self, batch: int) -> Iterator[None]:
+        """Apply this session's process-wide PyTorch settings, and translate its errors."""
+        torch.backends.cuda.matmul.allow_tf32 = self._tf32
+        torch.backends.cudnn.allow_tf32 = self._tf32
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            raise StoppedEarly(f"PyTorch: out of memory on {self.device} at a batch of {batch}") from None
+        except RuntimeError as error:
+            if "allocate memory" in str(error):
+                raise StoppedEarly(f"PyTorch: out of memory at a batch of {batch}") from None
+            if not self._compiled:
+                raise
+            # a missing compiler or Triton, or an unsupported operation: many classes, all RuntimeErrors
+            raise UsageError(f"torch.compile does not work here: {first_line(error)}") from None

@@ -32,6 +32,18 @@ def parse_counts(option: str, text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
+# options of several benchmarks
+Backbones = Annotated[
+    tuple[str, ...],
+    Option("torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine", panel=_MODEL),
+]
+Batches = Annotated[
+    tuple[int, ...],
+    Option("Batch sizes, such as 8 or 1,2,4.", cli=str, parse=partial(parse_counts, "--batch"), panel=_TIMING),
+]
+Table = Annotated[TableFormat, Option("Format of the table on stdout.", flag="--format")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(Options):
     """Where the measurements go."""
@@ -52,11 +64,7 @@ class BackboneOptions(OutputOptions):
     size: Annotated[
         Size | None,
         Option(
-            "Input of --backbone: pixels, or height x width.",
-            cli=str,
-            parse=parse_size,
-            default="224",
-            panel=_MODEL,
+            "Input of --backbone: pixels, or height x width.", cli=str, parse=parse_size, default="224", panel=_MODEL
         ),
     ] = None
 
@@ -114,8 +122,7 @@ class ModelOptions(DeviceOptions, StrideOptions, BackboneOptions):
     """The models to time, and how they run: shared by `latency`, `throughput` and `compare`."""
 
     model: Annotated[
-        tuple[Path, ...],
-        Option("Checkpoint, ONNX file or engine; repeatable.", cli=list[Path], panel=_MODEL),
+        tuple[Path, ...], Option("Checkpoint, ONNX file or engine; repeatable.", cli=list[Path], panel=_MODEL)
     ] = ()
     classes: Annotated[int, Option("Classes of --backbone, C.", min=2, panel=_MODEL)] = 200
     channels_last: Annotated[bool, Option("Run PyTorch's convolutions as NHWC.", panel=_TIMING)] = False
@@ -129,13 +136,9 @@ class ModelOptions(DeviceOptions, StrideOptions, BackboneOptions):
         ),
     ] = ()
     cuda_graphs: Annotated[
-        bool,
-        Option("Replay kernels as CUDA graphs (engines, and compile on a GPU).", panel=_TIMING),
+        bool, Option("Replay kernels as CUDA graphs (engines, and compile on a GPU).", panel=_TIMING)
     ] = False
-    batch: Annotated[
-        tuple[int, ...],
-        Option("Batch sizes, such as 8 or 1,2,4.", cli=str, parse=partial(parse_counts, "--batch"), panel=_TIMING),
-    ] = (1,)
+    batch: Batches = (1,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +177,7 @@ class SweepOptions(TimingOptions, ModelOptions):
 class ThroughputOptions(SweepOptions):
     """The options of `bench throughput`."""
 
-    batch: Annotated[
-        tuple[int, ...],
-        Option("Batch sizes, such as 8 or 1,2,4.", cli=str, parse=partial(parse_counts, "--batch"), panel=_TIMING),
-    ] = (1, 2, 4, 8, 16, 32)
+    batch: Batches = (1, 2, 4, 8, 16, 32)
     ceiling: Annotated[
         Path | None, Option("File of `bench roofline --measure-ceiling --out FILE` from this machine.")
     ] = None
@@ -220,12 +220,7 @@ class PipelineOptions(DeviceOptions, OutputOptions):
 class OverheadOptions(StrideOptions, BackboneOptions):
     """The options of `bench overhead`."""
 
-    backbone: Annotated[
-        tuple[str, ...],
-        Option(
-            "torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine", panel=_MODEL
-        ),
-    ] = ()
+    backbone: Backbones = ()
     classes: Annotated[
         tuple[int, ...],
         Option("Classes, C; repeatable.", cli=list[int], min=2, default="those of the paper's data sets", panel=_MODEL),
@@ -233,19 +228,14 @@ class OverheadOptions(StrideOptions, BackboneOptions):
     check: Annotated[bool, Option("Compare with every figure that the paper prints; exit with 4 on a difference.")] = (
         False
     )
-    table: Annotated[TableFormat, Option("Format of the table on stdout.", flag="--format")] = "text"
+    table: Table = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineOptions(DeviceOptions, BackboneOptions):
     """The options of `bench roofline`."""
 
-    backbone: Annotated[
-        tuple[str, ...],
-        Option(
-            "torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine", panel=_MODEL
-        ),
-    ] = ()
+    backbone: Backbones = ()
     classes: Annotated[int, Option("Classes, C.", min=2, panel=_MODEL)] = 200
     batch: Annotated[int, Option("Batch size.", min=1)] = 64
     precision: Annotated[
@@ -261,4 +251,4 @@ class RooflineOptions(DeviceOptions, BackboneOptions):
     ] = ()
     ceiling: Annotated[Path | None, Option("File with a ceiling from --measure-ceiling.")] = None
     measure_ceiling: Annotated[bool, Option("First time a large copy and a large product on --device.")] = False
-    table: Annotated[TableFormat, Option("Format of the table on stdout.", flag="--format")] = "text"
+    table: Table = "text"

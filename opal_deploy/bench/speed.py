@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from opal_deploy.bench.machine import provenance
@@ -14,6 +14,7 @@ from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import BatchTiming, time_batch, time_stages
 from opal_deploy.errors import StoppedEarly
 
+SweepKind = Literal["latency", "throughput"]
 FAILED = "failed"
 _PERCENTILES = (50, 90, 95, 99)
 _STAGES = {"host_to_device_ms": "to the device", "compute_ms": "compute", "device_to_host_ms": "back"}
@@ -21,75 +22,81 @@ _STAGES = {"host_to_device_ms": "to the device", "compute_ms": "compute", "devic
 
 def measure_latency(loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions) -> Iterator[Measurement]:
     """Yield one measurement per batch size; one that fails, usually for lack of memory, has no figures and ends."""
-    for batch in batches:
-        try:
-            timing = time_batch(loaded, batch, options)
-            stages = time_stages(loaded, batch, options.buffers)
-        except (StoppedEarly, MemoryError) as error:
-            yield _failed_measurement("latency", loaded, batch, error)
-            return
+
+    def build(timing: BatchTiming) -> Measurement:
         figures = {
             **{f"p{percent}_ms": timing.latency(percent) for percent in _PERCENTILES},
             "mean_ms": timing.mean_latency,
             "images_per_second": timing.throughput,
             "peak_memory": Figure(timing.peak_megabytes, "MB", "lower"),
-            **stages,
+            **time_stages(loaded, timing.batch, options.buffers),
         }
-        yield _build_measurement("latency", loaded, timing, figures, {})
+        return _build_measurement("latency", loaded, timing, figures, {})
+
+    return _sweep("latency", loaded, batches, options, build)
 
 
 def measure_throughput(
     loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions, ceilings: Sequence[Ceiling] = ()
 ) -> Iterator[Measurement]:
-    """Yield one measurement per batch size as soon as it is taken.
-
-    A batch size that fails, usually for lack of memory, has a measurement without figures and ends the sweep.
+    """Yield one measurement per batch size, as `measure_latency` does, with its share of the device's ceiling.
 
     Args:
-        loaded: the model.
-        batches: ascending.
-        options: how each is timed.
         ceilings: measured on this machine; the data sheets of known GPUs serve for other devices.
     """
     fitting = (c for c in ceilings if c.device == loaded.target.device and c.threads in (None, loaded.threads))
-    ceiling = next(fitting, None)
-    work = count_model_work(loaded.metadata)
+    ceiling, work = next(fitting, None), count_model_work(loaded.metadata)
+    return _sweep(
+        "throughput", loaded, batches, options, lambda timing: _build_throughput(loaded, timing, work, ceiling)
+    )
+
+
+def _sweep(
+    kind: SweepKind,
+    loaded: LoadedTarget,
+    batches: Sequence[int],
+    options: TimingOptions,
+    build: Callable[[BatchTiming], Measurement],
+) -> Iterator[Measurement]:
+    """Yield a measurement per batch size as soon as it is taken; one that fails ends the sweep."""
     for batch in batches:
         try:
-            timing = time_batch(loaded, batch, options)
+            yield build(time_batch(loaded, batch, options))
         except (StoppedEarly, MemoryError) as error:
-            yield _failed_measurement("throughput", loaded, batch, error)
+            marks = (f"{FAILED}: {str(error) or 'out of memory'}",)
+            case: dict[str, Scalar] = {"batch": batch, "threads": loaded.threads}
+            yield Measurement(kind, loaded.target, case, {}, timed=loaded.timed, marks=marks, **provenance())
             return
-        yield _build_throughput(loaded, timing, work, ceiling)
 
 
-def format_latency(measurement: Measurement) -> str:
-    """Return one line for a person."""
+def format_speed(measurement: Measurement) -> str:
+    """Return one line for a person, of a latency or a throughput."""
     batch, figures = measurement.case["batch"], measurement.figures
     if not figures:
         return f"  batch {batch}: {measurement.marks[0]}"
+    text = _format_latency(figures) if measurement.kind == "latency" else _format_throughput(measurement)
+    return f"  batch {batch}: {text}{''.join(f'; {mark}' for mark in measurement.marks)}"
+
+
+def _format_latency(figures: dict[str, Figure]) -> str:
     names = [*(f"p{percent}_ms" for percent in _PERCENTILES), "mean_ms"]
     percentiles = ", ".join(f"{name.removesuffix('_ms')} {figures[name].value:.2f}" for name in names)
     stages = ", ".join(f"{title} {figures[name].value:.2f}" for name, title in _STAGES.items() if name in figures)
     rate = figures["images_per_second"]
     return (
-        f"  batch {batch}: {percentiles} ms{f'; {stages} ms' * bool(stages)}; {rate.value:.2f} images/s"
-        f"{_format_spread(rate)}, {figures['peak_memory'].value:.0f} MB{_format_marks(measurement)}"
+        f"{percentiles} ms{f'; {stages} ms' * bool(stages)}; {rate.value:.2f} images/s{_format_spread(rate)}, "
+        f"{figures['peak_memory'].value:.0f} MB"
     )
 
 
-def format_throughput(measurement: Measurement) -> str:
-    """Return one line for a person."""
-    batch, figures = measurement.case["batch"], measurement.figures
-    if not figures:
-        return f"  batch {batch}: {measurement.marks[0]}"
-    rate, share = figures["images_per_second"], ""
+def _format_throughput(measurement: Measurement) -> str:
+    figures, share = measurement.figures, ""
+    rate = figures["images_per_second"]
     if ceiling := figures.get("share_of_ceiling"):
         share = f", {ceiling.value:.1f} % of the ceiling ({measurement.details['ceiling']['bound']})"
     return (
-        f"  batch {batch}: {rate.value:.2f} images/s{_format_spread(rate)}, p50 {figures['p50_ms'].value:.2f} ms, "
+        f"{rate.value:.2f} images/s{_format_spread(rate)}, p50 {figures['p50_ms'].value:.2f} ms, "
         f"p99 {figures['p99_ms'].value:.2f} ms, {figures['peak_memory'].value:.0f} MB{share}"
-        f"{_format_marks(measurement)}"
     )
 
 
@@ -114,7 +121,7 @@ def _build_throughput(
 
 
 def _build_measurement(
-    kind: Literal["latency", "throughput"],
+    kind: SweepKind,
     loaded: LoadedTarget,
     timing: BatchTiming,
     figures: dict[str, Figure],
@@ -134,17 +141,5 @@ def _build_measurement(
     )
 
 
-def _failed_measurement(
-    kind: Literal["latency", "throughput"], loaded: LoadedTarget, batch: int, error: BaseException
-) -> Measurement:
-    marks = (f"{FAILED}: {str(error) or 'out of memory'}",)
-    case: dict[str, Scalar] = {"batch": batch, "threads": loaded.threads}
-    return Measurement(kind, loaded.target, case, {}, timed=loaded.timed, marks=marks, **provenance())
-
-
 def _format_spread(figure: Figure) -> str:
     return "" if figure.spread is None else f" (spread {figure.spread:.1%} over {len(figure.repeats)})"
-
-
-def _format_marks(measurement: Measurement) -> str:
-    return "".join(f"; {mark}" for mark in measurement.marks)

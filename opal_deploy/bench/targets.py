@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
@@ -35,11 +35,8 @@ class Setup:
 
     Attributes:
         runtime: of a checkpoint or a network; ONNX files and engines have their own.
-        device: auto, cpu, cuda or cuda:N.
         threads: CPU threads; None: all that the process may use (PyTorch: its own choice).
         precision: of a checkpoint or a network, None for fp32; ONNX files and engines have their own.
-        channels_last: run PyTorch's convolutions as NHWC.
-        cuda_options: of ONNX Runtime on a GPU.
         cuda_graphs: record the kernels of an engine or of torch.compile as CUDA graphs.
     """
 
@@ -77,8 +74,6 @@ class LoadedTarget:
     """A model ready to be timed.
 
     Attributes:
-        session: runs the model.
-        target: the description for the measurement.
         threads: threads on the CPU; None on a GPU.
     """
 
@@ -112,21 +107,10 @@ class LoadedTarget:
         )
 
 
-def build_setup(options: CompareOptions) -> Setup:
-    """Return how `bench compare` runs its models.
-
-    Raises:
-        UsageError: an unknown --ort-option.
-    """
-    cuda_options = parse_cuda_options(options.ort_option)
-    return Setup(
-        options.runtime, options.device, options.threads, options.precision, options.channels_last, cuda_options,
-        options.cuda_graphs,
-    )  # fmt: skip
-
-
-def build_setups(options: SweepOptions) -> list[Setup]:
+def build_setups(options: CompareOptions | SweepOptions) -> list[Setup]:
     """Return every runtime with every precision; of several runtimes, an option goes to those that have it.
+
+    `bench compare` has one of each.
 
     Raises:
         UsageError: an unknown --ort-option.
@@ -138,14 +122,11 @@ def build_setups(options: SweepOptions) -> list[Setup]:
         cuda_options=parse_cuda_options(options.ort_option),
         cuda_graphs=options.cuda_graphs,
     )
+    if isinstance(options, CompareOptions):
+        return [replace(first, runtime=options.runtime, precision=options.precision)]
     runtimes: tuple[Runtime, ...] = options.runtime or ("onnxruntime",)
-    return [
-        replace(
-            first.for_runtime(runtime) if len(runtimes) > 1 else replace(first, runtime=runtime), precision=precision
-        )
-        for runtime in runtimes
-        for precision in options.precision or (None,)
-    ]
+    bases = map(first.for_runtime, runtimes) if len(runtimes) > 1 else [replace(first, runtime=runtimes[0])]
+    return [replace(base, precision=precision) for base in bases for precision in options.precision or (None,)]
 
 
 def load_targets(
@@ -249,14 +230,13 @@ def load_for_inference(path: Path, options: PipelineOptions) -> LoadedTarget:
     on_gpu = torch_device(device).type != "cpu"
     setup.check_fits(cuda_graphs=compiled and on_gpu)
     target = _describe(
+        path,
         session.metadata,
-        name=path.name,
-        runtime="torch compiled" if compiled else "torch eager",
-        runtime_version=torch.__version__,
-        device=str(torch_device(device)),
-        layout=f"uint8 NHWC, normalised on the device; convolutions {'NHWC' if compiled else 'NCHW'}",
-        options="CUDA graphs" if options.cuda_graphs else "",
-        sha256=compute_sha256(path),
+        f"torch {'compiled' if compiled else 'eager'}",
+        torch.__version__,
+        str(torch_device(device)),
+        f"uint8 NHWC, normalised on the device; convolutions {'NHWC' if compiled else 'NCHW'}",
+        "CUDA graphs" if options.cuda_graphs else "",
     )
     return LoadedTarget(session, target, None if on_gpu else torch.get_num_threads())
 
@@ -296,7 +276,7 @@ def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:
 def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTarget:
     import torch
 
-    from opal_deploy.bench.torch_graph import TorchGraphSession
+    from opal_deploy.bench.networks import TorchGraphSession
 
     session = TorchGraphSession(
         network.checkpoint,
@@ -308,18 +288,12 @@ def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTa
         cuda_graphs=setup.cuda_graphs,
     )
     setup.check_fits(cuda_graphs=session.cuda_graphs)
+    layout = _layout(session.metadata, "NHWC" if setup.channels_last else "NCHW")
     target = _describe(
-        session.metadata,
-        name=network.name,
-        runtime=f"torch {setup.runtime}",
-        runtime_version=torch.__version__,
-        device=_with_gpu_name(session.device),
-        precision=precision,
-        layout=_layout(session.metadata, "NHWC" if setup.channels_last else "NCHW"),
-        options=session.compile_options,
-        sha256=network.sha256,
-    )
-    return LoadedTarget(session, target, session.threads)
+        network, session.metadata, f"torch {setup.runtime}", torch.__version__, _with_gpu_name(session.device), layout,
+        session.compile_options,
+    )  # fmt: skip
+    return LoadedTarget(session, replace(target, precision=precision), session.threads)
 
 
 def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
@@ -329,15 +303,9 @@ def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) ->
     session = OnnxSession(path, device=setup.device, threads=setup.threads, cuda_options=setup.cuda_options)
     setup.check_fits(onnxruntime=session.device != "cpu")
     target = _describe(
-        session.metadata,
-        name=network.name if network else path.name,
-        runtime="onnxruntime",
-        runtime_version=onnxruntime.__version__,
-        device=_with_gpu_name(session.device),
-        layout=_layout(session.metadata, "as ONNX Runtime chooses"),
-        options=str(setup.cuda_options),
-        sha256=network.sha256 if network else compute_sha256(path),
-    )
+        network or path, session.metadata, "onnxruntime", onnxruntime.__version__, _with_gpu_name(session.device),
+        _layout(session.metadata, "as ONNX Runtime chooses"), str(setup.cuda_options),
+    )  # fmt: skip
     return LoadedTarget(session, target, session.threads if session.device == "cpu" else None)
 
 
@@ -346,16 +314,11 @@ def _load_engine(path: Path, setup: Setup, network: NamedNetwork | None = None) 
 
     setup.check_fits(cuda_graphs=True)
     session = EngineSession(path, device=setup.device, cuda_graphs=setup.cuda_graphs)
+    builder = session.sidecar.builder
     target = _describe(
-        session.metadata,
-        name=network.name if network else path.name,
-        runtime=str(session.sidecar.builder["name"]),
-        runtime_version=str(session.sidecar.builder["version"]),
-        device=session.device,
-        layout=_layout(session.metadata, "as TensorRT chooses"),
-        options="CUDA graphs" if setup.cuda_graphs else "",
-        sha256=network.sha256 if network else compute_sha256(path),
-    )
+        network or path, session.metadata, str(builder["name"]), str(builder["version"]), session.device,
+        _layout(session.metadata, "as TensorRT chooses"), "CUDA graphs" if setup.cuda_graphs else "",
+    )  # fmt: skip
     return LoadedTarget(session, target, None)
 
 
@@ -364,16 +327,20 @@ def _layout(metadata: Metadata, convolutions: str) -> str:
     return f"{images}; convolutions {convolutions}"
 
 
-def _describe(metadata: Metadata, **fields: Any) -> Target:
-    """Return the target with the model's fields from its metadata and the others as given."""
+def _describe(
+    source: Path | NamedNetwork,
+    metadata: Metadata,
+    runtime: str,
+    runtime_version: str,
+    device: str,
+    layout: str,
+    options: str,
+) -> Target:
     return Target(
-        backbone=metadata.backbone,
-        head=head_name(metadata.head),
-        input_size=metadata.input_size,
-        num_classes=metadata.num_classes,
-        prototypes_per_class=metadata.prototypes_per_class,
-        **{"precision": metadata.precision, **fields},
-    )
+        source.name, metadata.backbone, head_name(metadata.head), runtime, runtime_version, device, metadata.precision,
+        layout, metadata.input_size, metadata.num_classes, metadata.prototypes_per_class,
+        compute_sha256(source) if isinstance(source, Path) else source.sha256, options,
+    )  # fmt: skip
 
 
 def _with_gpu_name(device: str) -> str:

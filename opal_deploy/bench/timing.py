@@ -49,7 +49,6 @@ class Timing:
     Attributes:
         repeats: seconds of each call, one float64 array [iterations] per repeat.
         elapsed: seconds of each repeat, including the loop itself.
-        warm_up: the calls before the first repeat.
     """
 
     repeats: tuple[NDArray[np.float64], ...]
@@ -95,22 +94,20 @@ class BatchTiming:
 
     def latency(self, percent: float) -> Figure:
         """Return a percentile of the calls' milliseconds, over all repeats and in each."""
-        repeats = tuple(1e3 * percentile(calls, percent) for calls in self.timing.repeats)
-        return Figure(1e3 * percentile(self.timing.latencies, percent), "ms", "lower", repeats)
+        return self._milliseconds(lambda calls: percentile(calls, percent))
 
     @property
     def mean_latency(self) -> Figure:
         """Mean milliseconds per call, over all repeats and in each."""
-        repeats = tuple(1e3 * mean(calls) for calls in self.timing.repeats)
-        return Figure(1e3 * mean(self.timing.latencies), "ms", "lower", repeats)
+        return self._milliseconds(mean)
+
+    def _milliseconds(self, statistic: Callable[[NDArray[np.float64]], float]) -> Figure:
+        repeats = tuple(1e3 * statistic(calls) for calls in self.timing.repeats)
+        return Figure(1e3 * statistic(self.timing.latencies), "ms", "lower", repeats)
 
 
 def time_batch(loaded: LoadedTarget, batch: int, options: TimingOptions) -> BatchTiming:
-    """Time one model at one batch size.
-
-    Raises:
-        StoppedEarly: memory is full, or the device was lost.
-    """
+    """Time one model at one batch size; raise StoppedEarly if memory is full, or the device was lost."""
     reset_peak_memory()
     with (
         rotate_inputs(loaded, batch, options.buffers) as call,
@@ -178,13 +175,11 @@ def random_batches(count: int, batch: int, size: tuple[int, int], *, seed: int =
 def time_repeats(call: Call, options: TimingOptions, *, clock: Clock = time.perf_counter_ns) -> Timing:
     """Time a call that takes its number and returns when its work is done; the clock counts nanoseconds."""
     warmed = warm_up(call, options.warmup, clock=clock)
-    repeats, elapsed = [], []
+    timed = []
     for _ in range(options.repeats):
-        calls, total = _time_repeat(call, options.seconds, options.iterations, clock)
-        repeats.append(calls)
-        elapsed.append(total)
+        timed.append(_time_repeat(call, options.seconds, options.iterations, clock))
         options.on_repeat()
-    return Timing(tuple(repeats), tuple(elapsed), warmed)
+    return Timing(tuple(calls for calls, _ in timed), tuple(seconds for _, seconds in timed), warmed)
 
 
 def warm_up(call: Call, seconds: float, *, clock: Clock = time.perf_counter_ns) -> WarmUp:

@@ -1,4 +1,4 @@
-"""The command line: one module a command, which parses, calls and prints; errors become one line and an exit code."""
+"""The command line: one module per command, which parses, calls and prints; an error is one line and an exit code."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from opal_deploy.cli.train import train
 from opal_deploy.cli.verify import verify
 from opal_deploy.errors import ExitCode, OpalError
 
-# UsageError of the copy of click that typer has, or of the click that it imports
+# UsageError of click, which typer bundles or imports
 _CallError: Any = typer.BadParameter.__bases__[0]
-# commands of other tools (Ultralytics, scikit-learn), by the command of ours that does the same
+# our commands by the names that other tools (Ultralytics, scikit-learn) use
 _FOREIGN_COMMANDS = {
     "predict": "infer", "detect": "infer", "classify": "infer", "inference": "infer", "val": "evaluate",
     "validate": "evaluate", "test": "evaluate", "score": "evaluate", "fit": "train", "finetune": "train",
@@ -43,13 +43,13 @@ _FOREIGN_COMMANDS = {
 
 
 class ErrorHandlingGroup(TyperGroup):
-    """The root command: every failure becomes one line on stderr and a documented exit code."""
+    """The root command: every failure is one line on stderr and a documented exit code."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that `args` names, with its arguments; typer suggests names that are spelled alike.
+        """Return the command that `args` names, with its arguments.
 
         Raises:
-            UsageError: of click: there is none; its message suggests ours where another tool has such a command.
+            UsageError: click's, for an unknown command; it suggests a similar name, or our name for another tool's.
         """
         try:
             return super().resolve_command(ctx, args)
@@ -68,17 +68,17 @@ class ErrorHandlingGroup(TyperGroup):
         """
         given = list(sys.argv[1:] if args is None else args)
         debug = "--debug" in given
-        # by default typer would print its own box of five lines and exit; `python -m` would change the name
-        extra |= {"standalone_mode": False}
         arguments = [argument for argument in given if argument != "--debug"]
+        # in standalone mode typer prints its own box of five lines
+        extra["standalone_mode"] = False
         try:
             code = super().main(arguments, prog_name or "opal-deploy", *rest, **extra)
-            # typer turns KeyboardInterrupt into this exit code
+            # typer's answer to KeyboardInterrupt
             if code == ExitCode.INTERRUPTED:
                 print_message("opal-deploy: interrupted")
             raise SystemExit(code or ExitCode.DONE)
         except _CallError as error:
-            # a group without a command: its help is printed already
+            # a group without a command printed its help
             if type(error).__name__ != "NoArgsIsHelpError":
                 print_message(f"opal-deploy: {one_line(_describe(error, self._command_path(arguments)))}")
             raise SystemExit(ExitCode.USAGE) from None
@@ -97,7 +97,7 @@ class ErrorHandlingGroup(TyperGroup):
             raise SystemExit(ExitCode.BUG) from None
 
     def _command_path(self, arguments: Sequence[str]) -> str:
-        """Return the command that a call names, such as `opal-deploy bench latency`, as far as it is one."""
+        """Return the command that `arguments` name, such as `opal-deploy bench latency`."""
         commands, path = self.commands, "opal-deploy"
         for name in arguments:
             if name not in commands:
@@ -109,9 +109,9 @@ class ErrorHandlingGroup(TyperGroup):
 app = typer.Typer(
     name="opal-deploy",
     cls=ErrorHandlingGroup,
-    help="Put OPAL image classifiers, which explain themselves, into production.",
-    epilog="Exit codes: 0 done; 2 the call or an input is wrong; 3 done, some images failed; 4 verification failed; "
-    "5 stopped early; 130 interrupted; 1 our bug.",
+    help="Deploy self-explaining OPAL image classifiers.",
+    epilog="Exit codes: 0 done; 2 invalid call or input; 3 done, some images failed; 4 verification failed; "
+    "5 stopped early; 130 interrupted; 1 bug in opal-deploy.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -145,15 +145,15 @@ def _options(
 
 def main() -> None:
     """Run the console script `opal-deploy`."""
-    # Pillow warns of odd metadata; a warning that matters becomes an error record
+    # Pillow warns about odd metadata; what matters becomes an error record
     warnings.filterwarnings("ignore", module=r"PIL\b")
     app()
 
 
 def _describe(error: Any, command: str) -> str:
-    """Return an error of typer's, such as an option that does not exist, as one line that names the command's help."""
+    """Return an error of typer, such as an unknown option, as one line that names the command's help."""
     text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
-    # pydantic's, which typer converts values with: its text does not have the value
+    # typer converts values with pydantic, whose text lacks the value
     for details in error.__cause__.errors()[:1] if hasattr(error.__cause__, "errors") else ():
         value, message = repr(details["input"]), str(details["msg"])
         if value not in text:

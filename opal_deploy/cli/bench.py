@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,20 +21,24 @@ from opal_deploy.bench.options import (
     SweepOptions,
     ThroughputOptions,
 )
-from opal_deploy.cli.console import print_json, print_json_line, print_message, progress
+from opal_deploy.cli.console import Advance, print_json, print_json_line, print_message, progress
 from opal_deploy.cli.options import expand_options
 from opal_deploy.errors import UsageError, require
 from opal_deploy.inference.types import InputImage
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.diff import FigureChange, MeasurementDiff
+    from opal_deploy.bench.diff import MeasurementDiff, Verdict
     from opal_deploy.bench.measurement import Measurement
     from opal_deploy.bench.targets import LoadedTarget
 
-S = TypeVar("S", bound=SweepOptions)
 Files = Annotated[list[Path], typer.Argument(help="Files that `opal-deploy bench` wrote with --out, or folders.")]
 # of each list but the regressions; --json has all
 _MAX_LINES = 20
+_VERDICTS: dict[str, Verdict] = {
+    "REGRESSIONS": "regression",
+    "doubtful, since a measurement is marked": "doubtful",
+    "improvements": "improvement",
+}
 
 
 def overhead(options: OverheadOptions) -> None:
@@ -83,12 +87,13 @@ def roofline(options: RooflineOptions) -> None:
         require(package, "train", "opal-deploy bench roofline")
     from opal_deploy.bench.overhead.paper import load_paper
     from opal_deploy.bench.roofline import table
-    from opal_deploy.bench.roofline.ceiling import format_ceiling, to_ceiling
+    from opal_deploy.bench.roofline.ceiling import default_precisions, format_ceiling, measure_ceiling, to_ceiling
 
     ceilings = table.find_ceilings(options)
     if options.measure_ceiling:
         with progress("runs") as advance:
-            measured = table.measure_device(options, advance)
+            precisions = (options.precision,) if options.precision else default_precisions(options.device)
+            measured = measure_ceiling(options.device, precisions, options.threads, advance)
         _write(measured, options)
         print_message(format_ceiling(measured))
         ceilings.insert(0, to_ceiling(measured))
@@ -110,11 +115,9 @@ def roofline(options: RooflineOptions) -> None:
 
 def latency(options: SweepOptions) -> None:
     """Measure milliseconds per batch: p50, p90, p95, p99 and mean; on a GPU also copies and computation separately."""
-    from opal_deploy.bench.speed import format_latency, measure_latency
+    from opal_deploy.bench.speed import measure_latency
 
-    for loaded in _load_targets(options):
-        with _report_repeats(options) as timing:
-            _deliver(measure_latency(loaded, options.batch, timing), format_latency, options)
+    _measure_targets(options, measure_latency)
 
 
 def throughput(options: ThroughputOptions) -> None:
@@ -123,13 +126,10 @@ def throughput(options: ThroughputOptions) -> None:
     A batch size that does not fit into memory is named, and ends that model's sweep.
     """
     from opal_deploy.bench.roofline.ceiling import read_ceilings
-    from opal_deploy.bench.speed import format_throughput, measure_throughput
+    from opal_deploy.bench.speed import measure_throughput
 
     ceilings = () if options.ceiling is None else read_ceilings(options.ceiling)
-    for loaded in _load_targets(options):
-        with _report_repeats(options) as timing:
-            measurements = measure_throughput(loaded, options.batch, timing, ceilings)
-            _deliver(measurements, format_throughput, options)
+    _measure_targets(options, partial(measure_throughput, ceilings=ceilings))
 
 
 def compare(
@@ -242,12 +242,19 @@ def _load_targets(options: SweepOptions) -> Iterator[LoadedTarget]:
     return load_targets(options.model, build_networks(options, options.head), setups, print_message)
 
 
-@contextmanager
-def _report_repeats(options: S) -> Iterator[S]:
-    """Show the progress over all repeats while the block times a model with the yielded options."""
-    with progress("repeats") as advance:
-        done, total = itertools.count(1), options.repeats * len(options.batch)
-        yield replace(options, on_repeat=lambda: advance(next(done), total))
+def _measure_targets(options: SweepOptions, measure: Callable[..., Iterator[Measurement]]) -> None:
+    """Measure each model at all batch sizes, with the progress over its repeats."""
+    from opal_deploy.bench.speed import format_speed
+
+    for loaded in _load_targets(options):
+        with progress("repeats") as advance:
+            timing = replace(options, on_repeat=_count_up(advance, options.repeats * len(options.batch)))
+            _deliver(measure(loaded, options.batch, timing), format_speed, options)
+
+
+def _count_up(advance: Advance, total: int) -> Callable[[], None]:
+    done = itertools.count(1)
+    return lambda: advance(next(done), total)
 
 
 def _deliver(
@@ -280,38 +287,22 @@ def _find_items(images: list[str], limit: int) -> list[InputImage]:
 
 
 def _print_diff(result: MeasurementDiff) -> None:
-    if result.machines:
-        print_message("DIFFERENT MACHINES: these differences are of machines as much as of software")
-        _print_lines(result.machines)
-    if result.software:
-        print_message("versions differ:")
-        _print_lines(result.software)
-    if result.repeated:
-        print_message("measured more than once; the last one counts:")
-        _print_lines(result.repeated)
-    _print_changes("REGRESSIONS", result.with_verdict("regression"), limit=None)
-    _print_changes("doubtful, since a measurement is marked", result.with_verdict("doubtful"))
-    _print_changes("improvements", result.with_verdict("improvement"))
-    for title, lines in (
-        ("only in OLD", result.only_old),
-        ("only in NEW", result.only_new),
-        ("not comparable", result.not_comparable),
-    ):
-        if lines:
-            print_message(f"{title} ({len(lines)}):")
-            _print_lines(lines)
+    _print_list("DIFFERENT MACHINES: these differences are of machines as much as of software", result.machines)
+    _print_list("versions differ:", result.software)
+    _print_list("measured more than once; the last one counts:", result.repeated)
+    for title, verdict in _VERDICTS.items():
+        lines = [change.describe() for change in result.with_verdict(verdict)]
+        _print_list(f"{title} ({len(lines)}):", lines, len(lines) if verdict == "regression" else _MAX_LINES)
+    lists = {"only in OLD": result.only_old, "only in NEW": result.only_new, "not comparable": result.not_comparable}
+    for title, names in lists.items():
+        _print_list(f"{title} ({len(names)}):", names)
     unchanged = len(result.with_verdict("unchanged"))
     print_message(f"unchanged within the noise: {unchanged} of {len(result.changes)} figures")
 
 
-def _print_changes(title: str, changes: tuple[FigureChange, ...], limit: int | None = _MAX_LINES) -> None:
-    if changes:
-        print_message(f"{title} ({len(changes)}):")
-        _print_lines([change.describe() for change in changes], limit)
-
-
-def _print_lines(lines: tuple[str, ...] | list[str], limit: int | None = _MAX_LINES) -> None:
-    for line in lines[:limit]:
-        print_message(f"  {line}")
-    if limit is not None and len(lines) > limit:
+def _print_list(title: str, lines: Sequence[str], limit: int = _MAX_LINES) -> None:
+    """Print the first lines below a title; nothing without lines."""
+    for line in (title, *(f"  {line}" for line in lines[:limit])) if lines else ():
+        print_message(line)
+    if len(lines) > limit:
         print_message(f"  ... and {len(lines) - limit} more, in --json")

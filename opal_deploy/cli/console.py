@@ -1,4 +1,4 @@
-"""Console output: messages on stderr, data on stdout; progress as a bar on a terminal, as lines in a log."""
+"""Console output: messages on stderr, data on stdout; progress as a bar on a terminal, or as lines in a log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINE_SECONDS, _BAR_SECONDS = 30.0, 0.1
 
 
 def print_message(text: str = "") -> None:
-    """Print lines for the user on stderr, fit for a terminal as by `one_line`; a closed pipe stops nothing."""
+    """Print lines on stderr, each escaped by `one_line`; a closed pipe is ignored."""
     try:
         print("\n".join(map(one_line, text.split("\n"))), file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -26,12 +26,8 @@ def print_message(text: str = "") -> None:
 
 
 def print_line(text: str) -> None:
-    """Print one line for the user: a line break, as in the name of a file, is escaped too."""
+    """Print one line on stderr, with line breaks (in a file name) escaped."""
     print_message(one_line(text))
-
-
-def discard_message(line: str) -> None:
-    """Print nothing: stands in for `print_message` in processes that do not print."""
 
 
 def print_json(document: Any) -> None:
@@ -40,7 +36,7 @@ def print_json(document: Any) -> None:
 
 
 def print_json_line(text: str) -> None:
-    """Print a line on stdout; a closed pipe, as of `head`, stops nothing."""
+    """Print a line on stdout; a closed pipe (`| head`) is ignored."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -48,46 +44,34 @@ def print_json_line(text: str) -> None:
 
 
 class Advance(Protocol):
-    """Reports that `done` of `total` are done; `total` is None while it is unknown."""
+    """Reports that `done` of `total` steps are done; `total` is None while it is unknown."""
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Advance]:
-    """Show a progress bar on a terminal; anywhere else print a line now and then, half a minute apart.
+    """Show a progress bar on a terminal; elsewhere print a line every half a minute.
 
-    Nothing is drawn between calls of `Advance`, so that what is being timed has no thread beside it.
+    Draws only in calls of `Advance`, so that no thread disturbs measurements.
     """
     if not sys.stderr.isatty():
         yield ProgressLines(title)
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeRemainingColumn,
-    )
     from rich.text import Text
 
-    class RateColumn(ProgressColumn):
-        def render(self, task: Task) -> Text:
+    class RateColumn(rich.ProgressColumn):
+        def render(self, task: rich.Task) -> Text:
             rate = task.finished_speed or task.speed
             return Text("" if rate is None else _format_rate(rate))
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        RateColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-    )
-    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+    bar = rich.Progress(
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), RateColumn(),
+        rich.TimeRemainingColumn(), rich.TextColumn("{task.fields[note]}", markup=False),
+        console=Console(stderr=True), auto_refresh=False,
+    )  # fmt: skip
     task = bar.add_task(title, total=None, note="")
     drawn = time.monotonic()
 
@@ -95,7 +79,7 @@ def progress(title: str) -> Iterator[Advance]:
         nonlocal drawn
         is_first_total = total is not None and bar.tasks[0].total is None
         bar.update(task, completed=done, total=total, note=one_line(note))
-        # shown from the first call on; more calls change nothing
+        # from the first call on
         bar.start()
         if (now := time.monotonic()) - drawn >= _BAR_SECONDS or is_first_total:
             drawn = now
@@ -111,22 +95,17 @@ class ProgressLines:
     """Progress for a log: `images: 1,234 of 5,678 (22 %), 41.2/s, 0:01:48 left`, and a note."""
 
     def __init__(self, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Print nothing yet: what takes less than half a minute needs no line.
-
-        Args:
-            title: the first word of each line.
-            clock: in seconds.
-        """
+        """Start to count; the first line comes after half a minute."""
         self._title, self._clock = title, clock
         self._printed = clock()
         self._total: int | None = None
-        # when counting began, from how many on: a run that is resumed has some before
+        # time and count since the last line; a resumed run does not start at 0
         self._since: tuple[float, int] | None = None
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
-        """See `Advance`."""
+        """Print a line if the last one is half a minute old; see `Advance`."""
         now = self._clock()
-        # another total is another task under the same title
+        # another total: another task under the same title
         is_next_task = self._total is not None and total is not None and total != self._total
         if self._since is None or is_next_task or done < self._since[1]:
             self._since = now, done
@@ -135,7 +114,7 @@ class ProgressLines:
             return
         self._printed = now
         seconds, counted = now - self._since[0], done - self._since[1]
-        # of the time since the line before: what is slow now shows now
+        # the rate is that since the last line
         self._since = now, done
         parts = [self._describe_count(done)]
         if seconds and counted:

@@ -6,7 +6,6 @@ import json
 import shlex
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,52 +15,31 @@ from opal_deploy.cli.console import print_message, progress
 from opal_deploy.errors import UsageError, require
 
 MARKER = "demo.json"
-# evidence that hits less than twice as often as random cells is called weak, and so are answers under the accuracy that
-# a test holds the settings below to
+# evidence that hits less than twice as often as random cells is weak; the accuracy is that which a test requires
 _GOOD_RATIO, _GOOD_ACCURACY = 2, 0.95
-
-
-@dataclass(frozen=True)
-class DemoSettings:
-    """Settings that fit into three minutes on two cores, from random weights.
-
-    At stride 8 a cell sees little more than a part of a creature; at the paper's stride of 32 it sees all of it, and
-    its place says nothing. The backbone halves its feature maps by windows that do not overlap, so that what a cell
-    sees is centred in its box; in a ResNet trained from random weights it lies up to half a cell off.
-    """
-
-    backbone: str = "timm:inception_next_atto"
-    stride: int = 8
-    prototypes: int = 2
-    species: int = 8
-    # many images seen a few times, instead of few images seen often and augmented
-    train_per_class: int = 250
-    val_per_class: int = 15
-    test_per_class: int = 15
-    size: int = 128
-    epochs: int = 18
-    batch_size: int = 32
-    lr: float = 2e-3
-    schedule: str = "cosine"
-
-
-SETTINGS = DemoSettings()
+# Settings that fit into three minutes on two cores, from random weights. At stride 8 a cell sees little more than a
+# part of a creature. The backbone halves its feature maps by windows that do not overlap, so that what a cell sees is
+# centred in its box; in a ResNet trained from random weights it lies up to half a cell off.
+BACKBONE, STRIDE, PROTOTYPES, SPECIES, SIZE = "timm:inception_next_atto", 8, 2, 8, 128
+# many images seen a few times, instead of few images seen often and augmented
+TRAIN_PER_CLASS, VAL_PER_CLASS, TEST_PER_CLASS = 250, 15, 15
+EPOCHS, BATCH_SIZE, LEARNING_RATE, SCHEDULE = 18, 32, 2e-3, "cosine"
 
 
 def demo(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for data, model and explanations.")] = Path("opal-demo"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo there.")] = False,
-    epochs: Annotated[int, typer.Option(min=1)] = SETTINGS.epochs,
-    train_per_class: Annotated[int, typer.Option(min=4)] = SETTINGS.train_per_class,
+    epochs: Annotated[int, typer.Option(min=1)] = EPOCHS,
+    train_per_class: Annotated[int, typer.Option(min=4)] = TRAIN_PER_CLASS,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     weights: Annotated[
-        Path | None, typer.Option(help=f"ImageNet weights of {SETTINGS.backbone} as a file; default: random weights.")
+        Path | None, typer.Option(help=f"ImageNet weights of {BACKBONE} as a file; default: random weights.")
     ] = None,
 ) -> None:
-    """Draw creatures whose species differ in a few parts; train, export, explain and verify; see if boxes are right.
+    """Train, export, explain and verify a model on generated creatures, and check that its boxes are right.
 
-    Every step is a command of its own, printed as a person would type it.
+    Each step is a command, printed as one would type it.
     """
     for package in ("torch", "torchvision", "timm", "matplotlib", "onnx", "onnxscript", "onnxruntime"):
         require(package, "all-cpu", "opal-deploy demo")
@@ -70,9 +48,9 @@ def demo(
     data, run, evaluation = out / "data", out / "run", out / "evaluation"
     _generate_data(data, train_per_class, seed)
     _run_command(
-        context, "train", data, "--backbone", SETTINGS.backbone, "--weights", weights or "none",
-        "--stride", SETTINGS.stride, "--prototypes", SETTINGS.prototypes, "--size", SETTINGS.size, "--epochs", epochs,
-        "--batch-size", SETTINGS.batch_size, "--lr", f"{SETTINGS.lr:g}", "--schedule", SETTINGS.schedule,
+        context, "train", data, "--backbone", BACKBONE, "--weights", weights or "none",
+        "--stride", STRIDE, "--prototypes", PROTOTYPES, "--size", SIZE, "--epochs", epochs,
+        "--batch-size", BATCH_SIZE, "--lr", f"{LEARNING_RATE:g}", "--schedule", SCHEDULE,
         "--augment", "none", "--seed", seed, "--device", "cpu", "--out", run,
     )  # fmt: skip
     # before the export, so that the exported file says what its evidence is worth
@@ -112,11 +90,11 @@ def _generate_data(folder: Path, train_per_class: int, seed: int) -> None:
     with progress("drawing") as advance:
         dataset = generate_dataset(
             folder,
-            num_species=SETTINGS.species,
+            num_species=SPECIES,
             train_per_class=train_per_class,
-            val_per_class=SETTINGS.val_per_class,
-            test_per_class=SETTINGS.test_per_class,
-            size=(SETTINGS.size, SETTINGS.size),
+            val_per_class=VAL_PER_CLASS,
+            test_per_class=TEST_PER_CLASS,
+            size=(SIZE, SIZE),
             seed=seed,
             progress=advance,
         )
@@ -124,7 +102,7 @@ def _generate_data(folder: Path, train_per_class: int, seed: int) -> None:
 
 
 def _run_command(context: typer.Context, *arguments: object) -> None:
-    """Print a command as a person would type it, and run it in this process.
+    """Print a command as one would type it, and run it in this process.
 
     Raises:
         typer.Exit: the command ended with an exit code other than 0.
@@ -158,18 +136,20 @@ def _report(out: Path, evaluation: Path, seconds: float) -> None:
     print_message(f"Accuracy: {accuracy:.1%} of {figures['test_images']} test images.")
     if accuracy < _GOOD_ACCURACY:
         print_message(
-            f"That is low, {_GOOD_ACCURACY:.0%} is expected of {SETTINGS.epochs} epochs on {SETTINGS.train_per_class} "
-            "images a species: this model does not show what the method can do, in its evidence neither; train longer "
-            "(--epochs), on more images (--train-per-class), or from another --seed."
+            f"That is low: {EPOCHS} epochs on {TRAIN_PER_CLASS} images per species reach {_GOOD_ACCURACY:.0%}. This "
+            "model does not show what the method can do; train longer (--epochs), on more images (--train-per-class), "
+            "or with another --seed."
         )
     print_message(
         f"Evidence: {distinguishing['mean']:.1%} on a part that distinguishes the species, {ratio:.1f} times the rate "
         f"of random cells of the creature ({distinguishing['random']:.1%})."
     )
     if ratio < _GOOD_RATIO:
-        print_message("That is hardly better than chance, although the answers may be right: train longer (--epochs).")
+        print_message(
+            "That is hardly better than chance, even if the predictions are correct: train longer (--epochs)."
+        )
     print_message()
-    print_message(f"Open {out / 'explanations' / 'report.html'}. Then, on these very files:")
+    print_message(f"Open {out / 'explanations' / 'report.html'}. Then try, on these files:")
     model = out / "run" / "best.onnx"
     image = min((out / "data" / "test").glob("*/*"))
     for command in (
@@ -179,4 +159,4 @@ def _report(out: Path, evaluation: Path, seconds: float) -> None:
         ("export", out / "run" / "best.pt", "--trt"),
     ):
         print_message(f"  opal-deploy {shlex.join(map(str, command))}")
-    print_message(f"All in {seconds:.0f} s")
+    print_message(f"Done in {seconds:.0f} s")

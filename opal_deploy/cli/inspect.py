@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,32 +50,30 @@ def inspect(
 def _inspect_onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     from opal_deploy.artifact import onnx_file
 
-    header = onnx_file.read_header(path)
-    metadata = onnx_file.read_metadata(path)
-    try:
-        onnx_file.check_digest(path, metadata)
-        intact, state = True, "matches the file"
-    except ArtifactError as error:
-        intact, state = False, f"DOES NOT MATCH: {error}"
-    document_metadata = _count_test_vectors(metadata)
+    header, metadata = onnx_file.read_header(path), onnx_file.read_metadata(path)
+    intact, state = _check_digest(lambda: onnx_file.check_digest(path, metadata))
     document = {"path": str(path), "kind": "onnx", "opset": header.opset, "ir_version": header.ir_version}
     lines = [
         ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), ONNX opset {header.opset}, IR {header.ir_version}"),
         ("digest", f"{metadata.file_sha256[:16]}... {state}"),
         *_describe_metadata(metadata, path),
     ]
-    return {**document, "intact": intact, "metadata": document_metadata}, lines
+    return {**document, "intact": intact, "metadata": _count_test_vectors(metadata)}, lines
+
+
+def _check_digest(check: Callable[[], object]) -> tuple[bool, str]:
+    try:
+        check()
+    except ArtifactError as error:
+        return False, f"DOES NOT MATCH: {error}"
+    return True, "matches the file"
 
 
 def _inspect_engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     from opal_deploy.artifact.engine_file import check_engine, read_checks, read_sidecar
 
     sidecar = read_sidecar(path)
-    try:
-        check_engine(path)
-        intact, state = True, "matches the file"
-    except ArtifactError as error:
-        intact, state = False, f"DOES NOT MATCH: {error}"
+    intact, state = _check_digest(lambda: check_engine(path))
     metadata, checks = sidecar.metadata, read_checks(path)
     builder, target, built = sidecar.builder, sidecar.target, sidecar.built
     options = ", ".join(f"{k} {v}" for k, v in sidecar.options.items() if v and k != "batch")
@@ -216,19 +215,13 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
     head = config["head"]
     parts = [f"{name} {value}" for name, value in head.items() if name != "plain"]
     risk = metrics.get("val_risk")
+    cut = f", {'all layers' if config.get('keep_layers') else 'cut'} at stride {config.get('stride')}"
+    cut = cut if config.get("stride") else ""
     # HeadConfig.evidence
     exact = head.get("anchors", True) and head.get("pooling") == "max"
     return [
         ("written by", f"opal-deploy {index.get('version')}"),
-        (
-            "network",
-            f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}"
-            + (
-                f", {'all layers' if config.get('keep_layers') else 'cut'} at stride {config['stride']}"
-                if config.get("stride")
-                else ""
-            ),
-        ),
+        ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}{cut}"),
         ("normalised", _format_normalisation(config)),
         ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts)),
         ("classes", _list_names(list(index["class_names"]))),

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options of commands: those that several share, and the expansion of options classes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,8 @@ import typer
 
 from opal_deploy.errors import UsageError
 from opal_deploy.options import Option, Options, default_of, describe, option_fields
-from opal_deploy.runtime.devices import CPU_BATCH as CPU_BATCH
-from opal_deploy.runtime.devices import GPU_BATCH as GPU_BATCH
-from opal_deploy.runtime.devices import default_batch as default_batch
-from opal_deploy.runtime.devices import default_workers as default_workers
 from opal_deploy.storage.urls import redact
 
-# the models of commands that open one
 ModelOption = Annotated[
     Path | None,
     typer.Option(
@@ -30,18 +25,9 @@ ModelOption = Annotated[
     ),
 ]
 
-# how a data set is read, of the commands that measure models on one
-DatasetName = Annotated[
-    str | None,
-    typer.Option(help="The data set's name, as `train` takes it. Default: told by its files.", show_default=False),
-]
-Partition = Annotated[int, typer.Option(min=1, max=10, help="Partition of the data set (DTD, SUN-397).")]
-SkipMissing = Annotated[bool, typer.Option("--skip-missing", help="Leave out images that are not there.")]
-CropToBoxes = Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to the data set's boxes.")]
-
 
 def refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes no URL for a path: `Path` drops one of its slashes, and no file is called so."""
+    """Return a command that refuses URLs given as paths: `Path` drops a slash, and no such file exists."""
 
     @functools.wraps(command)
     def checked(*arguments: Any, **options: Any) -> None:
@@ -59,10 +45,10 @@ def refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes the fields of its options classes as options of the command line.
+    """Return a command that takes the fields of its options classes as command-line options.
 
-    Each parameter of `command` whose type is a subclass of `Options` is replaced by one option per field with an
-    `Option`; the object is built from their values before `command` is called. All other parameters stay.
+    Each parameter of type `Options` becomes one option per field with an `Option`; the object is built from their
+    values. All other parameters stay.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -78,7 +64,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
             ]
         else:
             parameters.append(parameter.replace(annotation=kind))
-    # typer wants parameters without a default first
+    # typer requires parameters without a default first
     parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)
 
     @functools.wraps(command)
@@ -86,7 +72,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         for name, kind in classes.items():
             taken = {field.name: (option, values.pop(field.name)) for field, _, option in option_fields(kind) if option}
             given = {
-                # without a value the field's own default counts
+                # without a value the field keeps its default
                 field: _parse(field, option, value) if option.parse and isinstance(value, str) else value
                 for field, (option, value) in taken.items()
                 if value is not None
@@ -114,9 +100,9 @@ def _parse(field: str, option: Option, text: str) -> Any:
 def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect.Parameter:
     default = default_of(field)
     if isinstance(default, tuple):
-        # several values in one text are shown as they are written
+        # shown as they are typed
         default = (",".join(map(str, default)) if option.parse else list(default)) or None
-    # a switch has no --no-... unless its flag names one
+    # a switch has a --no-... only if its flag names it
     flag = option.flag or (f"--{field.name.replace('_', '-')}" if annotation is bool else "")
     declared = typer.Option(
         *([flag] if flag else []),
@@ -124,7 +110,6 @@ def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect
         min=option.min,
         max=option.max,
         rich_help_panel=option.panel or None,
-        hidden=option.hidden,
         # None is not worth showing, and `default` says what it stands for
         show_default=default is not None and not option.default and default is not False,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opal_deploy.cli.console import discard_message, print_json, print_message, progress
+from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, require
 from opal_deploy.train.options import ReproduceOptions
 
@@ -50,7 +50,8 @@ def reproduce(
     is_main = is_main_process()
     if not options.show:
         with progress("reproducing") as advance:
-            failures = run_plan(plan, sources, progress=advance, log=print_message if is_main else discard_message)
+            log = print_message if is_main else lambda line: None
+            failures = run_plan(plan, sources, progress=advance, log=log)
     if is_main:
         _print_table(plan, options)
         if failures:

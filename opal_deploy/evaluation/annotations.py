@@ -40,7 +40,6 @@ class Part:
     """A visible part of an object.
 
     Attributes:
-        name: such as `feet`.
         places: boxes (x0, y0, x1, y1) around it or points (x, y) on it.
         distinguishing: whether it distinguishes the object's class from others; None if unknown.
         variant: the name of this class's variant, such as `boots`; empty if unknown.
@@ -57,10 +56,7 @@ class ImageAnnotation:
     """The annotation of one image; its object and parts may be unknown.
 
     Attributes:
-        label: name of the image's class.
-        boxes: of the objects of that class.
         mask: returns the object's pixels, bool [height, width]; takes precedence over `boxes`.
-        parts: the visible parts.
     """
 
     label: str
@@ -92,7 +88,6 @@ class ImageAnnotation:
         """Return which of P points hit which of the Q parts, bool [P, Q].
 
         Args:
-            points: P places.
             geometry: of the image; the margin is given at the scale of the model's input.
         """
         hits = np.zeros((len(points), len(self.parts)), np.bool_)
@@ -117,7 +112,6 @@ class Annotations:
     Attributes:
         images: N annotations, some of which may be empty.
         foreground: describes the cells of `ImageAnnotation.foreground`: "cells of the annotated boxes".
-        part_rule: says when a part counts as hit; empty without parts.
     """
 
     images: list[ImageAnnotation]
@@ -144,10 +138,7 @@ def annotate(
     """Return the annotations of a data set's samples, row for row.
 
     Args:
-        data: the data set.
-        samples: N samples.
         boxes: images are cropped to the samples' boxes, so that these are not objects within the image.
-        parts: read the parts of CUB and of the generated set.
         objects: COCO file whose boxes are the objects. If it has the image's class as a category, only the boxes of
             that category count.
 

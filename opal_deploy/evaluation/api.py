@@ -59,11 +59,7 @@ class EvaluateOptions(Options):
     ] = None
     annotations: Annotated[
         StrPath | None,
-        Option(
-            "COCO file with the objects' boxes, for the pointing game.",
-            default="the data set's boxes or masks",
-            cli=Path,
-        ),
+        Option("COCO file with object boxes for the pointing game.", default="the data set's boxes or masks", cli=Path),
     ] = None
     target_error: Annotated[
         float | None,
@@ -73,10 +69,9 @@ class EvaluateOptions(Options):
             parse=functools.partial(parse_rate, "--target-error"),
         ),
     ] = None
-    faithfulness: Annotated[
-        bool,
-        Option("Measure what removing evidence cells changes, and how stable cells are."),
-    ] = False
+    faithfulness: Annotated[bool, Option("Measure what removing evidence cells changes, and how stable cells are.")] = (
+        False
+    )
     limit: Annotated[int, Option("Images for --faithfulness, evenly over classes.", min=1)] = 100
     fill: Annotated[
         tuple[Baseline, ...], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])

@@ -109,13 +109,10 @@ class CalibrationError:
     """How far the probabilities of N labelled images are from the share of correct predictions.
 
     Attributes:
-        temperature: T.
         nll: mean of -log(probability of the label), in nats.
         ece: expected calibration error of the predicted class's probability, 0 ... 1.
         low, high: 95 % confidence interval of `ece`, basic bootstrap over images.
-        ece_perfect: see `perfect_calibration_error`.
         mean_probability: of the predicted class, 0 ... 1; equals the accuracy if calibrated.
-        bins: of the expected calibration error.
     """
 
     temperature: float
@@ -153,10 +150,7 @@ class CalibrationFigures:
     """The calibration of a model on the images of an evaluation.
 
     Attributes:
-        images: N.
-        accuracy: share of correct predictions, 0 ... 1.
         uncalibrated: at temperature 1.
-        calibrated: at the model's temperature; None for a model without one.
         fitted: the calibration fitted on these images, for a model without one; None if none was fitted.
     """
 
@@ -182,7 +176,6 @@ def evaluate_calibration(
     Args:
         logits: [N, C], N at least 1, finite.
         labels: [N], class indices.
-        metadata: the model's.
         fit: fit a temperature if the model has none; the model must not have been trained on these images.
     """
     temperature = metadata.temperature
@@ -244,9 +237,7 @@ def expected_calibration_error(
     estimate (Roelofs et al., "Mitigating bias in calibration error estimation", AISTATS 2022).
 
     Args:
-        probabilities: float64 [N], of the predicted classes, N at least 1.
         correct: bool [N], whether the prediction is the label.
-        num_bins: at most N are used.
     """
     order = np.argsort(probabilities, kind="stable")
     return float(_binned_errors(probabilities[order][None], correct[order][None].astype(np.float64), num_bins)[0])

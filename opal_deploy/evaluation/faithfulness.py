@@ -62,10 +62,6 @@ class RankingFigures:
     """One ranking with one baseline, over the images that have it.
 
     Attributes:
-        fill: the baseline.
-        ranking: the ranking.
-        images: number of images.
-        cells: mean number of removed cells.
         deletion, insertion: mean cosine after 0, 1, ..., m steps; an image with fewer cells keeps its last value.
         deletion_area, insertion_area, drop: means of the properties of `Curve`.
         class_kept: share of images whose predicted class stays with all cells removed.
@@ -92,9 +88,7 @@ class StabilityFigures:
     """The stability of cells under one change of the images.
 
     Attributes:
-        change: its name.
         same_cell, within_one_cell: mean shares of slots, see `SlotStability`.
-        same_class: share of images whose predicted class stayed.
     """
 
     change: str
@@ -108,17 +102,8 @@ class Faithfulness:
     """The faithfulness figures of one model.
 
     Attributes:
-        images: number of images.
-        images_available: number of images in the split.
-        prototypes_per_class: m, the most cells that are removed.
         different_cells: mean number of different evidence cells per image, d.
-        forward_passes: counted in images.
-        random_control: describes the cells of the random ranking.
-        rankings: curves and areas by baseline and ranking.
-        stability: of the cells, by change.
         unavailable: ranking -> why it is missing, or measured on fewer images, in one line.
-        seed: of all random numbers.
-        confidence: of the intervals.
     """
 
     images: int
@@ -161,18 +146,11 @@ def measure_faithfulness(
     """Measure deletion and insertion curves, controls and stability of one model.
 
     Args:
-        session: of a model whose evidence is single cells.
-        samples: the split's images.
         chosen: indices of the images to measure, at least one. Random numbers for an image depend on `seed` and its
             index, not on the other images.
         annotations: of the samples; the random control draws from cells that show the object.
-        boxes: crop to the samples' boxes.
-        baselines: replace removed cells, at least one.
         heat_map: Grad-CAM; None leaves that control out.
-        batch: batch size.
-        seed: 0 or more.
         center: centre of a cell's receptive field, in cells from the corner of its box (`EffectiveField.center`).
-        progress: receives the number of images done and in all.
 
     Raises:
         UsageError: an image cannot be used, or the model's logits are not finite.
@@ -247,23 +225,26 @@ def _summarize(baseline: Baseline, ranking: str, pairs: list[tuple[Curve, Curve]
             None if ranking == REVERSE else mean_with_interval(drops),
         )
 
+    def mean_of(name: str) -> float:
+        return float(np.mean([getattr(curve, name) for curve in ranked]))
+
     def mean_curve(name: str) -> list[float]:
         curves = [getattr(curve, name) for curve in ranked]
-        padded = np.stack([np.pad(c, (0, steps + 1 - len(c)), mode="edge") for c in curves])
-        return [float(value) for value in padded.mean(axis=0)]
+        padded = [np.pad(curve, (0, steps + 1 - len(curve)), mode="edge") for curve in curves]
+        return [float(value) for value in np.mean(padded, axis=0)]
 
     return RankingFigures(
         baseline,
         ranking,
         len(ranked),
-        float(np.mean([curve.steps for curve in ranked])),
+        mean_of("steps"),
         mean_curve("deletion"),
         mean_curve("insertion"),
         mean_with_interval([curve.deletion_area for curve in ranked]),
         mean_with_interval([curve.insertion_area for curve in ranked]),
         mean_with_interval([curve.drop for curve in ranked]),
-        float(np.mean([curve.class_kept for curve in ranked])),
-        float(np.mean([curve.evidence_share for curve in ranked])),
+        mean_of("class_kept"),
+        mean_of("evidence_share"),
         advantage,
     )
 

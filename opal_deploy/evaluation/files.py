@@ -81,11 +81,6 @@ def model_folders(folder: Path, models: Sequence[Path]) -> list[Path]:
     ]
 
 
-def write_evaluation(folder: Path, document: Any) -> None:
-    """Write evaluation.json, the document that `--json` prints."""
-    write_json(folder / EVALUATION, document)
-
-
 def write_model(folder: Path, result: EvaluationResult, metadata: Metadata, samples: list[Sample], root: Path) -> None:
     """Write confusion.csv, confusion.png and predictions.csv of one model.
 
@@ -96,9 +91,7 @@ def write_model(folder: Path, result: EvaluationResult, metadata: Metadata, samp
     calibrated_probability (of the prediction) for models without a temperature.
 
     Args:
-        folder: created if it does not exist.
         result, samples: of the same N images, in the same order.
-        metadata: of the model.
         root: what the paths in predictions.csv are relative to.
     """
     from sklearn.metrics import confusion_matrix
@@ -143,8 +136,6 @@ def draw_confusion_matrix(counts: NDArray[np.int64], names: Sequence[str], path:
 
     Args:
         counts: [C, C], rows labels; a class without images is an empty row.
-        names: C names.
-        path: of the PNG.
     """
     # the object interface: pyplot keeps global state and looks for a display
     from matplotlib.colors import PowerNorm
@@ -276,13 +267,7 @@ def _write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str |
 
 
 def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> dict[str, Any]:
-    """Return the document that a model's metadata stores (see `artifact.evaluation`).
-
-    Args:
-        document: one model's figures as `evaluate --json` prints them.
-        data: the data set.
-        split: the split that was measured.
-    """
+    """Return the document that a model's metadata stores (see `artifact.evaluation`)."""
     evaluation: dict[str, Any] = {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "opal_deploy": __version__,
@@ -316,12 +301,8 @@ def _summarize_faithfulness(measured: Mapping[str, Any]) -> dict[str, Any]:
             }
         )
     same_cell = {row["change"]: row["same_cell"]["mean"] for row in measured["stability"]}
-    return {
-        "images": measured["images"],
-        "random_control": measured["random_control"],
-        "removal": removal,
-        "same_cell": same_cell,
-    }
+    kept = {key: measured[key] for key in ("images", "random_control")}
+    return {**kept, "removal": removal, "same_cell": same_cell}
 
 
 def record_evaluation(
@@ -335,8 +316,6 @@ def record_evaluation(
     The graph, weights or engine stay as they are.
 
     Args:
-        path: the model's file.
-        evaluation: see `build_evaluation`.
         receptive_field: as measured, for a checkpoint that lacks it; None leaves it.
         calibration: as fitted, for a model that has none; None leaves it.
 

@@ -60,8 +60,6 @@ class EvaluationInputs:
     """The images of one split with their annotations.
 
     Attributes:
-        data: the data set.
-        samples: the split's images, at least one.
         part_locations: CUB's part locations; None for other data sets or with --no-parts.
         annotations: one per sample, for the pointing game; may be empty.
     """
@@ -74,11 +72,6 @@ class EvaluationInputs:
 
 def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOptions) -> EvaluationInputs:
     """Read a data set and check that it fits the models.
-
-    Args:
-        data: the data set's folder.
-        metadata: each model's by its path.
-        options: of the evaluation.
 
     Raises:
         UsageError: the data set does not fit the options or a model.
@@ -141,21 +134,19 @@ def check_recordable(path: Path, metadata: Metadata) -> None:
 
 def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None:
     """Raise UsageError unless the model's classes are the data set's, in the same order."""
-    expected_names = data_set.class_names
-    if class_names == expected_names:
-        return
+    names, count = data_set.class_names, len(class_names)
     expected = "they must be the same, in the same order; give the data set that the model was trained on"
-    if len(class_names) != len(expected_names):
+    if count != len(names):
         raise UsageError(
-            f"{path} knows {pluralize(len(class_names), 'class', 'classes')} ({class_names[0]}, ...), "
-            f"{data_set.root} has {len(expected_names)} ({expected_names[0]}, ...); {expected}"
+            f"{path} knows {pluralize(count, 'class', 'classes')} ({class_names[0]}, ...), {data_set.root} has "
+            f"{len(names)} ({names[0]}, ...); {expected}"
         )
-    pairs = zip(class_names, expected_names, strict=True)
-    number, model_name, data_name = next((i, a, b) for i, (a, b) in enumerate(pairs, 1) if a != b)
-    raise UsageError(
-        f"{path} and {data_set.root} have {len(class_names)} classes each, but number {number} is {model_name!r} in "
-        f"the model and {data_name!r} in the data set; {expected}"
-    )
+    for number, (model_name, data_name) in enumerate(zip(class_names, names, strict=True), 1):
+        if model_name != data_name:
+            raise UsageError(
+                f"{path} and {data_set.root} have {count} classes each, but number {number} is {model_name!r} in the "
+                f"model and {data_name!r} in the data set; {expected}"
+            )
 
 
 def check_split(data_set: DataSet, split: str) -> None:

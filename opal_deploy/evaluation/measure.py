@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from opal_deploy.artifact.files import model_kind
+from opal_deploy.artifact.files import model_kind, write_json
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.evaluation import files
 from opal_deploy.evaluation.api import EvaluateOptions
@@ -27,6 +27,7 @@ from opal_deploy.evaluation.result import ModelEvaluation, format_curve, format_
 from opal_deploy.evaluation.session import EvaluationResult, choose_samples, evaluate_session
 from opal_deploy.logs import Progress
 from opal_deploy.model import checkpoint
+from opal_deploy.model.network import OpalNetwork
 from opal_deploy.records.names import escape_name
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.torch_session import torch_device
@@ -71,7 +72,7 @@ def measure_models(models: Sequence[EvaluatedModel], data: Path, options: Evalua
             fitted = measured["calibration"].get("fitted")
             options.log(files.record_evaluation(path, evaluation, measured.get("receptive_field"), fitted))
     if out is not None:
-        files.write_evaluation(out, documents[0] if len(documents) == 1 else documents)
+        write_json(out / files.EVALUATION, documents[0] if len(documents) == 1 else documents)
         options.log(str(out))
     return results
 
@@ -174,13 +175,15 @@ class _ModelMeasurement:
         metadata = self.session.metadata
         field = ReceptiveField.from_dict(metadata.receptive_field)
         if (field is None or field.effective is None) and model_kind(self.path) == "checkpoint":
-            network = checkpoint.load(self.path).network.to(torch_device(self.options.device))
-            field = measure_receptive_field(network, self.inputs.samples, boxes=self.options.boxes)
+            field = measure_receptive_field(self._load_network(), self.inputs.samples, boxes=self.options.boxes)
         if field is None:
             self._log(["receptive field: not stored in this model; evaluate its checkpoint, or export that again"])
             return None
         self._log(field.describe(metadata.input_size))
         return field
+
+    def _load_network(self) -> OpalNetwork:
+        return checkpoint.load(self.path).network.to(torch_device(self.options.device))
 
     def _play_pointing_game(self, evaluation: EvaluationResult) -> PointingGame | None:
         metadata = self.session.metadata
@@ -202,9 +205,7 @@ class _ModelMeasurement:
         passes = max_forward_passes(len(chosen), session.metadata, options.fill)
         self._log([f"faithfulness: {len(chosen):,} images, at most {passes:,} forward passes (see --limit and --fill)"])
         # exported models have no gradients
-        heat_map = None
-        if model_kind(self.path) == "checkpoint":
-            heat_map = GradCam(checkpoint.load(self.path).network.to(torch_device(options.device)))
+        heat_map = GradCam(self._load_network()) if model_kind(self.path) == "checkpoint" else None
         faithfulness = measure_faithfulness(
             session,
             inputs.samples,

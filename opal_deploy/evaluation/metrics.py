@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: in
     Args:
         logits: [N, C], N at least 1.
         labels: [N], class indices.
-        k: 1 ... C.
     """
     best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
     return float((best == labels[:, None]).any(axis=1).mean())
@@ -36,8 +35,6 @@ def margins(
     Args:
         logits: [N, C], C at least 2.
         scores: [N, K].
-        prototypes_per_class: m.
-        epsilon: of the embedding's norm.
     """
     # stable: of equal logits the lowest class, as in the records
     best = np.argsort(-logits, axis=1, kind="stable")[:, :2]
@@ -73,7 +70,6 @@ class Evaluation:
     """The metrics of N images.
 
     Attributes:
-        images: N.
         loss: cross-entropy over the logits, in nats.
         accuracy: top-1, 0 ... 1.
         spatial_prototype_collapse: mean over images, 0 ... 1 (paper, Supp. D.1); None for a network without slots.
@@ -119,8 +115,6 @@ def compute_metrics(
     Args:
         logits: [N, C], N at least 1.
         labels: [N], class indices.
-        argmax: [N, K], flat cell of each channel's maximum; None for a network without slots.
-        prototypes_per_class: m.
         margins: [N], see `metrics.margins`; None for a network without anchors.
     """
     from scipy.special import log_softmax
@@ -148,7 +142,6 @@ class Agreement:
     """The agreement of two models on the same N images.
 
     Attributes:
-        images: N.
         same_class: share of images with the same predicted class.
         same_cells: share of equal cells among the m of the class that the first model predicts; None for models
             without slots, or with another m or grid.
@@ -159,10 +152,6 @@ class Agreement:
     same_class: float
     same_cells: float | None
     largest_cosine_difference: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return asdict(self)
 
 
 def measure_agreement(first: tuple[Outputs, Metadata], second: tuple[Outputs, Metadata]) -> Agreement:

@@ -64,9 +64,6 @@ class PartFigures:
         stability: see `prototype_stability`; None where it cannot be measured.
         purity: mean over the K channels, see `purity_by_channel`; None where it cannot be measured.
         purity_std: standard deviation of the purity over channels.
-        prototypes: number of prototypes of the classes with images.
-        images: N.
-        unavailable: figure to the reason why it is None.
     """
 
     consistency: float | None
@@ -103,7 +100,6 @@ class PartMeter:
     A checkpoint's session always gives attention maps; an exported model only if they are among its outputs.
 
     Attributes:
-        run: the session's `run`, with attention maps wherever the session can give them.
         unavailable: figure to the reason why it cannot be measured on this model, and a remedy.
     """
 
@@ -113,11 +109,7 @@ class PartMeter:
         """Prepare for the data set's N images.
 
         Args:
-            session: of the model.
-            parts: the images' part locations.
-            labels: [N], class indices.
             cropped: whether images are cropped to their boxes, as the protocol asks.
-            seed: of the noise, 0 or more.
         """
         self._metadata, self._parts, self._labels, self._seed = session.metadata, parts, labels, seed
         self.run: Callable[[ImageBatch], Outputs] = session.run
@@ -279,7 +271,6 @@ def peak_locations(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.int
 
     Args:
         maps: float32 [N, m, H, W].
-        size: in pixels.
     """
     # numpy's argmax promises the first of equal maxima
     flat = upsample(maps, size).reshape(*maps.shape[:2], -1).argmax(axis=2)
@@ -316,7 +307,6 @@ def prototype_consistency(hit: NDArray[np.bool_], visible: NDArray[np.bool_], la
     Args:
         hit: [N, m, P], on each image the prototypes of its own class.
         visible: [N, P].
-        labels: [N].
     """
     scores: list[NDArray[np.bool_]] = []
     for label in np.unique(labels):
@@ -346,7 +336,6 @@ def add_noise(images: FloatArray, first: int, seed: int) -> FloatArray:
     Args:
         images: float32 [N, 3, H0, W0], normalised.
         first: index of the first image in the split: noise depends on seed and index, not on the batch.
-        seed: 0 or more.
     """
     noisy = np.empty_like(images)
     for offset, image in enumerate(images):

@@ -33,11 +33,7 @@ Change = Callable[[ImageArray, int], ImageArray]
 
 
 class Perturber:
-    """Runs images through a session in batches, and counts them.
-
-    Attributes:
-        forward_passes: forward passes, counted in images.
-    """
+    """Runs images through a session in batches, and counts them."""
 
     def __init__(self, session: Session, batch: int) -> None:
         self._session, self._batch = session, batch
@@ -174,12 +170,7 @@ def perturbation_curves(
     """Return the curves of every ranking with every baseline for n images; equal sets of removed cells run once.
 
     Args:
-        perturber: of the model.
         images: uint8 [n, H0, W0, 3].
-        rankings: one per image.
-        indices: of the images in the split.
-        grid: (H, W).
-        baselines: at least one.
         seed: of the noise baseline, 0 or more.
     """
     every = frozenset(range(grid[0] * grid[1]))
@@ -210,22 +201,17 @@ def perturbation_curves(
     def look_up(number: int, baseline: Baseline, removed: frozenset[int]) -> tuple[float, bool]:
         return results[number, baseline if removed else baselines[0], removed]
 
-    curves: list[Curves] = []
-    for number, ranking in enumerate(rankings):
-        evidence = set(ranking.evidence)
-        curves_of_image: Curves = {}
-        for baseline in baselines:
-            for name, cells in ranking.cells.items():
-                deleted = [look_up(number, baseline, frozenset(cells[:k])) for k in range(len(cells) + 1)]
-                inserted = [look_up(number, baseline, every.difference(cells[:k])) for k in range(len(cells) + 1)]
-                curves_of_image[baseline, name] = Curve(
-                    np.array([cosine for cosine, _ in deleted]),
-                    np.array([cosine for cosine, _ in inserted]),
-                    deleted[-1][1],
-                    len(evidence.intersection(cells)) / len(cells),
-                )
-        curves.append(curves_of_image)
-    return curves
+    def build_curve(number: int, baseline: Baseline, cells: tuple[int, ...]) -> Curve:
+        deleted = [look_up(number, baseline, frozenset(cells[:k])) for k in range(len(cells) + 1)]
+        inserted = [look_up(number, baseline, every.difference(cells[:k])) for k in range(len(cells) + 1)]
+        deletion, insertion = (np.array([cosine for cosine, _ in found]) for found in (deleted, inserted))
+        share = len(set(rankings[number].evidence).intersection(cells)) / len(cells)
+        return Curve(deletion, insertion, deleted[-1][1], share)
+
+    return [
+        {(fill, name): build_curve(number, fill, cells) for fill in baselines for name, cells in ranking.cells.items()}
+        for number, ranking in enumerate(rankings)
+    ]
 
 
 @dataclass(frozen=True)
@@ -235,7 +221,6 @@ class SlotStability:
     Attributes:
         same_cell: share of slots with the same cell; after a flip, the cell nearest to the mirrored one's centre.
         within_one_cell: share of slots with the same cell or one of its eight neighbours.
-        same_class: whether the predicted class is the same.
     """
 
     same_cell: float
@@ -268,12 +253,7 @@ def measure_stability(
     """Return the stability of n images under every change, by name.
 
     Args:
-        perturber: of the model.
         images: uint8 [n, H0, W0, 3].
-        unchanged: the model's outputs for `images`.
-        indices: of the images in the split.
-        metadata: of the model.
-        seed: of the noise.
         center: centre of a cell's receptive field, in cells from the corner of its box (0.5: the box's own centre).
     """
     stabilities: list[dict[str, SlotStability]] = [{} for _ in images]

@@ -35,7 +35,6 @@ class ImageHits:
     """The hits of one image's m cells of evidence on its object and its Q parts.
 
     Attributes:
-        annotation: of the image.
         in_object: bool [m]; None if no object is known.
         on_parts: bool [m, Q].
         random_object: share of all cells that lie in the object; None if no object is known.
@@ -51,6 +50,11 @@ class ImageHits:
     random_any: float
     random_distinguishing: float
 
+    @property
+    def on_distinguishing(self) -> NDArray[np.bool_]:
+        """Which cells hit a distinguishing part, bool [m]."""
+        return np.asarray(self.on_parts[:, self.annotation.distinguishing].any(axis=1))
+
 
 @dataclass(frozen=True)
 class Share:
@@ -58,7 +62,6 @@ class Share:
 
     Attributes:
         hits: mean over images of the share of an image's cells that hit, with its interval (images are the unit).
-        random: its expectation for random cells.
     """
 
     hits: Mean
@@ -74,11 +77,9 @@ class PartShare:
     """How often the evidence of a class lies on one part, over the correct predictions in which the part is visible.
 
     Attributes:
-        part: its name.
         variant: the name of this class's variant of the part, or empty.
         distinguishing: whether it distinguishes the class from others; None if unknown.
         images: share of images in which at least one cell of the evidence hits it.
-        evidence: share of cells that hit it.
         random: expectation of `evidence` for random foreground cells.
         slots: share of images in which the first, second, ... slot hits it.
     """
@@ -104,12 +105,9 @@ class PointingGame:
     Attributes:
         images: correct predictions with an annotated object or parts.
         images_without_annotation: correct predictions that are left out.
-        cells_per_image: cells of evidence, m.
         object, part, distinguishing_part: shares of hits in the object, on any part, on any distinguishing part; None
             if the annotations do not have it.
         classes: class -> its parts, the most hit first; classes without correct predictions are left out.
-        rules: what counts as a hit and as foreground, for a person.
-        confidence: of the intervals.
     """
 
     images: int
@@ -133,9 +131,7 @@ def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, 
     """Compare the evidence of one image with its annotation.
 
     Args:
-        annotation: of the image.
         points: [m, 2], centres (x, y) of the evidence's cells in pixels of the whole image.
-        geometry: of the image.
         grid: (H, W) of the feature map, for the random cells.
     """
     cells = geometry.cell_centres(grid)
@@ -156,8 +152,6 @@ def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, left_out
     """Return the summary of the images' hits; None without images.
 
     Args:
-        hits: of images with the same number of cells.
-        annotations: the data set's, which describe the rules.
         left_out: number of correct predictions without annotation.
     """
     if not hits:
@@ -174,12 +168,7 @@ def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, left_out
         len(hits[0].on_parts),
         _share([(hit.in_object, hit.random_object) for hit in hits]),
         _share([(np.asarray(hit.on_parts.any(axis=1)), hit.random_any) for hit in parted]),
-        _share(
-            [
-                (np.asarray(hit.on_parts[:, hit.annotation.distinguishing].any(axis=1)), hit.random_distinguishing)
-                for hit in known
-            ]
-        ),
+        _share([(hit.on_distinguishing, hit.random_distinguishing) for hit in known]),
         {name: _part_shares(by_class[name]) for name in sorted(by_class)},
         "; ".join(filter(None, (annotations.part_rule, random_cells))),
     )
@@ -243,15 +232,10 @@ def play_pointing_game(result: EvaluationResult, annotations: Annotations, metad
 
 def format_game(game: PointingGame) -> Iterator[str]:
     """Yield the shares, the rules, and for a few classes the parts that their slots hit."""
-    shares = [
-        f"{title} {format_share(share)}"
-        for title, share in (
-            ("in the object", game.object),
-            ("on a part", game.part),
-            ("on a distinguishing part", game.distinguishing_part),
-        )
-        if share is not None
-    ]
+    titled = {
+        "in the object": game.object, "on a part": game.part, "on a distinguishing part": game.distinguishing_part,
+    }  # fmt: skip
+    shares = [f"{title} {format_share(share)}" for title, share in titled.items() if share is not None]
     yield f"pointing game, {game.images:,} correct predictions, {game.cells_per_image} cells each: {', '.join(shares)}"
     left_out = game.images_without_annotation
     note = f"; {left_out:,} correct predictions without annotation left out" if left_out else ""

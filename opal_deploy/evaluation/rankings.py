@@ -5,8 +5,8 @@ The random control draws from cells that show the object, since removing backgro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ class Rankings:
     """The cells of one image, flat row-major, in the order in which they are removed or put back.
 
     Attributes:
-        predicted: the class predicted for the unchanged image.
         cells: ranking -> its different cells, at most d; rankings without any cell are left out.
     """
 
@@ -79,11 +78,7 @@ def build_rankings(
     `reverse` needs at least two cells.
 
     Args:
-        outputs: for the unchanged images of the batch.
-        row: of the image in the batch.
-        metadata: of the model.
         foreground: bool [H * W].
-        seed: 0 or more.
         index: of the image in the split; random cells depend on `seed` and `index` only.
         heat_map: float32 [H * W], by Grad-CAM; None leaves that ranking out.
     """
@@ -111,12 +106,8 @@ def build_rankings(
     return Rankings(predicted, {name: cells for name, cells in rankings.items() if cells})
 
 
-class HeatMap(Protocol):
-    """Computes the relevance of every cell for a class."""
-
-    def __call__(self, images: ImageBatch, classes: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return relevances float32 [n, H * W] for images uint8 [n, H0, W0, 3] and class ids [n]."""
-        ...
+HeatMap = Callable[[ImageBatch, NDArray[np.int64]], NDArray[np.float32]]
+"""Returns relevances float32 [n, H * W] for images uint8 [n, H0, W0, 3] and class ids [n]."""
 
 
 class GradCam:

@@ -33,7 +33,6 @@ def measure_receptive_field(network: OpalNetwork, samples: list[Sample], *, boxe
     Args:
         network: trained; left in evaluation mode.
         samples: at least one; up to 16 of them are used, evenly over the classes.
-        boxes: crop to the samples' boxes.
 
     Raises:
         UsageError: an image cannot be used.
@@ -56,9 +55,7 @@ def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], fie
     which the mean of the shares reaches 90 %; it may reach beyond the image, where there is no energy.
 
     Args:
-        network: with `exact` evidence; left in evaluation mode.
         images: uint8 [n, H0, W0, 3] of the network's input size, n at least 1.
-        field: the theoretical field of the network's cells.
     """
     network.eval()
     device = next(network.parameters()).device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class ModelEvaluation:
             **{key: measured.to_dict() for key, measured in optional.items() if measured is not None},
         }
         if self.agreements is not None:
-            document["agreement"] = [{"with": str(path), **each.to_dict()} for path, each in self.agreements]
+            document["agreement"] = [{"with": str(path), **asdict(each)} for path, each in self.agreements]
         return document
 
     def __repr__(self) -> str:
@@ -143,14 +143,8 @@ def format_table(results: Sequence[ModelEvaluation]) -> Iterator[str]:
                 _percent(None if collapse is None else 100 * collapse, None if spread is None else 100 * spread),
             ]
         )
-        if parts is None:
-            rows[-1] += ["-", "-", "-"]
-        else:
-            rows[-1] += [
-                _percent(parts.consistency),
-                _percent(parts.stability),
-                _percent(parts.purity, parts.purity_std),
-            ]
+        figures = (None,) * 4 if parts is None else (parts.consistency, parts.stability, parts.purity, parts.purity_std)
+        rows[-1] += [_percent(figures[0]), _percent(figures[1]), _percent(*figures[2:])]
     columns = [column for column in zip(*rows, strict=True) if any(cell != "-" for cell in column[1:])]
     yield ""
     yield from format_columns([list(row) for row in zip(*columns, strict=True)])
@@ -159,9 +153,8 @@ def format_table(results: Sequence[ModelEvaluation]) -> Iterator[str]:
 def format_curve(curve: RiskCurve) -> Iterator[str]:
     """Yield the risk-coverage curve as a line."""
     summary = curve.summary()
-    shares = ", ".join(
-        f"{share:.1%} at {100 * float(rate):g} %" for rate, share in summary["coverage_at_error"].items()
-    )
+    coverage = summary["coverage_at_error"].items()
+    shares = ", ".join(f"{share:.1%} at {100 * float(rate):g} %" for rate, share in coverage)
     yield (
         f"risk-coverage over the margin: error {curve.error:.2%} without abstaining ({curve.images:,} images), AURC "
         f"{curve.aurc:.4f}; coverage by error rate on these images: {shares}"
@@ -172,7 +165,6 @@ def format_threshold(threshold: Threshold, smallest: float | None = None) -> str
     """Return the threshold chosen for an error rate as a line, or the reason why there is none.
 
     Args:
-        threshold: as chosen.
         smallest: the smallest error rate that these images support; None if none.
     """
     target = f"an error rate of at most {100 * threshold.target:g} %"

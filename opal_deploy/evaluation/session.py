@@ -34,11 +34,7 @@ class EvaluationResult:
     """Metrics and outputs of a model on N images.
 
     Attributes:
-        evaluation: the metrics that need labels only.
-        parts: the figures that need part locations; None without.
         labels: [N], class indices.
-        outputs: the model's outputs without attention maps.
-        geometries: one per image.
         margins: [N], see `metrics.margins`; None for a model without anchors.
     """
 
@@ -68,14 +64,7 @@ def evaluate_session(
     """Evaluate a session on `samples` (at least one).
 
     Args:
-        session: of a model with the samples' classes.
-        samples: the labelled images.
-        boxes: crop to the samples' boxes.
-        batch: batch size.
         parts: the samples' part locations; None leaves out consistency, stability and purity.
-        seed: of stability's noise, 0 or more.
-        progress: receives the number of images done and in all.
-        model: the name in error messages.
 
     Raises:
         UsageError: an image cannot be used, or the logits for an image are not finite.

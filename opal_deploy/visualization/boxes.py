@@ -5,6 +5,7 @@ A tag is never larger than its box. Where it would be too small to read, it stan
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,6 @@ class SlotBox:
     """A slot's box to draw.
 
     Attributes:
-        slot: the slot.
         box: (x0, y0, x1, y1) of the slot's cell, in pixels of the image.
         field: (x0, y0, x1, y1) of the cell's effective receptive field; None: not drawn.
         share: the slot's contribution as a share of the largest, in [0, 1]; None if not known.
@@ -79,23 +79,14 @@ def draw_boxes(
     by side. Borders lie inside their boxes, so that boxes of neighbouring cells never overlap.
 
     Args:
-        draw: the canvas.
         slots: the boxes, in pixels of the image.
         scale: pixels of the photograph per pixel of the image (x, y).
-        size: width and height of the photograph.
     """
     cells: dict[Rectangle, list[SlotBox]] = {}
     for slot in slots:
         cells.setdefault(pixel_box(slot.box, scale, size), []).append(slot)
     line = max(2, round(min(size) / 125))
-    boxes = [
-        TaggedBox(
-            box,
-            tuple(slot.slot for slot in group),
-            max(_UNKNOWN_SHARE if slot.share is None else slot.share for slot in group),
-        )
-        for box, group in cells.items()
-    ]
+    boxes = [TaggedBox(box, tuple(slot.slot for slot in group), _share(group)) for box, group in cells.items()]
     boxes.sort(key=lambda each: each.share)
     for each in boxes:
         field = cells[each.box][0].field
@@ -111,6 +102,10 @@ def draw_boxes(
         tag.draw(draw)
 
 
+def _share(slots: Sequence[SlotBox]) -> float:
+    return max(_UNKNOWN_SHARE if slot.share is None else slot.share for slot in slots)
+
+
 def _colors(tagged: TaggedBox) -> list[RGB]:
     return [slot_color(slot) for slot in tagged.slots]
 
@@ -119,18 +114,15 @@ def _draw_field(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], li
     """Draw a rectangle dashed in the colours, on a dark line that keeps it visible on a ground of the same colour."""
     draw.rectangle(box, outline=INK, width=line)
     x0, y0, x1, y1 = box
-    dash = 5 * line + 3
-    count = 0
+    dash, color = 5 * line + 3, itertools.cycle(colors)
     for x in range(x0, x1 + 1, 2 * dash):
-        end = min(x + dash - 1, x1)
-        draw.rectangle((x, y0, end, y0 + line - 1), fill=colors[count % len(colors)])
-        draw.rectangle((x, y1 - line + 1, end, y1), fill=colors[count % len(colors)])
-        count += 1
+        end, fill = min(x + dash - 1, x1), next(color)
+        draw.rectangle((x, y0, end, y0 + line - 1), fill=fill)
+        draw.rectangle((x, y1 - line + 1, end, y1), fill=fill)
     for y in range(y0, y1 + 1, 2 * dash):
-        end = min(y + dash - 1, y1)
-        draw.rectangle((x0, y, x0 + line - 1, end), fill=colors[count % len(colors)])
-        draw.rectangle((x1 - line + 1, y, x1, end), fill=colors[count % len(colors)])
-        count += 1
+        end, fill = min(y + dash - 1, y1), next(color)
+        draw.rectangle((x0, y, x0 + line - 1, end), fill=fill)
+        draw.rectangle((x1 - line + 1, y, x1, end), fill=fill)
 
 
 def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
@@ -159,9 +151,6 @@ def _draw_frame(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], li
         count = max(1, length // (6 * line * len(colors))) * len(colors)
         for i in range(count):
             a, b = length * i // count, length * (i + 1) // count - 1
-            if b < a:
-                continue
-            color = colors[(i + side) % len(colors)]
             dash = (
                 (x0 + a, y0, x0 + b, y0 + line - 1),
                 (x1 - line + 1, y0 + a, x1, y0 + b),
@@ -169,7 +158,7 @@ def _draw_frame(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], li
                 (x0, y1 - b, x0 + line - 1, y1 - a),
             )[side]
             if dash[2] >= dash[0] and dash[3] >= dash[1]:
-                draw.rectangle(dash, fill=color)
+                draw.rectangle(dash, fill=colors[(i + side) % len(colors)])
 
 
 def _shrink(box: Rectangle, by: int) -> Rectangle:
@@ -191,10 +180,6 @@ class Tag:
 
     Attributes:
         slots: the numbers, side by side, `per_row` in a row.
-        place: the rectangle that the tag covers.
-        letters: font size in pixels.
-        casing: width of the dark edge in pixels.
-        per_row: numbers per row.
         line: ends of the line to the box; None if the tag touches the box.
     """
 
@@ -231,14 +216,11 @@ def place_tags(boxes: Sequence[TaggedBox], size: tuple[int, int], casing: int) -
     out; the legend names the colours too.
 
     Args:
-        boxes: the boxes to tag.
-        size: width and height of the photograph.
         casing: width of the tags' dark edge, in pixels.
     """
     tags: list[Tag] = []
     for tagged in sorted(boxes, key=lambda each: -each.share):
-        tag = _place_tag(tagged, size, casing, [each.box for each in boxes], tags)
-        if tag is not None:
+        if tag := _place_tag(tagged, size, casing, [each.box for each in boxes], tags):
             tags.append(tag)
     return tags
 

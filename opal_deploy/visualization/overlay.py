@@ -62,9 +62,7 @@ class Bar:
     """One slot's bar.
 
     Attributes:
-        slot: the slot, 0 ... m-1.
         value: the contribution, or the score if there is no contribution.
-        score: the slot's score, in [0, 1].
         start, stop: ends of the bar as shares of the full bar; 0 <= start <= stop <= 1.
     """
 
@@ -107,11 +105,7 @@ def bar_ends(values: Sequence[float], full: float) -> list[tuple[float, float]]:
 
 
 def get_prediction(record: Record) -> Answer:
-    """Return a record's prediction.
-
-    Raises:
-        ValueError: the record is an error record.
-    """
+    """Return a record's prediction; raise ValueError if the record is an error record."""
     if "prediction" not in record:
         raise ValueError(f"the record of {record['image']!r} has status {record['status']!r} and nothing to draw")
     return record["prediction"]
@@ -168,16 +162,15 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
     if photograph.size != (width, height):
         photograph = photograph.resize((width, height), Image.Resampling.NEAREST)
 
-    size = _font_size(width, height)
-    beside = height > _BESIDE_RATIO * width
+    size, beside = _font_size(width, height), height > _BESIDE_RATIO * width
     legend_width = _MIN_WIDTH_EM * size if beside else max(width, _MIN_WIDTH_EM * size)
     boxes = place_boxes(record, field)
     notes = [BOX_NOTE] if len(boxes) > 1 and boxes[0].share is not None else []
     legend = _Legend(record, legend_width, size, " ".join([*notes, *([FIELD_NOTE] if field is not None else [])]))
-    if beside:
-        canvas = Image.new("RGB", (width + legend_width, max(height, legend.height)), PAPER)
-    else:
-        canvas = Image.new("RGB", (legend_width, height + legend.height), PAPER)
+    whole_size = (
+        (width + legend_width, max(height, legend.height)) if beside else (legend_width, height + legend.height)
+    )
+    canvas = Image.new("RGB", whole_size, PAPER)
     canvas.paste(photograph, (0, 0))
     draw = ImageDraw.Draw(canvas)
     legend.draw(draw, width if beside else 0, 0 if beside else height)
@@ -220,9 +213,7 @@ def crop_box(image: Image.Image, box: Sequence[float], size: tuple[int, int]) ->
     """Return the pixels (at least one) of a box.
 
     Args:
-        image: the whole image, or its `to_display`.
         box: (x0, y0, x1, y1) in pixels of the whole image, x1 and y1 exclusive.
-        size: (width, height) of the whole image.
     """
     x0, y0, x1, y1 = (round(value * image.size[axis % 2] / size[axis % 2]) for axis, value in enumerate(box))
     left, top = min(max(x0, 0), image.width - 1), min(max(y0, 0), image.height - 1)
@@ -241,11 +232,7 @@ def format_facts(record: Record) -> str:
 
 
 class _Legend:
-    """The legend of a record with a prediction: label, figures, a note and a bar per slot.
-
-    Attributes:
-        height: in pixels.
-    """
+    """The legend of a record with a prediction: label, figures, a note and a bar per slot."""
 
     def __init__(self, record: Record, width: int, size: int, note: str) -> None:
         self._size, self._width, self._line = size, width, round(size * 1.5)

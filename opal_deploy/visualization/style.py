@@ -110,16 +110,7 @@ def font(size: float) -> ImageFont.FreeTypeFont:
 def draw_text(
     draw: ImageDraw.ImageDraw, xy: tuple[float, float], text: str, fill: RGB, size: int, anchor: str = "la"
 ) -> None:
-    """Draw text exactly as `draw.text` does, but several times faster: masks of words are cached.
-
-    Args:
-        draw: the canvas.
-        xy: position of the anchor, in pixels; fractions count.
-        text: drawable text, see `to_drawable`.
-        fill: colour of the text.
-        size: font size in pixels.
-        anchor: one of Pillow's text anchors.
-    """
+    """Draw text exactly as `draw.text` does, but several times faster: masks of words are cached."""
     (x, left), (y, top) = math.modf(xy[0]), math.modf(xy[1])
     for word in text.split(" ") if anchor[0] == "l" else [text]:
         if word:

@@ -1,10 +1,8 @@
 """Models that take a known time on a fake clock."""
 
-from __future__ import annotations
-
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +14,6 @@ from opal_deploy.bench.compare import time_interleaved
 from opal_deploy.bench.measurement import Target
 from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import time_repeats
-from opal_deploy.runtime.session import ImageBatch
 
 METADATA = Metadata(("a", "b"), 1, {"distance": "l2", "epsilon": 1e-8}, "none", "none", (1, 1), (8, 8))
 
@@ -29,10 +26,10 @@ class FakeClock:
     slower: float = 1.0
     _factor: float = field(default=1.0, init=False)
 
-    def __call__(self) -> int:
+    def __call__(self):
         return self.now
 
-    def spend(self, seconds: float) -> None:
+    def spend(self, seconds):
         self.now += math.ceil(seconds * self._factor * 1e9)
         self._factor *= self.slower
 
@@ -47,17 +44,14 @@ class FakeSession:
     metadata: Metadata = METADATA
     description: str = "a fake"
 
-    def run(self, images: ImageBatch) -> Outputs:
+    def run(self, images):
         self.batches.append(len(images))
         self.spend(self.takes(len(images)))
         return Outputs(np.zeros((len(images), 2), np.float32))
 
 
-MakeTarget = Callable[..., LoadedTarget]
-
-
 @pytest.fixture(autouse=True)
-def _collections_are_quick() -> Iterator[None]:
+def _collections_are_quick():
     """Measurements collect garbage before each run, which takes long in a process that holds a thousand tests."""
     gc.freeze()
     yield
@@ -65,12 +59,12 @@ def _collections_are_quick() -> Iterator[None]:
 
 
 @pytest.fixture
-def fake_clock() -> Callable[..., FakeClock]:
+def fake_clock():
     return FakeClock
 
 
 @pytest.fixture
-def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+def fake_time(monkeypatch):
     """A clock for all timers, which passes only while fake models run."""
     clock = FakeClock()
     for timer in (time_repeats, time_interleaved):
@@ -79,10 +73,10 @@ def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 @pytest.fixture
-def fake_target() -> MakeTarget:
+def fake_target():
     """Makes a model that takes so many seconds a call."""
 
-    def make(takes: float | Callable[[int], float], spend: Callable[[float], None], name: str = "fake") -> LoadedTarget:
+    def make(takes, spend, name="fake"):
         session = FakeSession(takes if callable(takes) else lambda _: takes, spend)
         return LoadedTarget(session, Target(name, runtime="onnxruntime", device="cpu", precision="fp32"), 1)
 

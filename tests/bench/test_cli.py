@@ -1,31 +1,25 @@
 """`bench latency`, `throughput` and `compare` from the command line to the measurements that they write."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from opal_deploy.bench.measurement import Measurement, read_measurements
+from tests.cli.calls import check
 
 QUICK = ["--seconds", "0.05", "--warmup", "0", "--device", "cpu", "--threads", "1"]
 
 
 @pytest.fixture
-def bench(opal: Callable[..., Any]) -> Callable[..., tuple[list[Measurement], str]]:
+def bench(opal):
     """Runs a quick benchmark that succeeds; returns its measurements from stdout, and stderr."""
 
-    def run(*arguments: Any) -> tuple[list[Measurement], str]:
-        done = opal("bench", *arguments, *QUICK, "--json")
-        assert done.returncode == 0, done.stderr
+    def run(*arguments):
+        done = check(opal("bench", *arguments, *QUICK, "--json"))
         return [Measurement.from_line(line) for line in done.stdout.splitlines()], done.stderr
 
     return run
 
 
-def test_latency_of_two_models(bench: Any, exact_model: Path, linear_model: Path, tmp_path: Path) -> None:
+def test_latency_of_two_models(bench, exact_model, linear_model, tmp_path):
     out = tmp_path / "new" / "latency.jsonl"
     models = ["--model", exact_model, "--model", linear_model]
     measurements, stderr = bench("latency", *models, "--batch", "1,2", "--repeats", "2", "--out", out)
@@ -42,7 +36,7 @@ def test_latency_of_two_models(bench: Any, exact_model: Path, linear_model: Path
     assert "batch 2: p50" in stderr
 
 
-def test_throughput_with_a_ceiling(bench: Any, exact_model: Path, tmp_path: Path) -> None:
+def test_throughput_with_a_ceiling(bench, exact_model, tmp_path):
     ceiling = tmp_path / "ceiling.jsonl"
     ceiling.write_text(
         '{"schema": 1, "kind": "ceiling", "target": {"name": "cpu", "device": "cpu"}, "case": {"threads": 1}, '
@@ -54,30 +48,29 @@ def test_throughput_with_a_ceiling(bench: Any, exact_model: Path, tmp_path: Path
     assert "% of the ceiling" in stderr
 
 
-def test_the_networks_own_classifier_is_timed(bench: Any) -> None:
+def test_the_networks_own_classifier_is_timed(bench):
     options = "--backbone mobilenet_v3_small --head plain --size 32 --seconds 0.01 --repeats 1 --runtime"
     measurements, _ = bench("latency", *options.split(), "onnxruntime", "--runtime", "eager", "--precision", "fp32")
     assert [(m.target.name, m.target.head) for m in measurements] == [("mobilenet_v3_small + plain", "plain")] * 2
 
 
-def test_two_files_are_compared(bench: Any, exact_model: Path, linear_model: Path) -> None:
+def test_two_files_are_compared(bench, exact_model, linear_model):
     (measurement,), stderr = bench("compare", linear_model, exact_model, "--pairs", "4")
     assert measurement.case["reference"] == "none.onnx"
     assert len(measurement.figures["ratio"].repeats) == 4
     assert "95 % interval" in stderr
 
 
-def test_the_cost_of_the_head(bench: Any, exact_model: Path) -> None:
+def test_the_cost_of_the_head(bench, exact_model):
     model = ["--model", exact_model.with_suffix(".pt"), "--runtime", "eager"]
     (measurement,), _ = bench("compare", "--question", "head", *model, "--pairs", "3")
     assert measurement.case == {"question": "head", "reference": "linear", "batch": 1, "threads": 1}
-    assert measurement.target is not None
     assert (measurement.target.head, measurement.details["reference"]["head"]) == ("opal", "linear")
     assert measurement.timed.count("scores") == 1
     assert measurement.details["reference_timed"].count("scores") == 0
 
 
-def test_each_stride_of_a_backbone_is_a_network_of_its_own(bench: Any) -> None:
+def test_each_stride_of_a_backbone_is_a_network_of_its_own(bench):
     network = ["--backbone", "shufflenet_v2_x0_5", "--size", "64", "--classes", "3", "--stride", "32", "--stride", "16"]
     calls = {
         ("throughput", "--batch", "1", "--repeats", "1"): ["stride 32", "stride 16"],
@@ -105,9 +98,7 @@ def test_each_stride_of_a_backbone_is_a_network_of_its_own(bench: Any) -> None:
     ],
     ids=["precision", "runtime"],
 )
-def test_one_that_cannot_run_here_is_named_and_stops_no_other(
-    bench: Any, exact_model: Path, call: list[str], usable: list[tuple[str, str]], unusable: list[str]
-) -> None:
+def test_one_that_cannot_run_here_is_named_and_stops_no_other(bench, exact_model, call, usable, unusable):
     measurements, stderr = bench(*call, "--model", exact_model.with_suffix(".pt"))
     assert [(m.target.runtime, m.target.precision) for m in measurements if m.target] == usable
     assert all(text in stderr for text in unusable)
@@ -129,9 +120,7 @@ def test_one_that_cannot_run_here_is_named_and_stops_no_other(
         ("compare {model} --question head", "--question compares variants of --model and --backbone"),
     ],
 )
-def test_a_wrong_call_is_answered_in_one_line(
-    opal: Callable[..., Any], exact_model: Path, call: str, message: str
-) -> None:
+def test_a_wrong_call_is_answered_in_one_line(opal, exact_model, call, message):
     done = opal("bench", *(word.format(model=exact_model) for word in call.split()))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

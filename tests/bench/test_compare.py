@@ -1,11 +1,7 @@
 """Interleaved rounds, ratios and intervals of models whose times are known."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +22,10 @@ from opal_deploy.statistics import median, paired_ratios
 BATCH, OPTIONS = 2, CompareOptions(pairs=30, seconds=0.1, warmup=0)
 
 
-def test_a_known_ratio_is_found_and_its_interval_covers_it(fake_target: Any, fake_clock: Callable[..., Any]) -> None:
+def test_a_known_ratio_is_found_and_its_interval_covers_it(fake_target, fake_clock):
     clock, generator = fake_clock(), np.random.default_rng(5)
 
-    def around(seconds: float) -> Any:
+    def around(seconds):
         return fake_target(lambda _: float(seconds * generator.normal(1.0, 0.05)), clock.spend)
 
     a, b = time_interleaved([around(0.010), around(0.008)], BATCH, OPTIONS, clock=clock)
@@ -39,7 +35,7 @@ def test_a_known_ratio_is_found_and_its_interval_covers_it(fake_target: Any, fak
     assert ratio.interval[1] - ratio.interval[0] < 0.1
 
 
-def test_a_machine_that_slows_down_steadily_favours_none(fake_target: Any, fake_clock: Callable[..., Any]) -> None:
+def test_a_machine_that_slows_down_steadily_favours_none(fake_target, fake_clock):
     # each call takes longer than the last one: 0.2 % a call, some 5 % a round
     clock = fake_clock(slower=1.002)
     a, b = time_interleaved(
@@ -53,12 +49,10 @@ def test_a_machine_that_slows_down_steadily_favours_none(fake_target: Any, fake_
     assert (ratios[1::2] > 1.01).all()
 
 
-def test_runs_alternate_and_have_as_many_batches_as_fill_them_and_one_that_does_not_count(
-    fake_target: Any, fake_clock: Callable[..., Any]
-) -> None:
+def test_runs_alternate_and_have_as_many_batches_as_fill_them_and_one_that_does_not_count(fake_target, fake_clock):
     clock, order = fake_clock(), []
 
-    def named(name: str, seconds: float) -> Any:
+    def named(name, seconds):
         return fake_target(lambda _: order.append(name) or seconds, clock.spend)
 
     targets = [named("a", 0.06), named("b", 0.03), named("c", 0.2)]
@@ -71,24 +65,22 @@ def test_runs_alternate_and_have_as_many_batches_as_fill_them_and_one_that_does_
     assert "".join(order[-30:]) == "aaabbbbbcc" + "ccbbbbbaaa" + "aaabbbbbcc"
 
 
-def test_options_of_onnx_runtime_are_left_out_of_the_other_runtimes(
-    monkeypatch: pytest.MonkeyPatch, fake_target: Any
-) -> None:
-    setups: dict[str, str] = {}
+def test_options_of_onnx_runtime_are_left_out_of_the_other_runtimes(monkeypatch, fake_target):
+    setups = {}
 
-    def load(network: object, setup: Setup) -> Any:
+    def load(network, setup):
         setups[setup.runtime] = str(setup.cuda_options)
         return fake_target("n", lambda batch: None)
 
     monkeypatch.setattr("opal_deploy.bench.compare.load_network", load)
     options = parse_cuda_options(["prefer_nhwc=1"])
-    network: Any = SimpleNamespace(name="n")
+    network = SimpleNamespace(name="n")
     (comparison,) = build_comparisons("runtime", [network], Setup(cuda_options=options), 1)
     assert not comparison.unusable
     assert setups == {"eager": "", "compile": "", "onnxruntime": "prefer_nhwc=1", "tensorrt": ""}
 
 
-def test_every_model_but_the_first_has_a_measurement(fake_target: Any, fake_time: Any) -> None:
+def test_every_model_but_the_first_has_a_measurement(fake_target, fake_time):
     lengths = iter([0.01] * 30 + [0.002, 0.002, 0.002, 0.03] * 100)
     targets = (
         fake_target(0.02, fake_time.spend, name="slow"),
@@ -114,7 +106,7 @@ def test_every_model_but_the_first_has_a_measurement(fake_target: Any, fake_time
 
 
 @pytest.mark.parametrize(("rate", "explained"), [(29.54, True), (29.10, False)])
-def test_a_ratio_that_the_two_rates_do_not_divide_to_is_explained(rate: float, explained: bool) -> None:
+def test_a_ratio_that_the_two_rates_do_not_divide_to_is_explained(rate, explained):
     figures = {
         "ratio": Figure(0.9863, "ratio", "higher", (0.98, 0.9863, 1.01), (0.97, 1.01)),
         "images_per_second": Figure(rate, "images/s"),

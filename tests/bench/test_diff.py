@@ -1,37 +1,32 @@
 """Regressions and noise between two sets of measurements; the command's lines and exit codes."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from opal_deploy.bench.diff import FigureChange, MeasurementDiff, compare_measurements
+from opal_deploy.bench.diff import compare_measurements
 from opal_deploy.bench.measurement import Figure, Measurement, Target
 
 MODEL = Target("m.onnx", runtime="onnxruntime", runtime_version="1.30.0", device="cpu")
 MACHINE = {"processor": "Example CPU 9000", "usable_cores": 2, "versions": {"onnxruntime": "1.30.0"}}
 
 
-def line(figure: Figure, **changes: Any) -> Measurement:
-    values: dict[str, Any] = {"target": MODEL, "case": {"batch": 8}, "machine": MACHINE}
+def line(figure, **changes):
+    values = {"target": MODEL, "case": {"batch": 8}, "machine": MACHINE}
     return Measurement("throughput", figures={"images_per_second": figure}, **(values | changes))
 
 
-def rate(value: float, spread: float = 0.0, interval: tuple[float, float] | None = None) -> Figure:
+def rate(value, spread=0.0, interval=None):
     repeats = (value * (1 - spread / 2), value, value * (1 + spread / 2)) if spread else ()
     return Figure(value, "images/s", "higher", repeats, interval)
 
 
-def time(value: float) -> Figure:
+def time(value):
     return Figure(value, "ms", "lower")
 
 
-def only(difference: MeasurementDiff) -> FigureChange:
+def only(difference):
     (change,) = difference.changes
     return change
 
@@ -61,17 +56,17 @@ def only(difference: MeasurementDiff) -> FigureChange:
         (Figure(-10.0, "dB", "lower"), Figure(-9.0, "dB", "lower"), "regression"),
     ],
 )
-def test_a_change_counts_beyond_tolerance_and_noise(old: Figure, new: Figure, verdict: str) -> None:
+def test_a_change_counts_beyond_tolerance_and_noise(old, new, verdict):
     assert only(compare_measurements([line(old)], [line(new)])).verdict == verdict
 
 
-def test_marked_measurements_are_never_certain() -> None:
+def test_marked_measurements_are_never_certain():
     for value, before, after in ((50, ("noisy: 12%",), ()), (200, (), ("throttled: hw_slowdown",))):
         change = only(compare_measurements([line(rate(100), marks=before)], [line(rate(value), marks=after)]))
         assert (change.verdict, change.marks) == ("doubtful", before + after)
 
 
-def test_versions_machines_and_time_do_not_keep_measurements_apart() -> None:
+def test_versions_machines_and_time_do_not_keep_measurements_apart():
     newer = line(
         rate(90), when="2027", target=replace(MODEL, runtime_version="1.31.0", sha256="ab"),
         machine={**MACHINE, "processor": "Other CPU", "versions": {"onnxruntime": "1.31.0"}},
@@ -82,7 +77,7 @@ def test_versions_machines_and_time_do_not_keep_measurements_apart() -> None:
     assert difference.software == ("versions: onnxruntime 1.30.0 -> 1.31.0",)
 
 
-def test_measurements_and_figures_of_one_side_are_listed() -> None:
+def test_measurements_and_figures_of_one_side_are_listed():
     old = [line(rate(100)), line(rate(100), case={"batch": 16})]
     both = Measurement("throughput", MODEL, {"batch": 8}, {"images_per_second": rate(100), "p50_ms": time(3)})
     difference = compare_measurements(old, [both, line(rate(1), case={"batch": 32})])
@@ -91,22 +86,22 @@ def test_measurements_and_figures_of_one_side_are_listed() -> None:
     assert difference.missing == 3
 
 
-def test_other_units_and_directions_are_not_compared_and_those_without_direction_not_judged() -> None:
+def test_other_units_and_directions_are_not_compared_and_those_without_direction_not_judged():
     for new in (Figure(100.0, "queries/s", "higher"), Figure(100.0, "images/s", "lower")):
         difference = compare_measurements([line(rate(100))], [line(new)])
         assert (difference.changes, len(difference.not_comparable)) == ((), 1)
     assert compare_measurements([line(Figure(1.0, "MACs"))], [line(Figure(2.0, "MACs"))]).changes == ()
 
 
-def test_of_several_measurements_of_one_thing_the_last_counts() -> None:
+def test_of_several_measurements_of_one_thing_the_last_counts():
     difference = compare_measurements([line(rate(100)), line(rate(50))], [line(rate(1)), line(rate(51))])
     assert only(difference).verdict == "unchanged"
     assert difference.repeated == ("OLD: throughput: m.onnx", "NEW: throughput: m.onnx")
 
 
 @pytest.fixture
-def diff(opal: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    def run(old: list[Measurement], new: list[Measurement], *options: str) -> Any:
+def diff(opal, tmp_path):
+    def run(old, new, *options):
         for name, measurements in (("old.jsonl", old), ("new.jsonl", new)):
             (tmp_path / name).write_text("".join(m.to_line() + "\n" for m in measurements))
         return opal("bench", "diff", "old.jsonl", "new.jsonl", *options, cwd=tmp_path)
@@ -147,9 +142,7 @@ RED = replace(MODEL, name="\x1b[31mred\n\udcff.onnx")
     ],
     ids=["regression", "doubt and improvement", "missing", "strict", "machines", "tolerance", "control characters"],
 )  # fmt: skip
-def test_the_command_lists_changes_and_fails_on_regressions(
-    diff: Callable[..., Any], old: Any, new: Any, options: list[str], code: int, texts: list[str]
-) -> None:
+def test_the_command_lists_changes_and_fails_on_regressions(diff, old, new, options, code, texts):
     done = diff(old, new, *options)
     assert (done.returncode, done.stdout) == (code, "")
     assert [text for text in texts if text not in done.stderr] == []
@@ -157,6 +150,6 @@ def test_the_command_lists_changes_and_fails_on_regressions(
     assert "\x1b" not in done.stderr
 
 
-def test_json_has_every_change(diff: Callable[..., Any]) -> None:
+def test_json_has_every_change(diff):
     (change,) = json.loads(diff([line(rate(100))], [line(rate(92))], "--json").stdout)["changes"]
     assert (change["verdict"], change["relative"]) == ("regression", pytest.approx(-0.08))

@@ -1,12 +1,9 @@
 """The schema: measurements come back as they were written; faults are named by file, line and field."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -36,21 +33,21 @@ FULL = Measurement(
 MINIMAL = Measurement("ceiling", None, {}, {})
 
 
-def raw(**changes: Any) -> dict[str, Any]:
+def raw(**changes):
     """The full measurement as a parsed line, with some fields replaced."""
-    document: dict[str, Any] = json.loads(FULL.to_line())
+    document = json.loads(FULL.to_line())
     return document | changes
 
 
-def target(**changes: Any) -> dict[str, Any]:
+def target(**changes):
     return raw()["target"] | changes
 
 
-def figure(**changes: Any) -> dict[str, Any]:
+def figure(**changes):
     return {"value": 1.0, "unit": "ms"} | changes
 
 
-def test_every_kind_comes_back_equal(tmp_path: Path) -> None:
+def test_every_kind_comes_back_equal(tmp_path):
     path = tmp_path / "new folder" / "lines.jsonl"
     written = [replace(example, kind=kind) for kind in get_args(Kind) for example in (FULL, MINIMAL)]
     for measurement in written:
@@ -60,7 +57,7 @@ def test_every_kind_comes_back_equal(tmp_path: Path) -> None:
     assert path.read_bytes().count(b"\n") == len(written)
 
 
-def test_files_of_a_folder_are_read_in_order_whatever_their_line_ends_and_newer_keys(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_read_in_order_whatever_their_line_ends_and_newer_keys(tmp_path):
     newer = raw(weather="fine", target=target(colour="red"), figures={"x": figure(mood="good")}, timed="second")
     (tmp_path / "b.jsonl").write_text(json.dumps(newer))
     # separators that are no line ends
@@ -81,27 +78,20 @@ def test_files_of_a_folder_are_read_in_order_whatever_their_line_ends_and_newer_
         ({"schema": 1, "target": None, "case": {}, "figures": {}}, "kind is missing"),
         (raw(case=[]), "case is not an object"),
         (raw(case={"batch": [1]}), r"case\.batch is not a number"),
-        (raw(figures={"p50": 3}), r"figures\.p50 is not an object"),
         (raw(figures={"p50": {"unit": "ms"}}), r"figures\.p50\.value is missing"),
         (raw(figures={"p50": figure(value="3")}), r"figures\.p50\.value is not a number"),
         (raw(figures={"p50": figure(value=10**400)}), r"figures\.p50\.value is not a finite number"),
-        (raw(figures={"p50": figure(better="more")}), r"figures\.p50\.better is not one of higher, lower"),
-        (raw(figures={"p50": figure(repeats=[1, None])}), r"figures\.p50\.repeats is not a number"),
         (raw(figures={"p50": figure(interval=[1])}), r"figures\.p50\.interval is not a list of 2"),
-        (raw(target={}), r"target\.name is missing"),
-        (raw(target=target(input_size=[224])), r"target\.input_size is not a list of 2"),
         (raw(target=target(num_classes="200")), r"target\.num_classes is not an integer"),
         (raw(timed=None), "timed is not a text"),
-        (raw(marks="noisy"), "marks is not a list"),
         pytest.param("{", "not a line of JSON", id="cut"),
         pytest.param("[" * 100_000, "not a line of JSON", id="deep"),
         (FULL.to_line().replace("39.7", "NaN", 1), "JSON has no NaN"),
-        (FULL.to_line().replace("39.7", "-Infinity", 1), "JSON has no -Infinity"),
         (FULL.to_line().replace("39.7", "1e999", 1), "1e999 is too large a number"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_a_malformed_measurement_is_named_by_file_line_and_field(tmp_path: Path, document: Any, message: str) -> None:
+def test_a_malformed_measurement_is_named_by_file_line_and_field(tmp_path, document, message):
     path = tmp_path / "lines.jsonl"
     path.write_text(f"{FULL.to_line()}\n{document if isinstance(document, str) else json.dumps(document)}\n")
     with pytest.raises(UsageError, match=message) as error:
@@ -111,10 +101,10 @@ def test_a_malformed_measurement_is_named_by_file_line_and_field(tmp_path: Path,
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_are_never_written(tmp_path: Path, value: float) -> None:
+def test_nan_and_infinity_are_never_written(tmp_path, value):
     path = tmp_path / "lines.jsonl"
     figures = Figure(value, "ms"), Figure(1.0, "ms", None, (value,))
-    changes: list[Any] = [{"figures": {"x": figure}} for figure in figures]
+    changes = [{"figures": {"x": figure}} for figure in figures]
     for change in (*changes, {"case": {"limit": value}}, {"details": {"slope": value}}):
         with pytest.raises(ValueError, match="JSON compliant"):
             append_measurement(path, replace(MINIMAL, **change))
@@ -130,7 +120,7 @@ def test_nan_and_infinity_are_never_written(tmp_path: Path, value: float) -> Non
     ],
     ids=["missing", "binary", "empty folder"],
 )
-def test_an_unreadable_file_is_one_line(tmp_path: Path, make: Any, message: str) -> None:
+def test_an_unreadable_file_is_one_line(tmp_path, make, message):
     path = tmp_path / "there"
     make(path)
     with pytest.raises(UsageError, match=message) as error:
@@ -141,19 +131,18 @@ def test_an_unreadable_file_is_one_line(tmp_path: Path, make: Any, message: str)
         append_measurement(tmp_path / "file" / "lines.jsonl", MINIMAL)
 
 
-def test_the_key_ignores_time_and_versions() -> None:
-    assert FULL.target is not None
+def test_the_key_ignores_time_and_versions():
     later = replace(
         FULL, when="2027", command="another", machine={}, marks=(), figures={},
         target=replace(FULL.target, runtime_version="2", sha256=None),
     )  # fmt: skip
     assert later.key == FULL.key
-    changes: list[Any] = [{"kind": "latency"}, {"target": None}, {"case": {**FULL.case, "batch": 16}}]
+    changes = [{"kind": "latency"}, {"target": None}, {"case": {**FULL.case, "batch": 16}}]
     for change in (*changes, {"target": replace(FULL.target, precision="fp16")}):
         assert replace(FULL, **change).key != FULL.key
 
 
-def test_a_spread_over_ten_per_cent_is_noisy() -> None:
+def test_a_spread_over_ten_per_cent_is_noisy():
     assert Figure(1.0, "ms").spread is None
     assert Figure.of_repeats([95, 100, 105], "ms").spread == pytest.approx(0.10)
     assert not Figure.of_repeats([95, 100, 105], "ms").is_noisy

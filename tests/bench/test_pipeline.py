@@ -1,13 +1,8 @@
 """`bench pipeline`: its cases, sessions, decoders and disks of known slowness, and its command from end to end."""
 
-from __future__ import annotations
-
 import itertools
 import pkgutil
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +12,13 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.measurement import Measurement, read_measurements
 from opal_deploy.bench.monitor import Monitor
 from opal_deploy.bench.options import PipelineOptions, parse_counts
-from opal_deploy.bench.pipeline.measure import PipelineResult, ReplaySession, decode_images, measure_pipeline
+from opal_deploy.bench.pipeline.measure import ReplaySession, decode_images, measure_pipeline
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.types import InputImage
 from opal_deploy.runtime import compiled_session
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.session import BatchTimes, ImageBatch
+from opal_deploy.runtime.session import BatchTimes
+from tests.cli.calls import check
 
 
 class SleepingSession:
@@ -30,12 +26,12 @@ class SleepingSession:
 
     description = "sleeping on CPU"
 
-    def __init__(self, seconds: float = 0.0, *, leaks: int = 0) -> None:
+    def __init__(self, seconds=0.0, *, leaks=0):
         self.metadata = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32))
         self.seconds, self.leaks = seconds, leaks
-        self.kept: list[bytearray] = []
+        self.kept = []
 
-    def run(self, images: ImageBatch) -> Outputs:
+    def run(self, images):
         time.sleep(self.seconds)
         self.kept.append(bytearray(b"x" * (self.leaks << 20)))
         count = len(images)
@@ -44,18 +40,18 @@ class SleepingSession:
 
 
 @pytest.fixture
-def items(tmp_path: Path, make_pictures: Callable) -> list[InputImage]:
+def items(tmp_path, make_pictures):
     return [InputImage.at(path) for path in make_pictures(tmp_path / "pictures", 12)]
 
 
-def test_counts_are_parsed() -> None:
+def test_counts_are_parsed():
     assert parse_counts("--batch", "8, 1,32,8") == (1, 8, 32)
     for text in ("", "0", "1,,2", "a", "-1", "1.5", "1;2", "1,0", "²"):
         with pytest.raises(UsageError, match=r"--batch .* expected positive integers"):
             parse_counts("--batch", text)
 
 
-def test_whole_batches_of_usable_images_are_decoded_but_not_of_all(items: list[InputImage]) -> None:
+def test_whole_batches_of_usable_images_are_decoded_but_not_of_all(items):
     items[1].source.write_bytes(b"no image")
     assert decode_images(items, (32, 48), 5).shape == (10, 32, 48, 3)
     assert decode_images(items * 100, (8, 8), 500).shape == (1000, 8, 8, 3)
@@ -63,16 +59,16 @@ def test_whole_batches_of_usable_images_are_decoded_but_not_of_all(items: list[I
         decode_images(items, (32, 32), 12)
 
 
-def measure(session: Any, items: list[InputImage], log: Any = lambda _: None, **options: Any) -> PipelineResult:
+def measure(session, items, log=lambda _: None, **options):
     more = {name: options.pop(name) for name in ("device", "progress", "interval") if name in options}
     chosen = PipelineOptions(**{"repeats": 1, "batch": 2, "workers": 1, "isolate": False, **options})
     return measure_pipeline(session, items, chosen, log, **more)
 
 
-def test_everything_is_measured_once_a_repeat_on_the_usable_images(items: list[InputImage]) -> None:
+def test_everything_is_measured_once_a_repeat_on_the_usable_images(items):
     items[3].source.write_bytes(b"")
-    lines: list[str] = []
-    done: list[tuple[int, int]] = []
+    lines = []
+    done = []
     result = measure(SleepingSession(), items, lines.append, repeats=3, progress=lambda *counts: done.append(counts))
     # infer with and without overlays, and the session alone
     assert done == [(count, 9) for count in range(10)]
@@ -90,48 +86,46 @@ class PipelinedSleeper(SleepingSession):
     depth = 3
     description = "sleeping on a GPU"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.in_flight: list[ImageBatch] = []
+        self.in_flight = []
         self.most = self.from_locked = self.alone = 0
-        self.locked: dict[int, int] = {}
+        self.locked = {}
 
-    def submit(self, images: ImageBatch) -> object:
+    def submit(self, images):
         self.in_flight.append(images)
         self.most = max(self.most, len(self.in_flight))
         address = images.ctypes.data
         self.from_locked += any(start <= address < start + size for start, size in self.locked.items())
         return images
 
-    def collect(self, handle: object) -> Outputs:
+    def collect(self, handle):
         assert self.in_flight.pop(0) is handle
-        return super().run(handle)  # type: ignore[arg-type]
+        return super().run(handle)
 
-    def run(self, images: ImageBatch) -> Outputs:
+    def run(self, images):
         self.alone += 1
         return super().run(images)
 
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
+    def run_staged(self, images):
         return super().run(images), BatchTimes(0.002, 0.003, 0.001)
 
-    def register_buffer(self, address: int, size: int) -> bool:
+    def register_buffer(self, address, size):
         self.locked[address] = size
         return True
 
-    def unregister_buffer(self, address: int) -> None:
+    def unregister_buffer(self, address):
         del self.locked[address]
 
 
-def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copies_apart(
-    items: list[InputImage], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copies_apart(items, monkeypatch):
     class Gpu:
         name = "cuda:0"
 
-        def sample(self) -> dict[str, float]:
+        def sample(self):
             return {"utilisation_percent": 91.0}
 
-        def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
+        def finish(self):
             return {}, ()
 
     monkeypatch.setattr("opal_deploy.bench.pipeline.measure.monitor_devices", lambda _: Monitor([Gpu()]))
@@ -158,9 +152,9 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copi
     ],
     ids=["session", "decoding", "reading", "writing", "drawing"],
 )
-def test_a_slow_stage_is_the_bottleneck(
-    items: list[InputImage], monkeypatch: pytest.MonkeyPatch, slow: str, role: str, stage: str, reason: str
-) -> None:
+def test_a_slow_stage_is_the_bottleneck(items, monkeypatch, slow, role, stage, reason):
+    # on a busy machine the busiest threads still stand out, but may have to wait more than usual
+    monkeypatch.setattr("opal_deploy.bench.pipeline.bottleneck.BUSY", 0.0)
     if slow:
         function = pkgutil.resolve_name(slow)
         monkeypatch.setattr(slow, lambda *args, **options: (time.sleep(0.05), function(*args, **options))[1])
@@ -173,7 +167,7 @@ def test_a_slow_stage_is_the_bottleneck(
 
 
 @pytest.mark.parametrize("leaks", [10, 0])
-def test_a_leaking_session_is_found_by_the_memory_curve(items: list[InputImage], leaks: int) -> None:
+def test_a_leaking_session_is_found_by_the_memory_curve(items, leaks):
     many = list(itertools.islice(itertools.cycle(items), 60))
     first, second = measure(SleepingSession(0.01, leaks=leaks), many, interval=0.01).variants
     # judged, not merely too short to be judged
@@ -182,12 +176,12 @@ def test_a_leaking_session_is_found_by_the_memory_curve(items: list[InputImage],
     assert second.memory.grows in (False, bool(leaks))
 
 
-def test_a_model_without_anchors_has_no_overlays_to_measure(linear_model: Path, items: list[InputImage]) -> None:
+def test_a_model_without_anchors_has_no_overlays_to_measure(linear_model, items):
     result = measure(OnnxSession(linear_model, threads=1), items)
     assert [variant.name for variant in result.variants] == ["infer"]
 
 
-def test_replayed_outputs_are_the_networks_in_order(exact_session: OnnxSession) -> None:
+def test_replayed_outputs_are_the_networks_in_order(exact_session):
     images = np.random.default_rng(0).integers(0, 255, (3, 96, 96, 3), np.uint8)
     replay = ReplaySession.record(exact_session, [images[:2], images[2:]])
     replayed = Outputs.concatenate([replay.run(images[:2]), replay.run(images[:2])])
@@ -198,32 +192,30 @@ def test_replayed_outputs_are_the_networks_in_order(exact_session: OnnxSession) 
         replay.run(np.zeros((4, 96, 96, 3), np.uint8))
 
 
-def test_the_network_can_be_left_out(items: list[InputImage]) -> None:
+def test_the_network_can_be_left_out(items):
     session = SleepingSession()
     result = measure(session, items, network=False)
     assert result.bare == ()
     # asked once for answers to repeat, never while the pipeline runs
     assert len(session.kept) == 6
     compute = result.variants[0].passes[0].times.sum_stage("compute")
-    assert compute is not None
     assert compute.calls == 6
     assert result.session.startswith("no network: outputs precomputed by sleeping")
 
 
 @pytest.fixture
-def bench(opal: Callable, exact_model: Path, items: list[InputImage]) -> Callable[..., Any]:
-    def run(*arguments: str | Path, model: Path = exact_model) -> Any:
-        folder = items[0].source.parent
+def bench(opal, exact_model, items):
+    def run(*arguments, model=exact_model):
+        folder = items[0].path.parent
         options = ["--repeats", "2", "--threads", "1", "--json", *arguments]
         return opal("bench", "pipeline", folder, "--model", model, *options)
 
     return run
 
 
-def test_the_command_reports_to_people_and_machines(bench: Callable, exact_model: Path, tmp_path: Path) -> None:
+def test_the_command_reports_to_people_and_machines(bench, exact_model, tmp_path):
     out = tmp_path / "pipeline.jsonl"
-    done = bench("--batch", "4", "--workers", "1", "--out", out)
-    assert done.returncode == 0, done.stderr
+    done = check(bench("--batch", "4", "--workers", "1", "--out", out))
     measurement = Measurement.from_line(done.stdout)
     figures, target = measurement.figures, measurement.target
     assert list(read_measurements([out])) == [measurement]
@@ -231,7 +223,6 @@ def test_the_command_reports_to_people_and_machines(bench: Callable, exact_model
     assert measurement.case == {
         "images": 12, "batch": 4, "workers": 1, "threads": 1, "network": True, "decode": "default", "isolate": True,
     }  # fmt: skip
-    assert target is not None
     assert (target.name, target.runtime, target.head) == (exact_model.name, "onnxruntime", "opal")
     assert measurement.command.startswith("opal-deploy bench pipeline pictures --model exact.onnx")
     for name in ("bare", "infer", "infer_explain"):
@@ -246,33 +237,25 @@ def test_the_command_reports_to_people_and_machines(bench: Callable, exact_model
     assert measurement.details["bound"]["infer"]["line"] in done.stderr
 
 
-def test_a_checkpoint_is_measured_without_the_network(bench: Callable, exact_model: Path) -> None:
-    done = bench("--batch", "4", "--workers", "1", "--no-network", model=exact_model.with_suffix(".pt"))
-    assert done.returncode == 0, done.stderr
+def test_a_checkpoint_is_measured_without_the_network(bench, exact_model):
+    done = check(bench("--batch", "4", "--workers", "1", "--no-network", model=exact_model.with_suffix(".pt")))
     measurement = Measurement.from_line(done.stdout)
     # a checkpoint runs as `infer` runs it
-    assert measurement.target is not None
     assert (measurement.target.runtime, measurement.target.device) == ("torch eager", "cpu")
     assert (measurement.case["network"], measurement.case["threads"]) == (False, 1)
     assert not {"bare", "infer_share", "bare.cpu"} & measurement.figures.keys()
     assert {"infer", "infer_explain"} <= measurement.figures.keys()
 
 
-def test_a_checkpoint_is_measured_compiled_too(
-    bench: Callable, exact_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_measured_compiled_too(bench, exact_model, monkeypatch):
     # compiling takes a minute, and is another test's subject
     monkeypatch.setattr(compiled_session, "compile_graph", lambda graph: graph)
     monkeypatch.setattr(compiled_session, "find_compile_problem", lambda gpu: ("", ""))
     options = ("--batch", "4", "--workers", "1", "--no-explain", "--runtime", "compiled", "--device", "cpu")
-    done = bench(*options, "--repeats", "1", model=exact_model.with_suffix(".pt"))
-    assert done.returncode == 0, done.stderr
+    done = check(bench(*options, "--repeats", "1", model=exact_model.with_suffix(".pt")))
     target = Measurement.from_line(done.stdout).target
-    assert target is not None
-    assert (target.runtime, target.layout) == (
-        "torch compiled",
-        "uint8 NHWC, normalised on the device; convolutions NHWC",
-    )
+    assert target.runtime == "torch compiled"
+    assert target.layout == "uint8 NHWC, normalised on the device; convolutions NHWC"
     assert "compiled on cpu" in done.stderr
 
 
@@ -284,7 +267,7 @@ def test_a_checkpoint_is_measured_compiled_too(
         (["--batch", "99"], "12 usable images for a batch of 99"),
     ],
 )
-def test_a_wrong_call_is_answered_in_one_line(bench: Callable, arguments: list[str], message: str) -> None:
+def test_a_wrong_call_is_answered_in_one_line(bench, arguments, message):
     done = bench(*arguments)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

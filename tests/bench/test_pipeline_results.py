@@ -1,9 +1,6 @@
 """The bottleneck, the measurement and the text of a run of `bench pipeline`, from known times."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -13,22 +10,22 @@ from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline.bottleneck import Pass, find_bottleneck
 from opal_deploy.bench.pipeline.formatting import build_measurement, format_result
 from opal_deploy.bench.pipeline.measure import PipelineResult, Variant
-from opal_deploy.inference.timing import Stage, StageTime, StageTimes, ThreadRole, WaitReason
+from opal_deploy.inference.timing import Stage, StageTime, StageTimes, ThreadRole
 
-THREADS: dict[ThreadRole, int] = {"decoders": 2, "drawers": 2, "session": 1, "loop": 1}
+THREADS = {"decoders": 2, "drawers": 2, "session": 1, "loop": 1}
 Rows = dict[tuple[ThreadRole, Stage], tuple[float, float]]
 FLAT = MemoryCurve(tuple(map(float, range(20))), (100.0,) * 20)
 LEAK = MemoryCurve(tuple(map(float, range(20))), tuple(100.0 + 5 * second for second in range(20)))
 
 
-def one_pass(rows: Rows, waits: dict[WaitReason, float], *, seconds: float = 10.0, cpu: float = 4.0) -> Pass:
+def one_pass(rows, waits, *, seconds=10.0, cpu=4.0):
     """100 images; `rows`: wall and CPU seconds."""
     stages = tuple(StageTime(role, stage, *times, 100) for (role, stage), times in rows.items())
     return Pass(100, seconds, cpu, StageTimes(stages, tuple(waits.items())))
 
 
-def test_a_session_that_never_waits_is_the_bottleneck() -> None:
-    rows: Rows = {
+def test_a_session_that_never_waits_is_the_bottleneck():
+    rows = {
         ("decoders", "decode"): (4.0, 3.0),
         ("session", "batch"): (0.3, 0.2),
         ("session", "compute"): (9.0, 0),
@@ -59,14 +56,14 @@ def test_a_session_that_never_waits_is_the_bottleneck() -> None:
          "finding images and scheduling"),
     ],
 )  # fmt: skip
-def test_the_largest_stage_of_the_busiest_threads_is_named(rows: Rows, waits: Any, role: str, stage: str) -> None:
+def test_the_largest_stage_of_the_busiest_threads_is_named(rows, waits, role, stage):
     bottleneck = find_bottleneck([one_pass(rows, waits)], THREADS, cores=8)
     assert (bottleneck.role, bottleneck.stage) == (role, stage)
     assert bottleneck.waits == pytest.approx({reason: seconds / 10 for reason, seconds in waits.items()})
 
 
-def test_the_shares_of_busy_cores_are_listed() -> None:
-    rows: Rows = {("decoders", "decode"): (6.0, 3.8), ("session", "compute"): (9.5, 5.7)}
+def test_the_shares_of_busy_cores_are_listed():
+    rows = {("decoders", "decode"): (6.0, 3.8), ("session", "compute"): (9.5, 5.7)}
     bottleneck = find_bottleneck([one_pass(rows, {"session": 9.0}, cpu=19.0)], THREADS, cores=2)
     assert bottleneck.cores_busy == pytest.approx(0.95)
     assert bottleneck.cpu == pytest.approx({"decode": 0.2, "compute": 0.3, "rest": 0.5})
@@ -86,26 +83,26 @@ def test_the_shares_of_busy_cores_are_listed() -> None:
     ],
     ids=["cores", "nothing"],
 )  # fmt: skip
-def test_no_bottleneck_is_made_up(rows: Rows, waited: float, cpu: float, text: str) -> None:
+def test_no_bottleneck_is_made_up(rows, waited, cpu, text):
     bottleneck = find_bottleneck([one_pass(rows, {"session": waited}, cpu=cpu)], THREADS, cores=2)
     assert (bottleneck.role, bottleneck.stage) == (None, None)
     assert bottleneck.describe().startswith(text)
 
 
-def build_result(bare: tuple[float, ...], infer: tuple[float, ...], memory: MemoryCurve = FLAT) -> PipelineResult:
+def build_result(bare, infer, memory=FLAT):
     """The result of passes of known rates."""
     alone, made = (tuple(Pass(100, 100 / rate, 2.0) for rate in rates) for rates in (bare, infer))
     variant = Variant("infer", made, memory, find_bottleneck(made, {}, 2))
     return PipelineResult(100, 101, 2, "a session", alone, (variant,), 345.0)
 
 
-def measurement_of(fake_target: Any, result: PipelineResult, *marks: str) -> Measurement:
+def measurement_of(fake_target, result, *marks):
     monitor = Monitor([], {"cpu": "not here"})
     monitor.marks = marks
     return build_measurement(result, fake_target(0, lambda _: None), monitor, PipelineOptions(repeats=3))
 
 
-def test_a_measurement_has_the_ratios_of_neighbours_the_cpu_time_and_the_monitor(fake_target: Any) -> None:
+def test_a_measurement_has_the_ratios_of_neighbours_the_cpu_time_and_the_monitor(fake_target):
     result = build_result((100, 100, 104), (80, 90, 91))
     measurement = measurement_of(fake_target, result, "busy: other processes")
     figures = measurement.figures
@@ -124,11 +121,11 @@ def test_a_measurement_has_the_ratios_of_neighbours_the_cpu_time_and_the_monitor
     [((80, 81), FLAT, ()), ((80, 95), FLAT, ("noisy",)), ((80, 95), LEAK, ("noisy", "growing memory: infer"))],
     ids=["none", "noisy", "both"],
 )
-def test_doubts_are_marked(fake_target: Any, rates: Any, memory: MemoryCurve, marks: tuple[str, ...]) -> None:
+def test_doubts_are_marked(fake_target, rates, memory, marks):
     assert measurement_of(fake_target, build_result((100, 101), rates, memory)).marks == marks
 
 
-def test_the_text_has_rates_spread_and_share() -> None:
+def test_the_text_has_rates_spread_and_share():
     result = build_result((100, 101, 102), (80, 95, 99))
     lines = list(format_result(result))
     assert "  bare session: 101.0 images/s (spread 2% over 3)" in lines

@@ -1,18 +1,12 @@
 """Measurements as Markdown: complete, with their marks, and safe whatever a name tries to be."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from opal_deploy.bench.measurement import Figure, Measurement, Target
 from opal_deploy.bench.report import build_report
+from tests.cli.calls import check
 
-Opal = Callable[..., subprocess.CompletedProcess[str]]
 HOSTILE = "<script>alert(1)</script>\"'&|`$x$\n\udcff\x1b[31m</title><img src=x onerror=alert(2)>_{{7*7}}.onnx"
 MACHINE = {
     "processor": "Example CPU 9000", "usable_cores": 2, "memory_gb": 25.2, "python": "3.12.1",
@@ -21,15 +15,15 @@ MACHINE = {
 MODEL = Target("resnet50 + opal", "resnet50", "opal", "onnxruntime", "1.31.0", "cpu", "fp32", "", (224, 224), 200, 5)
 
 
-def measured(kind: Any, figures: dict[str, Figure], **changes: Any) -> Measurement:
-    values: dict[str, Any] = {
+def measured(kind, figures, **changes):
+    values = {
         "target": MODEL, "case": {}, "machine": MACHINE, "when": "2026-05-01T12:00:00+00:00",
         "command": f"opal-deploy bench {kind} --model m.onnx", "timed": "from call to numpy arrays",
     }  # fmt: skip
     return Measurement(kind, figures=figures, **(values | changes))
 
 
-def rates(value: float, spread: float = 0.02) -> Figure:
+def rates(value, spread=0.02):
     return Figure.of_repeats((value * (1 - spread / 2), value, value * (1 + spread / 2)), "images/s", "higher")
 
 
@@ -50,7 +44,7 @@ EVERYTHING = [
 ]  # fmt: skip
 
 
-def test_tables_have_figures_marks_and_the_commands_that_repeat_them() -> None:
+def test_tables_have_figures_marks_and_the_commands_that_repeat_them():
     text = build_report(EVERYTHING)
     for line in (
         "**Machine 1**: Example CPU 9000, 2 cores",
@@ -71,7 +65,7 @@ def test_tables_have_figures_marks_and_the_commands_that_repeat_them() -> None:
     assert build_report([]) == ""
 
 
-def test_texts_from_outside_cannot_become_markup() -> None:
+def test_texts_from_outside_cannot_become_markup():
     odd = replace(
         EVERYTHING[1],
         target=Target(HOSTILE, HOSTILE, HOSTILE, HOSTILE, device=HOSTILE),
@@ -90,7 +84,7 @@ def test_texts_from_outside_cannot_become_markup() -> None:
     text.encode()
 
 
-def test_the_last_measurement_of_a_thing_on_a_machine_counts() -> None:
+def test_the_last_measurement_of_a_thing_on_a_machine_counts():
     first, last = (measured("throughput", {"r": Figure(v, "images/s")}, case={"batch": 1}) for v in (11.5, 22.5))
     text = build_report([first, last])
     assert "22.5" in text
@@ -101,11 +95,10 @@ def test_the_last_measurement_of_a_thing_on_a_machine_counts() -> None:
     assert "| 2 | resnet50 + opal | 2 | 22.5 |" in text
 
 
-def test_the_command_writes_markdown_to_stdout(opal: Opal, tmp_path: Path) -> None:
+def test_the_command_writes_markdown_to_stdout(opal, tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(m.to_line() + "\n" for m in EVERYTHING))
-    done = opal("bench", "report", path, blocked=("torch", "onnxruntime"))
-    assert done.returncode == 0, done.stderr
+    done = check(opal("bench", "report", path, blocked=("torch", "onnxruntime")))
     assert done.stdout == build_report(EVERYTHING)
     path.write_text("\n")
     done = opal("bench", "report", path)

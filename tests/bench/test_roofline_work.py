@@ -1,14 +1,11 @@
 """Work counted layer by layer: closed forms, and how it grows with the batch and the precision."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.bench.roofline.work import (
@@ -27,7 +24,7 @@ from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConf
 class Product(nn.Module):
     """A product of two activations."""
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return rows @ rows.transpose(1, 2)
 
 
@@ -46,18 +43,18 @@ class Product(nn.Module):
     ],
     ids=["convolution", "without bias", "grouped", "transposed", "linear", "linear without bias", "matmul"],
 )  # fmt: skip
-def test_a_layer_is_its_closed_form(module: nn.Module, shape: tuple[int, ...], expected: Layer) -> None:
+def test_a_layer_is_its_closed_form(module, shape, expected):
     assert count_module_work(module.eval().to("meta"), shape, "x").layers == (expected,)
 
 
-def test_layers_are_named_for_their_modules_and_no_hooks_stay_behind() -> None:
+def test_layers_are_named_for_their_modules_and_no_hooks_stay_behind():
     module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 2, 1))).to("meta")
     for _ in range(2):
         assert [layer.name for layer in count_module_work(module, (3, 4, 4), "x").layers] == ["0", "2.0"]
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
 
 
-def test_activations_grow_with_the_batch_and_weights_do_not() -> None:
+def test_activations_grow_with_the_batch_and_weights_do_not():
     layer = Layer("x", "conv", macs=1000, inputs=30, outputs=20, weights=70)
     for precision, size in (("fp32", 4), ("tf32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1)):
         assert layer.bytes_moved(1, precision) == (50 + 70) * size
@@ -70,11 +67,11 @@ def test_activations_grow_with_the_batch_and_weights_do_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "convnext_tiny"])
-def test_a_backbone_has_the_macs_of_the_other_counter(name: str) -> None:
+def test_a_backbone_has_the_macs_of_the_other_counter(name):
     assert count_backbone_work(name, (224, 224)).macs == backbone_macs(name, (224, 224))
 
 
-def test_a_head_is_its_projection_or_its_dense_layer_and_a_network_the_sum() -> None:
+def test_a_head_is_its_projection_or_its_dense_layer_and_a_network_the_sum():
     work = count_head_work("resnet18", 1000, HeadConfig(prototypes_per_class=3), (160, 192))
     (projection,) = work.layers
     macs, inputs, outputs = 30 * 512 * 3000, 30 * 512, 30 * 3000
@@ -91,7 +88,7 @@ def test_a_head_is_its_projection_or_its_dense_layer_and_a_network_the_sum() -> 
     assert both.intensity(4, "fp16") == both.flops(4) / both.bytes_moved(4, "fp16")
 
 
-def test_an_artifact_is_what_its_metadata_names(exact_model: Path) -> None:
+def test_an_artifact_is_what_its_metadata_names(exact_model):
     metadata = read_metadata(exact_model)
     work = count_model_work(metadata)
     linear = count_model_work(replace(metadata, head=LINEAR_BASELINE.to_dict()))
@@ -109,7 +106,7 @@ def test_an_artifact_is_what_its_metadata_names(exact_model: Path) -> None:
     assert finer.layers[-1].macs == 4 * work.layers[-1].macs
 
 
-def test_an_artifact_that_cannot_be_built_here_has_no_work(exact_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_artifact_that_cannot_be_built_here_has_no_work(exact_model, monkeypatch):
     metadata = read_metadata(exact_model)
     assert count_model_work(replace(metadata, backbone="resnet17")) is None
     monkeypatch.setitem(sys.modules, "torchvision", None)

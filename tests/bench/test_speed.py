@@ -1,14 +1,8 @@
 """Throughput and latency over batch sizes: the measurements, and the end of a sweep."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from opal_deploy.bench.measurement import Figure, Kind, Measurement, Target, append_measurement
+from opal_deploy.bench.measurement import Figure, Measurement, Target, append_measurement
 from opal_deploy.bench.options import TimingOptions
 from opal_deploy.bench.roofline.ceiling import read_ceilings
 from opal_deploy.bench.roofline.work import Layer, Work
@@ -18,8 +12,8 @@ from opal_deploy.errors import StoppedEarly, UsageError
 QUICK = TimingOptions(seconds=0.02, iterations=2, repeats=2, warmup=0, buffers=2)
 
 
-def fits_up_to(largest: int) -> Callable[[int], float]:
-    def takes(batch: int) -> float:
+def fits_up_to(largest):
+    def takes(batch):
         if batch > largest:
             raise StoppedEarly(f"out of memory at a batch of {batch}")
         # the best batch is 2
@@ -28,7 +22,7 @@ def fits_up_to(largest: int) -> Callable[[int], float]:
     return takes
 
 
-def test_each_batch_size_has_a_measurement(fake_target: Any, fake_time: Any) -> None:
+def test_each_batch_size_has_a_measurement(fake_target, fake_time):
     rows = list(measure_throughput(fake_target(fits_up_to(99), fake_time.spend), [1, 2, 4], QUICK))
     assert [row.case for row in rows] == [{"batch": batch, "threads": 1} for batch in (1, 2, 4)]
     best = rows[1]
@@ -46,9 +40,7 @@ def test_each_batch_size_has_a_measurement(fake_target: Any, fake_time: Any) -> 
     [(measure_throughput, 2, [1, 2, 4]), (measure_throughput, 0, [1]), (measure_latency, 2, [1, 2, 4])],
     ids=["throughput", "none fits", "latency"],
 )
-def test_a_batch_that_does_not_fit_is_named_and_ends_the_sweep(
-    fake_target: Any, fake_time: Any, measure: Any, largest: int, cases: list[int | None]
-) -> None:
+def test_a_batch_that_does_not_fit_is_named_and_ends_the_sweep(fake_target, fake_time, measure, largest, cases):
     model = fake_target(fits_up_to(largest), fake_time.spend)
     sweep = iter(measure(model, [1, 2, 4, 8], QUICK))
     first = next(sweep)
@@ -62,14 +54,14 @@ def test_a_batch_that_does_not_fit_is_named_and_ends_the_sweep(
     assert all(m == Measurement.from_line(m.to_line()) for m in measurements)
 
 
-def test_repeats_that_differ_are_marked(fake_target: Any, fake_time: Any) -> None:
+def test_repeats_that_differ_are_marked(fake_target, fake_time):
     calls = iter(range(10**6))
     model = fake_target(lambda _: 0.002 if next(calls) < 40 else 0.006, fake_time.spend)
     row = next(iter(measure_throughput(model, [1], TimingOptions(seconds=0.1, iterations=2, repeats=3, warmup=0))))
     assert any(mark.startswith("noisy: the repeats differ by") for mark in row.marks)
 
 
-def test_latency_has_percentiles(fake_target: Any, fake_time: Any) -> None:
+def test_latency_has_percentiles(fake_target, fake_time):
     calls = iter(range(10**6))
     # every tenth call is slow
     model = fake_target(lambda _: 0.01 if next(calls) % 10 == 9 else 0.001, fake_time.spend)
@@ -80,14 +72,12 @@ def test_latency_has_percentiles(fake_target: Any, fake_time: Any) -> None:
     assert figures["images_per_second"].value == pytest.approx(3 / 0.0019, rel=0.01)
 
 
-def write_ceiling(path: Path, device: str, threads: int | None, kind: Kind = "ceiling") -> None:
+def write_ceiling(path, device, threads, kind="ceiling"):
     figures = {"copy": Figure(20.0, "GB/s"), "matmul_fp32": Figure(0.1, "TFLOP/s")}
     append_measurement(path, Measurement(kind, Target(device, device=device), {"threads": threads}, figures))
 
 
-def test_a_ceiling_applies_to_its_device_and_threads(
-    tmp_path: Path, fake_target: Any, fake_time: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ceiling_applies_to_its_device_and_threads(tmp_path, fake_target, fake_time, monkeypatch):
     for device, threads in (("cpu", 2), ("cpu", 1), ("cuda:0 NVIDIA H200", None)):
         write_ceiling(tmp_path / "c.jsonl", device, threads)
     ceilings = read_ceilings(tmp_path / "c.jsonl")

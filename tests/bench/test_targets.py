@@ -1,10 +1,6 @@
 """Loaded models: the same network in every runtime, described truthfully."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,17 +10,15 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.bench import networks
 from opal_deploy.bench.measurement import Target, head_name
 from opal_deploy.bench.networks import (
-    NamedNetwork,
     build_random_network,
     load_checkpoint_network,
     replace_head_with_linear,
 )
-from opal_deploy.bench.targets import LoadedTarget, Setup, load_file, load_network
+from opal_deploy.bench.targets import Setup, load_file, load_network
 from opal_deploy.errors import ArtifactError, OpalError, UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.runtime.cuda import CudaOptions
 from opal_deploy.runtime.devices import Driver
-from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import StagedSession, pinned
 from opal_deploy.synthetic import example_images
 
@@ -33,17 +27,17 @@ EAGER = replace(CPU, runtime="eager")
 
 
 @pytest.fixture(scope="module")
-def network(exact_model: Path) -> NamedNetwork:
+def network(exact_model):
     return load_checkpoint_network(exact_model.with_suffix(".pt"))
 
 
 @pytest.fixture(scope="module")
-def eager(network: NamedNetwork) -> LoadedTarget:
+def eager(network):
     return load_network(network, EAGER)
 
 
 @pytest.fixture(scope="module")
-def images() -> Any:
+def images():
     return example_images(3, 96, 96)
 
 
@@ -52,14 +46,11 @@ def images() -> Any:
     [(EAGER, 1e-4), (replace(EAGER, channels_last=True), 1e-4), (CPU, 1e-5)],
     ids=["PyTorch", "channels last", "ONNX Runtime"],
 )
-def test_a_network_is_that_of_the_exported_file(
-    network: NamedNetwork, exact_session: OnnxSession, images: Any, setup: Setup, tolerance: float
-) -> None:
+def test_a_network_is_that_of_the_exported_file(network, exact_session, images, setup, tolerance):
     loaded = load_network(network, setup)
     outputs, expected = loaded.session.run(images), exact_session.run(images)
     np.testing.assert_allclose(outputs.logits, expected.logits, atol=tolerance)
     np.testing.assert_allclose(outputs.scores, expected.scores, atol=tolerance)
-    assert outputs.argmax is not None
     assert outputs.argmax.dtype == np.int32
     assert (outputs.argmax == expected.argmax).mean() > 0.97
     assert loaded.metadata.unverified == ("made to be timed" if setup is CPU else "")
@@ -67,26 +58,24 @@ def test_a_network_is_that_of_the_exported_file(
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_rounds_the_backbone_and_leaves_the_head(
-    network: NamedNetwork, eager: LoadedTarget, images: Any, precision: str
-) -> None:
+def test_half_precision_rounds_the_backbone_and_leaves_the_head(network, eager, images, precision):
     session = load_network(network, replace(EAGER, precision=precision)).session
     outputs = session.run(images)
     assert outputs.logits.dtype == np.float32
     assert 0 < np.abs(outputs.logits - eager.session.run(images).logits).max() < 0.1
-    projection = session._run.network.head.projection  # type: ignore[attr-defined]
+    projection = session._run.network.head.projection
     assert projection.weight.dtype == (torch.float16 if precision == "fp16" else torch.float32)
     assert all(p.dtype == torch.float32 for p in network.checkpoint.network.parameters())
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
-def test_a_file_in_another_precision_is_made_and_runs(network: NamedNetwork, images: Any, precision: str) -> None:
+def test_a_file_in_another_precision_is_made_and_runs(network, images, precision):
     loaded = load_network(network, replace(CPU, precision=precision))
     assert loaded.target.precision == loaded.metadata.precision == precision
     assert len(loaded.session.run(images)) == 3
 
 
-def test_a_target_is_described(eager: LoadedTarget, exact_model: Path) -> None:
+def test_a_target_is_described(eager, exact_model):
     assert eager.target == Target(
         "exact.pt", "shufflenet_v2_x0_5", "opal", "torch eager", torch.__version__, "cpu", "fp32",
         "uint8 NHWC; convolutions NCHW", (96, 96), 4, 3, compute_sha256(exact_model.with_suffix(".pt")),
@@ -99,7 +88,7 @@ def test_a_target_is_described(eager: LoadedTarget, exact_model: Path) -> None:
     assert "to logits, argmax, scores in host memory" in file.timed
 
 
-def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone() -> None:
+def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
@@ -110,7 +99,7 @@ def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone() 
     assert (a.name, a.sha256) == ("shufflenet_v2_x0_5 + opal", None)
 
 
-def test_the_linear_head_has_the_same_backbone(network: NamedNetwork) -> None:
+def test_the_linear_head_has_the_same_backbone(network):
     linear = replace_head_with_linear(network)
     assert head_name(linear.config.head.to_dict()) == "linear"
     for name, value in network.checkpoint.network.backbone.state_dict().items():
@@ -118,7 +107,7 @@ def test_the_linear_head_has_the_same_backbone(network: NamedNetwork) -> None:
     assert load_network(linear, EAGER).metadata.outputs == ("logits",)
 
 
-def test_heads_have_names() -> None:
+def test_heads_have_names():
     heads = HeadConfig(), HeadConfig(distance="l1"), LINEAR_BASELINE, HeadConfig(pooling="avg"), HeadConfig(cws=False)
     names = ["opal", "opal l1", "linear", "projection+cws+anchors+avg", "projection+anchors+max"]
     assert [head_name(head.to_dict()) for head in heads] == names
@@ -126,7 +115,7 @@ def test_heads_have_names() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_stages_of_a_batch_are_timed(exact_model: Path, images: Any, device: str) -> None:
+def test_the_stages_of_a_batch_are_timed(exact_model, images, device):
     loaded = load_file(exact_model, Setup("onnxruntime", device, threads=1 if device == "cpu" else None))
     assert isinstance(loaded.session, StagedSession)
     with pinned(loaded.session, images):
@@ -159,16 +148,14 @@ def test_the_stages_of_a_batch_are_timed(exact_model: Path, images: Any, device:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_setup_that_does_not_fit_is_refused_in_one_line(network: NamedNetwork, setup: Setup, message: str) -> None:
+def test_a_setup_that_does_not_fit_is_refused_in_one_line(network, setup, message):
     with pytest.raises(UsageError, match=message) as error:
         load_network(network, setup)
     assert "\n" not in str(error.value)
     assert "/tmp" not in str(error.value)
 
 
-def test_other_files_precisions_and_machines_are_refused(
-    network: NamedNetwork, exact_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_files_precisions_and_machines_are_refused(network, exact_model, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="its precision is fp32, --precision asks for fp16"):
         load_file(exact_model, replace(CPU, precision="fp16"))
     with pytest.raises(ArtifactError, match=r"missing\.onnx: no such model"):

@@ -1,11 +1,7 @@
 """The timer against calls whose length is known, and its inputs of noise."""
 
-from __future__ import annotations
-
 import gc
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +10,11 @@ from opal_deploy.bench.options import TimingOptions
 from opal_deploy.bench.timing import random_batches, time_calls, time_repeats, warm_up
 
 
-def repeats(seconds: float, iterations: int, repeats: int, warmup: float = 0) -> TimingOptions:
+def repeats(seconds, iterations, repeats, warmup=0):
     return TimingOptions(seconds=seconds, iterations=iterations, repeats=repeats, warmup=warmup)
 
 
-def test_calls_are_timed_from_their_begin_to_their_end(fake_clock: Callable[..., Any]) -> None:
+def test_calls_are_timed_from_their_begin_to_their_end(fake_clock):
     clock, lengths = fake_clock(), itertools.cycle([0.25, 0.5])
     timing = time_repeats(lambda _: clock.spend(next(lengths)), repeats(0.1, 6, 2), clock=clock)
     assert sorted(timing.latencies) == [0.25] * 6 + [0.5] * 6
@@ -26,7 +22,7 @@ def test_calls_are_timed_from_their_begin_to_their_end(fake_clock: Callable[...,
     assert timing.rates(4) == pytest.approx([4 * 6 / 2.25] * 2)
 
 
-def test_a_repeat_has_its_iterations_and_seconds(fake_clock: Callable[..., Any]) -> None:
+def test_a_repeat_has_its_iterations_and_seconds(fake_clock):
     for length, options, calls in (
         (1, repeats(2, 7, 3), [7] * 3),
         (0.5, repeats(10, 2, 2), [20] * 2),
@@ -38,7 +34,7 @@ def test_a_repeat_has_its_iterations_and_seconds(fake_clock: Callable[..., Any])
         assert set(timing.latencies) == {length}
 
 
-def test_the_warm_up_is_discarded_and_counted(fake_clock: Callable[..., Any]) -> None:
+def test_the_warm_up_is_discarded_and_counted(fake_clock):
     clock = fake_clock()
     lengths = iter([90.0, 50.0, 30.0, 2.0, *[1.0] * 1000])
     timing = time_repeats(lambda _: clock.spend(next(lengths)), repeats(1, 10, 1, warmup=3), clock=clock)
@@ -48,15 +44,15 @@ def test_the_warm_up_is_discarded_and_counted(fake_clock: Callable[..., Any]) ->
     assert timing.settings()["warm_up_iterations"] == 9
 
 
-def test_the_warm_up_of_an_unstable_machine_ends(fake_clock: Callable[..., Any]) -> None:
+def test_the_warm_up_of_an_unstable_machine_ends(fake_clock):
     clock = fake_clock(slower=1.5)
     warmed = warm_up(lambda _: clock.spend(1), 4, clock=clock)
     assert not warmed.stable
     assert 20 <= warmed.seconds < 40
 
 
-def test_a_call_gets_its_number_and_no_garbage_is_collected_meanwhile(fake_clock: Callable[..., Any]) -> None:
-    calls: list[tuple[int, bool]] = []
+def test_a_call_gets_its_number_and_no_garbage_is_collected_meanwhile(fake_clock):
+    calls = []
     time_repeats(lambda number: calls.append((number, gc.isenabled())), repeats(0, 4, 2))
     assert calls[-8:] == [(number, False) for number in (0, 1, 2, 3, 0, 1, 2, 3)]
     clock = fake_clock()
@@ -67,7 +63,7 @@ def test_a_call_gets_its_number_and_no_garbage_is_collected_meanwhile(fake_clock
     assert gc.isenabled()
 
 
-def test_noise_is_the_same_for_the_same_seed_and_has_all_values() -> None:
+def test_noise_is_the_same_for_the_same_seed_and_has_all_values():
     first, second, _ = batches = random_batches(3, 2, (4, 6))
     assert [(b.shape, b.dtype) for b in batches] == [((2, 4, 6, 3), np.dtype(np.uint8))] * 3
     assert not np.array_equal(first, second)

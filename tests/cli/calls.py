@@ -22,3 +22,9 @@ def one_line(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
     (line,) = done.stderr.splitlines()
     assert line.startswith("opal-deploy: ")
     return line
+
+
+def check(done: subprocess.CompletedProcess[str], code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Return an ended call after checking its exit code; a failure shows what it said."""
+    assert done.returncode == code, done.stderr
+    return done

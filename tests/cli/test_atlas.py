@@ -1,7 +1,5 @@
 """`opal-deploy atlas`, and the sheets that `explain --atlas` makes with it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,54 +7,51 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cli.calls import MAIN, read_results
+from tests.cli.calls import MAIN, check, read_results
 
 TRAINER = ("torch", "torchvision", "sklearn", "scipy", "matplotlib", "onnx")
 PLAIN = ["set", "--plain", "--out", "a"]
 
 
-def read_atlas(root: Path) -> dict[str, Any]:
+def read_atlas(root):
     return json.loads((root / "a/atlas.json").read_text())
 
 
-def list_slots(document: dict[str, Any]) -> list[dict[str, Any]]:
+def list_slots(document):
     return [slot for each in document["classes"] for slot in each["slots"]]
 
 
-def list_patches(document: dict[str, Any]) -> list[dict[str, Any]]:
+def list_patches(document):
     return [patch for slot in list_slots(document) for patch in slot["patches"]]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable, opal: Callable, exact_model: Path) -> Path:
+def built(tmp_path_factory, make_pictures, opal, exact_model):
     """Twelve images of two of the model's classes in `set`, their atlas in `a`, the JSON in `printed.json`."""
     root = tmp_path_factory.mktemp("built")
     for number, path in enumerate(make_pictures(root / "made", 12)):
         target = root / "set" / ("ash" if number % 2 else "birch") / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
-    done = opal("atlas", *PLAIN, "--top", "3", "--json", "--model", exact_model, "--threads", "1", cwd=root)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("atlas", *PLAIN, "--top", "3", "--json", "--model", exact_model, "--threads", "1", cwd=root))
     assert "Atlas: a" in done.stderr
     (root / "printed.json").write_text(done.stdout)
     return root
 
 
 @pytest.fixture
-def place(built: Path, tmp_path: Path) -> Path:
+def place(built, tmp_path):
     shutil.copytree(built, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
 @pytest.fixture
-def run(opal: Callable, exact_model: Path, place: Path) -> Callable:
-    def run(*arguments: str | Path, code: int = 0, **options: Any) -> Any:
+def run(opal, exact_model, place):
+    def run(*arguments, code=0, **options):
         done = opal(*arguments, "--model", exact_model, "--threads", "1", cwd=place, **options)
         assert done.returncode == code, done.stderr
         return done
@@ -64,7 +59,7 @@ def run(opal: Callable, exact_model: Path, place: Path) -> Callable:
     return run
 
 
-def test_every_slot_has_its_patches(built: Path) -> None:
+def test_every_slot_has_its_patches(built):
     document, printed = read_atlas(built), json.loads((built / "printed.json").read_text())
     slots, patches = list_slots(document), list_patches(document)
     assert len(slots) == 4 * 3
@@ -77,11 +72,11 @@ def test_every_slot_has_its_patches(built: Path) -> None:
     assert not (built / "a/.lock").exists()
 
 
-def label(name: str) -> str:
+def label(name):
     return Path(name).parent.name
 
 
-def test_the_patches_are_those_that_infer_says_contributed_most(run: Callable, place: Path) -> None:
+def test_the_patches_are_those_that_infer_says_contributed_most(run, place):
     run("infer", "set", "--out", "run")
     records = read_results(place / "run")
     for each in read_atlas(place)["classes"]:
@@ -97,8 +92,8 @@ def test_the_patches_are_those_that_infer_says_contributed_most(run: Callable, p
 
 
 def test_a_data_set_that_the_trainer_reads_gives_its_training_images_and_without_its_packages_folders_are_classes(
-    run: Callable,
-) -> None:
+    run,
+):
     done = run("atlas", "set", "--out", "b", "--json", blocked=TRAINER)
     assert "pip install 'opal-deploy[train]'" in done.stderr
     assert json.loads(done.stdout)["data"]["images"] == 12
@@ -108,9 +103,7 @@ def test_a_data_set_that_the_trainer_reads_gives_its_training_images_and_without
     assert "train split" in done.stderr
 
 
-def test_a_limit_is_one_of_each_label_and_what_was_left_out_is_said(
-    run: Callable, opal: Callable, exact_model: Path, place: Path
-) -> None:
+def test_a_limit_is_one_of_each_label_and_what_was_left_out_is_said(run, opal, exact_model, place):
     done = run("atlas", "set", "--plain", "--out", "c", "--limit", "2", "--json")
     assert json.loads(done.stdout)["data"]["images"] == 4
     (place / "set/ash/bad.png").write_bytes(b"no image")
@@ -123,9 +116,7 @@ def test_a_limit_is_one_of_each_label_and_what_was_left_out_is_said(
     assert "predicted wrong" in done.stderr or data["answered"] + data["wrong"] == data["images"] > data["answered"]
 
 
-def test_a_sheet_shows_other_images_of_the_predicted_class_and_the_names_in_the_atlas(
-    run: Callable, place: Path
-) -> None:
+def test_a_sheet_shows_other_images_of_the_predicted_class_and_the_names_in_the_atlas(run, place):
     document = read_atlas(place)
     labels = [json.dumps(each["name"], ensure_ascii=False) for each in document["classes"]]
     (place / "a/names.toml").write_text("\n".join(f"[{label}]\n0 = 'beak'\n" for label in labels), encoding="utf-8")
@@ -141,9 +132,7 @@ def test_a_sheet_shows_other_images_of_the_predicted_class_and_the_names_in_the_
     assert f"slot 0 in {other['image']}" in figure
 
 
-def test_another_models_atlas_is_refused_and_the_checkpoints_is_not(
-    run: Callable, opal: Callable, exact_model: Path, place: Path
-) -> None:
+def test_another_models_atlas_is_refused_and_the_checkpoints_is_not(run, opal, exact_model, place):
     source = json.loads(opal("inspect", exact_model, "--json").stdout)["metadata"]["source"]
     document = read_atlas(place)
     for checkpoint, code in ((None, 2), (source["sha256"], 0)):
@@ -153,7 +142,7 @@ def test_another_models_atlas_is_refused_and_the_checkpoints_is_not(
         assert ("belongs to exact.onnx" in done.stderr) == (code == 2)
 
 
-def test_an_atlas_is_replaced_only_when_asked(run: Callable, place: Path) -> None:
+def test_an_atlas_is_replaced_only_when_asked(run, place):
     before = (place / "a/atlas.json").read_bytes()
     assert "already holds an atlas" in run("atlas", *PLAIN, "--top", "1", code=2).stderr
     assert (place / "a/atlas.json").read_bytes() == before
@@ -169,9 +158,7 @@ def test_an_atlas_is_replaced_only_when_asked(run: Callable, place: Path) -> Non
         ("empty --plain --out b/a", "no images in it"),
     ],
 )
-def test_a_call_that_comes_to_nothing_leaves_nothing(
-    run: Callable, place: Path, arguments: str, complaint: str
-) -> None:
+def test_a_call_that_comes_to_nothing_leaves_nothing(run, place, arguments, complaint):
     (place / "empty").mkdir()
     before = sorted(place.rglob("*"))
     assert complaint in run("atlas", *arguments.split(), code=2).stderr.splitlines()[-1]
@@ -179,7 +166,7 @@ def test_a_call_that_comes_to_nothing_leaves_nothing(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
-def test_a_killed_build_leaves_the_atlas_that_was_there(run: Callable, exact_model: Path, place: Path) -> None:
+def test_a_killed_build_leaves_the_atlas_that_was_there(run, exact_model, place):
     before = (place / "a/atlas.json").read_bytes()
     for number in range(400):
         shutil.copy(place / "set/ash/001.png", place / f"set/ash/copy{number:03}.png")

@@ -1,24 +1,20 @@
 """`opal-deploy verify RESULTS` and `opal-deploy diff`, run before a record is believed or a model replaced."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
 import warnings
 import zipfile
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from opal_deploy.artifact.files import compute_sha256
-from tests.cli.calls import Opal, one_line, read_results
+from tests.cli.calls import check, one_line, read_results
 
 
 @pytest.fixture(scope="module")
-def run(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(opal, exact_model, make_pictures, tmp_path_factory):
     """A folder with `in/` and the results of `infer` in `explanations/`."""
     folder = tmp_path_factory.mktemp("run")
     make_pictures(folder / "in", 3)
@@ -29,7 +25,7 @@ def run(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_factory
 
 
 @pytest.fixture(scope="module")
-def other_model(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_model(exact_model, tmp_path_factory):
     """A checkpoint whose weights differ in their last digits from those of `exact_model`."""
     import torch
 
@@ -43,38 +39,35 @@ def other_model(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return path
 
 
-def test_a_runs_records_are_what_its_model_computes(opal: Opal, run: Path, exact_model: Path) -> None:
+def test_a_runs_records_are_what_its_model_computes(opal, run, exact_model):
     sha256 = compute_sha256(exact_model)
     lines = read_results(run / "explanations")
     assert [line["image_sha256"] for line in lines] == [compute_sha256(run / line["image"]) for line in lines]
     assert {line["model_sha256"] for line in lines} == {sha256}
     assert json.loads((run / "explanations/summary.json").read_text())["model"]["sha256"] == sha256
-    done = opal("verify", "explanations", "--model", exact_model, "--all", "--json", cwd=run)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("verify", "explanations", "--model", exact_model, "--all", "--json", cwd=run))
     expected = {"records": 4, "checked": 4, "different": 0, "findings": [], "model_sha256": sha256}
     assert json.loads(done.stdout).items() >= expected.items()
     # a sample says how to take it again
     arguments = ["explanations/results.jsonl", "in", "--model", exact_model, "--sample", "2", "--seed", "5", "--json"]
-    done = opal("verify", *arguments, cwd=run)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("verify", *arguments, cwd=run))
     assert "2 of 4 records (--seed 5)" in done.stderr
     assert json.loads(done.stdout)["checked"] == 2
 
 
-def test_a_changed_record_ends_in_4_and_is_named(opal: Opal, run: Path, exact_model: Path, tmp_path: Path) -> None:
+def test_a_changed_record_ends_in_4_and_is_named(opal, run, exact_model, tmp_path):
     lines = (run / "explanations/results.jsonl").read_text("utf-8").splitlines()
     record = json.loads(lines[1])
     record["evidence"][0]["box"][0] += 1
     lines[1] = json.dumps(record)
     # run.json is not beside it: its options have to be given
     (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-    done = opal("verify", tmp_path, "--model", exact_model, "--root", run, "--min-margin", "0.3")
-    assert done.returncode == 4, done.stderr
+    done = check(opal("verify", tmp_path, "--model", exact_model, "--root", run, "--min-margin", "0.3"), 4)
     assert f"line 2, {record['image']}: evidence[0].box is recorded as" in done.stderr.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
-def archived(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def archived(opal, exact_model, make_pictures, tmp_path_factory):
     """A folder with archives whose members have few names, an empty folder, and their results by kind."""
     folder = tmp_path_factory.mktemp("archived")
     (folder / "empty").mkdir()
@@ -94,15 +87,12 @@ def archived(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_fa
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
         images = (f"x.{suffix}", "empty")
-        done = opal("infer", *images, "--model", exact_model, "--out", suffix, "--shard", "1/2", cwd=folder)
-        assert done.returncode == 3, done.stderr
+        check(opal("infer", *images, "--model", exact_model, "--out", suffix, "--shard", "1/2", cwd=folder), 3)
     return folder
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tgz", "zip"])
-def test_images_of_one_name_are_told_apart(
-    opal: Opal, archived: Path, exact_model: Path, tmp_path: Path, suffix: str
-) -> None:
+def test_images_of_one_name_are_told_apart(opal, archived, exact_model, tmp_path, suffix):
     results = read_results(archived / suffix)
     assert [record["image_index"] for record in results] == [0, 2, 4, 6]
     out = tmp_path / "results.jsonl"
@@ -111,21 +101,17 @@ def test_images_of_one_name_are_told_apart(
     # in any order and, with an index, wherever they lie
     calls = [(archived, images), (archived, images[::-1]), (archived / "in", [f"../{name}" for name in images])]
     for cwd, given in calls:
-        done = opal("verify", out, *given, *options, cwd=cwd)
-        assert done.returncode == 0, done.stderr
+        done = check(opal("verify", out, *given, *options, cwd=cwd))
     # a member that is another one now
     results[0]["image_sha256"] = "0" * 64
     out.write_text(json.dumps(results[0]) + "\n")
-    done = opal("verify", out, *images, *options, cwd=archived)
-    assert done.returncode == 4, done.stderr
+    done = check(opal("verify", out, *images, *options, cwd=archived), 4)
     assert "the image differs from the one that was explained" in done.stderr
     assert opal("diff", suffix, suffix, "--fail-on", "any", cwd=archived).returncode == 0
 
 
 @pytest.mark.parametrize(("given", "missing"), [([], "x.tar"), (["x.tar"], "empty"), (["empty", "in"], "x.tar")])
-def test_an_archive_that_was_not_given_is_a_wrong_call(
-    opal: Opal, archived: Path, exact_model: Path, given: list[str], missing: str
-) -> None:
+def test_an_archive_that_was_not_given_is_a_wrong_call(opal, archived, exact_model, given, missing):
     done = opal("verify", "tar", *given, "--model", exact_model, cwd=archived)
     assert f"needs {missing}, which was not given; pass the images as for `infer`" in one_line(done)
 
@@ -139,31 +125,27 @@ def test_an_archive_that_was_not_given_is_a_wrong_call(
         ("diff explanations {model} in --fail-on x", "'x' is not one of 'error', 'class'"),
     ],
 )
-def test_a_wrong_call_is_refused(opal: Opal, run: Path, exact_model: Path, call: str, message: str) -> None:
-    done = opal(*(word.format(model=exact_model) for word in call.split()), cwd=run)
-    assert done.returncode == 2, done.stderr
+def test_a_wrong_call_is_refused(opal, run, exact_model, call, message):
+    done = check(opal(*(word.format(model=exact_model) for word in call.split()), cwd=run), 2)
     assert message in done.stderr
 
 
-def test_a_model_has_not_changed_against_its_own_results(opal: Opal, run: Path, exact_model: Path) -> None:
-    done = opal("diff", "explanations", "explanations", "--json", "--fail-on", "any", cwd=run)
-    assert done.returncode == 0, done.stderr
+def test_a_model_has_not_changed_against_its_own_results(opal, run, exact_model):
+    done = check(opal("diff", "explanations", "explanations", "--json", "--fail-on", "any", cwd=run))
     assert json.loads(done.stdout)["changed"] == 0
     done = opal("diff", exact_model, exact_model, "in", "--json", "--tolerance", "0", "--fail-on", "any", cwd=run)
     assert done.returncode == 0, done.stderr
     assert (json.loads(done.stdout)["changed"], json.loads(done.stdout)["paired"]) == (0, 4)
 
 
-def test_models_that_differ_in_the_last_digits(opal: Opal, run: Path, exact_model: Path, other_model: Path) -> None:
+def test_models_that_differ_in_the_last_digits(opal, run, exact_model, other_model):
     arguments = ["diff", exact_model, other_model, "in", "--json", "--tolerance", "0", "--fail-on", "any"]
-    done = opal(*arguments, "--out", "page.html", cwd=run)
-    assert done.returncode == 4, done.stderr
+    done = check(opal(*arguments, "--out", "page.html", cwd=run), 4)
     report = json.loads(done.stdout)
     # the broken file is broken for both
     assert report["changed"] == 3
     assert [report["kinds"][kind] for kind in ("same", "class", "error")] == [1, 0, 0]
     assert 0 < report["largest_contribution_change"] < 2e-2
     assert (run / "page.html").read_text("utf-8").count("<img ") == 6
-    done = opal("verify", "explanations", "--model", other_model, cwd=run)
-    assert done.returncode == 4, done.stderr
+    done = check(opal("verify", "explanations", "--model", other_model, cwd=run), 4)
     assert "made by another model" in done.stderr

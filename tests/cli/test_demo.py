@@ -6,13 +6,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from opal_deploy.cli.demo import MARKER
+from tests.cli.calls import check
 
 COMMANDS = ("train", "evaluate", "export", "infer", "verify")
 
 
 def run_demo(opal, out, *options):
-    done = opal("demo", "--out", out, *options)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("demo", "--out", out, *options))
     return done.stderr, json.loads((out / MARKER).read_text())
 
 
@@ -49,13 +49,12 @@ def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, 
     assert "was not checked" not in printed
     # so short a training is no success, and is called none
     assert figures["test_accuracy"] < 0.95
-    assert "That is low, 95% is expected of 18 epochs on 250 images a species" in printed
+    assert "That is low: 18 epochs on 250 images per species reach 95%" in printed
     # they were trained on as they are
     assert legends[0] == ["training", "validation", "best"]
     # what comes next is said with these very files: one of the commands, as printed
     explain = next(line for line in printed.splitlines() if line.startswith("  opal-deploy explain"))
-    done = opal(*explain.split()[1:])
-    assert done.returncode == 0, done.stderr
+    check(opal(*explain.split()[1:]))
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """`opal-deploy doctor`: each machine that it can meet, and what it says there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

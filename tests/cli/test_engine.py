@@ -1,18 +1,14 @@
 """Commands with an engine on a machine without a GPU: one line and exit 2, or what needs no GPU."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.runtime.devices import read_driver
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version
-from tests.cli.calls import Opal
+from tests.cli.calls import check
 
 pytestmark = [
     pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed"),
@@ -21,24 +17,21 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def built(opal: Opal, exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(opal, exact_model, tmp_path_factory):
     """A folder with an fp32 ONNX file, its fp16 file and an engine."""
     folder = tmp_path_factory.mktemp("built")
     shutil.copy(exact_model, folder / "ckpt.onnx")
-    done = opal("export", "ckpt.onnx", "--trt", "--batch", "1:2:4", "--threads", "1", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    check(opal("export", "ckpt.onnx", "--trt", "--batch", "1:2:4", "--threads", "1", cwd=folder))
     return folder
 
 
 @pytest.fixture
-def engine(built: Path) -> Path:
+def engine(built):
     return built / "ckpt.fp16.sm80.rtx.engine"
 
 
 @pytest.mark.parametrize("command", ["infer", "verify", "evaluate", "bench"])
-def test_running_it_is_refused_in_one_line(
-    opal: Opal, engine: Path, make_pictures: Callable, tmp_path: Path, command: str
-) -> None:
+def test_running_it_is_refused_in_one_line(opal, engine, make_pictures, tmp_path, command):
     for name in ("ash", "birch"):
         make_pictures(tmp_path / "in" / name, 8)
     call = {
@@ -55,17 +48,14 @@ def test_running_it_is_refused_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_infer_without_a_model_takes_the_onnx_file_and_says_why_not_the_engine(
-    opal: Opal, built: Path, make_pictures: Callable, tmp_path: Path
-) -> None:
+def test_infer_without_a_model_takes_the_onnx_file_and_says_why_not_the_engine(opal, built, make_pictures, tmp_path):
     make_pictures(tmp_path / "in", 2)
-    done = opal("infer", tmp_path / "in", "--out", tmp_path / "out", cwd=built)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("infer", tmp_path / "in", "--out", tmp_path / "out", cwd=built))
     expected = "Model: ckpt.onnx (fp32, no usable GPU; not ckpt.fp16.onnx (fp16); not ckpt.fp16.sm80.rtx.engine ("
     assert done.stderr.startswith(expected)
 
 
-def test_inspect_describes_it_without_running_it_and_shows_damage(opal: Opal, engine: Path, tmp_path: Path) -> None:
+def test_inspect_describes_it_without_running_it_and_shows_damage(opal, engine, tmp_path):
     shown = opal("inspect", engine).stderr
     for part in ("tensorrt-rtx 1.", "sm80, batches 1:2:4", "ckpt.fp16.onnx", "unverified", "matches the file"):
         assert part in shown
@@ -78,9 +68,7 @@ def test_inspect_describes_it_without_running_it_and_shows_damage(opal: Opal, en
     assert json.loads(opal("inspect", tmp_path / engine.name, "--json").stdout)["intact"] is False
 
 
-def test_infer_refuses_a_model_that_is_not_the_pinned_one(
-    opal: Opal, built: Path, make_pictures: Callable, tmp_path: Path
-) -> None:
+def test_infer_refuses_a_model_that_is_not_the_pinned_one(opal, built, make_pictures, tmp_path):
     make_pictures(tmp_path / "in", 1)
     model = built / "ckpt.onnx"
     accepted = opal("infer", "in", "--model", model, "--expect-sha256", compute_sha256(model).upper(), cwd=tmp_path)

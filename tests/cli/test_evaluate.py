@@ -1,27 +1,22 @@
 """`opal-deploy evaluate`: the same metrics from a checkpoint and from its export, and calls that are refused."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from opal_deploy import evaluate_model, evaluate_models, load
 from opal_deploy.errors import UsageError
 
-Metrics = Callable[..., Any]
 LABELS = ["0", "1", "2", "3"]
 PNG = b"\x89PNG"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable[[Path, int], list[Path]]) -> Path:
+def folder(tmp_path_factory, make_pictures):
     """An ImageFolder whose folder names sort as the model's classes do, each with three images in every split."""
     root = tmp_path_factory.mktemp("evaluate")
     images = make_pictures(root / "images", 12)
@@ -35,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable[[Pa
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, exact_model: Path) -> Path:
+def model(tmp_path_factory, exact_model):
     """`exact_model`, its checkpoint beside it, with the folder's class names."""
     import onnx
 
@@ -53,12 +48,12 @@ def model(tmp_path_factory: pytest.TempPathFactory, exact_model: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def linear(tmp_path_factory):
     """A checkpoint of the linear baseline with the folder's class names."""
     return _save(tmp_path_factory.mktemp("linear") / "linear.pt", LABELS)
 
 
-def _save(path: Path, class_names: list[str], prototypes: int | None = None) -> Path:
+def _save(path, class_names, prototypes=None):
     """Write a checkpoint of random weights, of the linear baseline unless it has prototypes."""
     import torch
 
@@ -77,22 +72,22 @@ def _save(path: Path, class_names: list[str], prototypes: int | None = None) -> 
     return path
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def _rows(path):
     with path.open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
 
 
 @pytest.fixture
-def lines() -> list[str]:
+def lines():
     """The lines that `metrics` logged."""
     return []
 
 
 @pytest.fixture
-def metrics(lines: list[str]) -> Metrics:
+def metrics(lines):
     """Evaluate models and return what `--json` prints."""
 
-    def run(data: Path, *models: Path, **options: Any) -> Any:
+    def run(data, *models, **options):
         results = evaluate_models(models, data, **{"threads": 1, "batch": 5, "log": lines.append, **options})
         documents = [result.to_dict() for result in results]
         return documents[0] if len(documents) == 1 else documents
@@ -100,9 +95,7 @@ def metrics(lines: list[str]) -> Metrics:
     return run
 
 
-def test_checkpoint_and_export_agree_in_one_table_and_a_list(
-    folder: Path, model: Path, opal: Callable[..., Any]
-) -> None:
+def test_checkpoint_and_export_agree_in_one_table_and_a_list(folder, model, opal):
     checkpoint = model.with_suffix(".pt")
     printed = opal("evaluate", folder, "--model", checkpoint, "--model", model, "--threads", "1", "--json")
 
@@ -126,12 +119,10 @@ def test_checkpoint_and_export_agree_in_one_table_and_a_list(
     assert rows[0].split()[1:] == rows[1].split()[1:]
 
 
-def test_the_function_takes_a_loaded_model_reports_progress_and_prints_nothing(
-    folder: Path, model: Path, metrics: Metrics, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_function_takes_a_loaded_model_reports_progress_and_prints_nothing(folder, model, metrics, capsys):
     document = metrics(folder, model)
-    notes: list[tuple[int, int | None]] = []
-    lines: list[str] = []
+    notes = []
+    lines = []
     result = evaluate_model(
         load(model, device="cpu", threads=1), str(folder), batch=5, log=lines.append,
         progress=lambda done, total, note: notes.append((done, total)),
@@ -146,9 +137,7 @@ def test_the_function_takes_a_loaded_model_reports_progress_and_prints_nothing(
         evaluate_model(folder / "none.onnx", folder)
 
 
-def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_others(
-    folder: Path, model: Path, metrics: Metrics, tmp_path: Path
-) -> None:
+def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_others(folder, model, metrics, tmp_path):
     from opal_deploy.artifact.measurements import Calibration
     from opal_deploy.model import checkpoint as checkpoints
 
@@ -166,7 +155,6 @@ def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_othe
     assert document.keys() == {"images", "accuracy", "uncalibrated", "calibrated"}
     assert (document["images"], document["calibrated"]["temperature"]) == (12, 0.01)
     calibration = checkpoints.load(path).calibration
-    assert calibration is not None
     assert calibration.temperature == 0.01
     rows = _rows(tmp_path / "out" / "predictions.csv")
     written = [float(row["calibrated_probability"]) for row in rows]
@@ -175,9 +163,7 @@ def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_othe
     assert document["calibrated"]["mean_probability"] == pytest.approx(sum(written) / 12)
 
 
-def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(
-    folder: Path, model: Path, metrics: Metrics, tmp_path: Path
-) -> None:
+def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(folder, model, metrics, tmp_path):
     out = tmp_path / "out"
     document = metrics(folder, model, out=out, target_error=0.8)
 
@@ -222,8 +208,8 @@ def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(
 
 
 def test_a_model_without_prototypes_has_neither_collapse_nor_cosines_and_its_crop_is_compared_with_the_data(
-    folder: Path, linear: Path, metrics: Metrics, lines: list[str], tmp_path: Path
-) -> None:
+    folder, linear, metrics, lines, tmp_path
+):
     from opal_deploy.model import checkpoint as checkpoints
 
     path = tmp_path / "cropped.pt"
@@ -235,17 +221,14 @@ def test_a_model_without_prototypes_has_neither_collapse_nor_cosines_and_its_cro
     assert {(row["cosine"], row["margin"]) for row in predictions} == {("", "")}
 
 
-def test_a_folder_without_splits_is_measured_whole_if_asked_for(
-    folder: Path, linear: Path, metrics: Metrics, lines: list[str], tmp_path: Path
-) -> None:
+def test_a_folder_without_splits_is_measured_whole_if_asked_for(folder, linear, metrics, lines, tmp_path):
     from opal_deploy.model import checkpoint as checkpoints
 
     whole = folder / "train"
     with pytest.raises(UsageError, match=r"no test images; give --split all for all 12 if none was used in training"):
         metrics(whole, linear, dataset="imagefolder")
-    checkpoints.save(
-        tmp_path / "trained.pt", replace(checkpoints.load(linear), training={"data": {"root": str(folder)}})
-    )
+    trained = replace(checkpoints.load(linear), training={"data": {"root": str(folder)}})
+    checkpoints.save(tmp_path / "trained.pt", trained)
     document = metrics(whole, tmp_path / "trained.pt", split="all", dataset="imagefolder")
     assert document["all_images"] == sum(1 for path in whole.rglob("*") if path.is_file())
     assert f"was trained on images in {folder}, perhaps on these" in "\n".join(lines)
@@ -269,10 +252,7 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(
         ({"second": ["0", "1", "2"]}, r"knows 3 classes .0, ....,.* has 4 .* they must be the same, in the same order"),
     ],
 )
-def test_a_wrong_call_is_refused_before_any_model_runs(
-    folder: Path, model: Path, metrics: Metrics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any], message: str,
-) -> None:  # fmt: skip
+def test_a_wrong_call_is_refused_before_any_model_runs(folder, model, metrics, tmp_path, monkeypatch, options, message):
     monkeypatch.setattr(
         "opal_deploy.evaluation.measure.evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran")
     )
@@ -286,14 +266,12 @@ def test_a_wrong_call_is_refused_before_any_model_runs(
     assert not out.exists()
 
 
-def test_faithfulness_without_prototypes_is_refused_before_the_data_is_read(
-    metrics: Metrics, linear: Path, tmp_path: Path
-) -> None:
+def test_faithfulness_without_prototypes_is_refused_before_the_data_is_read(metrics, linear, tmp_path):
     with pytest.raises(UsageError, match=r"has no prototypes \(evidence none\); --faithfulness needs"):
         metrics(tmp_path / "no data", linear, faithfulness=True)
 
 
-def test_logits_that_are_not_finite_are_refused(folder: Path, linear: Path, metrics: Metrics, tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_are_refused(folder, linear, metrics, tmp_path):
     from opal_deploy.model import checkpoint as checkpoints
 
     diverged = checkpoints.load(linear)
@@ -317,12 +295,12 @@ def test_logits_that_are_not_finite_are_refused(folder: Path, linear: Path, metr
     ],
 )
 def test_another_crop_than_in_training_is_a_warning(
-    folder: Path,
-    trained: str | None,
-    cropped: Any,
-    boxes: bool,
-    warning: str | None,
-) -> None:
+    folder,
+    trained,
+    cropped,
+    boxes,
+    warning,
+):
     from opal_deploy.datasets.registry import read_dataset
     from opal_deploy.evaluation.inputs import describe_crop_mismatch
 
@@ -330,9 +308,7 @@ def test_another_crop_than_in_training_is_a_warning(
     assert text == ("" if warning is None else f"model.pt was trained on {warning}")
 
 
-def test_names_that_are_not_utf8_are_written_as_infer_writes_them(
-    folder: Path, metrics: Metrics, tmp_path: Path
-) -> None:
+def test_names_that_are_not_utf8_are_written_as_infer_writes_them(folder, metrics, tmp_path):
     names = ["0", "1", "2", "cl\udcff"]
     root = shutil.copytree(folder, tmp_path / "data")
     for split in ("train", "val", "test"):
@@ -345,9 +321,7 @@ def test_names_that_are_not_utf8_are_written_as_infer_writes_them(
     assert (tmp_path / "out" / "confusion.png").is_file()
 
 
-def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(
-    folder: Path, model: Path, metrics: Metrics, lines: list[str], tmp_path: Path
-) -> None:
+def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(folder, model, metrics, lines, tmp_path):
     models, out = [model.with_suffix(".pt"), model], tmp_path / "out"
     checkpoint, exported = metrics(folder, *models, faithfulness=True, limit=4, fill=["mean"], out=out)
 
@@ -378,9 +352,7 @@ def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(
     assert (out / "model.pt" / "faithfulness.png").read_bytes().startswith(PNG)
 
 
-def test_the_generated_set_has_parts_and_foreground(
-    metrics: Metrics, lines: list[str], tmp_path: Path, opal: Callable[..., Any]
-) -> None:
+def test_the_generated_set_has_parts_and_foreground(metrics, lines, tmp_path, opal):
     from opal_deploy.synthetic import generate_dataset
 
     data = generate_dataset(

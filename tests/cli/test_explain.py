@@ -1,12 +1,8 @@
 """`opal-deploy explain` end to end: which files it writes, what it refuses, what it says to programs."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -15,11 +11,11 @@ from tests.cli.calls import one_line, read_results
 
 
 @pytest.fixture
-def run(opal: Callable, exact_model: Path, make_pictures: Callable, tmp_path: Path) -> Callable:
+def run(opal, exact_model, make_pictures, tmp_path):
     """A command with the model given, in a folder with `in/000.png` ... `in/002.png`."""
     make_pictures(tmp_path / "in", 3)
 
-    def run(line: str, code: int = 0, **options: Any) -> Any:
+    def run(line, code=0, **options):
         done = opal(*line.split(), "--model", exact_model, "--threads", "1", cwd=tmp_path, **options)
         assert done.returncode == code, done.stderr
         return done
@@ -27,7 +23,7 @@ def run(opal: Callable, exact_model: Path, make_pictures: Callable, tmp_path: Pa
     return run
 
 
-def test_one_image_gives_one_sheet_beside_the_call_without_torch(run: Callable, tmp_path: Path) -> None:
+def test_one_image_gives_one_sheet_beside_the_call_without_torch(run, tmp_path):
     done = run("explain in/000.png", blocked=("torch", "sklearn", "matplotlib", "onnx"))
     with Image.open(tmp_path / "000.evidence.png") as sheet:
         assert sheet.width == 1200
@@ -35,14 +31,14 @@ def test_one_image_gives_one_sheet_beside_the_call_without_torch(run: Callable, 
     assert done.stdout == ""
 
 
-def test_the_suffix_of_out_says_which_format_and_a_small_margin_is_marked(run: Callable, tmp_path: Path) -> None:
+def test_the_suffix_of_out_says_which_format_and_a_small_margin_is_marked(run, tmp_path):
     done = run("explain in/000.png --out a/sheet.svg --min-margin 2 --json")
     assert ET.parse(tmp_path / "a/sheet.svg").getroot().tag.endswith("svg")
     assert "(abstained)" in done.stderr
     assert json.loads(done.stdout)["abstained"] is True
 
 
-def test_several_images_give_a_folder_of_sheets_and_a_bad_one_costs_only_itself(run: Callable, tmp_path: Path) -> None:
+def test_several_images_give_a_folder_of_sheets_and_a_bad_one_costs_only_itself(run, tmp_path):
     (tmp_path / "in/001.png").write_bytes(b"no image")
     done = run("explain in --out out --format svg --json", 3)
     assert "in/001.png: not_an_image" in done.stderr
@@ -52,7 +48,7 @@ def test_several_images_give_a_folder_of_sheets_and_a_bad_one_costs_only_itself(
     assert [document["sheet"] for document in json.loads(done.stdout)] == [f"out/{name}" for name in names]
 
 
-def test_programs_read_what_the_record_says_and_the_names_of_slots(run: Callable, tmp_path: Path) -> None:
+def test_programs_read_what_the_record_says_and_the_names_of_slots(run, tmp_path):
     tables = [f"[{label}]\n" + "".join(f'{i} = "part {i}"\n' for i in range(3)) for label in ("ash", "birch")]
     (tmp_path / "names.toml").write_text("\n".join(tables))
     documents = json.loads(run("explain in --slot-names names.toml --json").stdout)
@@ -72,7 +68,7 @@ def test_programs_read_what_the_record_says_and_the_names_of_slots(run: Callable
                 assert slot["name"] == (f"part {slot['slot']}" if view["label"] in ("ash", "birch") else None)
 
 
-def test_a_known_label_stands_beside_the_answer_with_a_mark(run: Callable, tmp_path: Path) -> None:
+def test_a_known_label_stands_beside_the_answer_with_a_mark(run, tmp_path):
     plain = json.loads(run("explain in --out plain --format svg --json").stdout)
     answers = [document["predicted"]["label"] for document in plain]
     assert all("label" not in document and "correct" not in document for document in plain)
@@ -94,7 +90,7 @@ def test_a_known_label_stands_beside_the_answer_with_a_mark(run: Callable, tmp_p
         assert "(wrong, label" in sheet.info["Description"]
 
 
-def test_a_sheet_that_is_there_is_not_replaced_unasked(run: Callable, tmp_path: Path) -> None:
+def test_a_sheet_that_is_there_is_not_replaced_unasked(run, tmp_path):
     (tmp_path / "a.png").write_text("mine")
     assert "a.png: already exists" in run("explain in/000.png --out a.png", 2).stderr
     assert (tmp_path / "a.png").read_text() == "mine"
@@ -116,18 +112,14 @@ def test_a_sheet_that_is_there_is_not_replaced_unasked(run: Callable, tmp_path: 
         ("empty.png", 3, "zero bytes"),
     ],
 )
-def test_a_call_that_gives_no_sheet_says_why_in_one_line(
-    run: Callable, tmp_path: Path, arguments: str, code: int, complaint: str
-) -> None:
+def test_a_call_that_gives_no_sheet_says_why_in_one_line(run, tmp_path, arguments, code, complaint):
     (tmp_path / "empty.png").write_bytes(b"")
     before = sorted(tmp_path.rglob("*"))
     assert complaint in one_line(run(f"explain {arguments}", code), code)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_receptive_fields_are_drawn_only_where_they_were_measured(
-    run: Callable, opal: Callable, exact_model: Path, tmp_path: Path
-) -> None:
+def test_receptive_fields_are_drawn_only_where_they_were_measured(run, opal, exact_model, tmp_path):
     from dataclasses import replace
 
     from opal_deploy.artifact.measurements import ReceptiveField

@@ -1,13 +1,9 @@
 """`opal-deploy export`: files, JSON, exit codes, and one line for every call that makes no sense."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,26 +11,25 @@ import opal_deploy
 from opal_deploy import export_model
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version
-from tests.cli.calls import Opal, one_line
+from tests.cli.calls import check, one_line
 
 needs_rtx = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
 SMALL = ("--batch", "1:2:4", "--threads", "1")
 
 
 @pytest.fixture
-def folder(exact_model: Path, tmp_path: Path) -> Path:
+def folder(exact_model, tmp_path):
     """A folder with `c.onnx`."""
     shutil.copy(exact_model, tmp_path / "c.onnx")
     return tmp_path
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_lands_beside_its_source_with_a_report_and_json(opal: Opal, folder: Path) -> None:
-    done = opal("export", "c.onnx", "--precision", "fp16", "--json", "--threads", "1", cwd=folder)
-    assert done.returncode == 0, done.stderr
+def test_a_file_lands_beside_its_source_with_a_report_and_json(opal, folder):
+    done = check(opal("export", "c.onnx", "--precision", "fp16", "--json", "--threads", "1", cwd=folder))
     document = json.loads(done.stdout)
     assert document["path"] == "c.fp16.onnx"
     assert document["verification"]["passed"] is True
@@ -42,16 +37,12 @@ def test_a_file_lands_beside_its_source_with_a_report_and_json(opal: Opal, folde
     assert names(folder) == ["c.fp16.onnx", "c.onnx"]
 
 
-def test_the_next_step_named_for_a_model_without_evidence_explains_nothing(
-    opal: Opal, linear_model: Path, tmp_path: Path
-) -> None:
+def test_the_next_step_named_for_a_model_without_evidence_explains_nothing(opal, linear_model, tmp_path):
     done = opal("export", linear_model, "--precision", "fp16", "--no-verify", "--out", "c.fp16.onnx", cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == "Next: opal-deploy infer images/ --model c.fp16.onnx"
 
 
-def test_the_next_step_named_for_a_model_of_crops_has_the_boxes_of_its_data_set(
-    opal: Opal, linear_model: Path, tmp_path: Path
-) -> None:
+def test_the_next_step_named_for_a_model_of_crops_has_the_boxes_of_its_data_set(opal, linear_model, tmp_path):
     checkpoint = checkpoints.load(linear_model.with_suffix(".pt"))
     checkpoint.crop, checkpoint.training = "boxes", {"data": {"root": "CUB 200"}}
     checkpoints.save(tmp_path / "c.pt", checkpoint)
@@ -69,7 +60,7 @@ def test_the_next_step_named_for_a_model_of_crops_has_the_boxes_of_its_data_set(
      ("c.engine", "expected a checkpoint (.pt, .pth) or an exported .onnx file"),
      ("c.safetensors", "pretrained weights go to train --weights")],
 )  # fmt: skip
-def test_a_source_that_is_no_model_is_one_line(opal: Opal, tmp_path: Path, name: str, message: str) -> None:
+def test_a_source_that_is_no_model_is_one_line(opal, tmp_path, name, message):
     for noise in ("c.onnx", "c.pth", "c.engine", "c.safetensors"):
         (tmp_path / noise).write_bytes(bytes(range(256)) * 20)
     before = names(tmp_path)
@@ -77,10 +68,8 @@ def test_a_source_that_is_no_model_is_one_line(opal: Opal, tmp_path: Path, name:
     assert names(tmp_path) == before
 
 
-def test_the_function_exports_what_the_command_exports_and_prints_nothing(
-    exact_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines: list[str] = []
+def test_the_function_exports_what_the_command_exports_and_prints_nothing(exact_model, tmp_path, capsys):
+    lines = []
     checkpoint, out = exact_model.with_suffix(".pt"), tmp_path / "c.onnx"
     result = export_model(str(checkpoint), out=out, triton=tmp_path / "models", threads=1, log=lines.append)
     assert result.path == out
@@ -96,12 +85,12 @@ def test_the_function_exports_what_the_command_exports_and_prints_nothing(
     assert lines[0].startswith("Tracing shufflenet_v2_x0_5")
     for wrong in ({"precision": "fp64"}, {"outputs": "all"}, {"outputs": "topk", "top_k": 99}, {"batch": 8}):
         with pytest.raises(opal_deploy.UsageError, match=r"expected (one of|at least)|add --trt"):
-            export_model(checkpoint, out=tmp_path / "other.onnx", **wrong)  # type: ignore[arg-type]
+            export_model(checkpoint, out=tmp_path / "other.onnx", **wrong)
     assert capsys.readouterr() == ("", "")
 
 
-def test_options_that_do_not_fit_the_checkpoint_are_one_line(opal: Opal, exact_model: Path, tmp_path: Path) -> None:
-    def refuse(*options: str) -> None:
+def test_options_that_do_not_fit_the_checkpoint_are_one_line(opal, exact_model, tmp_path):
+    def refuse(*options):
         one_line(opal("export", exact_model.with_suffix(".pt"), *options, "--out", "c.onnx", cwd=tmp_path))
         assert not (tmp_path / "c.onnx").exists()
 
@@ -113,7 +102,7 @@ def test_options_that_do_not_fit_the_checkpoint_are_one_line(opal: Opal, exact_m
     refuse("--distance", "l1")
 
 
-def test_no_verify_is_on_record_and_infer_repeats_it(opal: Opal, folder: Path, make_pictures: Callable) -> None:
+def test_no_verify_is_on_record_and_infer_repeats_it(opal, folder, make_pictures):
     exported = opal("export", "c.onnx", "--precision", "fp16", "--no-verify", cwd=folder)
     assert "NOT VERIFIED: exported with --no-verify" in exported.stderr
     make_pictures(folder / "in", 1)
@@ -123,7 +112,7 @@ def test_no_verify_is_on_record_and_infer_repeats_it(opal: Opal, folder: Path, m
     assert "NO: exported with --no-verify" in opal("inspect", "c.fp16.onnx", cwd=folder).stderr
 
 
-def test_the_same_file_is_kept_and_another_is_replaced_only_when_told(opal: Opal, folder: Path, tmp_path: Path) -> None:
+def test_the_same_file_is_kept_and_another_is_replaced_only_when_told(opal, folder, tmp_path):
     call = ("export", "c.onnx", "--precision", "fp16", "--no-verify", "--out", "out.onnx")
     assert "Wrote out.onnx" in opal(*call, cwd=folder).stderr
     first = (folder / "out.onnx").read_bytes()
@@ -147,30 +136,25 @@ def test_the_same_file_is_kept_and_another_is_replaced_only_when_told(opal: Opal
 
 
 @needs_rtx
-def test_export_trt_then_infer_explain(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path: Path) -> None:
+def test_export_trt_then_infer_explain(opal, exact_model, make_pictures, tmp_path):
     # the two commands that everybody types first, exactly as written
     shutil.copy(exact_model.with_suffix(".pt"), tmp_path / "ckpt.pt")
     make_pictures(tmp_path / "images", 3)
-    exported = opal("export", "ckpt.pt", "--trt", cwd=tmp_path)
-    assert exported.returncode == 0, exported.stderr
+    exported = check(opal("export", "ckpt.pt", "--trt", cwd=tmp_path))
     for text in ("Wrote ckpt.onnx", "Wrote ckpt.fp16.onnx", "Building for sm80 with TensorRT for RTX",
                  "unverified: never run on hardware"):  # fmt: skip
         assert text in exported.stderr
     assert exported.stderr.splitlines()[-1] == "Next: opal-deploy infer images/ --explain"
-    inferred = opal("infer", "images/", "--explain", cwd=tmp_path)
-    assert inferred.returncode == 0, inferred.stderr
+    inferred = check(opal("infer", "images/", "--explain", cwd=tmp_path))
     assert "not ckpt.fp16.sm80.rtx.engine (" in inferred.stderr
     assert "3 images in" in inferred.stderr
     assert (tmp_path / "explanations" / "report.html").is_file()
 
 
 @needs_rtx
-def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kept_the_next_time(
-    opal: Opal, folder: Path
-) -> None:
+def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kept_the_next_time(opal, folder):
     call = ("export", "c.onnx", "--trt", "--target", "a100", "--target", "l4", "--json", *SMALL)
-    done = opal(*call, cwd=folder, blocked=("torch", "torchvision"))
-    assert done.returncode == 0, done.stderr
+    done = check(opal(*call, cwd=folder, blocked=("torch", "torchvision")))
     document = json.loads(done.stdout)
     assert [file["path"] for file in document["files"]] == ["c.fp16.onnx"]
     assert [engine["target"]["sm"] for engine in document["engines"]] == ["sm80", "sm89"]
@@ -183,7 +167,7 @@ def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kep
 
 
 @needs_rtx
-def test_ctrl_c_while_the_builder_runs_exits_with_130_and_leaves_nothing(folder: Path) -> None:
+def test_ctrl_c_while_the_builder_runs_exits_with_130_and_leaves_nothing(folder):
     # the signal comes at a moment when native code is running
     program = """
 import os, signal, sys
@@ -216,16 +200,13 @@ from opal_deploy.cli import main; main()
         (["--trt", "--timing-cache", "."], "--timing-cache"),
         (["--trt", "--precision", "fp32", "--outputs", "attention"], "inputs and outputs are fixed in an ONNX"),
         (["--precision", "fp16", "--top-k", "3"], "--top-k: only for --outputs topk; add that"),
-        (
-            ["--trt", "--precision", "fp32", "--outputs", "topk"],
-            "so it is built as it is; for --outputs topk",
-        ),
+        (["--trt", "--precision", "fp32", "--outputs", "topk"], "so it is built as it is; for --outputs topk"),
         (["--trt", "--precision", "fp32", "--images", "nowhere"], "nothing to verify or calibrate on images"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 @needs_rtx
-def test_a_call_that_makes_no_sense_is_one_line(opal: Opal, folder: Path, arguments: list[str], message: str) -> None:
+def test_a_call_that_makes_no_sense_is_one_line(opal, folder, arguments, message):
     done = opal("export", "c.onnx", *arguments, cwd=folder)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

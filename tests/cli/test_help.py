@@ -1,9 +1,6 @@
 """A bare `pip install opal-deploy`: help, and errors that name what to install."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,23 +8,22 @@ from typer.main import get_command
 
 from opal_deploy._version import __version__
 from opal_deploy.cli import app
-from tests.cli.calls import Opal, one_line
+from tests.cli.calls import check, one_line
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
 
 
-COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
+COMMANDS = sorted(get_command(app).commands)
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS, "bench pipeline"])
-def test_help_needs_nothing_but_typer(opal: Opal, command: str | None) -> None:
-    done = opal(*(command.split() if command else []), "--help", blocked=(*HEAVY, "numpy", "PIL"))
-    assert done.returncode == 0, done.stderr
+def test_help_needs_nothing_but_typer(opal, command):
+    done = check(opal(*(command.split() if command else []), "--help", blocked=(*HEAVY, "numpy", "PIL")))
     assert "Usage: opal-deploy" in done.stdout
 
 
-def test_help_lists_every_command_and_the_exit_codes_and_the_version_is_the_packages(opal: Opal) -> None:
+def test_help_lists_every_command_and_the_exit_codes_and_the_version_is_the_packages(opal):
     shown = opal("--help").stdout
     named = set(re.findall(r"^ {4}opal-deploy ([a-z]+)\b", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
     assert len(named) > 1
@@ -48,9 +44,7 @@ def test_help_lists_every_command_and_the_exit_codes_and_the_version_is_the_pack
         (["train", "{images}"], "train"),
     ],
 )
-def test_a_missing_package_names_the_extra_to_install(
-    opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path: Path, arguments: list[str], extra: str
-) -> None:
+def test_a_missing_package_names_the_extra_to_install(opal, exact_model, make_pictures, tmp_path, arguments, extra):
     make_pictures(tmp_path / "in", 1)
     filled = [a.format(images=tmp_path / "in", model=exact_model.with_suffix("")) for a in arguments]
     assert f"pip install 'opal-deploy[{extra}]'" in one_line(opal(*filled, blocked=HEAVY, cwd=tmp_path))
@@ -60,30 +54,23 @@ def test_a_missing_package_names_the_extra_to_install(
     ("arguments", "message"),
     [
         (["infer", "x", "--tpo", "3"], "--top); see opal-deploy infer --help"),
-        (
-            ["infer", "x", "--batch", "y"],
-            "'y': input should be a valid integer; see opal-deploy infer --help",
-        ),
+        (["infer", "x", "--batch", "y"], "'y': input should be a valid integer; see opal-deploy infer --help"),
         (
             ["train", "x", "--epochs", "0"],
             "'0': input should be greater than or equal to 1; see opal-deploy train --help",
         ),
-        (["infer", "x", "--top"], "option '--top' requires an argument; see opal-deploy infer --help"),
         (["bench", "latency", "--batch"], "requires an argument; see opal-deploy bench latency --help"),
         (["bench", "nothing"], "no such command 'nothing'; see opal-deploy bench --help"),
         (["predict", "a.jpg"], "no such command 'predict'. Did you mean 'infer'? See opal-deploy --help"),
-        (["infr"], "no such command 'infr'. Did you mean 'infer'? See opal-deploy --help"),
         (["export"], "missing argument 'source'; see opal-deploy export --help"),
-        (["convert", "x"], "missing option '--to'. Choose from: coco, label-studio; see opal-deploy convert --help"),
         (["convert", "x", "--to", "y"], "'y' is not one of 'coco', 'label-studio'; see opal-deploy convert --help"),
     ],
 )
-def test_a_call_that_cannot_be_read_is_refused_in_one_line(opal: Opal, arguments: list[str], message: str) -> None:
+def test_a_call_that_cannot_be_read_is_refused_in_one_line(opal, arguments, message):
     assert one_line(opal(*arguments)).endswith(message)
 
 
 @pytest.mark.parametrize("suffix", [".onnx", ".pt"])
-def test_inspect_needs_neither_torch_nor_a_runtime(opal: Opal, exact_model: Path, suffix: str) -> None:
-    done = opal("inspect", exact_model.with_suffix(suffix), blocked=HEAVY)
-    assert done.returncode == 0, done.stderr
+def test_inspect_needs_neither_torch_nor_a_runtime(opal, exact_model, suffix):
+    done = check(opal("inspect", exact_model.with_suffix(suffix), blocked=HEAVY))
     assert "shufflenet_v2_x0_5" in done.stderr

@@ -1,39 +1,35 @@
 """`opal-deploy infer` end to end: exit codes, messages, files, names, and what it leaves beside its records."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cli.calls import MAIN, Opal, one_line, read_results
+from tests.cli.calls import MAIN, check, one_line, read_results
 
 
 @pytest.fixture
-def pictures(tmp_path: Path, make_pictures: Callable) -> Path:
+def pictures(tmp_path, make_pictures):
     make_pictures(tmp_path / "in", 4)
     return tmp_path / "in"
 
 
 @pytest.fixture
-def infer(opal: Opal, exact_model: Path, tmp_path: Path) -> Opal:
+def infer(opal, exact_model, tmp_path):
     """`infer` with the model and an --out given, in an empty folder."""
 
-    def run(*arguments: str | Path, model: Path | None = exact_model, out: str | None = "out", **options: Any) -> Any:
+    def run(*arguments, model=exact_model, out="out", **options):
         fixed = [*(["--model", model] if model else []), *(["--out", out] if out else []), "--threads", "1"]
         return opal("infer", *arguments, *fixed, cwd=tmp_path, **options)
 
     return run
 
 
-def test_the_documented_call_works_as_written(opal: Opal, exact_model: Path, pictures: Path, tmp_path: Path) -> None:
+def test_the_documented_call_works_as_written(opal, exact_model, pictures, tmp_path):
     (tmp_path / "ckpt.onnx").write_bytes(exact_model.read_bytes())
     done = opal("infer", "in/", "--explain", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -46,14 +42,11 @@ def test_the_documented_call_works_as_written(opal: Opal, exact_model: Path, pic
     # as `train` and `export` leave it
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "ckpt.onnx").rename(tmp_path / "runs/mine/best.onnx")
-    done = opal("infer", "in/000.png", "--out", "again", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = check(opal("infer", "in/000.png", "--out", "again", cwd=tmp_path))
     assert f"Model: {Path('runs/mine/best.onnx')} (of the newest run in runs; fp32, " in done.stderr
 
 
-def test_failed_and_passed_over_files_are_counted(
-    infer: Opal, pictures: Path, exact_model: Path, tmp_path: Path
-) -> None:
+def test_failed_and_passed_over_files_are_counted(infer, pictures, exact_model, tmp_path):
     (pictures / "bad.jpg").write_bytes(b"no")
     (pictures / "empty.jpg").write_bytes(b"")
     (pictures / "notes\x1b[31m.txt").write_text("x")
@@ -78,10 +71,9 @@ def test_failed_and_passed_over_files_are_counted(
     assert str(exact_model.parent) not in page
 
 
-def test_options_reach_the_records_and_the_summary(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+def test_options_reach_the_records_and_the_summary(infer, pictures, tmp_path):
     # a glob that the shell left alone
-    done = infer("in/*[13].png", "--min-margin", "2", "--top", "2", "--json")
-    assert done.returncode == 0, done.stderr
+    done = check(infer("in/*[13].png", "--min-margin", "2", "--top", "2", "--json"))
     assert "2 abstained" in done.stderr
     found = [(record["image"], record["status"], len(record["top"])) for record in read_results(tmp_path / "out")]
     assert found == [("in/001.png", "abstained", 2), ("in/003.png", "abstained", 2)]
@@ -91,7 +83,7 @@ def test_options_reach_the_records_and_the_summary(infer: Opal, pictures: Path, 
     assert 0 < document["seconds_to_first_record"] <= document["seconds"]
 
 
-def test_shards_and_boxes_choose_parts_of_the_whole(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+def test_shards_and_boxes_choose_parts_of_the_whole(infer, pictures, tmp_path):
     rows = "".join(f"{number:03}.png,10,20,70,80\n" for number in range(3))
     (tmp_path / "boxes.csv").write_text("image,x0,y0,x1,y1\n" + rows)
     parts = [infer("in", "--boxes", "boxes.csv", "--shard", f"{n}/2", out=f"out{n}") for n in (1, 2)]
@@ -117,11 +109,6 @@ def test_shards_and_boxes_choose_parts_of_the_whole(infer: Opal, pictures: Path,
         (["in", "--shard", "²/3"], "shard '²/3': expected i/n"),
         (["in", "--boxes", "none.csv"], "none.csv: cannot be read (No such file or directory); expected a CSV or COCO"),
         (["in", "--device", "tpu"], "device 'tpu': expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"),
-        (["in", "--device", "0,0"], "device '0,0': expected"),
-        (
-            ["in", "--report-images", "server"],
-            "invalid value for '--report-images': 'server' is not one of 'embed', 'files'",
-        ),
         (["in", "--labels", "none.csv"], "--labels none.csv: cannot be read"),
         (["in", "--format", "xml"], "--format 'xml': expected parquet or csv; results.jsonl is always written"),
         (["in", "--max-errors", "5 %%"], "--max-errors '5 %%': expected a number of images, or a share such as 5%"),
@@ -129,15 +116,13 @@ def test_shards_and_boxes_choose_parts_of_the_whole(infer: Opal, pictures: Path,
         ([os.fsdecode(b"a\nb\x1b(B\xff")], "a\\nb\\x1b(B\\udcff: no such file"),
     ],
 )
-def test_a_wrong_call_is_answered_in_one_line_and_leaves_nothing(
-    infer: Opal, pictures: Path, tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_a_wrong_call_is_answered_in_one_line_and_leaves_nothing(infer, pictures, tmp_path, arguments, message):
     (tmp_path / "empty").mkdir()
     assert message in one_line(infer(*arguments))
     assert not (tmp_path / "out").exists()
 
 
-def test_an_out_that_cannot_be_is_a_wrong_call_also_with_debug(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+def test_an_out_that_cannot_be_is_a_wrong_call_also_with_debug(infer, pictures, tmp_path):
     (tmp_path / "file").write_text("x")
     done = infer(pictures, "--debug", out="file/out")
     assert done.returncode == 2
@@ -147,7 +132,7 @@ def test_an_out_that_cannot_be_is_a_wrong_call_also_with_debug(infer: Opal, pict
     assert "--overwrite without --out" in one_line(infer(pictures, "--overwrite", out=None))
 
 
-def _corrupt(path: Path, model: Path) -> None:
+def _corrupt(path, model):
     data = bytearray(model.read_bytes())
     data[len(data) // 4] ^= 1
     path.write_bytes(data)
@@ -159,24 +144,20 @@ def _corrupt(path: Path, model: Path) -> None:
         ("m.onnx", lambda path, model: None, "no such model; expected an exported file or a checkpoint"),
         ("m.onnx", _corrupt, "its bytes do not match the digest written at export"),
         ("m.onnx", lambda path, model: path.write_bytes(model.read_bytes()[:-500]), "damaged"),
-        ("m.onnx", lambda path, model: path.write_bytes(b""), "the file is empty; export or copy it again"),
-        ("m.onnx", lambda path, model: path.write_text("hello"), "not an ONNX file"),
         ("m.bin", lambda path, model: path.write_text("hello"), "unknown kind of model"),
         ("m.pt", lambda path, model: path.write_text("hello"), "m.pt: "),
     ],
-    ids=["missing", "bit flipped", "cut short", "empty", "text", "another suffix", "bad checkpoint"],
+    ids=["missing", "bit flipped", "cut short", "another suffix", "bad checkpoint"],
 )
 def test_what_is_no_model_is_refused_before_anything_is_written(
-    infer: Opal, exact_model: Path, pictures: Path, tmp_path: Path, file: str, write: Callable, message: str
-) -> None:
+    infer, exact_model, pictures, tmp_path, file, write, message
+):
     write(tmp_path / file, exact_model)
     assert message in one_line(infer(pictures, model=tmp_path / file))
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_model_it_says_how_to_get_one(
-    infer: Opal, exact_model: Path, map_model: Path, pictures: Path, tmp_path: Path
-) -> None:
+def test_without_a_model_it_says_how_to_get_one(infer, exact_model, map_model, pictures, tmp_path):
     (tmp_path / "ckpt.pt").write_bytes(b"")
     assert "export one first: opal-deploy export ckpt.pt" in one_line(infer(pictures, model=None))
     for model in (exact_model, map_model):
@@ -185,9 +166,7 @@ def test_without_a_model_it_says_how_to_get_one(
     assert "exact.onnx (from exact.pt), map.onnx (from map.pt); choose one with --model" in line
 
 
-def test_what_models_without_single_cells_can_and_cannot_do(
-    infer: Opal, map_model: Path, linear_model: Path, pictures: Path, tmp_path: Path
-) -> None:
+def test_what_models_without_single_cells_can_and_cannot_do(infer, map_model, linear_model, pictures, tmp_path):
     line = one_line(infer(pictures, "--explain", model=linear_model))
     assert "a dense layer mixes all channels and no evidence can be shown; leave out --explain" in line
     assert "no margin; leave out --min-margin" in one_line(infer(pictures, "--min-margin", "0.1", model=linear_model))
@@ -200,7 +179,7 @@ def test_what_models_without_single_cells_can_and_cannot_do(
     assert (tmp_path / "map/report.html").is_file()
 
 
-def test_a_bug_is_called_one(infer: Opal, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_called_one(infer, pictures, monkeypatch):
     monkeypatch.setattr("opal_deploy.inference.infer.run", lambda *_, **__: {}["x\ny"])
     done = infer(pictures)
     assert done.returncode == 1
@@ -216,9 +195,7 @@ KNOWN_CODES = {
 
 
 @pytest.mark.data
-def test_every_odd_image_gets_its_record_and_memory_is_bounded(
-    exact_model: Path, odd_images: Path, tmp_path: Path
-) -> None:
+def test_every_odd_image_gets_its_record_and_memory_is_bounded(exact_model, odd_images, tmp_path):
     # not getrusage: its peak of a child includes the process that started it
     measure = (
         "import atexit, re\n"
@@ -241,9 +218,7 @@ def test_every_odd_image_gets_its_record_and_memory_is_bounded(
     assert all(("overlay" in record) == (record["status"] == "ok") for record in found)
 
 
-def test_names_on_stdin_need_not_be_utf8_and_a_closed_stdout_changes_no_exit_code(
-    exact_model: Path, pictures: Path, tmp_path: Path
-) -> None:
+def test_names_on_stdin_need_not_be_utf8_and_a_closed_stdout_changes_no_exit_code(exact_model, pictures, tmp_path):
     (tmp_path / os.fsdecode(b"a\xff.png")).write_bytes((pictures / "000.png").read_bytes())
     reader, writer = os.pipe()
     os.close(reader)
@@ -265,7 +240,7 @@ def test_names_on_stdin_need_not_be_utf8_and_a_closed_stdout_changes_no_exit_cod
 
 
 @pytest.fixture
-def labelled(pictures: Path) -> Path:
+def labelled(pictures):
     """Two folders named for classes and one for none of them, two images in each, one of them broken."""
     for number, name in enumerate(("ash/0", "birch/2", "birch/3", "lion/4")):
         (pictures / name).parent.mkdir(exist_ok=True)
@@ -275,11 +250,8 @@ def labelled(pictures: Path) -> Path:
     return pictures
 
 
-def test_everything_beside_the_records_agrees_with_them(
-    infer: Opal, labelled: Path, exact_model: Path, tmp_path: Path
-) -> None:
-    done = infer(labelled, "--labels", "folders", "--format", "csv", "--format", "parquet", "--json")
-    assert done.returncode == 3, done.stderr
+def test_everything_beside_the_records_agrees_with_them(infer, labelled, exact_model, tmp_path):
+    done = check(infer(labelled, "--labels", "folders", "--format", "csv", "--format", "parquet", "--json"), 3)
     found = read_results(tmp_path / "out")
     assert [record["label"] for record in found] == ["ash"] * 2 + ["birch"] * 2 + ["lion"] * 2
 
@@ -319,13 +291,10 @@ def test_everything_beside_the_records_agrees_with_them(
     assert [row["cosine"] for row in table] == [r.get("prediction", {}).get("cosine") for r in found]
 
 
-def test_labels_from_a_file_say_which_images_have_none_and_decoders_answer_the_same_images(
-    infer: Opal, labelled: Path, tmp_path: Path
-) -> None:
+def test_labels_from_a_file_say_which_images_have_none_and_decoders_answer_the_same_images(infer, labelled, tmp_path):
     (tmp_path / "labels.csv").write_text("image,label\nash/0.png,birch\nbirch/2.png,birch\n")
     for decode in ("exact", "fast"):
-        done = infer(labelled, "--labels", "labels.csv", "--overwrite", "--decode", decode, "--explain")
-        assert done.returncode == 3, done.stderr
+        done = check(infer(labelled, "--labels", "labels.csv", "--overwrite", "--decode", decode, "--explain"), 3)
         found = read_results(tmp_path / "out")
         assert [record.get("label") for record in found] == ["birch", None, "birch", None, None, None]
         assert "4 images have no label" in done.stderr

@@ -1,7 +1,5 @@
 """`infer` that is killed, interrupted, or out of room: the same command goes on, and nothing is lost or doubled."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, cast
 
@@ -19,14 +16,14 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime import compiled_session
 from opal_deploy.runtime.compiled_session import CompiledSession
-from tests.cli.calls import MAIN, Opal, read_results
+from tests.cli.calls import MAIN, check, read_results
 
 IMAGES = 100
 EXPLAIN = ("--explain", "--format", "csv")
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable) -> Path:
+def many(tmp_path_factory, make_pictures):
     """Images, some of them broken."""
     folder = tmp_path_factory.mktemp("many") / "in"
     for number, path in enumerate(make_pictures(folder, IMAGES)):
@@ -38,15 +35,15 @@ def many(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable) -> P
 class Infer:
     """`infer` on these images, in a folder of its own."""
 
-    def __init__(self, cwd: Path, model: Path, pictures: Path, opal: Opal) -> None:
+    def __init__(self, cwd, model, pictures, opal):
         self.cwd, self._opal = cwd, opal
         (cwd / "in").symlink_to(pictures)
         self._fixed = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"]
 
-    def __call__(self, *arguments: str, out: str | None = "out") -> subprocess.CompletedProcess[str]:
+    def __call__(self, *arguments, out="out"):
         return self._opal("infer", *self._fixed, *(["--out", out] if out else []), *arguments, cwd=self.cwd)
 
-    def start(self, *arguments: str, before: str = "") -> subprocess.Popen[str]:
+    def start(self, *arguments, before=""):
         """Start a process that first runs the Python code `before`."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
         return subprocess.Popen(
@@ -60,43 +57,41 @@ class Infer:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
-    def count(self) -> int:
+    def count(self):
         """Return the number of lines of results.jsonl."""
         path = self.cwd / "out/results.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def wait_for(self, count: int, process: subprocess.Popen[str]) -> None:
+    def wait_for(self, count, process):
         """Wait until there are so many records, or the process has ended."""
         deadline = time.monotonic() + 60
         while self.count() < count and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)
 
-    def summary(self, folder: str = "out") -> dict:
+    def summary(self, folder="out"):
         return json.loads((self.cwd / folder / "summary.json").read_text())
 
 
 @pytest.fixture
-def infer(tmp_path: Path, exact_model: Path, many: Path, opal: Opal) -> Infer:
+def infer(tmp_path, exact_model, many, opal):
     return Infer(tmp_path, exact_model, many, opal)
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory, exact_model: Path, many: Path, opal: Opal) -> Path:
+def clean(tmp_path_factory, exact_model, many, opal):
     """The output of a run that nothing happened to."""
     cwd = tmp_path_factory.mktemp("clean")
-    done = Infer(cwd, exact_model, many, opal)(*EXPLAIN)
-    assert done.returncode == 3, done.stderr
+    check(Infer(cwd, exact_model, many, opal)(*EXPLAIN), 3)
     return cwd / "out"
 
 
-def assert_goes_on(infer: Infer, clean: Path, out: str = "out") -> str:
+def assert_goes_on(infer, clean, out="out"):
     """Run the same command to its end, with the files of the clean run; return what it says."""
 
-    def files(root: Path) -> set[Path]:
+    def files(root):
         return {path.relative_to(root) for path in root.rglob("*") if path.is_file() and path.name != ".lock"}
 
-    done = infer(*EXPLAIN, out=out)
-    assert done.returncode == 3, done.stderr
+    done = check(infer(*EXPLAIN, out=out), 3)
     assert files(infer.cwd / out) == files(clean)
     # report and summary name times and commands
     for name in files(clean) - {Path("report.html"), Path("run.json"), Path("summary.json")}:
@@ -110,7 +105,7 @@ def assert_goes_on(infer: Infer, clean: Path, out: str = "out") -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer: Infer, clean: Path, kills: int) -> None:
+def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer, clean, kills):
     moments = random.Random(kills)
     while kills:
         with infer.start(*EXPLAIN) as process:
@@ -142,7 +137,7 @@ def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer: Infer, 
                      id="before the summary", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_killed_between_two_steps_it_goes_on_there(infer: Infer, clean: Path, before: str) -> None:
+def test_killed_between_two_steps_it_goes_on_there(infer, clean, before):
     die = "import os, signal; die = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
     with infer.start(*EXPLAIN, before=f"{die}{before}\n") as process:
         process.communicate(timeout=120)
@@ -150,7 +145,7 @@ def test_killed_between_two_steps_it_goes_on_there(infer: Infer, clean: Path, be
     assert_goes_on(infer, clean)
 
 
-def slow_batches(seconds: float) -> str:
+def slow_batches(seconds):
     """A program that keeps every batch but the first three in work for so long."""
     return (
         "import time\nfrom opal_deploy.runtime.onnx_session import OnnxSession as S\nrun, n = S.run, [0]\n"
@@ -159,9 +154,7 @@ def slow_batches(seconds: float) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(
-    infer: Infer, clean: Path, number: signal.Signals
-) -> None:
+def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(infer, clean, number):
     with infer.start(*EXPLAIN, before=slow_batches(0.5)) as process:
         infer.wait_for(5, process)
         process.send_signal(number)
@@ -182,7 +175,7 @@ def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(
     assert (len(document["resumed"]), document["new_images"]) == (1, IMAGES - count)
 
 
-def test_a_second_signal_ends_it_at_once_with_whole_records(infer: Infer) -> None:
+def test_a_second_signal_ends_it_at_once_with_whole_records(infer):
     with infer.start("--batch", "4", before=slow_batches(600)) as process:
         infer.wait_for(8, process)
         process.send_signal(signal.SIGINT)
@@ -196,23 +189,22 @@ def test_a_second_signal_ends_it_at_once_with_whole_records(infer: Infer) -> Non
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, exact_model: Path, many: Path, opal: Opal) -> Path:
+def stopped(tmp_path_factory, exact_model, many, opal):
     """The output of a run that stopped after a few records."""
     first = Infer(tmp_path_factory.mktemp("stopped"), exact_model, many, opal)
-    done = first("--max-errors", "0")
-    assert done.returncode == 5, done.stderr
+    check(first("--max-errors", "0"), 5)
     assert 0 < first.count() < IMAGES
     return first.cwd / "out"
 
 
 @pytest.fixture
-def begun(infer: Infer, stopped: Path) -> Infer:
+def begun(infer, stopped):
     """Where such a run can go on."""
     shutil.copytree(stopped, infer.cwd / "out")
     return infer
 
 
-def test_too_many_errors_stop_it_and_a_higher_limit_goes_on(begun: Infer, clean: Path) -> None:
+def test_too_many_errors_stop_it_and_a_higher_limit_goes_on(begun, clean):
     again = begun("--max-errors", "0")
     assert again.returncode == 5
     last = again.stderr.splitlines()[-1]
@@ -226,7 +218,7 @@ def test_too_many_errors_stop_it_and_a_higher_limit_goes_on(begun: Infer, clean:
     assert read_results(begun.cwd / "out") == expected
 
 
-def test_another_run_is_refused_and_overwriting_begins_anew(begun: Infer) -> None:
+def test_another_run_is_refused_and_overwriting_begins_anew(begun):
     out = begun.cwd / "out"
     before = (out / "results.jsonl").read_bytes()
     refused = [begun("--top", "2", "--decode", "exact"), begun("--no-resume")]
@@ -242,8 +234,8 @@ def test_another_run_is_refused_and_overwriting_begins_anew(begun: Infer) -> Non
     assert json.loads((out / "run.json").read_text())["run"]["top"] == 2
 
 
-def test_a_finished_run_is_not_computed_again_and_ends_as_it_ended(infer: Infer, clean: Path) -> None:
-    def times() -> dict[Path, int]:
+def test_a_finished_run_is_not_computed_again_and_ends_as_it_ended(infer, clean):
+    def times():
         return {path: path.stat().st_mtime_ns for path in (infer.cwd / "out").rglob("*") if path.is_file()}
 
     shutil.copytree(clean, infer.cwd / "out")
@@ -259,7 +251,7 @@ def test_a_finished_run_is_not_computed_again_and_ends_as_it_ended(infer: Infer,
     assert (infer.cwd / "out/results.csv").read_bytes() == (clean / "results.csv").read_bytes()
 
 
-def test_without_out_the_unfinished_run_goes_on_and_a_finished_one_is_left(infer: Infer) -> None:
+def test_without_out_the_unfinished_run_goes_on_and_a_finished_one_is_left(infer):
     assert infer("--max-errors", "0", out=None).returncode == 5
     assert infer(out=None).returncode == 3
     assert [path.name for path in infer.cwd.glob("explanations*")] == ["explanations"]
@@ -269,7 +261,7 @@ def test_without_out_the_unfinished_run_goes_on_and_a_finished_one_is_left(infer
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of its own with little room."""
     place = tmp_path / "small"
     place.mkdir()
@@ -285,7 +277,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_stops_it_in_one_line_and_room_lets_it_go_on(infer: Infer, clean: Path, small_disk: Path) -> None:
+def test_a_full_disk_stops_it_in_one_line_and_room_lets_it_go_on(infer, clean, small_disk):
     done = infer(*EXPLAIN, out="small/out")
     assert done.returncode == 5
     assert "Traceback" not in done.stderr
@@ -298,11 +290,11 @@ def test_a_full_disk_stops_it_in_one_line_and_room_lets_it_go_on(infer: Infer, c
 
 
 def test_a_checkpoint_is_compiled_for_a_run_that_has_work_and_before_another_is_replaced(
-    infer: Infer, exact_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled: list[int] = []
+    infer, exact_model, monkeypatch
+):
+    compiled = []
 
-    def compile_size(session: CompiledSession, size: int) -> Callable:
+    def compile_size(session, size):
         compiled.append(size)
         return session._graph
 
@@ -319,7 +311,7 @@ def test_a_checkpoint_is_compiled_for_a_run_that_has_work_and_before_another_is_
     assert len(compiled) == 1
     written = (infer.cwd / "out/results.jsonl").read_bytes()
 
-    def fail(session: CompiledSession, size: int) -> Callable:
+    def fail(session, size):
         raise UsageError("no compiler")
 
     monkeypatch.setattr(CompiledSession, "_compile", fail)

@@ -1,31 +1,26 @@
 """`infer --sheets`, `--atlas`, `--heatmap` and `--slot-names`: what they add, what they refuse, and how they go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from opal_deploy.artifact.files import compute_sha256
-from tests.cli.calls import MAIN, Opal, one_line, read_results
+from tests.cli.calls import MAIN, one_line, read_results
 
 IMAGES, BROKEN = 8, 3
 BEAKS = "".join(f"[{label}]\n0 = 'beak'\n2 = 'wing tip'\n" for label in ("ash", "birch"))
 
 
-def configuration(out: Path) -> dict[str, Any]:
+def configuration(out):
     return json.loads((out / "run.json").read_text())["run"]
 
 
-def files(root: Path) -> dict[str, bytes]:
+def files(root):
     """Return the files of a run, but for those that name times."""
     left_out = {"run.json", "summary.json", ".lock"}
     paths = (path for path in root.rglob("*") if path.is_file() and path.name not in left_out)
@@ -33,7 +28,7 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable, opal: Opal, exact_model: Path) -> Path:
+def place(tmp_path_factory, make_pictures, opal, exact_model):
     """Images in `in`, one of them broken, their atlas in `atlas`, and runs in `plain` and `sheets`."""
     cwd = tmp_path_factory.mktemp("place")
     make_pictures(cwd / "in", IMAGES)
@@ -44,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable, opa
 
 
 @pytest.fixture
-def out(place: Path, tmp_path: Path) -> Path:
+def out(place, tmp_path):
     """The folder of the next run, beside these images and a copy of their atlas."""
     (tmp_path / "in").symlink_to(place / "in")
     shutil.copytree(place / "atlas", tmp_path / "atlas")
@@ -52,8 +47,8 @@ def out(place: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def infer(opal: Opal, exact_model: Path, out: Path) -> Opal:
-    def run(*arguments: str, model: Path = exact_model, command: str = "infer", code: int = 3) -> Any:
+def infer(opal, exact_model, out):
+    def run(*arguments, model=exact_model, command="infer", code=3):
         call = [command, "in/", "--model", model, "--threads", "1", "--out", out.name, *arguments]
         done = opal(*call, cwd=out.parent)
         assert done.returncode == code, done.stderr
@@ -63,10 +58,10 @@ def infer(opal: Opal, exact_model: Path, out: Path) -> Opal:
 
 
 @pytest.fixture
-def explained(infer: Opal, out: Path) -> Callable[..., dict[str, bytes]]:
+def explained(infer, out):
     """The sheets of `explain`, by their names."""
 
-    def run(*arguments: str, **options: Any) -> dict[str, bytes]:
+    def run(*arguments, **options):
         infer("--out", "e", *arguments, command="explain", **options)
         return files(out.with_name("e"))
 
@@ -74,14 +69,14 @@ def explained(infer: Opal, out: Path) -> Callable[..., dict[str, bytes]]:
 
 
 @pytest.fixture
-def begun(place: Path, out: Path) -> Path:
+def begun(place, out):
     """The run with sheets, as if it had ended before its summary."""
     shutil.copytree(place / "sheets", out)
     (out / "summary.json").unlink()
     return out
 
 
-def test_sheets_are_those_of_explain_and_a_run_without_them_shows_no_trace(place: Path, explained: Callable) -> None:
+def test_sheets_are_those_of_explain_and_a_run_without_them_shows_no_trace(place, explained):
     expected = explained()
     assert len(expected) == IMAGES - 1
     assert files(place / "sheets/sheets") == expected
@@ -94,9 +89,7 @@ def test_sheets_are_those_of_explain_and_a_run_without_them_shows_no_trace(place
     assert {"sheets", "heatmap", "atlas", "slot_names"}.isdisjoint(configuration(place / "plain"))
 
 
-def test_an_atlas_asks_for_sheets_with_its_rows_and_its_names_are_in_the_records(
-    infer: Opal, explained: Callable, place: Path, out: Path
-) -> None:
+def test_an_atlas_asks_for_sheets_with_its_rows_and_its_names_are_in_the_records(infer, explained, place, out):
     names = out.with_name("atlas") / "names.toml"
     names.write_text(BEAKS)
     assert "Sheets: out/sheets" in infer("--atlas", "atlas", "--explain").stderr
@@ -117,7 +110,7 @@ def test_an_atlas_asks_for_sheets_with_its_rows_and_its_names_are_in_the_records
     assert run["slot_names"] == f"names.toml, sha256 {compute_sha256(names)}"
 
 
-def test_names_alone_are_in_the_records_and_nothing_is_drawn(infer: Opal, place: Path, out: Path) -> None:
+def test_names_alone_are_in_the_records_and_nothing_is_drawn(infer, place, out):
     labels = {record["prediction"]["label"] for record in read_results(place / "plain") if "prediction" in record}
     tables = (f"[{json.dumps(label, ensure_ascii=False)}]\n1 = 'tail'\n" for label in labels)
     out.with_name("names.toml").write_text("".join(tables), "utf-8")
@@ -127,9 +120,7 @@ def test_names_alone_are_in_the_records_and_nothing_is_drawn(infer: Opal, place:
         assert [slot.get("name") for slot in record.get("evidence", [])] in ([None, "tail", None], [])
 
 
-def test_heatmaps_of_a_model_that_has_them_are_on_the_sheets(
-    infer: Opal, explained: Callable, exact_model: Path, out: Path
-) -> None:
+def test_heatmaps_of_a_model_that_has_them_are_on_the_sheets(infer, explained, exact_model, out):
     model = exact_model.with_suffix(".pt")
     infer("--heatmap", model=model)
     found = files(out / "sheets")
@@ -149,9 +140,7 @@ def test_heatmaps_of_a_model_that_has_them_are_on_the_sheets(
     ],
     ids=["no attention", "another model's atlas", "no atlas", "names of another model"],
 )
-def test_what_the_model_cannot_do_is_refused_before_anything_is_written(
-    infer: Opal, out: Path, arguments: str, complaint: str
-) -> None:
+def test_what_the_model_cannot_do_is_refused_before_anything_is_written(infer, out, arguments, complaint):
     atlas = out.with_name("atlas") / "atlas.json"
     document = json.loads(atlas.read_text())
     document["model"].update(sha256="0" * 64, checkpoint_sha256=None)
@@ -163,9 +152,7 @@ def test_what_the_model_cannot_do_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(("number", "content"), [(4, None), (1, b"")], ids=["missing", "empty"])
-def test_a_record_whose_sheet_was_lost_is_made_again_with_all_after_it(
-    infer: Opal, place: Path, begun: Path, number: int, content: bytes | None
-) -> None:
+def test_a_record_whose_sheet_was_lost_is_made_again_with_all_after_it(infer, place, begun, number, content):
     sheet = begun / f"sheets/{number:06}-{number:03}.png.png"
     sheet.unlink()
     if content is not None:
@@ -191,9 +178,7 @@ pathlib.Path.replace = replace
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
-def test_killed_between_two_sheets_it_ends_like_a_run_that_was_not(
-    infer: Opal, exact_model: Path, place: Path, out: Path
-) -> None:
+def test_killed_between_two_sheets_it_ends_like_a_run_that_was_not(infer, exact_model, place, out):
     call = ["infer", "in/", "--model", str(exact_model), "--threads", "1", "--out", "out", "--sheets"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILL + MAIN, *call]
@@ -212,7 +197,7 @@ def test_killed_between_two_sheets_it_ends_like_a_run_that_was_not(
         ("--sheets --slot-names names.toml", "--slot-names none there, names.toml, sha256 "),
     ],
 )
-def test_a_run_with_other_drawings_is_another_run(infer: Opal, begun: Path, arguments: str, difference: str) -> None:
+def test_a_run_with_other_drawings_is_another_run(infer, begun, arguments, difference):
     begun.with_name("names.toml").write_text(BEAKS)
     before = files(begun)
     assert difference in infer(*arguments.split(), code=2).stderr.splitlines()[-1]

@@ -1,39 +1,32 @@
 """`infer --every`: a record for each chosen frame, which `verify` and `explain` find again by its name."""
 
-from __future__ import annotations
-
 import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.cli.calls import Opal, one_line, read_results
+from tests.cli.calls import check, one_line, read_results
 from tests.videos import cut, noise, write_sound, write_video
 
 
 @pytest.fixture
-def call(tmp_path: Path, exact_model: Path, opal: Opal) -> Opal:
+def call(tmp_path, exact_model, opal):
     """`opal-deploy` in a folder with the videos `in/a.mp4` and `in/b/cut.mp4` and the image `in/c.png`."""
     write_video(tmp_path / "in/a.mp4")
     cut(write_video(tmp_path / "in/b/cut.mp4", draw=noise))
 
-    def run(command: str, *arguments: str, model: bool = True) -> object:
+    def run(command, *arguments, model=True):
         given = ["--model", str(exact_model)] if model else []
         return opal(command, *arguments, *given, cwd=tmp_path)
 
     return run
 
 
-def test_each_chosen_frame_has_a_record_that_can_be_verified(
-    tmp_path: Path, call: Opal, make_pictures: Callable
-) -> None:
+def test_each_chosen_frame_has_a_record_that_can_be_verified(tmp_path, call, make_pictures):
     shutil.move(make_pictures(tmp_path / "pictures", 1)[0], tmp_path / "in/c.jpg")
     (tmp_path / "labels.csv").write_text("image,label\na.mp4,ash\nb/cut.mp4#frame=000010,birch\n")
     options = ["--every", "1s", "--explain", "--labels", "labels.csv", "--format", "csv", "--out", "out"]
-    done = call("infer", "in", *options)
-    assert done.returncode == 3, done.stderr
+    check(call("infer", "in", *options), 3)
     records = read_results(tmp_path / "out")
     names = [f"in/a.mp4#frame={n:06d}" for n in (0, 10, 20)] + [f"in/b/cut.mp4#frame={n:06d}" for n in (0, 10)]
     assert [record["image"] for record in records] == [*names, "in/b/cut.mp4", "in/c.jpg"]
@@ -54,9 +47,7 @@ def test_each_chosen_frame_has_a_record_that_can_be_verified(
     assert (tmp_path / "a.frame-000020.evidence.png").stat().st_size
 
 
-def test_a_video_that_is_listed_without_its_frames_is_verified_without_pyav(
-    tmp_path: Path, call: Opal, make_pictures: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_video_that_is_listed_without_its_frames_is_verified_without_pyav(tmp_path, call, make_pictures, monkeypatch):
     shutil.move(make_pictures(tmp_path / "pictures", 1)[0], tmp_path / "in/c.jpg")
     (tmp_path / "list.txt").write_text("in/a.mp4\nin/c.jpg\n")
     assert call("infer", "@list.txt", "--out", "out").returncode == 3
@@ -66,7 +57,7 @@ def test_a_video_that_is_listed_without_its_frames_is_verified_without_pyav(
     assert "2 of 2 records match the model, 2 of them bit for bit" in checked.stderr, checked.stderr
 
 
-def test_a_run_that_ended_early_goes_on_with_the_same_frames(tmp_path: Path, call: Opal) -> None:
+def test_a_run_that_ended_early_goes_on_with_the_same_frames(tmp_path, call):
     options = ["in", "--every", "4", "--batch", "2", "--no-isolate"]
     # the first error ends the run
     write_sound(tmp_path / "in/a0.mp4")
@@ -80,9 +71,7 @@ def test_a_run_that_ended_early_goes_on_with_the_same_frames(tmp_path: Path, cal
     assert "every 4 there, 5 here" in one_line(other)
 
 
-def test_without_pyav_the_extra_is_named(
-    tmp_path: Path, call: Opal, exact_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyav_the_extra_is_named(tmp_path, call, exact_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     (tmp_path / "list.txt").write_text("in/a.mp4#frame=3\n")
     for arguments in (["in", "--every", "1"], ["@list.txt"], ["in/a.mp4#frame=3"]):
@@ -102,9 +91,7 @@ def test_without_pyav_the_extra_is_named(
         (["in/c.mp4#frame=1"], "no such file or folder"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_one_line(
-    tmp_path: Path, call: Opal, arguments: list[str], reason: str
-) -> None:
+def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, call, arguments, reason):
     write_sound(tmp_path / "sound.mp4")
     done = call("infer", *arguments)
     assert reason in one_line(done)

@@ -1,18 +1,14 @@
 """`opal-deploy inspect`: the contents of a model file, or one line that says why it cannot be read."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cli.calls import Opal, one_line
+from tests.cli.calls import one_line
 
 
-def test_an_exported_model_is_described_and_json_goes_to_stdout_alone(opal: Opal, exact_model: Path) -> None:
+def test_an_exported_model_is_described_and_json_goes_to_stdout_alone(opal, exact_model):
     shown = opal("inspect", exact_model).stderr
     for part in ("4 classes, m = 3, distance l2, grid 3x3", "matches the file", "exact.pt (opal-deploy)", "verified"):
         assert part in shown
@@ -28,14 +24,14 @@ def test_an_exported_model_is_described_and_json_goes_to_stdout_alone(opal: Opal
     assert document["metadata"]["test_vectors"] == {"images": 4}
 
 
-def test_a_checkpoint_of_ours_is_described(opal: Opal, exact_model: Path) -> None:
+def test_a_checkpoint_of_ours_is_described(opal, exact_model):
     document = json.loads(opal("inspect", exact_model.with_suffix(".pt"), "--json").stdout)
     assert document["kind"] == "checkpoint"
     assert document["config"]["backbone"] == "shufflenet_v2_x0_5"
     assert document["tensors"]["head.projection.weight"] == [12, 1024, 1, 1]
 
 
-def test_a_damaged_model_is_shown_as_damaged(opal: Opal, exact_model: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_is_shown_as_damaged(opal, exact_model, tmp_path):
     data = bytearray(exact_model.read_bytes())
     data[len(data) // 4] ^= 1
     (tmp_path / "m.onnx").write_bytes(data)
@@ -58,16 +54,14 @@ def test_a_damaged_model_is_shown_as_damaged(opal: Opal, exact_model: Path, tmp_
     ],
     ids=["missing", "folder", "another kind", "empty", "noise", "text", "another program's", "parts missing"],
 )  # fmt: skip
-def test_what_is_no_model_is_refused_in_one_line(
-    opal: Opal, tmp_path: Path, file: str, write: Callable[[Path], object], message: str
-) -> None:
+def test_what_is_no_model_is_refused_in_one_line(opal, tmp_path, file, write, message):
     write(tmp_path / file)
     line = one_line(opal("inspect", tmp_path / file))
     assert line.startswith(f"opal-deploy: {tmp_path / file}: ")
     assert message in line
 
 
-def test_a_state_dict_with_a_strange_anchor_is_no_opal_checkpoint(opal: Opal, tmp_path: Path) -> None:
+def test_a_state_dict_with_a_strange_anchor_is_no_opal_checkpoint(opal, tmp_path):
     state = {"classifier.prototypes": torch.zeros(0), "final_conv_layer.weight": torch.zeros(2)}
     torch.save(state, tmp_path / "m.pt")
     done = opal("inspect", tmp_path / "m.pt")

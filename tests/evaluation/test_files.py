@@ -8,13 +8,13 @@ from PIL import Image
 
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.files import (
+    EVALUATION,
     check_folder,
     create_folder,
     curve_table,
     draw_confusion_matrix,
     draw_curve,
     model_folders,
-    write_evaluation,
 )
 from opal_deploy.evaluation.inputs import check_support
 from opal_deploy.evaluation.result import format_threshold
@@ -75,7 +75,7 @@ def test_only_overwrite_replaces_an_earlier_evaluation(tmp_path):
     out, data = tmp_path / "deep" / "out", tmp_path / "data"
     check_folder(out, data, overwrite=False)
     create_folder(out)
-    write_evaluation(out, {})
+    (out / EVALUATION).touch()
     with pytest.raises(UsageError, match="already holds an evaluation; give another --out, or --overwrite"):
         check_folder(out, data, overwrite=False)
     check_folder(out, data, overwrite=True)

@@ -15,7 +15,7 @@ from opal_deploy.datasets import cub
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.evaluation.api import evaluate_model
-from opal_deploy.evaluation.parts import TOP, PartMeter, merge_sides, patch_boxes, purity_by_channel
+from opal_deploy.evaluation.parts import TOP, PartMeter, patch_boxes, purity_by_channel
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
@@ -96,12 +96,6 @@ def test_purity(points, visible, names, scores, cells, expected):
         names,
     )
     assert purity.tolist() == pytest.approx([expected])
-
-
-def test_merged_parts_keep_the_order_of_their_first_mention():
-    present, visible = np.array([[False, False, True, True]]), np.array([[True, False, True, True]])
-    merged, seen = merge_sides(("back", "left eye", "nape", "right eye"), present, visible)
-    assert (merged.tolist(), seen.tolist()) == ([[False, True, True]], [[True, True, True]])
 
 
 # whole models
@@ -274,6 +268,8 @@ AGAIN = (
     "evaluate birds.pt itself, or a file that has them: "
     "opal-deploy export birds.pt --out birds.attention.onnx --outputs attention"
 )
+NO_PROTOTYPES = "the model has no prototypes (evidence none); only models with anchors have"
+OTHER_SIZE = "its input is 224x448, but the protocol's regions are defined on 224x224; train it with --size 224"
 NO_FLOAT = f"no float32 input, which noise is added to; {AGAIN} --input float32"
 
 
@@ -286,17 +282,8 @@ NO_FLOAT = f"no float32 input, which noise is added to; {AGAIN} --input float32"
              FIGURES[1]: f"the model has no output attention and {NO_FLOAT}"},
         ),
         ({"input_kind": "uint8"}, {FIGURES[1]: f"the model has {NO_FLOAT}"}),
-        (
-            {"evidence": "none"},
-            dict.fromkeys(FIGURES, "the model has no prototypes (evidence none); only models with anchors have"),
-        ),
-        (
-            {"input_size": (224, 448)},
-            dict.fromkeys(
-                FIGURES,
-                "its input is 224x448, but the protocol's regions are defined on 224x224; train it with --size 224",
-            ),
-        ),
+        ({"evidence": "none"}, dict.fromkeys(FIGURES, NO_PROTOTYPES)),
+        ({"input_size": (224, 448)}, dict.fromkeys(FIGURES, OTHER_SIZE)),
     ],
     ids=["no attention", "normalised in the graph", "no prototypes", "another size"],
 )  # fmt: skip

@@ -30,7 +30,6 @@ ON_BEAK, ON_TAIL, ON_BODY, OFF = (30, 30), (50, 50), (50, 30), (10, 10)
 def test_hits_and_random_cells_are_counted_by_their_centres():
     points = np.array([ON_BEAK, ON_TAIL, ON_BODY, OFF], np.float64)
     hits = count_hits(MIDDLE, points, Geometry.whole(80, 80), GRID)
-    assert hits.in_object is not None
     assert hits.in_object.tolist() == [True, True, True, False]
     assert hits.on_parts.tolist() == [[True, False], [False, True], [False, False], [False, False]]
     assert (hits.random_object, hits.random_any, hits.random_distinguishing) == (4 / 16, 2 / 4, 1 / 4)
@@ -38,7 +37,6 @@ def test_hits_and_random_cells_are_counted_by_their_centres():
     mask = np.zeros((80, 80), np.bool_)
     mask[20:60, 20:60] = True
     masked = count_hits(replace(MIDDLE, mask=lambda: mask, boxes=()), points, Geometry.whole(80, 80), GRID)
-    assert masked.in_object is not None
     assert masked.in_object.tolist() == hits.in_object.tolist()
     # an object between the centres leaves all cells to the control
     nowhere = count_hits(replace(MIDDLE, boxes=((0, 0, 5, 5),)), points, Geometry.whole(80, 80), GRID)
@@ -90,24 +88,15 @@ def test_images_are_the_unit_and_only_right_predictions_with_annotations_count()
         [[on_beak, on_tail], [on_beak, off], [on_beak, on_tail], [on_beak, on_beak], [on_beak, on_beak]],
         [0, 0, 0, 1, 0],
     )
-    assert game is not None
     assert (game.images, game.images_without_annotation, game.cells_per_image) == (3, 1, 2)
-    assert game.object is not None
-    assert game.part is not None
-    assert game.distinguishing_part is not None
     assert game.object.hits.value == pytest.approx(np.mean([1, 0.5, 1]))
     assert game.part.hits.value == pytest.approx(np.mean([1, 0.5, 0.5]))
     assert (game.part.hits.count, game.part.random) == (3, pytest.approx(np.mean([0.5, 0.5, 0.25])))
     assert game.distinguishing_part.hits.value == pytest.approx(np.mean([0.5, 0.5, 0]))
     beak, tail = game.classes["a"]
     # where the beak is visible it is always hit, by the first slot
-    assert (beak.part, beak.distinguishing, beak.images, beak.evidence, beak.slots) == (
-        "beak",
-        True,
-        1.0,
-        0.5,
-        (1.0, 0.0),
-    )
+    assert (beak.part, beak.distinguishing, beak.images, beak.evidence) == ("beak", True, 1.0, 0.5)
+    assert beak.slots == (1.0, 0.0)
     assert (tail.part, tail.images, tail.slots) == ("tail", pytest.approx(2 / 3), (0.0, pytest.approx(2 / 3)))
     assert pointing.slot_table(game)[1] == [["a", 0, 1.0, 0.0], ["a", 1, 0.0, tail.slots[1]]]
     document = json.loads(json.dumps(game.to_dict()))
@@ -123,7 +112,6 @@ def test_images_are_the_unit_and_only_right_predictions_with_annotations_count()
 
     # objects without parts; no right prediction; no single cells
     game = _play([replace(MIDDLE, parts=())], [[on_beak, off]], [0])
-    assert game is not None
     assert (game.part, game.distinguishing_part, list(pointing.format_game(game))[2:]) == (None, None, [])
     assert _play([MIDDLE], [[on_beak, off]], [1]) is None
     nothing = _result(np.zeros((1, 6)), np.zeros(1, np.int64), np.zeros(1, np.int64))
@@ -150,8 +138,6 @@ def test_records_and_outputs_of_creatures_give_the_same_game(data):
     predicted[0] = (labels[0] + 1) % 3
     metadata = replace(METADATA, grid=(16, 16))
     game = play_pointing_game(_result(cells, labels, predicted), annotations, metadata)
-    assert game is not None
-    assert game.distinguishing_part is not None
     assert game.distinguishing_part.hits.value > 2 * game.distinguishing_part.random > 0
     assert {part.title for part in game.classes["bimlu"]} >= {"spike (crest)", "flippers (feet)"}
     assert [part.part for part in game.classes["bimlu"] if part.distinguishing]

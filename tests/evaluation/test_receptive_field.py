@@ -1,11 +1,9 @@
 """The effective receptive field: where the energy of the scores' gradients lies."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from opal_deploy.evaluation.receptive_field import measure_effective_field
 from opal_deploy.model.backbones import Backbone
@@ -20,14 +18,14 @@ STRIDE = 8
 class _Patches(nn.Module):
     """Features of a cell are a weighted sum of the pixels in its box alone."""
 
-    def __init__(self, used: tuple[slice, slice]) -> None:
+    def __init__(self, used):
         super().__init__()
         self.convolution = nn.Conv2d(3, 4, STRIDE, STRIDE)
         weight = torch.zeros_like(self.convolution.weight)
         weight[:, :, *used] = torch.tensor([0.5, -1.0, 1.5, 1.0])[:, None, None, None]
         self.convolution.weight = nn.Parameter(weight)
 
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
+    def forward(self, images):
         return {"features": self.convolution(images)}
 
 
@@ -39,7 +37,7 @@ class _Patches(nn.Module):
         ((slice(0, 1), slice(0, 1)), 1, 0.5),  # one corner of the box: the square lies there
     ],
 )
-def test_the_side_and_the_centre_are_those_of_the_weights(used: tuple[slice, slice], side: int, offset: float) -> None:
+def test_the_side_and_the_centre_are_those_of_the_weights(used, side, offset):
     torch.manual_seed(0)
     network = OpalNetwork(NetworkConfig("resnet18", 3, (32, 32), stride=8))
     network.backbone = Backbone("patches", _Patches(used), 4, STRIDE)

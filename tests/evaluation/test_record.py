@@ -46,18 +46,12 @@ def test_the_document_keeps_the_figures_without_the_classes():
     assert EVALUATION["pointing_game"]["part"] == DOCUMENT["pointing_game"]["part"]
     assert "classes" not in EVALUATION["pointing_game"]
     blur, mean = EVALUATION["faithfulness"]["removal"]
-    assert (blur["changed"], blur["changed_random"], blur["drop_beyond_random"]) == (
-        0.5,
-        pytest.approx(0.02),
-        {"mean": 0.3},
-    )
+    assert (blur["changed"], blur["changed_random"]) == (0.5, pytest.approx(0.02))
+    assert blur["drop_beyond_random"] == {"mean": 0.3}
     assert (mean["changed"], mean["changed_random"], mean["drop_beyond_random"]) == (0.6, None, None)
     assert (EVALUATION["data"], EVALUATION["images"], EVALUATION["part_purity"]) == ("cub_mini", 243, 0.6)
     # images that have no boxes are not cropped
-    assert [build_evaluation(DOCUMENT, replace(CUB, crop=crop), "test")["boxes"] for crop in ("boxes", None)] == [
-        True,
-        False,
-    ]
+    assert not build_evaluation(DOCUMENT, replace(CUB, crop=None), "test")["boxes"]
 
 
 @pytest.mark.parametrize(

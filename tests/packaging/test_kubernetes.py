@@ -1,12 +1,9 @@
 """The manifests of `deploy/kubernetes` against the schemas of KServe and KubeRay, and their commands against ours."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -19,13 +16,13 @@ MANIFESTS = Path(__file__).parents[2] / "deploy/kubernetes"
 NAMES = ("inferenceservice", "rayjob")
 
 
-def read(name: str) -> tuple[Any, jsonschema.Validator]:
+def read(name):
     manifest = yaml.safe_load((MANIFESTS / f"{name}.yaml").read_text(encoding="utf-8"))
     schema = json.loads((Path(__file__).parent / f"schemas/{name}.json").read_text(encoding="utf-8"))
     return manifest, jsonschema.Draft202012Validator(schema)
 
 
-def objects(value: Any) -> list[dict[str, Any]]:
+def objects(value):
     """Return all objects within a value."""
     if isinstance(value, list):
         return [found for element in value for found in objects(element)]
@@ -35,7 +32,7 @@ def objects(value: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_manifest_has_only_fields_that_its_resource_has_each_of_its_type(name: str) -> None:
+def test_a_manifest_has_only_fields_that_its_resource_has_each_of_its_type(name):
     manifest, validator = read(name)
     validator.validate(manifest)
     refused = 0
@@ -53,7 +50,7 @@ def test_a_manifest_has_only_fields_that_its_resource_has_each_of_its_type(name:
     assert not validator.is_valid(changed)
 
 
-def command_of(name: str) -> list[str]:
+def command_of(name):
     manifest, _ = read(name)
     if name == "rayjob":
         program, *arguments = shlex.split(manifest["spec"]["entrypoint"])
@@ -65,15 +62,15 @@ def command_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_command_is_one_of_ours(name: str) -> None:
+def test_its_command_is_one_of_ours(name):
     command, *arguments = command_of(name)
     group = typer.main.get_command(app)
     # parses, and runs nothing
-    context = group.commands[command].make_context(command, arguments)  # type: ignore[attr-defined]
+    context = group.commands[command].make_context(command, arguments)
     assert context.params
 
 
-def test_probes_and_port_are_those_of_the_server() -> None:
+def test_probes_and_port_are_those_of_the_server():
     manifest, _ = read("inferenceservice")
     (container,) = manifest["spec"]["predictor"]["containers"]
     (port,) = container["ports"]

@@ -1,7 +1,5 @@
 """The repository's shape, and that README and documentation name only what exists."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -13,7 +11,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 
 @pytest.mark.parametrize("package", ["train", "export", "bench"])
-def test_a_top_level_name_is_a_tracked_link_to_the_package(package: str) -> None:
+def test_a_top_level_name_is_a_tracked_link_to_the_package(package):
     listed = subprocess.run(["git", "ls-files", "--stage", package], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
@@ -22,7 +20,7 @@ def test_a_top_level_name_is_a_tracked_link_to_the_package(package: str) -> None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_point_to_files_that_exist(page: Path) -> None:
+def test_links_point_to_files_that_exist(page):
     targets = [t.partition("#")[0] for t in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")) if "://" not in t]
     # two pages are generated when the site is built
     generated = {ROOT / "docs/reference/cli.md", ROOT / "docs/reference/records.md"}
@@ -30,12 +28,12 @@ def test_links_point_to_files_that_exist(page: Path) -> None:
     assert [t for t in missing if (page.parent / t).resolve() not in generated] == []
 
 
-def test_commands_and_options_that_the_pages_name_exist() -> None:
+def test_commands_and_options_that_the_pages_name_exist():
     from typer.main import get_command
 
     from opal_deploy.cli import app
 
-    commands = dict(get_command(app).commands)  # type: ignore[attr-defined]
+    commands = dict(get_command(app).commands)
     benchmarks = commands["bench"].commands
     options = {
         option
@@ -57,7 +55,7 @@ def test_commands_and_options_that_the_pages_name_exist() -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - options == set()
 
 
-def test_source_files_that_the_pages_name_exist() -> None:
+def test_source_files_that_the_pages_name_exist():
     pattern = r"`((?:opal_deploy|export|train|bench|model|runtime|preprocess)/[\w/.]*)`"
     named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
     assert named

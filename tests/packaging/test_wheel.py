@@ -1,7 +1,5 @@
 """The wheel: built from the sources alone, installed into an environment of its own, and called."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -24,7 +22,7 @@ IMAGE = "from PIL import Image; Image.new('RGB', (64, 64), 'teal').save('images/
 pytestmark = [pytest.mark.slow, pytest.mark.network]  # pip fetches setuptools and the dependencies
 
 
-def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run(*command, cwd, check=True):
     """Run a command that sees nothing of this checkout."""
     hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -35,7 +33,7 @@ def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.Compl
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel, built in a copy, because a build in the tree leaves `build/` behind and picks up an older one."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
@@ -52,7 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel, tmp_path_factory):
     """The bin folder of an environment that holds the wheel and its base dependencies."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv", with_pip=True)
@@ -61,7 +59,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return binaries
 
 
-def test_the_wheel_is_pure_python_of_this_version_and_holds_every_tracked_file_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_is_pure_python_of_this_version_and_holds_every_tracked_file_and_nothing_else(wheel):
     assert wheel.name == f"opal_deploy-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -80,7 +78,7 @@ def test_the_wheel_is_pure_python_of_this_version_and_holds_every_tracked_file_a
     assert {f"Provides-Extra: {extra}" for extra in extras} <= set(metadata)
 
 
-def test_installing_it_brings_no_runtime_and_no_torch_and_nothing_is_missing(installed: Path, tmp_path: Path) -> None:
+def test_installing_it_brings_no_runtime_and_no_torch_and_nothing_is_missing(installed, tmp_path):
     answer = run(installed / "python", "-m", "pip", "list", "--format", "json", cwd=tmp_path)
     found = {package["name"].lower() for package in json.loads(answer.stdout)}
     assert "opal-deploy" in found
@@ -88,7 +86,7 @@ def test_installing_it_brings_no_runtime_and_no_torch_and_nothing_is_missing(ins
     run(installed / "python", "-m", "pip", "check", cwd=tmp_path)
 
 
-def test_help_and_doctor_answer(installed: Path, tmp_path: Path) -> None:
+def test_help_and_doctor_answer(installed, tmp_path):
     answer = run(installed / "opal-deploy", "--help", cwd=tmp_path)
     for command in ("train", "evaluate", "export", "infer", "bench", "inspect", "verify", "doctor", "demo"):
         assert f" {command} " in answer.stdout + answer.stderr, command
@@ -104,9 +102,7 @@ def test_help_and_doctor_answer(installed: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "call", [["doctor", "--json", "--require", "any"], ["infer", "images", "--model", "model.onnx"]], ids=" ".join
 )
-def test_without_a_runtime_a_command_names_the_extra_in_one_line(
-    installed: Path, tmp_path: Path, call: list[str]
-) -> None:
+def test_without_a_runtime_a_command_names_the_extra_in_one_line(installed, tmp_path, call):
     (tmp_path / "images").mkdir()
     run(installed / "python", "-c", IMAGE, cwd=tmp_path)
     (tmp_path / "model.onnx").write_bytes(b"\x08\x0a")

@@ -87,13 +87,6 @@ def test_fields_are_dashed_around_their_cells_and_the_legend_says_which_is_which
     assert drawn.height > plain.height
 
 
-def test_slots_that_share_a_cell_have_tags_side_by_side(make_record):
-    overlay = draw_overlay(Image.new("RGB", SIZE, "#777"), make_record(SIZE, [(2, 2)] * 3))
-    colors = [slot_color(slot) for slot in range(3)]
-    above = dict.fromkeys(overlay.getpixel((x, 146)) for x in range(200, 300))
-    assert [color for color in above if color in colors] == colors
-
-
 @pytest.mark.parametrize("cell", [(0, 0), (0, 4), (4, 0), (4, 4)])
 def test_tags_stay_inside_the_photograph(make_record, cell):
     size = (400, 400)
@@ -211,6 +204,13 @@ def test_values_that_are_no_numbers_and_records_without_evidence_have_no_bar(mak
     _, bars = build_bars(record)
     assert bars[1].start == bars[1].stop
     assert format_number(bars[1].value) == "nan"
+
+
+def test_slots_that_share_a_cell_have_tags_side_by_side(make_record):
+    overlay = draw_overlay(Image.new("RGB", SIZE, "#777"), make_record(SIZE, [(2, 2)] * 3))
+    colors = [slot_color(slot) for slot in range(3)]
+    above = dict.fromkeys(overlay.getpixel((x, 146)) for x in range(200, 300))
+    assert [color for color in above if color in colors] == colors
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.12345, "0.123"), (-0.0001, "0.000"), (None, "–"), (-0.5, "-0.500")])

@@ -35,7 +35,6 @@ class Counts:
     """Parameters, and operations for one image, of a module.
 
     Attributes:
-        params: learned parameters.
         paper: operations in the paper's convention.
         macs: multiply-accumulates of convolutions and matrix products.
         graph: operations of the exported graph; 0 for a backbone.
@@ -57,12 +56,6 @@ class CountedBackbone:
     """A backbone with its counts.
 
     Attributes:
-        name: torchvision's.
-        counts: its parameters and operations.
-        num_features: D.
-        grid: (H, W) of the feature map.
-        stride: input pixels per cell.
-        keep_layers: whether all layers are kept at this stride.
         has_classifier: whether the network's own classifier fits its features.
     """
 
@@ -111,9 +104,7 @@ def count_module(module: nn.Module, input_shape: tuple[int, ...], name: str = "m
     """Count a module in both conventions.
 
     Args:
-        module: in evaluation mode; parameters on `meta` are moved to the CPU, without values.
         input_shape: shape of one input, without the batch.
-        name: the module's name in errors.
 
     Raises:
         UsageError: ptflops cannot count this module.
@@ -174,11 +165,8 @@ class Operation:
     """One operation of a head.
 
     Attributes:
-        name: for a person.
         paper: formula in the paper's convention: a sum of products of letters and numbers, or `0`.
         graph: formula for the exported graph.
-        macs: whether it is a convolution or matrix product.
-        params: formula of its learned parameters.
     """
 
     name: str

@@ -9,7 +9,7 @@ from decimal import Decimal
 from importlib.resources import files
 
 from opal_deploy.bench.overhead.table import Row, summarise
-from opal_deploy.bench.tables import format_fixed
+from opal_deploy.bench.report import format_fixed
 from opal_deploy.errors import VerificationError
 
 _UNITS = {"k": 1_000, "M": 1_000_000}
@@ -21,12 +21,6 @@ class PaperTable:
     """The content of paper.toml; `cells` holds every printed figure: `resnet50.params`, `resnet50.opal_gflops.cub`, ...
 
     Attributes:
-        input_size: (H0, W0).
-        prototypes_per_class: m.
-        datasets: number of classes by our name.
-        backbones: torchvision's names.
-        titles: the paper's titles of backbones and data sets, by our names.
-        cells: the printed figures by name.
         disputed: reasons for taking a cell as the paper's mistake, by the cell's name.
     """
 
@@ -45,8 +39,6 @@ class Cell:
 
     Attributes:
         name: as in `PaperTable.cells`.
-        printed: the paper's figure.
-        counted: our count, at the printed digits.
         agrees: whether both are the same, or whether a bound holds.
         disputed: why the paper is taken to be wrong; empty if it is not.
     """
@@ -108,17 +100,14 @@ def format_like(value: Decimal, printed: str) -> str:
 def format_comparison(cells: Sequence[Cell]) -> list[str]:
     """Return lines for a person: the number of figures that agree, and every figure that does not."""
     lines = [f"{sum(cell.agrees for cell in cells)} of {len(cells)} figures of the paper agree at the printed digits"]
-    for cell in cells:
-        if cell.disputed and not cell.agrees:
-            lines.append(
-                f"known discrepancy of the paper: {cell.name}: printed {cell.printed}, counted {cell.counted} "
-                f"({cell.disputed})"
-            )
-    for cell in cells:
-        if cell.disputed and cell.agrees:
-            lines.append(f"NO LONGER A DISCREPANCY: {cell.name}: printed and counted {cell.printed}")
-        elif not cell.is_expected:
-            lines.append(f"DIFFERS: {cell.name}: printed {cell.printed}, counted {cell.counted}")
+    # the known ones first
+    for cell in sorted(cells, key=lambda cell: not cell.is_expected):
+        found = f"{cell.name}: printed {cell.printed}, counted {cell.counted}"
+        if cell.disputed:
+            title = "NO LONGER A DISCREPANCY" if cell.agrees else "known discrepancy of the paper"
+            lines.append(f"{title}: {found}" + ("" if cell.agrees else f" ({cell.disputed})"))
+        elif not cell.agrees:
+            lines.append(f"DIFFERS: {found}")
     return lines
 
 

@@ -17,15 +17,13 @@ from opal_deploy.bench.overhead.counting import (
     OPAL_OPERATIONS,
     CountedBackbone,
     Counts,
-    Operation,
     Shape,
     count_backbone,
     count_classifier,
-    evaluate,
     evaluate_operations,
     sum_operations,
 )
-from opal_deploy.bench.tables import format_fixed, format_table
+from opal_deploy.bench.report import format_fixed, format_table
 from opal_deploy.logs import Log
 
 CONVENTIONS = {
@@ -45,10 +43,6 @@ _HEADER = (
     "linear params", "paper GFLOPs", "true GFLOPs",
     "OPAL params", "paper GFLOPs", "true GFLOPs", "params %", "paper %", "true %",
 )  # fmt: skip
-_STRIDE_HEADER = (
-    "backbone", "classes", "stride", "cells", "backbone GFLOPs", "head GFLOPs", "together", "% of operations",
-    "% of parameters",
-)  # fmt: skip
 # stride of the paper's nine backbones, which needs no mention
 _PAPER_STRIDE = 32
 _SHARE_TITLES = {"params": "parameters", "paper": "operations, paper's convention", "flops": "true FLOPs"}
@@ -59,11 +53,6 @@ class Row:
     """One backbone with one number of classes.
 
     Attributes:
-        backbone: with its counts.
-        dataset: a name for the classes: `cub`, or `1000 classes`.
-        shape: of the heads.
-        linear: counts of the linear head.
-        opal: counts of the OPAL head.
         plain: counts of the network's own classifier; None if the backbone is cut too early for it.
     """
 
@@ -106,13 +95,7 @@ def count_rows(
     """Count every backbone and evaluate every head.
 
     Args:
-        backbones: torchvision's names, or `timm:` and timm's.
-        classes: names and numbers of classes, C.
-        prototypes: m.
-        input_size: (H0, W0) in pixels.
         strides: input pixels per cell, at which every backbone is cut; None cuts before its pooling.
-        keep_layers: keep all layers at each stride.
-        log: gets a line per backbone.
 
     Raises:
         UsageError: no such backbone or stride, its layers cannot be kept, or the stride does not divide the size.
@@ -213,27 +196,17 @@ def format_tables(
 ) -> str:
     """Return all tables for a terminal or as Markdown; `titles` are those of backbones and data sets, by name."""
     height, width = input_size
-    first = rows[0]
-    letters = ", ".join(f"{letter} = {value}" for letter, value in first.shape.letters.items())
+    m = rows[0].shape.prototypes_per_class
     parts = [
-        f"Parameters and operations per image of {height}x{width}, m = {first.shape.prototypes_per_class}; head counts "
-        "come on top of the backbone's, % are relative to the backbone. The linear head normalises its features to "
-        "length 1; the plain head is the network's own classifier\n",
+        f"Parameters and operations per image of {height}x{width}, m = {m}; head counts come on top of the backbone's, "
+        "% are relative to the backbone. The linear head normalises its features to length 1; the plain head is the "
+        "network's own classifier\n",
         format_table(_HEADER, _format_rows(rows, titles, markdown), markdown=markdown),
         _heading("Head relative to backbone, over all rows", markdown)
         + format_table(("%", "smallest", "largest", "mean"), _format_percentages(rows), markdown=markdown),
     ]
-    if len({(row.backbone.name, row.backbone.stride) for row in rows}) > len({row.backbone.name for row in rows}):
-        title = _heading("Cost of finer cells: backbone and head together, relative to the first stride", markdown)
-        parts.append(title + format_table(_STRIDE_HEADER, _compare_strides(rows, titles), markdown=markdown))
-    for head, operations in HEAD_OPERATIONS.items():
-        title = f"Operations of the {head} head; counts for {titles.get(first.backbone.name, first.backbone.name)}"
-        header = ("operation", "paper", "graph", "paper count", "graph count")
-        body = _format_operations(operations, first.shape)
-        parts.append(_heading(f"{title}, {letters}", markdown) + format_table(header, body, left=3, markdown=markdown))
     meaning = "\n".join(f"{'- ' if markdown else ''}{name}: {text}" for name, text in CONVENTIONS.items())
-    parts.append(_heading("Conventions", markdown) + meaning + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, _heading("Conventions", markdown) + meaning + "\n"])
 
 
 def _heading(text: str, markdown: bool) -> str:
@@ -266,31 +239,6 @@ def _title(row: Row, titles: Mapping[str, str]) -> str:
     return name if row.backbone.stride == _PAPER_STRIDE else f"{name}, {row.backbone.cells}"
 
 
-def _compare_strides(rows: Sequence[Row], titles: Mapping[str, str]) -> list[list[str]]:
-    body = []
-    firsts: dict[tuple[str, str], Row] = {}
-    for row in sorted(rows, key=lambda row: (row.backbone.name, row.dataset)):
-        first = firsts.setdefault((row.backbone.name, row.dataset), row)
-        params, flops = (
-            tuple(getattr(r.backbone.counts, count) + getattr(r.opal, count) for r in (row, first))
-            for count in ("params", "flops")
-        )
-        body.append(
-            [
-                titles.get(row.backbone.name, row.backbone.name),
-                str(row.shape.num_classes),
-                row.backbone.cells.removeprefix("stride "),
-                f"{row.backbone.grid[0]}x{row.backbone.grid[1]}",
-                _giga(row.backbone.counts.flops, 2),
-                _giga(row.opal.flops, 2),
-                _giga(flops[0], 2),
-                f"{100 * flops[0] / flops[1]:.0f}",
-                f"{100 * params[0] / params[1]:.0f}",
-            ]
-        )
-    return body
-
-
 def _format_percentages(rows: Sequence[Row]) -> list[list[str]]:
     body = []
     for name, percentages in summarise(rows).items():
@@ -299,24 +247,6 @@ def _format_percentages(rows: Sequence[Row]) -> list[list[str]]:
         label = f"{'OPAL' if head == 'opal' else head}: {_SHARE_TITLES[count]}"
         body.append([label, *(f"{value:.3f}" for value in values)])
     return body
-
-
-def _format_operations(operations: Sequence[Operation], shape: Shape) -> list[list[str]]:
-    rows = [
-        [row.name, _formula(row.paper), _formula(row.graph), f"{evaluate(row.paper, shape):,}",
-         f"{evaluate(row.graph, shape):,}"]
-        for row in operations
-    ]  # fmt: skip
-    paper, graph = (sum(evaluate(getattr(row, side), shape) for row in operations) for side in ("paper", "graph"))
-    rows.append(["total", "", "", f"{paper:,}", f"{graph:,}"])
-    if evidence := sum(evaluate(row.graph, shape) for row in operations if row.name.startswith("evidence")):
-        label = "total without evidence, like the authors' modules"
-        rows.append([label, "", "", f"{paper:,}", f"{graph - evidence:,}"])
-    return rows
-
-
-def _formula(formula: str) -> str:
-    return "-" if formula == "0" else formula
 
 
 def _giga(value: int, digits: int) -> str:

@@ -8,6 +8,7 @@ shares of CPU time show which costs most.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +26,7 @@ class Pass:
     """One run over the images.
 
     Attributes:
-        images: usable images.
-        seconds: from the first file to the last record.
         cpu_seconds: CPU time of the whole process, including the runtime's threads.
-        times: time by stage; empty for the bare session.
         gpu_use: median GPU utilisation in percent; None without samples.
     """
 
@@ -54,7 +52,6 @@ class Bottleneck:
         busy: busy share of each role's threads, 0 ... 1; the loop is busy unless it waits.
         capacity: images per second that each role would reach if it never waited.
         waits: share of the time that the loop waited, by reason; `disk` is writing records.
-        cores: cores that the process may use.
         cores_busy: share of the cores' time that the process used.
         cpu: share of the process's CPU time by stage; `rest` is the runtime's threads and everything outside stages,
             which includes most of a network on the CPU.
@@ -100,16 +97,13 @@ def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], c
     """Find the bottleneck of one or more passes of the same case.
 
     Args:
-        passes: at least one.
         threads: number of threads of each role; the loop has one.
-        cores: cores that the process may use.
     """
     seconds = sum(one.seconds for one in passes)
     images = sum(one.images for one in passes)
-    waits: dict[str, float] = {}
-    for one in passes:
-        for reason, waited in one.times.waits:
-            waits[reason] = waits.get(reason, 0.0) + waited
+    waits: defaultdict[str, float] = defaultdict(float)
+    for reason, waited in (wait for one in passes for wait in one.times.waits):
+        waits[reason] += waited
     # writing is the loop's own work
     loop_seconds = seconds - sum(waited for reason, waited in waits.items() if reason != "disk")
     busy: dict[ThreadRole, float] = {}
@@ -133,10 +127,9 @@ def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], c
 
 
 def _wall_by_stage(passes: Sequence[Pass], role: ThreadRole) -> dict[Stage, float]:
-    seconds: dict[Stage, float] = {}
-    for one in passes:
-        for row in one.times.select_role(role):
-            seconds[row.stage] = seconds.get(row.stage, 0.0) + row.wall
+    seconds: defaultdict[Stage, float] = defaultdict(float)
+    for row in (row for one in passes for row in one.times.select_role(role)):
+        seconds[row.stage] += row.wall
     return seconds
 
 

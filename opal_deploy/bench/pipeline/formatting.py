@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from opal_deploy.bench.machine import provenance
@@ -33,14 +33,9 @@ def build_measurement(
     marks = [NOISY] if any(figures[name].is_noisy for name in _RATES if name in figures) else []
     marks += [f"{GROWING}: {variant.name}" for variant in result.variants if variant.memory.grows]
     case: dict[str, Scalar] = {
-        "images": result.images,
-        "batch": options.batch,
-        "workers": result.workers,
-        "threads": loaded.threads,
-        "network": options.network,
-        "decode": options.decode,
-        "isolate": options.isolate,
-    }
+        "images": result.images, "batch": options.batch, "workers": result.workers, "threads": loaded.threads,
+        "network": options.network, "decode": options.decode, "isolate": options.isolate,
+    }  # fmt: skip
     return Measurement(
         kind="pipeline",
         target=loaded.target,
@@ -77,25 +72,23 @@ def format_result(result: PipelineResult, marks: tuple[str, ...] = ()) -> Iterat
 
 def _figures(result: PipelineResult) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
-    if result.bare:
-        figures["bare"] = _figure(result.bare, lambda one: one.rate, "images/s", "higher")
+    named = {"bare": result.bare, **{variant.name: variant.passes for variant in result.variants}}
+    for name, passes in named.items():
+        if passes:
+            figures[name] = Figure.of_repeats([one.rate for one in passes], "images/s", "higher")
+    for variant in result.variants if result.bare else ():
+        # ratios of consecutive passes, so that a slower machine cancels out
+        shares = (one.rate / bare.rate for one, bare in zip(variant.passes, result.bare, strict=True))
+        figures[f"{variant.name}_share"] = Figure.of_repeats(shares, "ratio", "higher")
     for variant in result.variants:
-        figures[variant.name] = _figure(variant.passes, lambda one: one.rate, "images/s", "higher")
-    for variant in result.variants:
-        if result.bare:
-            # ratios of consecutive passes, so that a slower machine cancels out
-            shares = (one.rate / bare.rate for one, bare in zip(variant.passes, result.bare, strict=True))
-            figures[f"{variant.name}_share"] = Figure.of_repeats(shares, "ratio", "higher")
-    for variant in result.variants:
-        use = [one.gpu_use for one in variant.passes if one.gpu_use is not None]
-        if use:
+        if use := [one.gpu_use for one in variant.passes if one.gpu_use is not None]:
             figures[f"{variant.name}.gpu_use"] = Figure.of_repeats(use, "%", "higher")
     figures |= result.stages
     figures["peak_memory"] = Figure(result.peak_megabytes, "MB", "lower")
     if result.bare:
-        figures["bare.cpu"] = _figure(result.bare, _cpu_ms, "ms/image", "lower")
+        figures["bare.cpu"] = _cpu_time(result.bare)
     for variant in result.variants:
-        figures[f"{variant.name}.cpu"] = _figure(variant.passes, _cpu_ms, "ms/image", "lower")
+        figures[f"{variant.name}.cpu"] = _cpu_time(variant.passes)
         for stage in _stages(variant):
             # wall time includes waiting for a core or the interpreter lock, so less is not always better
             directions: tuple[tuple[str, Better | None], ...] = (("wall", None), ("cpu", "lower"))
@@ -105,12 +98,8 @@ def _figures(result: PipelineResult) -> dict[str, Figure]:
     return figures
 
 
-def _figure(passes: tuple[Pass, ...], value: Callable[[Pass], float], unit: str, better: Better) -> Figure:
-    return Figure.of_repeats((value(one) for one in passes), unit, better)
-
-
-def _cpu_ms(one: Pass) -> float:
-    return 1000 * one.cpu_seconds / one.images
+def _cpu_time(passes: Iterable[Pass]) -> Figure:
+    return Figure.of_repeats((1000 * one.cpu_seconds / one.images for one in passes), "ms/image", "lower")
 
 
 def _stages(variant: Variant) -> list[Stage]:

@@ -48,14 +48,7 @@ _DECODED_IMAGES = 1024
 
 @dataclass(frozen=True)
 class Variant:
-    """`infer` (INFER) or `infer --explain` (EXPLAIN).
-
-    Attributes:
-        name: INFER or EXPLAIN.
-        passes: one per repeat.
-        memory: resident memory during the last pass.
-        bottleneck: of all passes together.
-    """
+    """`infer` (INFER) or `infer --explain` (EXPLAIN)."""
 
     name: str
     passes: tuple[Pass, ...]
@@ -65,18 +58,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """The passes over the images.
-
-    Attributes:
-        images: usable images.
-        given: all images, including unusable ones.
-        workers: parallel decode and draw workers.
-        session: the session's description.
-        bare: passes of the bare session; empty without the network.
-        variants: `infer`, and `infer --explain` if the model has evidence.
-        peak_megabytes: peak resident memory of the process, including decoded batches.
-        stages: milliseconds per batch of copies to and from a GPU and of computation; empty on the CPU.
-    """
+    """The passes over the images."""
 
     images: int
     given: int
@@ -93,7 +75,6 @@ class ReplaySession:
 
     Attributes:
         metadata: the model's, so that records and overlays take the same work.
-        description: names the session that computed the outputs.
     """
 
     def __init__(self, metadata: Metadata, outputs: Outputs, origin: str) -> None:
@@ -138,12 +119,7 @@ def measure_pipeline(
 
     Args:
         session: the model's; without the network it only computes the outputs that are replayed.
-        items: the images.
-        options: how to measure.
-        log: gets a line per repeat.
         device: the session's; a GPU's utilisation is sampled during `infer`.
-        progress: called after each pass over the images with passes done and in total.
-        interval: seconds between memory samples.
 
     Raises:
         UsageError: fewer usable images than a batch.

@@ -35,13 +35,9 @@ class Ceiling:
     """The peak performance of one device.
 
     Attributes:
-        name: the device's name.
         flops: FLOPs per second by precision, dense (int8: integer operations), without precisions that the device lacks
             or that were not measured.
-        bytes_per_second: memory bandwidth.
-        source: the document, or what was timed.
         device: the device that a measured ceiling holds for; empty for a data sheet.
-        threads: CPU threads that a measured ceiling holds for.
     """
 
     name: str
@@ -83,10 +79,7 @@ class Share:
     """The share of its ceiling that a measurement reached.
 
     Attributes:
-        ceiling: images per second.
         fraction: measured over ceiling; above 1 if layers are fused or cached, which the ceiling ignores.
-        bound: what limits the ceiling.
-        source: the ceiling's source.
     """
 
     ceiling: float
@@ -106,11 +99,7 @@ def compute_share(
     """Return the share of its ceiling that a throughput reached; None without a known ceiling.
 
     Args:
-        work: the timed network's work.
-        batch: batch size.
-        precision: the network's precision.
         device_name: NVML's or CUDA's name, with or without a leading `cuda:0 `.
-        images_per_second: the throughput.
         measured: a ceiling to use instead of the data sheet, if it has the precision.
     """
     sheet = find_by_driver_name(device_name)
@@ -185,9 +174,7 @@ def measure_ceiling(
 
     Args:
         device_name: `cpu`, `cuda` or `cuda:N`.
-        precisions: the products' precisions.
         threads: CPU threads; None leaves torch's choice.
-        progress: called after each run, counted or not, with runs done and in total.
 
     Raises:
         UsageError: no such device, or torch has no product in a precision.
@@ -201,8 +188,7 @@ def measure_ceiling(
     device = torch_device(device_name)
     kind = device.type
     size, copied = MATRIX_SIZE[kind], COPY_BYTES[kind]
-    done = itertools.count(1)
-    total = (1 + len(precisions)) * (_WARM_UP + _REPEATS)
+    done, total = itertools.count(1), (1 + len(precisions)) * (_WARM_UP + _REPEATS)
 
     def advance() -> None:
         progress(next(done), total)
@@ -212,10 +198,10 @@ def measure_ceiling(
         if threads is not None:
             torch.set_num_threads(threads)
         threads = torch.get_num_threads()
-        figures = {"copy": _best(_copy_rates(device, copied, advance), "GB/s")}
+        figures = {"copy": _time_copy(device, copied, advance)}
         for precision in precisions:
             torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-            figures[f"matmul_{precision}"] = _best(_product_rates(device, size, precision, advance), "TFLOP/s")
+            figures[f"matmul_{precision}"] = _time_product(device, size, precision, advance)
     finally:
         torch.set_num_threads(before)
         torch.backends.cuda.matmul.allow_tf32 = backend
@@ -279,45 +265,41 @@ def format_ceiling(measurement: Measurement) -> str:
     return "\n".join([*lines, f"timed: {measurement.timed}", *(f"MARKED {mark}" for mark in measurement.marks)])
 
 
-def _copy_rates(device: torch.device, copied: int, advance: Callable[[], None]) -> list[float]:
+def _time_copy(device: torch.device, copied: int, advance: Callable[[], None]) -> Figure:
     import torch
 
     source = torch.ones(max(1, copied // 4), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    moved = 2 * source.numel() * 4
-    return [moved / seconds / 1e9 for seconds in _times(lambda: target.copy_(source), device, advance)]
+    return _time(lambda: target.copy_(source), 2 * source.numel() * 4 / 1e9, "GB/s", device, advance)
 
 
-def _product_rates(device: torch.device, size: int, precision: str, advance: Callable[[], None]) -> list[float]:
+def _time_product(device: torch.device, size: int, precision: str, advance: Callable[[], None]) -> Figure:
     import torch
 
     dtype = getattr(torch, _DTYPES[precision])
     generator = torch.Generator(device=device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     result = torch.empty(size, size, device=device, dtype=dtype)
-    operations = 2 * size**3
-    times = _times(lambda: torch.mm(left, right, out=result), device, advance)
-    return [operations / seconds / 1e12 for seconds in times]
+    return _time(lambda: torch.mm(left, right, out=result), 2 * size**3 / 1e12, "TFLOP/s", device, advance)
 
 
-def _times(run: Callable[[], Any], device: torch.device, advance: Callable[[], None]) -> list[float]:
+def _time(
+    run: Callable[[], Any], amount: float, unit: str, device: torch.device, advance: Callable[[], None]
+) -> Figure:
+    """Return the best rate of the counted runs; `amount` is what one run moves or computes."""
     import torch
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    seconds = []
+    rates = []
     for repeat in range(_WARM_UP + _REPEATS):
         wait()
         start = time.perf_counter()
         run()
         wait()
         if repeat >= _WARM_UP:
-            seconds.append(time.perf_counter() - start)
+            rates.append(amount / (time.perf_counter() - start))
         advance()
-    return seconds
-
-
-def _best(rates: list[float], unit: str) -> Figure:
     return Figure(max(rates), unit, "higher", tuple(rates))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import Figure, Measurement, Target
 from opal_deploy.bench.options import RooflineOptions
+from opal_deploy.bench.report import format_table
 from opal_deploy.bench.roofline.ceiling import (
     Ceiling,
-    default_precisions,
     find_device,
     known_devices,
-    measure_ceiling,
     read_ceilings,
 )
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Work, count_backbone_work, count_head_work
-from opal_deploy.bench.tables import format_table
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 
@@ -40,20 +38,16 @@ class Point:
         return self.work.intensity(self.batch, self.precision)
 
 
-def count_points(backbone: str, options: RooflineOptions, precision: str) -> tuple[Point, Point, Point]:
+def count_points(backbone: str, options: RooflineOptions, precision: str) -> list[Point]:
     """Count backbone, head and network.
 
     Raises:
         UsageError: no such backbone, or its stride does not divide the size.
     """
     size, head = options.input_size, HeadConfig(prototypes_per_class=options.prototypes)
-    body = count_backbone_work(backbone, size)
-    head_work = count_head_work(backbone, options.classes, head, size)
-    return (
-        Point(backbone, "backbone", body, options.batch, precision),
-        Point(backbone, "head", head_work, options.batch, precision),
-        Point(backbone, "network", body + head_work, options.batch, precision),
-    )
+    body, head_work = count_backbone_work(backbone, size), count_head_work(backbone, options.classes, head, size)
+    parts = {"backbone": body, "head": head_work, "network": body + head_work}
+    return [Point(backbone, part, work, options.batch, precision) for part, work in parts.items()]
 
 
 def build_measurements(
@@ -119,12 +113,6 @@ def find_ceilings(options: RooflineOptions) -> list[Ceiling]:
     if options.gpu or not (ceilings or options.measure_ceiling):
         ceilings += [find_device(text) for text in dict.fromkeys(options.gpu or known_devices())]
     return ceilings
-
-
-def measure_device(options: RooflineOptions, progress: Callable[[int, int], None]) -> Measurement:
-    """Measure the ceiling of `--device` in `--precision`, by default in every sensible one."""
-    precisions = default_precisions(options.device) if options.precision is None else (options.precision,)
-    return measure_ceiling(options.device, precisions, options.threads, progress)
 
 
 def choose_precision(options: RooflineOptions, ceilings: Sequence[Ceiling]) -> str:

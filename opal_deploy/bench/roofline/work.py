@@ -28,12 +28,7 @@ class Layer:
     """One convolution or matrix product, for one image.
 
     Attributes:
-        name: path of the module that ran it.
         operation: `conv`, `linear`, or `matmul` of two activations.
-        macs: multiply-accumulates.
-        inputs: elements read per image.
-        outputs: elements written per image.
-        weights: elements of weight and bias, read once per batch.
     """
 
     name: str
@@ -54,12 +49,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Work:
-    """A network's layers in the order they run, at least one.
-
-    Attributes:
-        name: for a person: `resnet50`, `resnet50 + opal`.
-        layers: convolutions and matrix products.
-    """
+    """A network's layers in the order they run, at least one."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -165,8 +155,6 @@ def count_module_work(module: nn.Module, input_shape: tuple[int, ...], name: str
 
     Args:
         module: on any device; `meta` takes no memory.
-        input_shape: shape of one input, without the batch.
-        name: name of the result.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -36,12 +36,8 @@ class PatchCandidate:
 
     Attributes:
         key: minus the value that patches are ranked by.
-        image: the image's name.
-        sha256: digest of the image's file.
-        slot: the slot's evidence in the image's record.
         around: (x0, y0, x1, y1) of the patch around the slot's cell; None: the patch is the cell.
         jpeg: the encoded patch; None if the image was not available.
-        label: the image's class; None if it is not known.
     """
 
     key: float
@@ -61,15 +57,7 @@ class PatchCandidate:
 
 @dataclass
 class ImageCounts:
-    """The number of images used for an atlas, and of those left out.
-
-    Attributes:
-        images: all images.
-        failed: images that could not be used.
-        wrong: images left out because their prediction is not their label.
-        unlabelled: images left out because they have no label.
-        first_failures: names and reasons of the first failed images.
-    """
+    """The number of images used for an atlas, and of those left out."""
 
     images: int = 0
     failed: int = 0
@@ -93,17 +81,13 @@ class AtlasCollector:
     """The best patches of every slot so far, and the sums behind the statistics.
 
     Attributes:
-        metadata: the model's metadata.
         top: largest number of patches per slot, not counting images that are known to show another class.
-        counts: the images seen so far.
     """
 
     def __init__(self, metadata: Metadata, top: int, *, only_correct: bool = False) -> None:
         """Start with no images.
 
         Args:
-            metadata: the model's metadata, with `exact` evidence.
-            top: largest number of patches per slot, not counting images that are known to show another class.
             only_correct: leave out images whose prediction is not their label.
         """
         self.metadata, self.top, self.counts = metadata, top, ImageCounts()
@@ -131,10 +115,8 @@ class AtlasCollector:
         """Count a record for its predicted class, and keep its patches if they are among a slot's best.
 
         Args:
-            record: a record of any status; with `evidence` if it has a prediction.
             label: the image's label; one that the model does not know counts as none, as names may differ between
                 data set and model.
-            sha256: digest of the image's file.
             image: the whole oriented image, RGB, or its `to_display`; without it there are no patches.
         """
         self.counts.images += 1
@@ -167,11 +149,12 @@ class AtlasCollector:
         self, best: list[PatchCandidate], candidate: PatchCandidate, image: Image.Image | None, size: tuple[int, int]
     ) -> None:
         # one image under two names counts once
-        same = next((index for index, other in enumerate(best) if other.sha256 == candidate.sha256), None)
-        if same is not None:
-            if best[same] <= candidate:
-                return
-            del best[same]
+        for index, other in enumerate(best):
+            if other.sha256 == candidate.sha256:
+                if other <= candidate:
+                    return
+                del best[index]
+                break
         if image is not None:
             candidate.cut(image, size)
         bisect.insort(best, candidate)
@@ -237,15 +220,9 @@ class AtlasCollector:
 
     def describe_model(self) -> Mapping[str, Any]:
         """Return the properties of the model that an atlas holds: checkpoint, backbone, precision, grid, ..."""
-        metadata = self.metadata
-        return {
-            "checkpoint_sha256": metadata.source.get("sha256"),
-            "backbone": metadata.backbone,
-            "precision": metadata.precision,
-            "prototypes_per_class": metadata.prototypes_per_class,
-            "grid": list(metadata.grid),
-            "distance": metadata.distance,
-        }
+        names = ("backbone", "precision", "prototypes_per_class", "distance")
+        own = {name: getattr(self.metadata, name) for name in names}
+        return {"checkpoint_sha256": self.metadata.source.get("sha256"), **own, "grid": list(self.metadata.grid)}
 
 
 def _entropy(cells: NDArray[np.int32]) -> float:

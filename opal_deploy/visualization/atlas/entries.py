@@ -36,11 +36,8 @@ class AtlasPatch:
         sha256: hex digest of the image's file.
         cell: (row, col) of the feature map.
         box: (x0, y0, x1, y1) of the cell, in pixels of the whole oriented image.
-        score: the slot's score, in [0, 1].
-        contribution: the slot's contribution; None if the distance has none.
         file: the patch's JPEG, relative to the atlas's folder.
         field: (x0, y0, x1, y1) of the patch, the cell's effective receptive field; None: the patch is the cell.
-        label: the image's class; None if it is not known.
     """
 
     image: str
@@ -64,12 +61,9 @@ class SlotStatistics:
     """The statistics of a slot over the images predicted as its class; all but `images` are None without images.
 
     Attributes:
-        images: number of these images.
         own_cell: share of images in which no other slot of the class chose the same cell.
         strongest: share of images in which the slot is the class's strongest.
-        mean_score: mean score.
         mean_contribution: mean contribution; None also if the distance has no contributions.
-        top_cell: (row, col) of the cell chosen most often.
         top_cell_share: share of images in which `top_cell` was chosen.
         entropy: entropy of the chosen cells in bits, from 0 (always the same cell) to log2(H * W).
         spread: standard deviation of the chosen place, as a share of the crop's diagonal.
@@ -107,8 +101,6 @@ class FindingKind:
 
     Attributes:
         title: what was found, in the plural.
-        advice: what to do about it, or what it means.
-        actionable: whether there is something to do.
     """
 
     title: str
@@ -150,11 +142,7 @@ class Finding:
     """Something about a slot or a class that the model's owner should know.
 
     Attributes:
-        kind: a key of FINDING_KINDS.
-        class_id: the class.
         slot: the slot; None for a finding about the whole class.
-        value: the statistic that is out of bounds.
-        message: the finding in one sentence.
     """
 
     kind: str
@@ -169,12 +157,9 @@ class Atlas:
     """An atlas in a folder.
 
     Attributes:
-        root: the folder.
         model: the model that the atlas was built with: file, sha256, checkpoint_sha256, backbone, precision,
             prototypes_per_class, grid, distance.
-        class_names: the model's classes.
         data: the data set that the atlas was built from: description, images, answered, failed, ...
-        top: largest number of patches per slot, not counting images that show another class.
         entries: entries by (class, slot), for every slot of the model.
         findings: what the model's owner should know, class by class.
         cells: how often each cell of the grid was chosen, row by row; length H * W.
@@ -196,7 +181,6 @@ class Atlas:
 
         Args:
             model: the model's `sha256`, and `checkpoint_sha256` if it is known.
-            name: the model's name in messages.
 
         Raises:
             UsageError: the model is another one.
@@ -215,8 +199,6 @@ class Atlas:
         """Return the patches of a slot, best first.
 
         Args:
-            class_id: the class.
-            slot: the slot.
             exclude: names or file digests (sha256) of images to leave out.
 
         Raises:
@@ -226,11 +208,7 @@ class Atlas:
         return [patch for patch in patches if patch.image not in exclude and patch.sha256 not in exclude]
 
     def load_patch(self, patch: AtlasPatch) -> Image.Image:
-        """Return the pixels of a patch, RGB.
-
-        Raises:
-            ArtifactError: the patch's file is missing or damaged.
-        """
+        """Return the pixels of a patch, RGB; raise ArtifactError if the patch's file is missing or damaged."""
         path = self.root / patch.file
         try:
             encoded = path.read_bytes()
@@ -252,12 +230,8 @@ class Atlas:
 
     def count_wrong(self) -> int:
         """Return the number of images whose prediction is not their label."""
-        return sum(
-            count
-            for class_id, counts in self.labels.items()
-            for label, count in counts.items()
-            if label != self.class_names[class_id]
-        )
+        counts = ((self.class_names[class_id], counts) for class_id, counts in self.labels.items())
+        return sum(count for name, by_label in counts for label, count in by_label.items() if label != name)
 
     def count_patches(self) -> int:
         """Return the number of patches of all slots."""
@@ -284,9 +258,6 @@ def list_findings(
     """Return the findings about one class, slot by slot.
 
     Args:
-        class_id: the class.
-        label: the class's name.
-        slots: the statistics of the class's slots.
         images_of: the number of images with this label; None if no labels are known.
     """
     if not slots[0].images:
@@ -297,22 +268,22 @@ def list_findings(
     if slots[0].images < MIN_IMAGES:
         return []
     findings = []
+
+    def add(kind: str, slot: int, value: float, message: str) -> None:
+        findings.append(Finding(kind, class_id, slot, value, f"{label}, slot {slot}: {message}"))
+
     parts = [statistics.mean_contribution for statistics in slots]
     known = [part for part in parts if part is not None]
-    equal_part = sum(known) / len(known) if len(known) == len(slots) else None
-    for slot, statistics in enumerate(slots):
-        who, own_cell, part = f"{label}, slot {slot}", statistics.own_cell, parts[slot]
+    equal_part = sum(known) / len(known) if len(known) == len(slots) else 0.0
+    for slot, (statistics, part) in enumerate(zip(slots, parts, strict=True)):
+        own_cell, share, images = statistics.own_cell, statistics.top_cell_share, statistics.images
         if len(slots) > 1 and own_cell is not None and own_cell < MIN_OWN_CELL_SHARE:
-            message = f"{who}: has its own cell in only {own_cell:.0%} of {statistics.images} images"
-            findings.append(Finding("shares_its_cell", class_id, slot, own_cell, message))
-        if equal_part is not None and part is not None and equal_part > 0 and part < MIN_EQUAL_PART * equal_part:
-            message = f"{who}: contributes {part:.3f} on average (equal share: {equal_part:.3f})"
-            findings.append(Finding("adds_little", class_id, slot, part, message))
-        share = statistics.top_cell_share
+            add("shares_its_cell", slot, own_cell, f"has its own cell in only {own_cell:.0%} of {images} images")
+        if part is not None and equal_part > 0 and part < MIN_EQUAL_PART * equal_part:
+            add("adds_little", slot, part, f"contributes {part:.3f} on average (equal share: {equal_part:.3f})")
         if share is not None and statistics.top_cell is not None and share > MAX_ONE_CELL_SHARE:
             row, col = statistics.top_cell
-            message = f"{who}: chooses cell {row}, {col} in {share:.0%} of {statistics.images} images"
-            findings.append(Finding("one_place", class_id, slot, share, message))
+            add("one_place", slot, share, f"chooses cell {row}, {col} in {share:.0%} of {images} images")
     return findings
 
 
@@ -321,11 +292,8 @@ class Exemplar:
     """A patch of another image, shown beside an image of the same predicted class.
 
     Attributes:
-        image: the patch's pixels, RGB.
         box: (x0, y0, x1, y1) of the cell, in pixels of the whole image.
         field: (x0, y0, x1, y1) of the patch; None: the patch is the cell.
-        caption: a few words below the patch.
-        alt: the patch in words.
         warning: a few words if the image shows another class; else empty.
     """
 
@@ -342,8 +310,6 @@ class Exemplars:
     """The exemplars of one class.
 
     Attributes:
-        by_slot: exemplars of each slot, best first.
-        origin: a sentence or two on where they come from.
         of_class: whether all their images are known to have this label.
     """
 
@@ -360,9 +326,6 @@ def find_exemplars(
     A slot without such patches gets those of other classes, each with a warning.
 
     Args:
-        atlas: the model's atlas.
-        class_id: the predicted class.
-        slots: the slots to find patches for.
         exclude: names or file digests (sha256) of images to leave out, such as the image itself.
         rows: largest number of patches per slot.
 

@@ -80,12 +80,6 @@ def check_out_dir(root: Path, *, overwrite: bool) -> None:
 def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any], data: Mapping[str, Any]) -> Atlas:
     """Write the collected patches to `root` and return their atlas; `save_atlas` completes it.
 
-    Args:
-        collector: patches and statistics of all images.
-        root: the atlas's folder.
-        model: the model's `file` and `sha256`.
-        data: description of the data set, number of images, ...
-
     Raises:
         UsageError: a patch cannot be written.
     """

@@ -8,12 +8,6 @@ from opal_deploy.visualization.report.page import ImageMode, Thumbnail, make_thu
 from opal_deploy.visualization.report.writer import EMBED_LIMIT, REPORT_LIMIT, Fact, ReportWriter, choose_image_mode
 
 __all__ = [
-    "EMBED_LIMIT",
-    "REPORT_LIMIT",
-    "Fact",
-    "ImageMode",
-    "ReportWriter",
-    "Thumbnail",
-    "choose_image_mode",
+    "EMBED_LIMIT", "REPORT_LIMIT", "Fact", "ImageMode", "ReportWriter", "Thumbnail", "choose_image_mode",
     "make_thumbnail",
-]
+]  # fmt: skip

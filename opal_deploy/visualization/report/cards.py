@@ -58,26 +58,15 @@ class Card:
     """One record as the report shows it; texts are not escaped for HTML.
 
     Attributes:
-        number: the record's place in the input, 0, 1, ...
-        name: the image's name.
-        status: `ok`, `abstained` or `error`.
         predicted: index of the predicted class among the report's labels; None for a failed image.
         label: index of the image's label among the report's labels; None if it is not known.
-        margin: the margin; None if the record has none.
         value: the cosine of the predicted class, or its logit if `is_cosine` is false.
-        is_cosine: whether values are cosines.
         probability: the calibrated probability of the predicted class; None if the record has none.
         top: (index of the label, cosine or logit) of the closest classes.
         meaning: what the bars show, an index of MEANINGS.
-        slots: the evidence, in slot order.
-        distinct: number of different cells that the slots chose.
         fields: (x, y, width, height, colour) of the effective receptive field of each different cell, in pixels of the
             photograph; empty if it is not known.
-        width, height: of the photograph, in pixels.
-        overlay, sheet: the drawings' files in the run's folder; None without one.
         overlay_width: the overlay's width as a multiple of the photograph's.
-        undrawn: why a drawing is missing; else empty.
-        code, message: error of a failed image.
     """
 
     number: int
@@ -144,15 +133,13 @@ def build_card(
     """Return the card of a record of any status.
 
     Args:
-        record: the record.
-        number: the record's place in the input.
         label_index: returns a label's index among the report's labels, adding it if it is new.
-        receptive_field: the model's effective receptive field; None if it is not known.
     """
     name = _name(record)
     label = label_index(record["label"]) if "label" in record else None
     if record["status"] == "error":
-        return Card(number, name, "error", label=label, code=_code(record), message=_message(record))
+        _, code, message = _failure(record)
+        return Card(number, name, "error", label=label, code=code, message=message)
     prediction = get_prediction(record)
     is_cosine = prediction["cosine"] is not None
     meaning, bars = build_bars(record)
@@ -206,14 +193,6 @@ def _name(record: Record) -> str:
     return escape_unprintable(record["image"]) if record["image"] else _NO_NAME
 
 
-def _code(record: Record) -> str:
-    return escape_unprintable(record["error"]["code"])
-
-
-def _message(record: Record) -> str:
-    return escape_unprintable(_shorten(record["error"]["message"]))
-
-
 def _shorten(message: str) -> str:
     return message if len(message) <= _MESSAGE_LIMIT else message[:_MESSAGE_LIMIT] + " …"
 
@@ -238,6 +217,11 @@ class Failure(NamedTuple):
     message: str
 
 
+def _failure(record: Record) -> Failure:
+    error = record["error"]
+    return Failure(_name(record), escape_unprintable(error["code"]), escape_unprintable(_shorten(error["message"])))
+
+
 class ConfusionCell(NamedTuple):
     """Number of images with a label that were predicted as a class; `share` is in percent of the label's images."""
 
@@ -257,12 +241,9 @@ class Confusion:
     """Labels against predicted classes.
 
     Attributes:
-        labelled: number of answered images with a label.
         correct: number of these whose predicted class is the label.
         columns: the predicted classes; empty if the matrix would be too large.
         rows: (label, a cell per column); empty if the matrix would be too large.
-        pairs: the most frequent confusions.
-        more: number of other confused pairs.
     """
 
     labelled: int
@@ -279,12 +260,6 @@ class Tables:
 
     Attributes:
         limit: largest number of failures listed.
-        statuses: records by status.
-        classes: predictions by (class id, label).
-        codes: failures by error code.
-        failures: the first failures.
-        pairs: answered images by (label, predicted class).
-        labelled: whether any image has a label.
     """
 
     limit: int
@@ -296,17 +271,13 @@ class Tables:
     labelled: bool = False
 
     def count(self, record: Record) -> None:
-        """Add one record.
-
-        Raises:
-            ValueError: the record has neither a prediction nor an error.
-        """
+        """Add one record; raise ValueError if the record has neither a prediction nor an error."""
         self.statuses[record["status"]] += 1
         self.labelled = self.labelled or "label" in record
         if record["status"] == "error":
             self.codes[record["error"]["code"]] += 1
             if len(self.failures) < self.limit:
-                self.failures.append(Failure(_name(record), _code(record), _message(record)))
+                self.failures.append(_failure(record))
             return
         prediction = get_prediction(record)
         self.classes[prediction["class_id"], prediction["label"]] += 1

@@ -50,35 +50,26 @@ _IMAGE_SOURCES = {"embed": "data:", "files": "'self' file:"}
 
 
 def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) -> str:
-    """Return the page up to the cards.
-
-    Args:
-        image_mode: whether images are embedded or files beside the page.
-        first: cards of the first page, whose sizes go into the style sheet.
-        content: variables of the template.
-    """
+    """Return the page up to the cards."""
     style = read_asset("style.css") + "".join(_size_rule(card, image_mode) for card in first)
     policy = (
         f"default-src 'none'; img-src {_IMAGE_SOURCES[image_mode]}; script-src '{_digest(read_asset('script.js'))}'; "
         f"style-src '{_digest(style)}' '{_digest(_NO_SCRIPT_STYLE)}'; base-uri 'none'; form-action 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    return (
-        _environment()
-        .get_template("head.html.jinja")
-        .render(
-            policy=policy,
-            style=_mark_safe(style),
-            without_scripts=_mark_safe(_NO_SCRIPT_STYLE),
-            orders=ORDERS,
-            **content,
-        )
+    template = load_templates(__package__).get_template("head.html.jinja")
+    return template.render(
+        policy=policy,
+        style=_mark_safe(style),
+        without_scripts=_mark_safe(_NO_SCRIPT_STYLE),
+        orders=ORDERS,
+        **content,
     )
 
 
 def render_card(card: Card, labels: Sequence[str], source: str | None) -> str:
     """Return one card; `source` is the address of its image, None without one."""
-    template = _environment().get_template("card.html.jinja")
+    template = load_templates(__package__).get_template("card.html.jinja")
     return template.render(
         card=card, labels=labels, source=source, meanings=MEANINGS, colors=SLOT_COLORS, no_evidence=NO_EVIDENCE
     )
@@ -86,7 +77,7 @@ def render_card(card: Card, labels: Sequence[str], source: str | None) -> str:
 
 def render_tables(**content: Any) -> str:
     """Return the part after the cards: tables and dialogs."""
-    return _environment().get_template("tables.html.jinja").render(**content)
+    return load_templates(__package__).get_template("tables.html.jinja").render(**content)
 
 
 def render_tail() -> str:
@@ -139,22 +130,26 @@ def _breakable(text: str) -> object:
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def load_templates(package: str) -> jinja2.Environment:
+    """Return the templates of a package, which escape all texts, with filters for numbers and names."""
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(read_asset),
+        loader=jinja2.FunctionLoader(lambda name: files(package).joinpath(name).read_text(encoding="utf-8")),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["number"] = format_number
-    environment.filters["breakable"] = _breakable
-    environment.filters["visible"] = escape_unprintable
-    environment.filters["thousands"] = "{:,}".format
-    environment.filters["count"] = count_of
+    environment.filters |= {
+        "number": format_number,
+        "breakable": _breakable,
+        "visible": escape_unprintable,
+        "thousands": "{:,}".format,
+        "count": count_of,
+        "share": lambda value: "–" if value is None else f"{value:.0%}",
+    }
     return environment
 
 
@@ -163,12 +158,7 @@ class Thumbnail(bytes):
 
 
 def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
-    """Return an overlay without its legend as JPEG of about 480 x 640 pixels at most.
-
-    Args:
-        overlay: the overlay as an image or JPEG.
-        record: the overlay's record.
-    """
+    """Return an overlay without its legend as JPEG of about 480 x 640 pixels at most."""
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
     whole = image.size
     width, height = photograph_size(record.get("width", whole[0]), record.get("height", whole[1]))

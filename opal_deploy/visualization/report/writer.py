@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import BinaryIO, TextIO, cast
 
 from PIL import Image
@@ -66,7 +65,6 @@ class ReportWriter:
 
     Args:
         path: the report's file; its folder must exist. A hidden file beside it, `.<name>.*.part`, is used to write it.
-        title: the report's heading.
         facts: (name, value) pairs about the run: model, runtime, versions, ...
         limit: largest number of images, and of failures, that are shown; all are counted.
         field: the effective receptive field, which the page shows around cells on demand; None: not shown.
@@ -117,9 +115,7 @@ class ReportWriter:
     def __enter__(self) -> ReportWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.discard()
         elif self._open:
@@ -139,7 +135,6 @@ class ReportWriter:
         """Count a record and, up to the limit, show it.
 
         Args:
-            record: a record of any status.
             overlay: the record's overlay as an image, JPEG or thumbnail; None for a card without an image. Not used if
                 images are files.
 
@@ -176,14 +171,7 @@ class ReportWriter:
         self._lines.write(json.dumps([number, span, record], separators=(",", ":")).encode("ascii") + b"\n")
 
     def close(self, summary: Sequence[Fact] = ()) -> None:
-        """Write the report; after an error nothing remains of it.
-
-        Args:
-            summary: facts to list after `facts`.
-
-        Raises:
-            ValueError: the report is closed.
-        """
+        """Write the report; after an error nothing remains of it. Raise ValueError if the report is closed."""
         self._check_open()
         try:
             if self._block:
@@ -236,19 +224,11 @@ class ReportWriter:
             listed=CLASSES_LISTED,
             pages=-(-(self._cards + self._failed_cards) // PAGE_SIZE),
         )
-        yield json_script(
-            "config",
-            {
-                "labels": labels,
-                "colors": SLOT_COLORS,
-                "meanings": MEANINGS,
-                "no_evidence": NO_EVIDENCE,
-                "image_mode": self._image_mode,
-                "block": _BLOCK,
-                "page": PAGE_SIZE,
-                "typical": typical,
-            },
-        )
+        config = {
+            "labels": labels, "colors": SLOT_COLORS, "meanings": MEANINGS, "no_evidence": NO_EVIDENCE,
+            "image_mode": self._image_mode, "block": _BLOCK, "page": PAGE_SIZE, "typical": typical,
+        }  # fmt: skip
+        yield json_script("config", config)
         yield '<script type="application/json" id="index">['
         yield from _read_chunks(self._index)
         yield "]</script>\n"

@@ -36,14 +36,9 @@ class SlotView:
     """One slot of one class.
 
     Attributes:
-        slot: the slot, 0 ... m-1.
-        channel: the channel, `class_id * m + slot`.
         cell: (row, col) of the feature map.
         box: (x0, y0, x1, y1) of the cell, in pixels of the whole oriented image.
         field: (x0, y0, x1, y1) of the cell's effective receptive field; None if it was not measured.
-        score: the slot's score, in [0, 1].
-        contribution: the slot's contribution; None if the distance has none.
-        name: the slot's name; None if it has none.
         value: what the bar shows: the contribution, or the score if there is none.
         start, stop: ends of the bar as shares of the full bar, on one scale for both classes.
         shared: whether another slot of the class chose the same cell.
@@ -80,7 +75,6 @@ class ClassView:
     """One class and its evidence.
 
     Attributes:
-        class_id, label: the class and its name.
         logit: minus the distance to the class's anchor.
         cosine: <z, a_c>.
         slots: strongest first: by contribution to the cosine, else by score.
@@ -103,14 +97,12 @@ class ClassView:
 
     def describe_places(self) -> str:
         """Return a sentence on the number of cells that the slots chose."""
-        m = len(self.slots)
+        m, cells = len(self.slots), self.distinct_cells
         if m == 1:
             return "One slot, one cell."
-        if self.distinct_cells == 1:
+        if cells == 1:
             return f"All {m} slots chose the same cell."
-        if self.distinct_cells == m:
-            return f"{m} slots, each in its own cell."
-        return f"{m} slots in {self.distinct_cells} different cells."
+        return f"{m} slots, each in its own cell." if cells == m else f"{m} slots in {cells} different cells."
 
 
 @dataclass(frozen=True)
@@ -118,19 +110,14 @@ class SheetContent:
     """Everything on a sheet except pixels.
 
     Attributes:
-        image: the image's name in its record.
-        width, height: of the whole oriented image, in pixels.
         crop: (x0, y0, x1, y1) that the model saw, in pixels of the whole image.
         grid: (H, W) of the feature map.
-        distance: the head's distance.
         meaning: what the bars show.
-        predicted: the class with the largest logit.
         runner_up: the class with the second largest logit; None for a model with one class.
         margin: cosine of the predicted class minus that of the runner-up; None without a runner-up.
         min_margin: margin below which the model abstains; None: never.
         differences: contribution of the predicted class's k-th strongest slot minus that of the runner-up's, for each
             k; they add up to the margin. None unless contributions add up to cosines and the margin is positive.
-        label: the image's label; None if it is not known.
         correct: whether the predicted class is the label; None without a label, or if the model has no such class.
     """
 
@@ -242,23 +229,16 @@ class SheetContent:
         differences = self.round_differences()
         if differences:
             ranked = list(zip(differences, self.predicted.slots, strict=True))
-            favour = [(value, slot) for value, slot in ranked if value > 0]
-            against = [(value, slot) for value, slot in ranked if value < 0]
-            sentences.append(
-                f"In favour: {_list_slots(favour)}; against: {_list_slots(against)}; "
-                f"margin {format_number(self.margin)}."
-            )
+            favour, against = [each for each in ranked if each[0] > 0], [each for each in ranked if each[0] < 0]
+            margin = format_number(self.margin)
+            sentences.append(f"In favour: {_list_slots(favour)}; against: {_list_slots(against)}; margin {margin}.")
             largest = [(value, slot) for value, slot in favour if value == max(differences)]
             if len(favour) > 1 and len(largest) == 1:
                 value, slot = largest[0]
                 name = f" ({slot.name})" if slot.name else ""
                 sentences.append(f"Slot {slot.slot}{name} contributes most to the margin: {format_difference(value)}.")
         shared = len({slot.cell for slot in self.predicted.slots} & {slot.cell for slot in self.runner_up.slots})
-        if shared:
-            sentences.append(f"The two classes share {count_of(shared, 'cell')}.")
-        else:
-            sentences.append("The two classes share no cell.")
-        return sentences
+        return [*sentences, f"The two classes share {count_of(shared, 'cell') if shared else 'no cell'}."]
 
     def round_differences(self) -> list[int]:
         """Return the difference of each rank as it is printed, in thousandths; empty without differences.
@@ -338,11 +318,7 @@ def build_sheet_content(
     """Return the content of a sheet.
 
     Args:
-        image: name, geometry and label of the image.
-        outputs: the image's outputs, N = 1; with `attention` the sheet has attention maps.
-        metadata: the model's metadata.
         min_margin: margin below which the answer is marked as abstained; None: never.
-        names: names of slots.
 
     Raises:
         ValueError: the model's evidence is not `exact`.

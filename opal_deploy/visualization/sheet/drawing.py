@@ -64,21 +64,15 @@ def draw_class_boxes(
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
         size: (width, height) of the whole image.
-        view: the class.
-        bounds: (width, height) in pixels.
         largest: the contribution with the widest border; None: all borders are equal.
-        fields: draw effective receptive fields too.
     """
     drawn = enlarge(photograph, bounds)
     scale = (drawn.width / size[0], drawn.height / size[1])
+    slots = sorted(view.slots, key=lambda slot: slot.slot)
+    shares = [None if largest is None else max(0.0, slot.value / largest) for slot in slots]
     boxes = [
-        SlotBox(
-            slot.slot,
-            slot.box,
-            slot.field if fields else None,
-            None if largest is None else max(0.0, slot.value / largest),
-        )
-        for slot in sorted(view.slots, key=lambda slot: slot.slot)
+        SlotBox(slot.slot, slot.box, slot.field if fields else None, share)
+        for slot, share in zip(slots, shares, strict=True)
     ]
     draw_boxes(ImageDraw.Draw(drawn), boxes, scale, drawn.size)
     return drawn
@@ -98,9 +92,6 @@ def cut_context(
 
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
-        size: (width, height) of the whole image.
-        box: the cell.
-        field: the cell's effective receptive field.
         bounds: (width, height) in pixels.
 
     Returns:
@@ -173,14 +164,7 @@ Shape: TypeAlias = Rect | Text | Bitmap
 
 @dataclass(frozen=True)
 class Drawing:
-    """A laid-out sheet.
-
-    Attributes:
-        width, height: in pixels.
-        title: the sheet's name, for screen readers.
-        description: the sheet in words, for screen readers.
-        shapes: later shapes lie over earlier ones.
-    """
+    """A laid-out sheet."""
 
     width: int
     height: int

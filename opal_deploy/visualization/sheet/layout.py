@@ -76,10 +76,7 @@ def layout_sheet(
     """Return the drawing of one sheet.
 
     Args:
-        content: what to show; attention maps are shown if slots have them.
         photograph: the whole oriented image, RGB, or its `to_display`.
-        exemplars: patches of other images of the predicted class.
-        fields: draw effective receptive fields on the photographs.
 
     Raises:
         ValueError: the photograph has another size than the content.

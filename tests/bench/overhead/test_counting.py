@@ -1,7 +1,5 @@
 """Counters on real modules: closed forms, and that they respond to what is changed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ from opal_deploy.bench.overhead.counting import count_backbone, count_module, co
 from opal_deploy.errors import UsageError
 
 
-def on_meta(*modules: nn.Module) -> nn.Module:
+def on_meta(*modules):
     return nn.Sequential(*modules).eval().to("meta")
 
 
@@ -27,20 +25,18 @@ def on_meta(*modules: nn.Module) -> nn.Module:
     ],
     ids=["convolution", "grouped", "linear", "normalisation and activation"],
 )
-def test_small_modules_are_closed_forms(
-    modules: tuple[nn.Module, ...], shape: tuple[int, ...], params: int, macs: int, more: int
-) -> None:
+def test_small_modules_are_closed_forms(modules, shape, params, macs, more):
     counts = count_module(on_meta(*modules), shape)
     assert (counts.params, counts.macs, counts.paper) == (params, macs, macs + more)
     assert counts.flops == 2 * macs
 
 
 def test_counting_skips_what_is_frozen_prints_nothing_and_leaves_torch_as_it_was(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     relu, add = torch.nn.functional.relu, torch.Tensor.add
     module = on_meta(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1))
-    module[0].requires_grad_(False)  # type: ignore[index]
+    module[0].requires_grad_(False)
     assert count_module(module, (3, 4, 4)).params == 8 * 2 + 2
     count_paper_operations(on_meta(nn.Conv2d(3, 8, 1), nn.ReLU()), (3, 4, 4))
     assert tuple(capsys.readouterr()) == ("", "")
@@ -50,7 +46,7 @@ def test_counting_skips_what_is_frozen_prints_nothing_and_leaves_torch_as_it_was
         count_paper_operations(on_meta(nn.Conv2d(5, 8, 1)), (3, 4, 4), "wrong one")
 
 
-def test_resnet18_at_160x192_is_the_sum_of_its_convolutions() -> None:
+def test_resnet18_at_160x192_is_the_sum_of_its_convolutions():
     backbone = count_backbone("resnet18", (160, 192))
     height, width = 160 // 2, 192 // 2
     macs = height * width * 64 * 3 * 49

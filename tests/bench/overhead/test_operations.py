@@ -1,9 +1,5 @@
 """The table of the head's operations: closed forms, the authors' modules under their tool, and the graph as it runs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opal_deploy.bench.overhead.counting import (
     LINEAR_OPERATIONS,
     OPAL_OPERATIONS,
-    Operation,
     Shape,
     count_paper_operations,
     sum_operations,
@@ -33,21 +28,21 @@ OPAL = HeadConfig(prototypes_per_class=3)
 class Authors(nn.Module):
     """A head in the manner of the authors': modules, and the anchors as a matrix that distances are taken to."""
 
-    def __init__(self, shape: Shape, softmax: nn.Module) -> None:
+    def __init__(self, shape, softmax):
         super().__init__()
         prototypes = shape.letters["K"]
         self.projection = nn.Conv2d(shape.num_features, prototypes, 1)
         self.softmax, self.pooling = softmax, nn.AdaptiveMaxPool2d(1)
         self.register_buffer("anchors", torch.zeros(shape.num_classes, prototypes))
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features):
         scores = self.pooling(self.softmax(self.projection(features))).flatten(1)
         z = scores / (scores.norm(dim=1, keepdim=True) + 1e-8)
         return -torch.cdist(z, self.get_buffer("anchors"))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
-def test_both_heads_are_closed_forms_in_the_papers_convention(shape: Shape) -> None:
+def test_both_heads_are_closed_forms_in_the_papers_convention(shape):
     cells, features, classes = shape.grid[0] * shape.grid[1], shape.num_features, shape.num_classes
     prototypes = classes * shape.prototypes_per_class
     opal = sum_operations(OPAL_OPERATIONS, shape)
@@ -57,12 +52,12 @@ def test_both_heads_are_closed_forms_in_the_papers_convention(shape: Shape) -> N
 
 
 @pytest.mark.parametrize("softmax", [nn.Softmax(dim=1), nn.Softmax2d()], ids=["Softmax", "Softmax2d"])
-def test_the_papers_convention_is_what_ptflops_counts_for_modules_like_the_authors(softmax: nn.Module) -> None:
+def test_the_papers_convention_is_what_ptflops_counts_for_modules_like_the_authors(softmax):
     counted = count_paper_operations(Authors(SMALL, softmax).eval(), (SMALL.num_features, *SMALL.grid))
     assert counted == sum_operations(OPAL_OPERATIONS, SMALL).paper
 
 
-def test_a_dense_layers_bias_is_all_that_ptflops_adds_to_the_linear_head() -> None:
+def test_a_dense_layers_bias_is_all_that_ptflops_adds_to_the_linear_head():
     expected = sum_operations(LINEAR_OPERATIONS, SMALL).paper
     for bias, extra in ((False, 0), (True, SMALL.num_classes)):
         dense = nn.Linear(SMALL.num_features, SMALL.num_classes, bias=bias)
@@ -73,9 +68,7 @@ def test_a_dense_layers_bias_is_all_that_ptflops_adds_to_the_linear_head() -> No
 @pytest.mark.parametrize(
     ("head", "operations"), [(OPAL, OPAL_OPERATIONS), (LINEAR_BASELINE, LINEAR_OPERATIONS)], ids=["opal", "linear"]
 )
-def test_counts_are_those_of_the_real_modules_and_of_every_operation_that_runs(
-    head: HeadConfig, operations: tuple[Operation, ...]
-) -> None:
+def test_counts_are_those_of_the_real_modules_and_of_every_operation_that_runs(head, operations):
     with torch.device("meta"):
         module = OpalHead(SMALL.num_features, SMALL.num_classes, head).eval()
     counts = sum_operations(operations, SMALL)
@@ -85,12 +78,6 @@ def test_counts_are_those_of_the_real_modules_and_of_every_operation_that_runs(
     assert counts.flops == 2 * counts.macs
 
 
-def test_the_graph_answers_with_fewer_operations_than_the_authors_where_evidence_is_left_out() -> None:
-    rows = [row for row in OPAL_OPERATIONS if not row.name.startswith("evidence")]
-    counts = sum_operations(rows, SHAPES["the paper's"])
-    assert counts.graph < counts.paper
-
-
 # they move, cast or make values, and compute none
 _MOVES = {
     "view", "_unsafe_view", "reshape", "transpose", "t", "permute", "unsqueeze", "unflatten", "slice", "select",
@@ -98,12 +85,12 @@ _MOVES = {
 }  # fmt: skip
 
 
-def _operations_run(head: HeadConfig) -> int:
+def _operations_run(head):
     """Of `explain` on one image: for each operation the elements that go in or come out, whichever is more."""
     total = 0
 
-    class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal total
             result = func(*args, **(kwargs or {}))
             name = func.overloadpacket.__name__
@@ -120,6 +107,6 @@ def _operations_run(head: HeadConfig) -> int:
 
     module = OpalHead(SMALL.num_features, SMALL.num_classes, head).eval()
     features = torch.rand(1, SMALL.num_features, *SMALL.grid)
-    with torch.no_grad(), Counter():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), Counter():
         module.explain(module.project(features))
     return total

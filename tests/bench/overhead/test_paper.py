@@ -1,7 +1,5 @@
 """The table against the paper's figures, and that the comparison can fail."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from decimal import Decimal
 
@@ -10,25 +8,24 @@ import pytest
 from opal_deploy.bench.options import OverheadOptions
 from opal_deploy.bench.overhead import paper as papers
 from opal_deploy.bench.overhead.paper import (
-    PaperTable,
     compare_with_paper,
     format_comparison,
     format_like,
     load_paper,
     require_agreement,
 )
-from opal_deploy.bench.overhead.table import Row, count_rows, summarise
+from opal_deploy.bench.overhead.table import count_rows, summarise
 from opal_deploy.errors import VerificationError
 
 # one of each family; all nine are `slow`
 THREE = ("resnet50", "efficientnet_v2_s", "convnext_tiny")
 
 
-def make(paper: PaperTable) -> list[Row]:
+def make(paper):
     return count_rows(paper.backbones, paper.datasets.items(), paper.prototypes_per_class, paper.input_size)
 
 
-def read_reduced() -> PaperTable:
+def read_reduced():
     """Three backbones of the paper's; the percentages of its text are over all nine."""
     paper = load_paper()
     cells, disputed = (
@@ -38,7 +35,7 @@ def read_reduced() -> PaperTable:
     return replace(paper, backbones=THREE, cells=cells, disputed=disputed)
 
 
-def read_altered(cell: str, text: str) -> PaperTable:
+def read_altered(cell, text):
     """The three backbones with one figure replaced."""
     paper = read_reduced()
     assert cell in paper.cells
@@ -46,11 +43,11 @@ def read_altered(cell: str, text: str) -> PaperTable:
 
 
 @pytest.fixture(scope="module")
-def table() -> list[Row]:
+def table():
     return make(read_reduced())
 
 
-def test_every_cell_agrees_but_the_one_known(table: list[Row]) -> None:
+def test_every_cell_agrees_but_the_one_known(table):
     cells = compare_with_paper(table, read_reduced())
     assert len(cells) == 3 * (2 + 5 * 4)
     assert [cell.name for cell in cells if not cell.agrees] == ["efficientnet_v2_s.gflops"]
@@ -64,7 +61,7 @@ def test_every_cell_agrees_but_the_one_known(table: list[Row]) -> None:
 
 
 @pytest.mark.slow
-def test_all_nine_with_the_percentages_of_the_text() -> None:
+def test_all_nine_with_the_percentages_of_the_text():
     paper = load_paper()
     table = make(paper)
     cells = compare_with_paper(table, paper)
@@ -92,7 +89,7 @@ def test_all_nine_with_the_percentages_of_the_text() -> None:
         ("efficientnet_v2_s.gflops", "2.89", "NO LONGER A DISCREPANCY"),
     ],
 )
-def test_an_altered_figure_fails(table: list[Row], cell: str, text: str, line: str) -> None:
+def test_an_altered_figure_fails(table, cell, text, line):
     cells = compare_with_paper(table, read_altered(cell, text))
     assert [each.name for each in cells if not each.is_expected] == [cell]
     with pytest.raises(VerificationError, match=f"1 of 66 figures .*: {cell};") as caught:
@@ -101,16 +98,14 @@ def test_an_altered_figure_fails(table: list[Row], cell: str, text: str, line: s
     assert any(each.startswith(f"{line}: {cell}: printed") for each in format_comparison(cells))
 
 
-def test_a_bound_holds_below_it_only(table: list[Row]) -> None:
+def test_a_bound_holds_below_it_only(table):
     largest = summarise(table)["linear_paper"].largest
     for bound, agrees in ((f"{largest + 0.001:.3f}", True), (f"{largest - 0.001:.3f}", False)):
         cells = compare_with_paper(table, replace(read_reduced(), cells={"percentages.linear_gflops_below": bound}))
         assert [cell.agrees for cell in cells] == [agrees]
 
 
-def test_the_command_fails_with_the_comparison(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_fails_with_the_comparison(monkeypatch, capsys):
     from opal_deploy.cli.bench import overhead
 
     altered = read_altered("resnet50.params", "23.6M")
@@ -120,7 +115,7 @@ def test_the_command_fails_with_the_comparison(
     assert "DIFFERS: resnet50.params: printed 23.6M, counted 23.5M" in capsys.readouterr().err
 
 
-def test_digits_are_those_printed() -> None:
+def test_digits_are_those_printed():
     for value, printed, expected in (
         ("409800", "401.6k", "409.8k"),
         ("4130187264e-9", "4.14", "4.13"),

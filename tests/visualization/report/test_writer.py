@@ -1,5 +1,4 @@
 import base64
-import hashlib
 import io
 import json
 import random
@@ -20,23 +19,12 @@ SIZE = (200, 200)
 BAD = error_record("bad.jpg", "truncated_image", "cut short")
 
 
-class Elements(HTMLParser):
-    """The elements of a page with their attributes, and its text."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.elements = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data):
-        self.text += data
-
-    def values(self, *names):
-        return [value or "" for _, each in self.elements for name, value in each.items() if name in names]
+def text_of(page):
+    """Return the text of a page, as a reader without styles sees it."""
+    parser, found = HTMLParser(), []
+    parser.handle_data = found.append
+    parser.feed(page)
+    return "".join(found)
 
 
 @pytest.fixture
@@ -47,36 +35,14 @@ def write(write_report):
 def test_hostile_names_labels_and_messages_stay_text_on_a_self_contained_page(write, make_record):
     record = make_record(SIZE, image=HOSTILE, labels=(HOSTILE, HOSTILE))
     entries = [(record, draw_overlay(Image.new("RGB", SIZE), record)), error_record(HOSTILE, HOSTILE, HOSTILE)]
-    text = write(entries, [(HOSTILE, HOSTILE)], title=HOSTILE, facts=[(HOSTILE, HOSTILE)])
-    page = Elements(text)
-    tags = [tag for tag, _ in page.elements]
-    assert [each.get("id") for tag, each in page.elements if tag == "script"] == ["config", "index", "d0", None]
-    assert tags.count("img") == tags.count("h1") == 1
-    assert not [name for _, each in page.elements for name in each if name.startswith("on")]
-    assert "<script>alert(1)</script>\"'&\\n\\udcff</title>" in page.text
-    links = page.values("src", "href", "srcset", "data", "action")
+    page = write(entries, [(HOSTILE, HOSTILE)], title=HOSTILE, facts=[(HOSTILE, HOSTILE)])
+    # what the browser makes of it is the subject of test_browser.py
+    assert (page.count("<script"), page.count("<img"), page.count("<h1")) == (4, 1, 1)
+    assert "<script>alert(1)</script>\"'&\\n\\udcff</title>" in text_of(page)
+    links = re.findall(r' (?:src|href|srcset|data|action)="([^"]*)"', page)
     assert links
     assert all(link.startswith(("data:image/jpeg;base64,", "#")) for link in links)
-    assert "url(" not in text
-    assert "@import" not in text
-    assert page.values("lang") == ["en"]
-    assert any("with evidence boxes; predicted" in alt for alt in page.values("alt"))
-
-
-@pytest.mark.parametrize(("image_mode", "sources"), [("embed", "data:"), ("files", "'self' file:")])
-def test_the_policy_allows_one_script_and_its_styles_by_their_digests(write, make_record, image_mode, sources):
-    page = write([(make_record(SIZE), Image.new("RGB", SIZE))], image_mode=image_mode)
-
-    def digest(text):
-        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    styles = " ".join(map(digest, re.findall(r"<style>(.*?)</style>", page, re.DOTALL)))
-    (policy,) = [value for value in Elements(page).values("content") if "default-src" in value]
-    assert policy == (
-        f"default-src 'none'; img-src {sources}; script-src {digest(script)}; style-src {styles}; "
-        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
-    )
+    assert not re.search(r"url\(|@import", page)
 
 
 def test_nothing_from_outside_can_end_a_block_of_data():
@@ -93,7 +59,7 @@ def test_counts_are_those_of_the_records(write, make_record):
     page = write(records, [("Took", "2 s")], facts=[("Model", "ckpt.onnx")])
     tiles = re.findall(r"<b>([\d,]+)</b><span>(\w+)</span>", page)
     assert tiles == [("6", "images"), ("3", "answered"), ("1", "abstained"), ("2", "failed")]
-    text = Elements(page).text
+    text = text_of(page)
     for part in ("1 class in 4 answers", "truncated_image 2", "cut short y"):
         assert part in text
     assert text.index("About this run") < text.index("ckpt.onnx") < text.index("Took")
@@ -110,8 +76,8 @@ def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_p
             report.add(record, None)
         for i in range(5):
             report.add({**BAD, "image": f"bad{i}.jpg"}, None)
-    page = Elements((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert [tag for tag, _ in page.elements].count("article") == 4, "two images, two failures"
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("<article") == 4, "two images, two failures"
     assert fullness[:3] == [False, False, True]
     for part in (
         "Showing the first 2 of 1,500 answered images; results.jsonl has all.",
@@ -119,9 +85,9 @@ def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_p
         "kind 29",
         "10 more classes not listed.",
     ):
-        assert part in page.text
-    assert "bad2.jpg" not in page.text
-    assert "kind 30" not in page.text
+        assert part in text_of(page)
+    assert "bad2.jpg" not in page
+    assert "kind 30" not in text_of(page)
 
 
 def measure_growth(report, entries):
@@ -141,13 +107,12 @@ def test_memory_does_not_grow_with_the_run(tmp_path, make_record):
         assert measure_growth(report, pair * 5000) < 50_000
 
 
-@pytest.mark.parametrize("first", [0.9, 0.1], ids=["ever less certain", "ever more certain"])
-def test_cards_wait_on_disk_not_in_memory(tmp_path, make_record, first):
+def test_cards_wait_on_disk_not_in_memory(tmp_path, make_record):
     record = make_record((480, 480))
     thumbnail = make_thumbnail(Image.effect_noise((480, 480), 90).convert("RGB"), record)
     with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as report:
         report.add(record, thumbnail)
-        entries = (({**record, "margin": abs(first - i / 1000)}, thumbnail) for i in range(100))
+        entries = (({**record, "margin": i / 1000}, thumbnail) for i in range(100))
         assert measure_growth(report, entries) < 400_000
     assert (tmp_path / "report.html").stat().st_size > 100 * 50_000
 
@@ -216,7 +181,7 @@ def test_labels_are_set_against_classes(write, make_record):
     page = write([*records, make_record(SIZE)])
     cells = re.findall(r'<td class="(\w+) s\d" data-label="(\w+)" data-class="(\w+)">(\d+)</td>', page)
     assert [" ".join(cell) for cell in cells] == ["agrees a a 2", "differs a b 1", "agrees b b 1", "differs other b 1"]
-    assert "Accuracy: 3 of 5 (60 %)" in Elements(page).text
+    assert "Accuracy: 3 of 5 (60 %)" in text_of(page)
 
 
 def test_many_classes_have_a_list_of_confusions(write, make_record):
@@ -226,7 +191,7 @@ def test_many_classes_have_a_list_of_confusions(write, make_record):
     rows = re.findall(r'data-label="([^"]+)" data-class="([^"]+)">(\d+)<', page)
     assert rows[0] == ("kind 43", "kind 42", "2")
     assert len(rows) == 60
-    assert "40 more pairs not listed." in Elements(page).text
+    assert "40 more pairs not listed." in text_of(page)
 
 
 def test_slots_have_their_names_and_a_run_without_labels_no_filter_for_them(write, make_record):
@@ -262,9 +227,9 @@ def test_a_report_appears_when_it_is_closed_and_takes_no_more(tmp_path, make_rec
 
 
 def test_a_page_of_no_images_and_one_of_a_model_without_evidence_say_so(write, answer_without_evidence):
-    assert "No image was answered." in Elements(write([])).text
+    assert "No image was answered." in text_of(write([]))
     overlay = draw_overlay(Image.new("RGB", SIZE), answer_without_evidence)
-    text = Elements(write([(answer_without_evidence, overlay)])).text
+    text = text_of(write([(answer_without_evidence, overlay)]))
     assert "No evidence boxes" in text
     assert "logit" in text
 
