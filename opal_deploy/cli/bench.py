@@ -24,12 +24,12 @@ from opal_deploy.bench.options import (
 from opal_deploy.cli.console import Advance, print_json, print_json_line, print_message, progress
 from opal_deploy.cli.options import expand_options
 from opal_deploy.errors import UsageError, require
-from opal_deploy.inference.types import InputImage
 
 if TYPE_CHECKING:
     from opal_deploy.bench.diff import MeasurementDiff, Verdict
     from opal_deploy.bench.measurement import Measurement
     from opal_deploy.bench.targets import LoadedTarget
+    from opal_deploy.inference.types import InputImage
 
 Files = Annotated[list[Path], typer.Argument(help="Files that `opal-deploy bench` wrote with --out, or folders.")]
 # of each list but the regressions; --json has all

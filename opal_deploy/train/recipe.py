@@ -1,8 +1,8 @@
 """The options of a training run, and recipes: TOML files that hold them. Plain data; imports no torch.
 
-    [data]      partition, skip_missing, dataset
+    [data]      dataset, partition, skip_missing
     [model]     backbone, weights, input_size, stride, keep_layers
-    [head]      kind, prototypes_per_class, distance, pooling, cws, projection, anchors, epsilon
+    [head]      kind, projection, cws, pooling, anchors, prototypes_per_class, distance, epsilon
     [training]  epochs, batch_size, lr, schedule, agreement, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
@@ -16,7 +16,8 @@ import tomllib
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from opal_deploy.errors import UsageError, require
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, require_stride
@@ -37,24 +38,6 @@ MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_ever
 # options that may differ between a run and its continuation
 CHANGEABLE_ON_RESUME = ("epochs", *MACHINE_OPTIONS)
 
-_MODEL: dict[str, type] = {
-    "backbone": str, "weights": str, "input_size": list, "stride": int, "keep_layers": bool,
-}  # fmt: skip
-_HEAD = {
-    "kind": str, "prototypes_per_class": int, "distance": str, "pooling": str,
-    "cws": bool, "projection": bool, "anchors": bool, "epsilon": float,
-}  # fmt: skip
-_TRAINING = {
-    "epochs": int, "batch_size": int, "lr": float, "schedule": str, "agreement": float, "augment": str, "seed": int,
-    "precision": str, "tf32": bool,
-}  # fmt: skip
-_MACHINE = {
-    "device": str, "workers": int, "compile": bool, "cache_megabytes": int, "save_every": int, "tensorboard": bool,
-}  # fmt: skip
-_DATA = {"partition": int, "skip_missing": bool, "dataset": str}
-SECTIONS: dict[str, dict[str, type]] = {
-    "data": _DATA, "model": _MODEL, "head": _HEAD, "training": _TRAINING, "machine": _MACHINE,
-}  # fmt: skip
 _CHOICES = {"kind": get_args(HeadKind)}
 _TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 
@@ -154,6 +137,31 @@ class Recipe:
         return tomli_w.dumps(sections)
 
 
+def _toml_types(options: type) -> dict[str, type]:
+    """Return the type in TOML of each field: that of a Literal is str, that of a tuple list."""
+    types = {}
+    for name, hint in get_type_hints(options).items():
+        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        (kind,) = (part for part in parts if part is not NoneType)
+        types[name] = {Literal: str, tuple: list}.get(get_origin(kind), kind)
+    return types
+
+
+def _sections() -> dict[str, dict[str, type]]:
+    data, options = _toml_types(Recipe), _toml_types(TrainOptions)
+    del data["options"], options["head"]
+    model = {name: options.pop(name) for name in ("backbone", "weights", "input_size", "stride", "keep_layers")}
+    machine = {name: options.pop(name) for name in MACHINE_OPTIONS}
+    head = {"kind": str, **_toml_types(HeadConfig)}
+    # that is a kind
+    del head["plain"]
+    return {"data": data, "model": model, "head": head, "training": options, "machine": machine}
+
+
+# the sections of a recipe, with the type of each key
+SECTIONS = _sections()
+
+
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with the package."""
     folder = resources.files("opal_deploy.train") / "recipes"
@@ -180,7 +188,7 @@ def load_recipe(name: str) -> Sections:
             raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
     try:
         raw = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"recipe {origin}: not TOML ({error})") from None
     problems = _find_problems(raw)
     if problems:

@@ -206,7 +206,7 @@ def test_the_network_can_be_left_out(items):
 @pytest.fixture
 def bench(opal, exact_model, items):
     def run(*arguments, model=exact_model):
-        folder = items[0].path.parent
+        folder = items[0].source.parent
         options = ["--repeats", "2", "--threads", "1", "--json", *arguments]
         return opal("bench", "pipeline", folder, "--model", model, *options)
 

@@ -95,7 +95,7 @@ def read_reply(connection: socket.socket) -> Reply:
 
 def post(path: str, body: bytes = b"", *, length: int | None = None, **headers: str) -> bytes:
     """Return a POST; `length` is what its Content-Length claims, the body's own length by default."""
-    lines = [f"POST {path} HTTP/1.1", "Host: load", f"Content-Length: {len(body) if length is None else length}"]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body) if length is None else length}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
 
@@ -137,7 +137,7 @@ def _too_long(model: str) -> Iterator[bytes | float]:
 
 
 def _too_long_in_chunks(model: str) -> Iterator[bytes | float]:
-    yield b"POST /explain HTTP/1.1\r\nHost: load\r\nTransfer-Encoding: chunked\r\n\r\n"
+    yield b"POST /explain HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     for _ in range(64):
         yield b"100000\r\n" + bytes(MIB) + b"\r\n"
 
@@ -189,7 +189,7 @@ _ONCE: dict[str, Callable[[str], bytes]] = {
     "no HTTP": lambda model: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n",
     "huge head": lambda model: post("/explain", X_Long="x" * 200_000),
     "no such model": lambda model: _infer("x/../..", *build_infer(b"x")),
-    "wrong method": lambda model: b"DELETE /explain HTTP/1.1\r\nHost: load\r\n\r\n",
+    "wrong method": lambda model: b"DELETE /explain HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "no JSON": lambda model: post(infer_path(model), b"{]"),
     "deep JSON": lambda model: post(infer_path(model), _DEEP),
     "JSON longer than body": lambda model: _infer(model, b"{}", 99),

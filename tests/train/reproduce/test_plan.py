@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.logs import no_log, no_progress
+from opal_deploy.logs import no_progress
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train.recipe import TrainOptions, load_recipe, resolve_recipe
 from opal_deploy.train.reproduce import render
@@ -120,7 +120,7 @@ def test_a_finished_run_of_other_options_is_refused(tmp_path):
     for run in plan.runs:
         _finish(replace(run, options=replace(run.options, epochs=1, lr=0.1)), test_accuracy=0.5)
     with pytest.raises(UsageError, match=r"a finished run with other options: epochs was 1 and is 30; lr was 0\.1 and"):
-        run_plan(plan, {}, progress=no_progress, log=no_log)
+        run_plan(plan, {}, progress=no_progress, log=lambda line: None)
 
 
 def test_a_damaged_summary_is_named(tmp_path):
