@@ -264,7 +264,8 @@ def test_a_client_that_leaves_costs_no_work(serving):
         assert begun.wait(30)
         data = picture()
         with socket.create_connection(("127.0.0.1", int(running.host.split(":")[1])), 10) as client:
-            client.sendall(b"POST /explain HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
+            head = b"POST /explain HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(data)
+            client.sendall(head + data)
             wait_until(lambda: running.state.models[0].service.in_flight == 2)
         wait_until(lambda: running.state.admission.requests == 1)
         hold.set()
