@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -35,6 +34,8 @@ from opal_deploy.preprocess.resize import display_size
 # decoded at a time, on average per worker: two photographs of an ordinary camera pass side by side, larger ones wait. A
 # pixel takes four bytes, eight during conversion
 PIXELS_PER_WORKER = 25_000_000
+# bytes of a file that waits in memory, or is inflated there, which the same limit counts
+_LARGE_FILE = 1 << 20
 # images per message; workers share a batch if that leaves groups worth sending
 MAX_GROUP, _SHARED_BY = 16, 4
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -71,8 +72,8 @@ class DecoderPool:
             options.workers, "decode", initializer=timer.register_thread, initargs=("decoders",)
         )
         self._budget = FairSemaphore(PIXELS_PER_WORKER * options.workers)
-        # of waiting frames, which another process decoded
-        self._frames = FairSemaphore(PIXELS_PER_WORKER * options.workers)
+        # of waiting frames, which another process decoded, and of large files in memory and in archives
+        self._held = FairSemaphore(PIXELS_PER_WORKER * options.workers)
         self._processes: ProcessPool | None = None
         if (layout := self._slots.layout) is not None:
             # no worker needs the names
@@ -96,12 +97,12 @@ class DecoderPool:
         start = 0
         for image in images:
             stop = batch.add(image)
-            pixels = _count_frame_pixels(image)
+            pixels = _count_held_pixels(image)
             if pixels or stop - start == self._group:
-                # a frame is in memory already: those after it wait for room
-                self._submit_rows(batch, start, stop, self._frames.acquire(pixels) if pixels else 0)
+                # it is in memory already: those after it wait for room
+                self._submit_rows(batch, start, stop, self._held.acquire(pixels) if pixels else 0)
                 start = stop
-            # the last frame must not stay in memory until the next one arrives
+            # the last one must not stay in memory until the next one arrives
             del image
         self._submit_rows(batch, start, len(batch.inputs), 0)
         batch.close()
@@ -113,7 +114,7 @@ class DecoderPool:
         work = self._threads.submit(self._prepare_group, batch, start, stop)
 
         def finish(done: Future[None]) -> None:
-            self._frames.release(held)
+            self._held.release(held)
             # dropped before it began: nothing else would end the future
             if done.cancelled():
                 batch.future.cancel()
@@ -157,18 +158,14 @@ class DecoderPool:
         image, out = batch.inputs[row], batch.pixels[row]
         with self._budget.lease() as claim:
             prepared = prepare(image, self._input_size, self._options, self._timer, claim, out)
-        if not _count_frame_pixels(image):
-            return prepared
-        # the frame's pixels are no longer needed, and those of a batch may be gigabytes
-        batch.inputs[row] = replace(image, source=b"")
-        return replace(prepared, input=batch.inputs[row])
+        return replace(prepared, input=batch.drop_source(row))
 
     def _prepare_isolated(self, processes: ProcessPool, batch: _Batch, rows: list[int]) -> None:
         messages = []
         for row in rows:
             image = batch.inputs[row]
             # a path is pickled in a fraction of the time as text
-            source = os.fspath(image.source) if isinstance(image.source, Path) else image.source
+            source = os.fspath(image.source) if isinstance(image.source, os.PathLike) else image.source
             messages.append((InputImage(None, source, image.crop, drawn=image.drawn), batch.slot, row))
 
         def read(process: WorkerProcess, header: dict[str, Any], position: int) -> Prepared:
@@ -179,7 +176,7 @@ class DecoderPool:
         for row, answer in zip(rows, answers, strict=True):
             if not isinstance(answer, Prepared):
                 answer = Prepared(batch.inputs[row], error=self._build_error(answer))
-            batch.images[row] = answer
+            batch.images[row] = replace(answer, input=batch.drop_source(row))
 
     def _build_error(self, failure: WorkerCrashed | WorkerTimeout) -> ImageError:
         if isinstance(failure, WorkerCrashed):
@@ -270,6 +267,13 @@ class _Batch:
         self.inputs.append(image)
         return len(self.inputs)
 
+    def drop_source(self, row: int) -> InputImage:
+        """Return an image that was prepared, without a large source: those of a batch may be gigabytes."""
+        image = self.inputs[row]
+        if _count_held_pixels(image):
+            self.inputs[row] = image = replace(image, source=b"")
+        return image
+
     def close(self) -> None:
         """End the batch with the images that it has."""
         self._count_done(1)
@@ -304,12 +308,16 @@ def group_size(rows: int, workers: int) -> int:
     return max(1, min(MAX_GROUP, rows // min(workers, _SHARED_BY)))
 
 
-def _count_frame_pixels(image: InputImage) -> int:
-    """Return the number of pixels of a video frame, which is in memory; 0 for every other image."""
-    if image.frame is None or not isinstance(image.source, np.ndarray):
-        return 0
-    height, width, *_ = image.source.shape
-    return int(height * width)
+def _count_held_pixels(image: InputImage) -> int:
+    """Return how much memory or disk an image takes before it is decoded, in pixels; 0 for most images.
+
+    A frame of a video takes its pixels; a large file in memory or in an archive, four bytes for a pixel.
+    """
+    if isinstance(image.source, np.ndarray):
+        height, width, *_ = image.source.shape
+        return 0 if image.frame is None else int(height * width)
+    size = len(image.source) if isinstance(image.source, bytes) else getattr(image.source, "size", 0)
+    return size // 4 if isinstance(size, int) and size > _LARGE_FILE else 0
 
 
 def _has_decoder(image: InputImage) -> bool:

@@ -11,9 +11,11 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from tempfile import TemporaryFile
+from typing import IO, BinaryIO, NamedTuple, cast
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources.items import Skipped, is_image_name
@@ -27,6 +29,9 @@ _LOCAL_HEADER = struct.Struct("<4s2xHH4xLLLHH")
 LOCAL_SIGNATURE = b"PK\x03\x04"
 # a request covers the header and an ordinary name and extra field; a longer member takes two requests
 _HEADER_SLACK, _MAX_AHEAD = 1024, 64 << 20
+# larger images wait in a temporary file for their decoder
+MAX_HELD = 16 << 20
+_CHUNK = 1 << 18
 
 
 def open_archive(
@@ -100,32 +105,54 @@ class ByteRange:
     crc: int | None = None
 
     def open(self) -> BinaryIO:
-        """Return the checked bytes as a stream in memory; raise ImageError or OSError if that is impossible."""
+        """Return the checked bytes as a stream, in memory or in a temporary file if they are many.
+
+        Raises:
+            ImageError: they are damaged, or the archive has changed. OSError: they cannot be read or kept.
+        """
         # one request gets the header and all bytes of a zip's member
         ahead = self.length + _HEADER_SLACK if self.zipped else 1
-        with open_archive(self.path, self.fingerprint, min(ahead, _MAX_AHEAD)) as stream:
-            stream.seek(self.offset + (self._header_length(stream) if self.zipped else 0))
-            data = stream.read(self.length)
-        if len(data) < self.length:
-            raise ImageError("truncated_image", "the archive ends inside it")
-        if self.deflated:
-            data = self._inflate(data)
-        if len(data) != self.size or (self.crc is not None and zlib.crc32(data) != self.crc):
-            raise ImageError("corrupt_image", "its bytes do not have the size and the checksum in the archive")
-        return io.BytesIO(data)
+        size = crc = 0
+        with ExitStack() as stack:
+            kept = io.BytesIO() if self.size <= MAX_HELD else TemporaryFile()  # noqa: SIM115 (on the stack)
+            target: IO[bytes] = stack.enter_context(kept)
+            with open_archive(self.path, self.fingerprint, min(ahead, _MAX_AHEAD)) as stream:
+                stream.seek(self.offset + (self._header_length(stream) if self.zipped else 0))
+                for piece in self._read_pieces(stream):
+                    size, crc = size + len(piece), zlib.crc32(piece, crc)
+                    if size > self.size:
+                        break
+                    target.write(piece)
+            if size != self.size or (self.crc is not None and crc != self.crc):
+                raise ImageError("corrupt_image", "its bytes do not have the size and the checksum in the archive")
+            target.seek(0)
+            stack.pop_all()
+        return cast(BinaryIO, target)
+
+    def _read_pieces(self, stream: BinaryIO) -> Iterator[bytes]:
+        """Yield the bytes, inflated, in pieces of bounded size."""
+        remaining = self.length
+        inflater = zlib.decompressobj(-zlib.MAX_WBITS) if self.deflated else None
+        while remaining:
+            data = stream.read(min(_CHUNK, remaining))
+            if not data:
+                raise ImageError("truncated_image", "the archive ends inside it")
+            remaining -= len(data)
+            if inflater is None:
+                yield data
+                continue
+            while data:
+                try:
+                    yield inflater.decompress(data, _CHUNK)
+                except zlib.error as error:
+                    raise ImageError("corrupt_image", f"it cannot be inflated: {error}") from None
+                data = inflater.unconsumed_tail
 
     def _header_length(self, stream: BinaryIO) -> int:
         header = ZipLocalHeader.read(stream, self.offset)
         if header is None:
             raise ImageError("corrupt_image", "the archive has no member where its directory says")
         return header.length
-
-    def _inflate(self, data: bytes) -> bytes:
-        try:
-            # at most one byte more than stated: only the stated size was compared with the limit
-            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, self.size + 1)
-        except zlib.error as error:
-            raise ImageError("corrupt_image", f"it cannot be inflated: {error}") from None
 
 
 # 100 megapixels of 16-bit RGB fit

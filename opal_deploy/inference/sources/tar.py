@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
+import os
+import sys
 import tarfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, BinaryIO, NamedTuple, TypeAlias, cast
+from tempfile import TemporaryFile, gettempdir
+from typing import IO, TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias, cast
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources import members
 from opal_deploy.inference.sources.items import Skipped, is_image_name
 from opal_deploy.inference.sources.members import (
+    MAX_HELD,
     ArchiveError,
     ByteRange,
     Link,
@@ -37,14 +42,113 @@ from opal_deploy.preprocess.decode import Source
 from opal_deploy.records.names import escape_name
 from opal_deploy.storage.files import FileFingerprint
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 Decompressor = Callable[[BinaryIO], object]
-DECOMPRESSORS: tuple[Decompressor, ...] = (gzip.open, bz2.open, lzma.open)
+# for an xz stream's dictionary: xz -9 needs 65 MiB, and a header may claim 4 GiB
+_XZ_MEMORY = 256 << 20
 # bytes in a header for a long name or attributes
 _MAX_TAR_HEADER = 1 << 20
 # bytes of linked images in a compressed tar
 _MAX_LINKED = 1 << 30
 
 _CHUNK = 1 << 20
+
+
+class _XzReader(io.RawIOBase):
+    """The decompressed bytes of an xz file, in bounded memory, which `lzma.open` does not offer."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._restart()
+
+    def _restart(self) -> None:
+        self._file.seek(0)
+        self._position = 0
+        self._decompressor: lzma.LZMADecompressor | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_SET:
+            raise io.UnsupportedOperation("seeks from the beginning only")
+        if offset < self._position:
+            self._restart()
+        while self._position < offset and self.read(min(_CHUNK, offset - self._position)):
+            pass
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        data = b""
+        while not data:
+            decompressor, packed = self._decompressor, b""
+            if decompressor is None or decompressor.eof:
+                # zeros may stand between streams
+                packed = (b"" if decompressor is None else decompressor.unused_data).lstrip(b"\0")
+                while not packed and (chunk := self._file.read(_CHUNK)):
+                    packed = chunk if decompressor is None else chunk.lstrip(b"\0")
+                if not packed:
+                    return 0
+                decompressor = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
+            elif decompressor.needs_input and not (packed := self._file.read(_CHUNK)):
+                raise EOFError("it ends inside an xz stream")
+            data = decompressor.decompress(packed, len(view))
+            self._decompressor = decompressor
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def _open_xz(file: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_XzReader(file)))
+
+
+DECOMPRESSORS: tuple[Decompressor, ...] = (gzip.open, bz2.open, _open_xz)
+
+
+class SpooledMember:
+    """A large image of a compressed tar, in a temporary file of Linux, which also a killed process leaves no trace of.
+
+    Pickled, for another machine, it is the image's bytes; a process of this machine opens it by its path.
+    """
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        """Copy `size` bytes of a stream; raise OSError without room for them."""
+        self.size = size
+        with TemporaryFile() as file:
+            _copy(stream, file, size)
+            file.flush()
+            # open for as long as somebody needs the image
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __fspath__(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
+        return bytes, (Path(self).read_bytes(),)
+
+    def open(self) -> BinaryIO:
+        """Open the image."""
+        return open(os.fspath(self), "rb")
+
+
+def _copy(stream: BinaryIO, target: IO[bytes], size: int) -> None:
+    """Copy bytes from one stream to another; raise EOFError if there are fewer than `size`."""
+    while size and (chunk := stream.read(min(_CHUNK, size))):
+        target.write(chunk)
+        size -= len(chunk)
+    if size:
+        raise EOFError
 
 
 class _HeaderReader:
@@ -74,7 +178,11 @@ def is_tar(stream: BinaryIO, decompress: Decompressor | None) -> bool:
         _open_tar(_HeaderReader(_decompressed(stream, decompress)))
     except ImageError:
         raise
-    except Exception:  # parsers and decompressors raise nearly anything for other files
+    except Exception as error:  # parsers and decompressors raise nearly anything for other files
+        if isinstance(error, lzma.LZMAError) and "limit" in str(error):
+            raise ArchiveError(
+                f"to decompress it takes more than {_XZ_MEMORY >> 20} MiB of memory; pack it again with xz -9 or less"
+            ) from None
         return False
     return True
 
@@ -158,7 +266,7 @@ def read_tar(
             if link is None:
                 content = _locate(archive, member, fingerprint)
                 if decompress is not None and isinstance(content, ByteRange):
-                    content = _read_member(stream, member)
+                    content = _hold_member(stream, member)
             else:
                 if targets is None:
                     spool = None if decompress is None else stack.enter_context(TemporaryFile())
@@ -232,6 +340,8 @@ class _LinkTargets:
         if isinstance(target, _Spooled):
             assert self._spool is not None  # it was written there
             self._spool.seek(target.offset)
+            if target.size > MAX_HELD and sys.platform == "linux":
+                return SpooledMember(cast(BinaryIO, self._spool), target.size)
             return self._spool.read(target.size)
         return target
 
@@ -275,9 +385,27 @@ class _LinkTargets:
             return ImageError("unsupported_member", reason)
         offset = self._spooled_bytes
         self._spool.seek(offset)
-        self._spool.write(_read_member(stream, member))
+        stream.seek(member.offset_data)
+        try:
+            _copy(stream, self._spool, member.size)
+        except EOFError:
+            raise ArchiveError(f"it ends inside {escape_name(member.name)}") from None
         self._spooled_bytes += member.size
         return _Spooled(offset, member.size)
+
+
+def _hold_member(stream: BinaryIO, member: tarfile.TarInfo) -> bytes | SpooledMember | ImageError:
+    """Return a compressed tar's member, in memory or, if it is large, in a temporary file."""
+    if member.size <= MAX_HELD or sys.platform != "linux":
+        return _read_member(stream, member)
+    try:
+        stream.seek(member.offset_data)
+        return SpooledMember(stream, member.size)
+    except EOFError:
+        raise ArchiveError(f"it ends inside {escape_name(member.name)}") from None
+    except OSError as error:
+        folder = gettempdir()
+        return ImageError("unreadable", f"{folder}: no room for it ({error.strerror or error}); set TMPDIR")
 
 
 def _read_member(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:

@@ -118,7 +118,8 @@ class _LinkTargets:
             raise content
         if content.size > MAX_PATH:
             raise ImageError("unsupported_member", f"it is a link, and its path has {content.size:,} bytes")
-        return Link(content.open().read().decode("utf-8", "surrogateescape"), hard=False)
+        with content.open() as stream:
+            return Link(stream.read().decode("utf-8", "surrogateescape"), hard=False)
 
 
 def _file_type(entry: zipfile.ZipInfo) -> int:

@@ -1,6 +1,7 @@
 """Images inside tars and zips: every member answered once, nothing unpacked, damage named."""
 
 import io
+import lzma
 import os
 import pickle
 import struct
@@ -8,17 +9,20 @@ import tarfile
 import tracemalloc
 import zipfile
 from contextlib import contextmanager
+from hashlib import sha256
 
 import pytest
 from PIL import Image
 
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.inference.sources import members
+from opal_deploy.inference.decoding import pool
+from opal_deploy.inference.sources import members, tar
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.sources.members import ByteRange
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.records.names import unescape_name
+from tests.inference.bright import BrightSession, predict
 
 Members = dict[str, bytes]
 NASTY = ["../../up.png", "/etc/root.png", "dir\\back.png", "a\nb.png", "same.png", "<script>.png", "C:\\x.png", "ü.png"]
@@ -371,6 +375,33 @@ def test_a_zip_bomb_is_inflated_no_further_than_it_claims(tmp_path):
     path = make_claim(pack(tmp_path / "deflated.zip", {"a.png": bytes(50_000_000)}), b"a.png", "size", 1000)
     with memory_under(2_000_000):
         assert outcomes(items(path)) == ["corrupt_image"]
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("kind", ["packed.tgz", "packed.tar.bz2", "packed.tar.xz"])
+def test_large_images_of_a_compressed_tar_wait_on_the_disk_and_are_the_same(tmp_path, monkeypatch, kind, isolate):
+    content = {"a.png": png(50, 300) + bytes(70_000), "b.png": png(90, 300), "c.png": bytes(90_000)}
+    pack(tmp_path / kind, content)
+    expected = [record["status"] for record in predict(items(pack(tmp_path / "plain.tar", content)), BrightSession())]
+    monkeypatch.setattr(tar, "MAX_HELD", 60_000)
+    monkeypatch.setattr(pool, "_LARGE_FILE", 60_000)
+    found = items(tmp_path / kind)
+    assert [isinstance(item.source, tar.SpooledMember) for item in found] == [True, False, True]
+    # another machine gets the bytes
+    assert pickle.loads(pickle.dumps(found[0].source)) == content["a.png"]  # noqa: S301 (ours)
+    records = predict(found, BrightSession(), isolate=isolate)
+    assert [record["status"] for record in records] == expected == ["ok", "ok", "error"]
+    assert [record["image_sha256"] for record in records] == [sha256(data).hexdigest() for data in content.values()]
+
+
+def test_a_huge_dictionary_is_refused_and_two_streams_are_read(tmp_path):
+    data = pack(tmp_path / "a.tar", numbered(3), "plain.tar").read_bytes()
+    huge = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1400 << 20}]
+    (tmp_path / "huge.tar.xz").write_bytes(lzma.compress(data, filters=huge))
+    with pytest.raises(UsageError, match=r"more than 256 MiB of memory; pack it again with xz -9 or less"):
+        items(tmp_path / "huge.tar.xz")
+    (tmp_path / "two.tar.xz").write_bytes(lzma.compress(data[:900]) + bytes(8) + lzma.compress(data[900:]))
+    assert outcomes(items(tmp_path / "two.tar.xz")) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz", "deflated.zip"])
