@@ -11,6 +11,7 @@ from pathlib import Path
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.types import InputImage, Location
 from opal_deploy.logs import one_line
+from opal_deploy.records.names import escape_name
 
 # also formats without a decoder: a HEIC file gets its error record
 IMAGE_SUFFIXES = frozenset(
@@ -64,10 +65,10 @@ class Skipped:
     def describe(self) -> Iterator[str]:
         """Yield a line for the files and one for the links, if there are any."""
         if self.count:
-            examples = one_line(", ".join(self.examples))
+            examples = one_line(", ".join(map(escape_name, self.examples)))
             yield f"Skipped {self.count} hidden or non-image files ({examples})"
         if self.folder_links:
-            examples = one_line(", ".join(self.folder_link_examples))
+            examples = one_line(", ".join(map(escape_name, self.folder_link_examples)))
             yield (
                 "Links not followed, to a folder around them or to one whose images come under its own name: "
                 f"{self.folder_links} ({examples})"

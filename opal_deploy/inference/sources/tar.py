@@ -179,6 +179,8 @@ def is_tar(stream: BinaryIO, decompress: Decompressor | None) -> bool:
     except ImageError:
         raise
     except Exception as error:  # parsers and decompressors raise nearly anything for other files
+        if isinstance(error, RecursionError):
+            raise ArchiveError("its first member has thousands of names or attributes") from None
         if isinstance(error, lzma.LZMAError) and "limit" in str(error):
             raise ArchiveError(
                 f"to decompress it takes more than {_XZ_MEMORY >> 20} MiB of memory; pack it again with xz -9 or less"

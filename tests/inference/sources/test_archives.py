@@ -411,6 +411,12 @@ def test_a_member_over_the_limit_is_never_read(tmp_path, kind, monkeypatch):
     assert outcomes(items(path)) == [0, "oversized_member", 2]
 
 
+# GNU's header for a name that does not fit into the next one
+long_name = tarfile.TarInfo("././@LongLink")
+long_name.type, long_name.size = tarfile.GNUTYPE_LONGNAME, 512
+LONG_NAME = long_name.tobuf(tarfile.GNU_FORMAT) + b"x" * 511 + b"\0"
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
@@ -419,6 +425,7 @@ def test_a_member_over_the_limit_is_never_read(tmp_path, kind, monkeypatch):
         ("a.zip", b"no zip at all" * 50, "directory of its members"),
         ("a.tar", b"no tar at all" * 50, "damaged"),
         ("a.tar.gz", b"\x1f\x8bnothing", "damaged"),
+        ("a.tar", b"".join(LONG_NAME for _ in range(3000)), "its first member has thousands of names"),
         ("a.rar", b"Rar!", "an archive of this kind is not read; expected .tar"),
         ("a.tar.zst", b"", "an archive of this kind is not read"),
     ],
