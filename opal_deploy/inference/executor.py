@@ -104,7 +104,7 @@ def predict_batches(
         prepared = prefetch(
             (decoders.submit(batch) for batch in _batches(requests, options.batch)),
             ahead,
-            lambda: timer.waiting("pictures"),
+            lambda: timer.waiting("images"),
         )
         predicted = prefetch(
             # a loop variable or the tuples of zip would hold the last batch's images

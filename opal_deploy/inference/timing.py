@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 Stage = Literal["read", "decode", "resize", "compute", "evidence", "draw", "write"]
 ThreadRole = Literal["decoders", "session", "drawers", "loop"]
-WaitReason = Literal["pictures", "session", "drawing", "disk"]
+WaitReason = Literal["images", "session", "drawing", "disk"]
 
 # in the order in which an image passes them
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -45,7 +45,7 @@ class StageTime:
     def to_dict(self) -> dict[str, Any]:
         """Return the values under the keys of summary.json."""
         return {
-            "station": self.role, "stage": self.stage, "wall": self.wall, "cpu": self.cpu, "calls": self.calls
+            "role": self.role, "stage": self.stage, "wall": self.wall, "cpu": self.cpu, "calls": self.calls
         }  # fmt: skip
 
 

@@ -145,8 +145,8 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copi
     ("slow", "role", "stage", "reason"),
     [
         ("", "session", "compute", "session"),
-        ("opal_deploy.inference.decoding.prepare.decode_for_input", "decoders", "decode", "pictures"),
-        ("opal_deploy.inference.decoding.prepare.open_file", "decoders", "read", "pictures"),
+        ("opal_deploy.inference.decoding.prepare.decode_for_input", "decoders", "decode", "images"),
+        ("opal_deploy.inference.decoding.prepare.open_file", "decoders", "read", "images"),
         ("opal_deploy.inference.run.results.RecordWriter.write", "loop", "write", "disk"),
         ("opal_deploy.inference.drawings.draw_overlay", "drawers", "draw", "drawing"),
     ],

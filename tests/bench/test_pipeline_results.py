@@ -30,7 +30,7 @@ def test_a_session_that_never_waits_is_the_bottleneck():
         ("session", "batch"): (0.3, 0.2),
         ("session", "compute"): (9.0, 0),
     }
-    bottleneck = find_bottleneck([one_pass(rows, {"session": 8.0, "pictures": 1.0})], THREADS, cores=2)
+    bottleneck = find_bottleneck([one_pass(rows, {"session": 8.0, "images": 1.0})], THREADS, cores=2)
     assert (bottleneck.role, bottleneck.stage) == ("session", "compute")
     assert bottleneck.busy == pytest.approx({"decoders": 0.2, "session": 0.93, "loop": 0.1})
     text = "bound by compute: the session is busy 93% of the time (decoders 20%, loop 10%); 2 cores are 20% busy"

@@ -314,3 +314,32 @@ def test_streams_that_share_a_session_take_turns(open_session):
     with ThreadPoolExecutor(3) as threads:
         streams = [threads.submit(predict, shades(range(60)), session, batch=2) for _ in range(3)]
         assert [stream.result(60) for stream in streams] == [expected] * 3
+
+
+def test_memory_that_fills_up_later_keeps_what_was_done():
+    session = BrightSession()
+
+    def shrink(images):
+        if len(session.batches) > 3 and len(images) > 2:
+            raise OutOfMemory("full")
+
+    wrap(session, shrink)
+    assert predict(shades(range(40)), session, batch=4) == predict(shades(range(40)), BrightSession(), batch=4)
+    assert session.batches[-1] == 2
+
+
+@pytest.mark.parametrize("end", [0, 1, 8, 30])
+def test_ending_the_images_predicts_all_that_were_taken(end):
+    taken, found = [], []
+
+    def until_end():
+        for number, image in enumerate(shades(itertools.count())):
+            if len(found) >= end:
+                return
+            taken.append(number)
+            yield image
+
+    for result in predict_stream(until_end(), [BrightSession()], InferenceOptions(batch=4)):
+        found += names([result.record])
+    assert found == taken
+    assert len(found) >= end

@@ -42,13 +42,13 @@ def test_a_stage_has_its_own_calls_seconds_and_processor_time(spend):
         spend(8, 4)
     with timer.waiting("disk"), timer.stage("write"):
         spend(4, 0)
-    with timer.waiting("pictures"):
+    with timer.waiting("images"):
         spend(1, 0)
     times = timer.read()
     assert rows(times) == {
         "read": (20, 10, 2), "decode": (2, 1, 1), "compute": (8, 4, 1), "write": (4, 0, 1),
     }  # fmt: skip
-    assert times.waits == (("pictures", 1), ("disk", 4))
+    assert times.waits == (("images", 1), ("disk", 4))
 
 
 def test_an_exception_ends_its_stage_and_passes_through(spend):
@@ -109,4 +109,4 @@ def test_a_run_times_every_stage_where_it_happens(tmp_path):
         ("drawers", "write"): 9,
         ("loop", "write"): 9,
     }
-    assert [what for what, _ in summary.times.waits] == ["pictures", "session", "drawing", "disk"]
+    assert [what for what, _ in summary.times.waits] == ["images", "session", "drawing", "disk"]

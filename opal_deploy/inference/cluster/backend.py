@@ -126,7 +126,7 @@ class RayBackend(Backend):
             "version": ray.__version__,
             "actor": {"gpus": self._plan.gpus, "cpus": self._plan.cpus},
             "actors_started": 0 if pool is None else pool.num_opened,
-            "shards_retried": 0 if scheduler is None else scheduler.num_retried,
+            "chunks_retried": 0 if scheduler is None else scheduler.num_retried,
             "nodes": [
                 {
                     "address": node.address,

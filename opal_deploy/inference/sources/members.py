@@ -6,9 +6,11 @@ zip are not opened with `zipfile`, which would read the whole directory in each 
 from __future__ import annotations
 
 import io
+import os
 import posixpath
 import re
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -153,6 +155,42 @@ class ByteRange:
         if header is None:
             raise ImageError("corrupt_image", "the archive has no member where its directory says")
         return header.length
+
+
+class SpooledMember:
+    """A large image of a compressed tar, in a temporary file of Linux, which also a killed process leaves no trace of.
+
+    Pickled, for another machine, it is the image's bytes; a process of this machine opens it by its path.
+    """
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        """Copy `size` bytes of a stream; raise OSError without room for them."""
+        self.size = size
+        with TemporaryFile() as file:
+            copy_bytes(stream, file, size)
+            file.flush()
+            # open for as long as somebody needs the image
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __fspath__(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
+        return bytes, (Path(self).read_bytes(),)
+
+    def open(self) -> BinaryIO:
+        """Open the image."""
+        return open(os.fspath(self), "rb")
+
+
+def copy_bytes(stream: BinaryIO, target: IO[bytes], size: int) -> None:
+    """Copy bytes from one stream to another; raise EOFError if there are fewer than `size`."""
+    while size and (chunk := stream.read(min(_CHUNK, size))):
+        target.write(chunk)
+        size -= len(chunk)
+    if size:
+        raise EOFError
 
 
 # 100 megapixels of 16-bit RGB fit

@@ -13,7 +13,6 @@ import lzma
 import os
 import sys
 import tarfile
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -28,7 +27,9 @@ from opal_deploy.inference.sources.members import (
     ArchiveError,
     ByteRange,
     Link,
+    SpooledMember,
     changed,
+    copy_bytes,
     is_hidden,
     member_items,
     normalize_name,
@@ -113,42 +114,6 @@ def _open_xz(file: BinaryIO) -> BinaryIO:
 
 
 DECOMPRESSORS: tuple[Decompressor, ...] = (gzip.open, bz2.open, _open_xz)
-
-
-class SpooledMember:
-    """A large image of a compressed tar, in a temporary file of Linux, which also a killed process leaves no trace of.
-
-    Pickled, for another machine, it is the image's bytes; a process of this machine opens it by its path.
-    """
-
-    def __init__(self, stream: BinaryIO, size: int) -> None:
-        """Copy `size` bytes of a stream; raise OSError without room for them."""
-        self.size = size
-        with TemporaryFile() as file:
-            _copy(stream, file, size)
-            file.flush()
-            # open for as long as somebody needs the image
-            self._descriptor = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def __fspath__(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
-        return bytes, (Path(self).read_bytes(),)
-
-    def open(self) -> BinaryIO:
-        """Open the image."""
-        return open(os.fspath(self), "rb")
-
-
-def _copy(stream: BinaryIO, target: IO[bytes], size: int) -> None:
-    """Copy bytes from one stream to another; raise EOFError if there are fewer than `size`."""
-    while size and (chunk := stream.read(min(_CHUNK, size))):
-        target.write(chunk)
-        size -= len(chunk)
-    if size:
-        raise EOFError
 
 
 class _HeaderReader:
@@ -389,7 +354,7 @@ class _LinkTargets:
         self._spool.seek(offset)
         stream.seek(member.offset_data)
         try:
-            _copy(stream, self._spool, member.size)
+            copy_bytes(stream, self._spool, member.size)
         except EOFError:
             raise ArchiveError(f"it ends inside {escape_name(member.name)}") from None
         self._spooled_bytes += member.size

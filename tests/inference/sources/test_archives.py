@@ -22,7 +22,7 @@ from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.sources.members import ByteRange
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.records.names import unescape_name
-from tests.inference.bright import BrightSession, predict
+from tests.inference.bright import BrightSession, predict, read_results
 
 Members = dict[str, bytes]
 NASTY = ["../../up.png", "/etc/root.png", "dir\\back.png", "a\nb.png", "same.png", "<script>.png", "C:\\x.png", "ü.png"]
@@ -386,7 +386,7 @@ def test_large_images_of_a_compressed_tar_wait_on_the_disk_and_are_the_same(tmp_
     monkeypatch.setattr(tar, "MAX_HELD", 60_000)
     monkeypatch.setattr(pool, "_LARGE_FILE", 60_000)
     found = items(tmp_path / kind)
-    assert [isinstance(item.source, tar.SpooledMember) for item in found] == [True, False, True]
+    assert [isinstance(item.source, members.SpooledMember) for item in found] == [True, False, True]
     # another machine gets the bytes
     assert pickle.loads(pickle.dumps(found[0].source)) == content["a.png"]  # noqa: S301 (ours)
     records = predict(found, BrightSession(), isolate=isolate)
@@ -455,3 +455,21 @@ def test_an_archive_is_read_as_it_is_needed(tmp_path, kind):
     # all of them are 60 MB; Python's table of the parts of paths grows by megabytes now and then
     with memory_under(16_000_000):
         assert sum(1 for _ in found) == 299
+
+
+def test_infer_writes_nothing_outside_its_folder(opal, exact_model, tmp_path):
+    (tmp_path / "in").mkdir()
+    tar_path = pack(tmp_path / "in/plain.tar", {name: png(50 + number, 96) for number, name in enumerate(NASTY)})
+    archive = pack(tmp_path / "in/stored.zip", {"../../b.png": png(9, 96), "broken.png": b"x"})
+    out = tmp_path / "work/here/out"
+    options = ["--model", exact_model, "--out", out, "--explain", "--device", "cpu", "--threads", "1"]
+    done = opal("infer", tar_path, archive, *options)
+    assert done.returncode == 3, done.stderr
+    records = read_results(out)
+    assert [unescape_name(record["image"]) for record in records] == [
+        *(f"{tar_path}/{name.lstrip('/')}" for name in NASTY), f"{archive}/../../b.png", f"{archive}/broken.png",
+    ]  # fmt: skip
+    overlays = {(out / record["overlay"]).resolve() for record in records[:-1]}
+    assert all(path.is_file() and path.parent == out / "overlays" for path in overlays)
+    outside = {path for path in tmp_path.rglob("*") if out not in path.parents}
+    assert outside == {tmp_path / "in", tar_path, archive, tmp_path / "work", tmp_path / "work/here", out}
