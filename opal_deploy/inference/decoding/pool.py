@@ -26,6 +26,7 @@ from opal_deploy.inference.decoding.slots import PixelSlots, PreparedBatch, Slot
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess, WorkerTimeout
 from opal_deploy.inference.isolation.worker import Response
+from opal_deploy.inference.sources.members import SpooledMember
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared
 from opal_deploy.preprocess.geometry import Geometry
@@ -34,7 +35,7 @@ from opal_deploy.preprocess.resize import display_size
 # decoded at a time, on average per worker: two photographs of an ordinary camera pass side by side, larger ones wait. A
 # pixel takes four bytes, eight during conversion
 PIXELS_PER_WORKER = 25_000_000
-# bytes of a file that waits in memory, or is inflated there, which the same limit counts
+# bytes of a file that waits in memory, from which on the same limit counts it
 _LARGE_FILE = 1 << 20
 # images per message; workers share a batch if that leaves groups worth sending
 MAX_GROUP, _SHARED_BY = 16, 4
@@ -72,7 +73,7 @@ class DecoderPool:
             options.workers, "decode", initializer=timer.register_thread, initargs=("decoders",)
         )
         self._budget = FairSemaphore(PIXELS_PER_WORKER * options.workers)
-        # of waiting frames, which another process decoded, and of large files in memory and in archives
+        # of waiting frames, which another process decoded, and of large files in memory and temporary files
         self._held = FairSemaphore(PIXELS_PER_WORKER * options.workers)
         self._processes: ProcessPool | None = None
         if (layout := self._slots.layout) is not None:
@@ -311,13 +312,14 @@ def group_size(rows: int, workers: int) -> int:
 def _count_held_pixels(image: InputImage) -> int:
     """Return how much memory or disk an image takes before it is decoded, in pixels; 0 for most images.
 
-    A frame of a video takes its pixels; a large file in memory or in an archive, four bytes for a pixel.
+    A frame of a video takes its pixels; a large file in memory or a temporary file, four bytes for a pixel.
     """
     if isinstance(image.source, np.ndarray):
         height, width, *_ = image.source.shape
         return 0 if image.frame is None else int(height * width)
-    size = len(image.source) if isinstance(image.source, bytes) else getattr(image.source, "size", 0)
-    return size // 4 if isinstance(size, int) and size > _LARGE_FILE else 0
+    if isinstance(image.source, SpooledMember):
+        return image.source.size // 4
+    return len(image.source) // 4 if isinstance(image.source, bytes) and len(image.source) > _LARGE_FILE else 0
 
 
 def _has_decoder(image: InputImage) -> bool:

@@ -12,7 +12,7 @@ import re
 import struct
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,11 +163,11 @@ class SpooledMember:
     Pickled, for another machine, it is the image's bytes; a process of this machine opens it by its path.
     """
 
-    def __init__(self, stream: BinaryIO, size: int) -> None:
-        """Copy `size` bytes of a stream; raise OSError without room for them."""
+    def __init__(self, pieces: Iterable[bytes], size: int) -> None:
+        """Keep the `size` bytes of the pieces; raise OSError without room for them."""
         self.size = size
         with TemporaryFile() as file:
-            copy_bytes(stream, file, size)
+            file.writelines(pieces)
             file.flush()
             # open for as long as somebody needs the image
             self._descriptor = os.dup(file.fileno())
@@ -182,15 +182,6 @@ class SpooledMember:
     def open(self) -> BinaryIO:
         """Open the image."""
         return open(os.fspath(self), "rb")
-
-
-def copy_bytes(stream: BinaryIO, target: IO[bytes], size: int) -> None:
-    """Copy bytes from one stream to another; raise EOFError if there are fewer than `size`."""
-    while size and (chunk := stream.read(min(_CHUNK, size))):
-        target.write(chunk)
-        size -= len(chunk)
-    if size:
-        raise EOFError
 
 
 # 100 megapixels of 16-bit RGB fit

@@ -29,7 +29,6 @@ from opal_deploy.inference.sources.members import (
     Link,
     SpooledMember,
     changed,
-    copy_bytes,
     is_hidden,
     member_items,
     normalize_name,
@@ -266,7 +265,7 @@ class _Spooled(NamedTuple):
     size: int
 
 
-_Target: TypeAlias = ByteRange | _Spooled | ImageError | bytes
+_Target: TypeAlias = ByteRange | _Spooled | SpooledMember | ImageError | bytes
 
 
 class _LinkTargets:
@@ -307,8 +306,6 @@ class _LinkTargets:
         if isinstance(target, _Spooled):
             assert self._spool is not None  # it was written there
             self._spool.seek(target.offset)
-            if target.size > MAX_HELD and sys.platform == "linux":
-                return SpooledMember(cast(BinaryIO, self._spool), target.size)
             return self._spool.read(target.size)
         return target
 
@@ -350,42 +347,43 @@ class _LinkTargets:
         if self._spooled_bytes + member.size > _MAX_LINKED:
             reason = f"links in this compressed tar lead to more than {_MAX_LINKED:,} bytes; unpack it"
             return ImageError("unsupported_member", reason)
-        offset = self._spooled_bytes
-        self._spool.seek(offset)
-        stream.seek(member.offset_data)
-        try:
-            copy_bytes(stream, self._spool, member.size)
-        except EOFError:
-            raise ArchiveError(f"it ends inside {escape_name(member.name)}") from None
+        held = _hold_member(stream, member)
         self._spooled_bytes += member.size
+        if not isinstance(held, bytes):
+            return held
+        offset = self._spool.seek(0, os.SEEK_END)
+        self._spool.write(held)
         return _Spooled(offset, member.size)
 
 
 def _hold_member(stream: BinaryIO, member: tarfile.TarInfo) -> bytes | SpooledMember | ImageError:
     """Return a compressed tar's member, in memory or, if it is large, in a temporary file."""
+    pieces = _read_pieces(stream, member)
     if member.size <= MAX_HELD or sys.platform != "linux":
-        return _read_member(stream, member)
+        return b"".join(pieces)
     try:
-        stream.seek(member.offset_data)
-        return SpooledMember(stream, member.size)
-    except EOFError:
-        raise ArchiveError(f"it ends inside {escape_name(member.name)}") from None
+        return SpooledMember(pieces, member.size)
     except OSError as error:
-        folder = gettempdir()
-        return ImageError("unreadable", f"{folder}: no room for it ({error.strerror or error}); set TMPDIR")
+        # reading raises none
+        reason = f"{gettempdir()}: no room for it ({error.strerror or error}); set TMPDIR"
+        return ImageError("unreadable", reason)
 
 
-def _read_member(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
-    try:
-        stream.seek(member.offset_data)
-        data = stream.read(member.size)
-    except ImageError:
-        raise
-    except Exception as error:  # as in `is_tar`
-        raise ArchiveError(f"inside {escape_name(member.name)}: {error}") from None
-    if len(data) < member.size:
-        raise ArchiveError(f"it ends inside {escape_name(member.name)}")
-    return data
+def _read_pieces(stream: BinaryIO, member: tarfile.TarInfo) -> Iterator[bytes]:
+    """Yield a member's bytes in pieces; raise ArchiveError if they cannot be read."""
+    offset, end = member.offset_data, member.offset_data + member.size
+    while offset < end:
+        try:
+            stream.seek(offset)
+            piece = stream.read(min(_CHUNK, end - offset))
+        except ImageError:
+            raise
+        except Exception as error:  # as in `is_tar`
+            raise ArchiveError(f"inside {escape_name(member.name)}: {error}") from None
+        if not piece:
+            raise ArchiveError(f"it ends inside {escape_name(member.name)}")
+        offset += len(piece)
+        yield piece
 
 
 def _check_checksums(stream: BinaryIO) -> None:

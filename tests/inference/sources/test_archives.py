@@ -394,6 +394,16 @@ def test_large_images_of_a_compressed_tar_wait_on_the_disk_and_are_the_same(tmp_
     assert [record["image_sha256"] for record in records] == [sha256(data).hexdigest() for data in content.values()]
 
 
+@pytest.mark.parametrize("held", [1 << 20, 1000])
+def test_a_compressed_tar_that_is_damaged_after_its_check_is_named(tmp_path, monkeypatch, held):
+    path = pack(tmp_path / "packed.tar.xz", {"a.png": png(50, 300) + os.urandom(90_000)})
+    flip(path, path.stat().st_size // 2)
+    monkeypatch.setattr(tar, "_check_checksums", lambda stream: None)
+    monkeypatch.setattr(tar, "MAX_HELD", held)
+    good = pack(tmp_path / "plain.tar", {"a.png": png(9)})
+    assert outcomes(items(path, good))[-2:] == ["corrupt_archive", 9]
+
+
 def test_a_huge_dictionary_is_refused_and_two_streams_are_read(tmp_path):
     data = pack(tmp_path / "a.tar", numbered(3), "plain.tar").read_bytes()
     huge = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1400 << 20}]
