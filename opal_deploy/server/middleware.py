@@ -162,18 +162,21 @@ class AllowedHosts:
         """Return why a request may not be answered, or an empty string."""
         if "*" in self._given:
             return ""
-        host, origin, site = headers.get("host"), headers.get("origin"), headers.get("sec-fetch-site")
+        host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_ours(_name(f"//{host}")):
-            return f"host {host[:80]!r} is not this server's; start it with --allowed-host NAME, or with a token"
-        if origin is not None:
-            if urlsplit(origin).netloc == host or _name(origin) in self._given:
+            problem = f"host {host[:80]!r} is not this server's"
+        elif origin is not None:
+            if origin.partition("://")[2] == host or _name(origin) in self._given:
                 return ""
-            return f"a page of {origin[:80]!r} may not use this server; start it with --allowed-host NAME, or a token"
-        # a link to the page is no risk: only the page sees the answer
-        followed = method in _SAFE_METHODS and headers.get("sec-fetch-mode") == "navigate"
-        if site == "cross-site" and not followed:
-            return "a page of another site may not use this server; start it with --allowed-host NAME, or a token"
-        return ""
+            problem = f"a page of {origin[:80]!r} may not use this server"
+        elif headers.get("sec-fetch-site") == "cross-site":
+            # a link to the page is no risk: only the page sees the answer
+            if method in _SAFE_METHODS and headers.get("sec-fetch-mode") == "navigate":
+                return ""
+            problem = "a page of another site may not use this server"
+        else:
+            return ""
+        return f"{problem}; start it with --allowed-host NAME, or with a token"
 
     def _is_ours(self, name: str) -> bool:
         try:

@@ -69,7 +69,7 @@ class ServerLog:
 
     def take_over_libraries(self) -> None:
         """Write the warnings and tracebacks of the HTTP libraries as messages."""
-        for name in ("uvicorn", "uvicorn.error"):
+        for name in ("uvicorn", "uvicorn.error", "asyncio"):
             logger = logging.getLogger(name)
             logger.handlers[:] = [_Handler(self)]
             logger.setLevel(logging.WARNING)
