@@ -111,7 +111,7 @@ class EngineOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Options):
-    """What a checkpoint does not record."""
+    """Options for facts that a checkpoint does not record."""
 
     classes: Annotated[
         StrPath | None, Option("File of class names, one per line.", default="those in the source", cli=Path)

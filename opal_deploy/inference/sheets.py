@@ -30,7 +30,7 @@ _NAMES = "names.toml"
 
 @dataclass(frozen=True)
 class SheetOptions:
-    """What evidence sheets show.
+    """The content of evidence sheets.
 
     Attributes:
         heatmap: the outputs' attention maps.

@@ -95,7 +95,7 @@ class VideoFrame:
 
 
 class Progress(Enum):
-    """What `VideoReader.read` returns instead of a frame."""
+    """The reason why `VideoReader.read` returns no frame."""
 
     unfinished = "the time is over"
     ended = "there are no more frames"

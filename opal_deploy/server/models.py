@@ -152,7 +152,7 @@ def start_model(
 
 
 class ServerState:
-    """What all requests share; `models` are in the order of the command line.
+    """The state that all requests share; `models` are in the order of the command line.
 
     `token` is what clients must send, None for nothing; `problem` why no requests should be sent here, empty while the
     server is healthy; `failed` whether only a restart can help.

@@ -57,7 +57,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What every request shares: the task, whether to send times, and the parent's `Image.MAX_IMAGE_PIXELS`."""
+    """The settings of all requests: the task, whether to send times, and the parent's `Image.MAX_IMAGE_PIXELS`."""
 
     task: Task
     timed: bool

@@ -34,7 +34,7 @@ from opal_deploy.storage.files import RemoteFile
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run writes, and when it ends.
+    """The files that a run writes, and when it ends.
 
     Attributes:
         out: the run directory, which exists.
