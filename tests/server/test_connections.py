@@ -110,6 +110,7 @@ OWN = {"Origin": "http://localhost:8000", "Sec-Fetch-Site": "same-origin"}
         pytest.param({"Host": "localhost.rebound.test"}, 403, id="a name that begins like ours"),
         pytest.param({"Host": "localhost:8000", "Origin": "http://localhost:3000"}, 403, id="another port"),
         pytest.param({"Origin": "null"}, 403, id="a page without an origin"),
+        pytest.param({"Origin": "http://["}, 403, id="an origin that is none"),
         pytest.param({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403, id="marked by the browser"),
     ],
 )
