@@ -10,9 +10,11 @@ import json
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
 from opal_deploy.artifact.measurements import EVALUATION_KEYS, Calibration, EffectiveField, ReceptiveField
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import ArtifactError, UsageError
 
 SCHEMA = 1
@@ -56,7 +58,7 @@ class Metadata:
     Attributes:
         class_names: C names, in the order of the logits.
         prototypes_per_class: m; the channels of class c are c*m ... c*m+m-1.
-        head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon.
+        head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon, dropped.
         evidence: `exact` (a slot's score comes from one cell), `map` (attention maps, no single cell) or `none`.
         backbone: torchvision's name of the backbone.
         keep_layers: whether the backbone reaches its stride with all of its layers, some of them with stride 1, instead
@@ -77,6 +79,7 @@ class Metadata:
         risk: summary of the risk-coverage curve of the validation images (`opal_deploy.statistics`), from which a
             `min_margin` for an error rate can be chosen; empty where unknown.
         calibration: the `Calibration` that turns logits into probabilities; empty where none was fitted.
+        edits: what each `edit` of the model did, the first one first; see `opal_deploy.editing.history`.
         evaluation: what `evaluate --record` measured of the evidence (`artifact.measurements`); empty if it never did.
         receptive_field: the `ReceptiveField` of a cell; empty where unknown.
         test_vectors: images with the float32 outputs of the reference; see `artifact.test_vectors`.
@@ -104,6 +107,7 @@ class Metadata:
     verification: dict[str, Any] = field(default_factory=dict)
     risk: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)
+    edits: tuple[dict[str, Any], ...] = ()
     evaluation: dict[str, Any] = field(default_factory=dict)
     receptive_field: dict[str, Any] = field(default_factory=dict)
     test_vectors: dict[str, Any] = field(default_factory=dict)
@@ -122,6 +126,11 @@ class Metadata:
     def num_prototypes(self) -> int:
         """The number of prototypes, K = C * m."""
         return self.num_classes * self.prototypes_per_class
+
+    @cached_property
+    def slots(self) -> Slots:
+        """The slots of the classes."""
+        return Slots(self.num_classes, self.prototypes_per_class, tuple(self.head.get("dropped", ())))
 
     @property
     def max_top(self) -> int:
@@ -200,7 +209,7 @@ class Metadata:
         if missing := sorted(known - raw.keys()):
             raise ArtifactError(f"{origin}: metadata lacks {', '.join(missing)}; export it again")
         values = {name: raw[name] for name in known}
-        for name, *_ in _SEQUENCES:
+        for name in ("edits", *(name for name, *_ in _SEQUENCES)):
             if isinstance(raw[name], list):
                 values[name] = tuple(raw[name])
         metadata = Metadata(**cast(Mapping[str, Any], values))
@@ -237,6 +246,14 @@ class Metadata:
                 raise ArtifactError(f"{each.name} is not an object")
         if not {"distance", "epsilon"} <= self.head.keys():
             raise ArtifactError("its head lacks distance or epsilon")
+        if not isinstance(self.edits, tuple) or not all(isinstance(edit, dict) for edit in self.edits):
+            raise ArtifactError("edits is not a list of objects")
+        dropped = self.head.get("dropped", [])
+        channels = range(self.num_prototypes)
+        if not isinstance(dropped, list) or not all(type(each) is int and each in channels for each in dropped):
+            raise ArtifactError(f"dropped {_SHORT.repr(dropped)} is not a list of its {len(channels)} channels")
+        if not self.slots.kept.any(axis=1).all():
+            raise ArtifactError("a class has no slot left")
         if self.risk and not {"images", "error", "aurc", "coverage_at_error", "levels"} <= self.risk.keys():
             raise ArtifactError("its risk is not the summary of a risk-coverage curve")
         recorded = self.evaluation

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
+from opal_deploy.artifact.slots import Slots
 
 FloatArray = NDArray[np.float32]
 DoubleArray = NDArray[np.float64]
@@ -20,8 +21,6 @@ INPUT = "images"
 # shape per image, and dtype
 TensorSpec = tuple[tuple[int, ...], np.dtype[Any]]
 
-# inside both logarithms of the kl distance, as the authors do
-KL_EPSILON = 1e-8
 _NORM_ROWS = 8
 # above this many classes sorting all logits is faster than finding one maximum after another
 _MAX_SCANS = 32
@@ -199,8 +198,8 @@ def embedding_norms(scores: FloatArray, epsilon: float) -> DoubleArray:
     return np.concatenate(norms) + epsilon if norms else np.empty(0)
 
 
-def cosines(scores: FloatArray, prototypes_per_class: int, epsilon: float) -> DoubleArray:
+def cosines(scores: FloatArray, slots: Slots, epsilon: float) -> DoubleArray:
     """Return the cosine <z, a_c> of every class for scores [N, K]: float64 [N, C], from block sums."""
-    blocks = embedding(scores, epsilon).reshape(len(scores), -1, prototypes_per_class)
-    sums: DoubleArray = blocks.sum(axis=2) / np.sqrt(prototypes_per_class)
+    blocks = embedding(scores, epsilon).reshape(len(scores), -1, slots.per_class)
+    sums: DoubleArray = blocks.sum(axis=2) / np.sqrt(slots.counts)
     return sums

@@ -240,7 +240,7 @@ def _prediction_rows(
     logits, labels, scores = result.outputs.logits, result.labels, result.outputs.scores
     ranked = np.argsort(-logits, axis=1, kind="stable")  # [N, C]
     ranks = 1 + (ranked == labels[:, None]).argmax(axis=1)
-    cosine = None if scores is None else cosines(scores, metadata.prototypes_per_class, metadata.epsilon)
+    cosine = None if scores is None else cosines(scores, metadata.slots, metadata.epsilon)
     probabilities = None
     if (temperature := metadata.temperature) is not None:
         probabilities = compute_probabilities(logits, ranked[:, :1], temperature)[:, 0].tolist()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.statistics import Mean, compute_risk_curve
 
 _TOP = 5
@@ -28,7 +29,7 @@ def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: in
 
 
 def margins(
-    logits: NDArray[np.float32], scores: NDArray[np.float32], prototypes_per_class: int, epsilon: float
+    logits: NDArray[np.float32], scores: NDArray[np.float32], slots: Slots, epsilon: float
 ) -> NDArray[np.float64]:
     """Return the cosine of the predicted class minus that of the runner-up by logit, float64 [N].
 
@@ -38,30 +39,28 @@ def margins(
     """
     # stable: of equal logits the lowest class, as in the records
     best = np.argsort(-logits, axis=1, kind="stable")[:, :2]
-    pair = np.take_along_axis(cosines(scores, prototypes_per_class, epsilon), best, axis=1)
+    pair = np.take_along_axis(cosines(scores, slots, epsilon), best, axis=1)
     differences: NDArray[np.float64] = pair[:, 0] - pair[:, 1]
     return differences
 
 
-def collapse_per_image(
-    argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
-) -> NDArray[np.float64]:
+def collapse_per_image(argmax: NDArray[np.int32], labels: NDArray[np.int64], slots: Slots) -> NDArray[np.float64]:
     """Return the spatial prototype collapse of each image (paper, Supp. D.1), float64 [N], 0 ... 1.
 
-    For an image of class c: 1 - (number of different cells among the class's m channels - 1) / (m - 1).
+    For an image of class c: 1 - (number of different cells among the class's m_c slots - 1) / (m_c - 1); a single slot
+    cannot collapse, and the score is 0.
 
     Args:
         argmax: [N, K], flat cell of each channel's maximum.
         labels: [N], class indices.
-        prototypes_per_class: m; a single prototype cannot collapse, and the score is 0.
     """
-    m = prototypes_per_class
-    if m == 1:
-        return np.zeros(len(labels))
-    channels = labels[:, None] * m + np.arange(m)  # [N, m]
+    m = slots.per_class
+    # a dropped slot repeats the first that is left
+    source = np.where(slots.kept, np.arange(m), slots.kept.argmax(axis=1)[:, None])  # [C, m]
+    channels = labels[:, None] * m + source[labels]  # [N, m]
     cells = np.sort(np.take_along_axis(argmax, channels, axis=1), axis=1)
-    different = 1 + (np.diff(cells, axis=1) != 0).sum(axis=1)  # [N]
-    scores: NDArray[np.float64] = 1.0 - (different - 1) / (m - 1)
+    repeated = slots.counts[labels] - 1 - (np.diff(cells, axis=1) != 0).sum(axis=1)  # [N]
+    scores: NDArray[np.float64] = repeated / np.maximum(slots.counts[labels] - 1, 1)
     return scores
 
 
@@ -107,7 +106,7 @@ def compute_metrics(
     logits: NDArray[np.float32],
     labels: NDArray[np.int64],
     argmax: NDArray[np.int32] | None = None,
-    prototypes_per_class: int = 1,
+    slots: Slots | None = None,
     margins: NDArray[np.float64] | None = None,
 ) -> Evaluation:
     """Return every metric that can be computed from these outputs.
@@ -115,14 +114,15 @@ def compute_metrics(
     Args:
         logits: [N, C], N at least 1.
         labels: [N], class indices.
+        argmax: [N, K], flat cells, together with `slots`; None for a network without slots.
         margins: [N], see `metrics.margins`; None for a network without anchors.
     """
     from scipy.special import log_softmax
     from sklearn.metrics import f1_score
 
     predicted, mean, std = logits.argmax(axis=1), None, None
-    if argmax is not None:
-        collapse = collapse_per_image(argmax, labels, prototypes_per_class)
+    if argmax is not None and slots is not None:
+        collapse = collapse_per_image(argmax, labels, slots)
         mean, std = float(collapse.mean()), float(collapse.std())
     risk = None if margins is None else compute_risk_curve(margins, predicted == labels).summary()
     return Evaluation(
@@ -161,15 +161,16 @@ def measure_agreement(first: tuple[Outputs, Metadata], second: tuple[Outputs, Me
     same_class = float((predicted == b.logits.argmax(axis=1)).mean())
     same_cells, largest_difference = None, None
     if a.scores is not None and b.scores is not None:
-        a_cosines = cosines(a.scores, a_metadata.prototypes_per_class, a_metadata.epsilon)
-        b_cosines = cosines(b.scores, b_metadata.prototypes_per_class, b_metadata.epsilon)
+        a_cosines = cosines(a.scores, a_metadata.slots, a_metadata.epsilon)
+        b_cosines = cosines(b.scores, b_metadata.slots, b_metadata.epsilon)
         largest_difference = float(np.abs(a_cosines - b_cosines).max())
     m = a_metadata.prototypes_per_class
     comparable = (m, a_metadata.grid) == (b_metadata.prototypes_per_class, b_metadata.grid)
     if comparable and a.argmax is not None and b.argmax is not None:
         block = predicted[:, None] * m + np.arange(m)  # [N, m]
         equal = np.take_along_axis(a.argmax, block, axis=1) == np.take_along_axis(b.argmax, block, axis=1)
-        same_cells = float(equal.mean())
+        kept = (a_metadata.slots.kept & b_metadata.slots.kept)[predicted]
+        same_cells = float(equal[kept].mean()) if kept.any() else None
     return Agreement(len(predicted), same_class, same_cells, largest_difference)
 
 

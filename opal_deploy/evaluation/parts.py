@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import normalise
@@ -142,16 +143,17 @@ class PartMeter:
         consistency = stability = purity = purity_std = None
         if self._clean:
             clean = np.concatenate(self._clean)
-            consistency = prototype_consistency(clean, self._parts.visible, labels)
+            consistency = prototype_consistency(clean, self._parts.visible, labels, metadata.slots)
             if self._noisy:
-                stability = prototype_stability(clean, np.concatenate(self._noisy), labels)
+                stability = prototype_stability(clean, np.concatenate(self._noisy), labels, metadata.slots)
         if PURITY not in self.unavailable and scores is not None and argmax is not None:
             # a box that leaves the image was clipped: the patch lies on what is left
             crops = np.array([geometry.crop for geometry in geometries], dtype=np.float64)
             points, visible = self._parts.input_points(_INPUT_SIZE[0], crops), self._parts.visible
             purities = purity_by_channel(scores, argmax, metadata.grid, points, visible, self._parts.names)
+            purities = purities[metadata.slots.kept.flatten()]
             purity, purity_std = 100.0 * float(purities.mean()), 100.0 * float(purities.std())
-        prototypes = len(np.unique(labels)) * metadata.prototypes_per_class if consistency is not None else 0
+        prototypes = int(metadata.slots.counts[np.unique(labels)].sum()) if consistency is not None else 0
         return PartFigures(consistency, stability, purity, purity_std, prototypes, len(labels), dict(self.unavailable))
 
     def _hits(self, first: int, outputs: Outputs) -> NDArray[np.bool_]:
@@ -299,10 +301,12 @@ def part_hits(
     return hits
 
 
-def prototype_consistency(hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDArray[np.int64]) -> float:
+def prototype_consistency(
+    hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDArray[np.int64], slots: Slots
+) -> float:
     """Return the percentage, 0 ... 100, of prototypes that hit one part on at least 80 % of their class's images.
 
-    The share is over the images on which the part is visible. Classes without images do not count.
+    The share is over the images on which the part is visible. Classes without images and dropped slots do not count.
 
     Args:
         hit: [N, m, P], on each image the prototypes of its own class.
@@ -313,12 +317,14 @@ def prototype_consistency(hit: NDArray[np.bool_], visible: NDArray[np.bool_], la
         of_class = labels == label
         seen = np.maximum(visible[of_class].sum(axis=0), 1)  # [P]; 0 of 0 is 0
         shares = hit[of_class].sum(axis=0) / seen  # [m, P]
-        scores.append((shares >= CONSISTENT).any(axis=1))
+        scores.append((shares >= CONSISTENT).any(axis=1)[slots.kept[label]])
     consistent = np.concatenate(scores)
     return 100.0 * int(consistent.sum()) / len(consistent)
 
 
-def prototype_stability(clean: NDArray[np.bool_], noisy: NDArray[np.bool_], labels: NDArray[np.int64]) -> float:
+def prototype_stability(
+    clean: NDArray[np.bool_], noisy: NDArray[np.bool_], labels: NDArray[np.int64], slots: Slots
+) -> float:
     """Return the mean percentage, 0 ... 100, of images on which noise changes none of a prototype's hits.
 
     Args:
@@ -326,7 +332,7 @@ def prototype_stability(clean: NDArray[np.bool_], noisy: NDArray[np.bool_], labe
         labels: [N].
     """
     same = (clean == noisy).all(axis=2)  # [N, m]
-    shares = [same[labels == label].mean(axis=0) for label in np.unique(labels)]
+    shares = [same[labels == label].mean(axis=0)[slots.kept[label]] for label in np.unique(labels)]
     return 100.0 * float(np.concatenate(shares).mean())
 
 

@@ -56,7 +56,7 @@ class Perturber:
             outputs = self._run_batch(np.stack([image for image, _ in group]))
             if outputs.scores is None:
                 raise ValueError("a model without slots has no cosines")
-            values = cosines(outputs.scores, metadata.prototypes_per_class, metadata.epsilon)
+            values = cosines(outputs.scores, metadata.slots, metadata.epsilon)
             predicted = outputs.logits.argmax(axis=1)
             for row, (_, class_id) in enumerate(group):
                 yield float(values[row, class_id]), bool(predicted[row] == class_id)
@@ -270,9 +270,9 @@ def _compare(
 ) -> SlotStability:
     if before.argmax is None or after.argmax is None:
         raise ValueError("a model without slots has no cells")
-    m, width = metadata.prototypes_per_class, metadata.grid[1]
+    width = metadata.grid[1]
     predicted = int(before.logits[row].argmax())
-    block = slice(predicted * m, (predicted + 1) * m)
+    block = metadata.slots.channels(predicted)
     (old_row, old_col), (new_row, new_col) = (
         divmod(cells[row, block], width) for cells in (before.argmax, after.argmax)
     )

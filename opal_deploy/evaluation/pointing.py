@@ -35,6 +35,7 @@ class ImageHits:
     """The hits of one image's m cells of evidence on its object and its Q parts.
 
     Attributes:
+        slots: the slots of the cells, length m.
         in_object: bool [m]; None if no object is known.
         on_parts: bool [m, Q].
         random_object: share of all cells that lie in the object; None if no object is known.
@@ -43,6 +44,7 @@ class ImageHits:
     """
 
     annotation: ImageAnnotation
+    slots: tuple[int, ...]
     in_object: NDArray[np.bool_] | None
     on_parts: NDArray[np.bool_]
     random_object: float | None
@@ -81,7 +83,7 @@ class PartShare:
         distinguishing: whether it distinguishes the class from others; None if unknown.
         images: share of images in which at least one cell of the evidence hits it.
         random: expectation of `evidence` for random foreground cells.
-        slots: share of images in which the first, second, ... slot hits it.
+        slots: share of images in which a slot hits it, by slot.
     """
 
     part: str
@@ -90,7 +92,7 @@ class PartShare:
     images: float
     evidence: float
     random: float
-    slots: tuple[float, ...]
+    slots: dict[int, float]
 
     @property
     def title(self) -> str:
@@ -105,6 +107,7 @@ class PointingGame:
     Attributes:
         images: correct predictions with an annotated object or parts.
         images_without_annotation: correct predictions that are left out.
+        cells_per_image: mean number of cells of evidence.
         object, part, distinguishing_part: shares of hits in the object, on any part, on any distinguishing part; None
             if the annotations do not have it.
         classes: class -> its parts, the most hit first; classes without correct predictions are left out.
@@ -112,7 +115,7 @@ class PointingGame:
 
     images: int
     images_without_annotation: int
-    cells_per_image: int
+    cells_per_image: float
     object: Share | None
     part: Share | None
     distinguishing_part: Share | None
@@ -127,10 +130,13 @@ class PointingGame:
         return figures_to_dict(self) | known
 
 
-def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, grid: tuple[int, int]) -> ImageHits:
+def count_hits(
+    annotation: ImageAnnotation, slots: Sequence[int], points: Points, geometry: Geometry, grid: tuple[int, int]
+) -> ImageHits:
     """Compare the evidence of one image with its annotation.
 
     Args:
+        slots: m slots of one class.
         points: [m, 2], centres (x, y) of the evidence's cells in pixels of the whole image.
         grid: (H, W) of the feature map, for the random cells.
     """
@@ -139,6 +145,7 @@ def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, 
     chance = annotation.on_parts(cells[annotation.foreground(geometry, grid)], geometry)  # [foreground cells, Q]
     return ImageHits(
         annotation,
+        tuple(slots),
         annotation.in_object(points) if known else None,
         annotation.on_parts(points, geometry),
         float(annotation.in_object(cells).mean()) if known else None,
@@ -165,7 +172,7 @@ def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, left_out
     return PointingGame(
         len(hits),
         left_out,
-        len(hits[0].on_parts),
+        float(np.mean([len(hit.slots) for hit in hits])),
         _share([(hit.in_object, hit.random_object) for hit in hits]),
         _share([(np.asarray(hit.on_parts.any(axis=1)), hit.random_any) for hit in parted]),
         _share([(hit.on_distinguishing, hit.random_distinguishing) for hit in known]),
@@ -202,7 +209,7 @@ def _part_shares(hits: Sequence[ImageHits]) -> list[PartShare]:
                 float(on_part.any(axis=1).mean()),
                 float(on_part.mean()),
                 float(np.mean([hit.random_parts[number] for hit, number in places])),
-                tuple(on_part.mean(axis=0).tolist()),
+                dict(zip(places[0][0].slots, on_part.mean(axis=0).tolist(), strict=True)),
             )
         )
     return sorted(shares, key=lambda share: -share.evidence)
@@ -216,7 +223,7 @@ def play_pointing_game(result: EvaluationResult, annotations: Annotations, metad
     argmax = result.outputs.argmax
     if metadata.evidence != "exact" or argmax is None:
         return None
-    m, hits, left_out = metadata.prototypes_per_class, [], 0
+    hits, left_out = [], 0
     correct = result.outputs.logits.argmax(axis=1) == result.labels
     for number in np.flatnonzero(correct).tolist():
         annotation, geometry = annotations.images[number], result.geometries[number]
@@ -224,9 +231,10 @@ def play_pointing_game(result: EvaluationResult, annotations: Annotations, metad
             left_out += 1
             continue
         label = int(result.labels[number])
-        cells = argmax[number, label * m : (label + 1) * m]
+        cells = argmax[number, metadata.slots.channels(label)]
         points = geometry.cell_centres(metadata.grid)[cells]
-        hits.append(count_hits(annotation, points, geometry, metadata.grid))
+        slots = metadata.slots.of_class(label)
+        hits.append(count_hits(annotation, slots, points, geometry, metadata.grid))
     return summarize_hits(hits, annotations, left_out)
 
 
@@ -236,7 +244,8 @@ def format_game(game: PointingGame) -> Iterator[str]:
         "in the object": game.object, "on a part": game.part, "on a distinguishing part": game.distinguishing_part,
     }  # fmt: skip
     shares = [f"{title} {format_share(share)}" for title, share in titled.items() if share is not None]
-    yield f"pointing game, {game.images:,} correct predictions, {game.cells_per_image} cells each: {', '.join(shares)}"
+    cells = f"{game.cells_per_image:.4g} cells each"
+    yield f"pointing game, {game.images:,} correct predictions, {cells}: {', '.join(shares)}"
     left_out = game.images_without_annotation
     note = f"; {left_out:,} correct predictions without annotation left out" if left_out else ""
     yield f"  [95 % interval over images]; {game.rules}{note}"
@@ -278,6 +287,6 @@ def slot_table(game: PointingGame) -> tuple[list[str], list[list[str | int | flo
         by_name = {part.part: part.slots for part in parts}
         rows += [
             [class_name, slot, *(by_name[name][slot] if name in by_name else "" for name in names)]
-            for slot in range(game.cells_per_image)
+            for slot in sorted({slot for slots in by_name.values() for slot in slots})
         ]
     return ["class", "slot", *names], rows

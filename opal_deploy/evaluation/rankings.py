@@ -50,8 +50,7 @@ def evidence_cells(class_id: int, outputs: Outputs, row: int, metadata: Metadata
     """
     if outputs.scores is None or outputs.argmax is None:
         raise ValueError("a model without slots has no cells")
-    m = metadata.prototypes_per_class
-    block = slice(class_id * m, (class_id + 1) * m)
+    block = metadata.slots.channels(class_id)
     parts = embedding(outputs.scores[row : row + 1], metadata.epsilon)[0, block]
     sums: dict[int, float] = {}
     for cell, part in zip(outputs.argmax[row, block].tolist(), parts.tolist(), strict=True):

@@ -85,9 +85,10 @@ def evaluate_session(
         geometries += batch_geometries
         progress(len(geometries), len(samples), "evaluating")
     outputs = Outputs.concatenate(batches)
-    m = metadata.prototypes_per_class
-    top2_margins = None if outputs.scores is None else margins(outputs.logits, outputs.scores, m, metadata.epsilon)
-    evaluation = compute_metrics(outputs.logits, labels, outputs.argmax, m, top2_margins)
+    slots, top2_margins = metadata.slots, None
+    if outputs.scores is not None:
+        top2_margins = margins(outputs.logits, outputs.scores, slots, metadata.epsilon)
+    evaluation = compute_metrics(outputs.logits, labels, outputs.argmax, slots, top2_margins)
     part_figures = meter.figures(outputs.scores, outputs.argmax, geometries) if meter else None
     return EvaluationResult(evaluation, part_figures, labels, outputs, geometries, top2_margins)
 

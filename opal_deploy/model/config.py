@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Evidence
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import UsageError
 
 Pooling = Literal["max", "avg"]
@@ -33,6 +34,7 @@ class HeadConfig:
         epsilon: added to the norm, z = s / (|s| + epsilon), as in the authors' code.
         plain: the network's own classifier instead of all of these: pooling, the layers after it, and a dense layer to
             C classes; nothing is normalised to length 1.
+        dropped: channels of the slots that `edit` dropped, see `Slots`; only with max pooling and anchors.
     """
 
     projection: bool = True
@@ -43,6 +45,7 @@ class HeadConfig:
     distance: Distance = "l2"
     epsilon: float = EPSILON
     plain: bool = False
+    dropped: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.pooling not in ("max", "avg"):
@@ -63,6 +66,8 @@ class HeadConfig:
                 "projection, CWS and max pooling without anchors is not one of the paper's eleven variants; "
                 "switch the anchors on (OPAL) or one of the three off"
             )
+        if self.dropped and self.evidence != "exact":
+            raise UsageError("only slots whose score comes from one cell can be dropped: max pooling and anchors")
         if self.anchors and self.distance == "kl" and not self.cws:
             raise UsageError(
                 "distance kl without CWS: it takes the logarithm of the embedding, which can be negative without the "
@@ -84,9 +89,18 @@ class HeadConfig:
         is_opal = self.projection or self.cws or self.anchors or self.pooling == "max"
         return "opal" if is_opal else "linear"
 
+    def slots(self, num_classes: int) -> Slots:
+        """Return the slots of a head with this number of classes."""
+        return Slots(num_classes, self.prototypes_per_class, self.dropped)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, for metadata and checkpoints."""
-        return asdict(self)
+        """Return the fields as plain values, for metadata and checkpoints; `from_dict` reads them."""
+        return {**asdict(self), "dropped": list(self.dropped)}
+
+    @staticmethod
+    def from_dict(raw: dict[str, Any]) -> HeadConfig:
+        """Build the configuration that `to_dict` wrote; TypeError for another dictionary."""
+        return HeadConfig(**{**raw, "dropped": tuple(raw.get("dropped", ()))})
 
 
 def require_stride(stride: int | None, keep_layers: bool) -> None:
@@ -144,9 +158,14 @@ class NetworkConfig:
         if self.num_classes < 2:
             raise UsageError(f"{self.num_classes} class(es): a classifier needs at least 2")
 
+    @property
+    def slots(self) -> Slots:
+        """The slots of the classes."""
+        return self.head.slots(self.num_classes)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for checkpoints; `from_dict` reads them."""
-        return asdict(self)
+        return {**asdict(self), "head": self.head.to_dict()}
 
     @staticmethod
     def from_dict(raw: dict[str, Any]) -> NetworkConfig:
@@ -160,7 +179,7 @@ class NetworkConfig:
             backbone=str(raw["backbone"]),
             num_classes=int(raw["num_classes"]),
             input_size=(int(size[0]), int(size[1])),
-            head=HeadConfig(**raw["head"]),
+            head=HeadConfig.from_dict(raw["head"]),
             stride=raw["stride"],
             keep_layers=bool(raw["keep_layers"]),
             mean=tuple(raw["mean"]),

@@ -1,7 +1,8 @@
 """Distances from an embedding z [N, K] to every class anchor a_c, in closed form (paper, Eq. 4 and Supp. E.1).
 
 An anchor is 1/sqrt(m) on its own block and zero elsewhere, so sums over the blocks (l1, l2, l3, kl) or extremes inside
-and outside a block (linf, tropical) replace the differences [N, C, K]; memory stays O(N * K).
+and outside a block (linf, tropical) replace the differences [N, C, K]; memory stays O(N * K). Where slots were dropped,
+both z and the anchor are zero there, which changes none of the six.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from opal_deploy.artifact.outputs import KL_EPSILON
+from opal_deploy.artifact.slots import KL_EPSILON
 
 # smallest argument of a root: at zero the gradient is infinite, and float32 does not resolve smaller ones
 _TINY = 1e-12
 
 
-def compute_distances(z: Tensor, prototypes_per_class: int, distance: str) -> Tensor:
+def compute_distances(z: Tensor, anchors: Tensor, prototypes_per_class: int, distance: str) -> Tensor:
     """Return the distances [N, C] of an embedding to the anchors; a logit is a negative distance.
 
     Args:
-        z: float [N, K], L2-normalised.
+        z: float [N, K], L2-normalised; 0 for dropped slots.
+        anchors: `Slots.head_constant` of the distance, [C] or [C, m].
         prototypes_per_class: m; K is a multiple of it.
         distance: a key of `DISTANCE_FUNCTIONS`.
     """
     n, k = z.shape[0], z.shape[1]
     blocks = z.reshape(n, k // prototypes_per_class, prototypes_per_class)  # [N, C, m]
-    return DISTANCE_FUNCTIONS[distance](blocks, 1.0 / math.sqrt(prototypes_per_class))
+    return DISTANCE_FUNCTIONS[distance](blocks, anchors)
 
 
 def epsilon_tensor(tensor: Tensor, value: float) -> Tensor:
@@ -36,40 +38,41 @@ def epsilon_tensor(tensor: Tensor, value: float) -> Tensor:
     return tensor.new_full((1,), value)
 
 
-def _l2(blocks: Tensor, anchor: float) -> Tensor:
+def _l2(blocks: Tensor, anchors: Tensor) -> Tensor:
     # |z - a|^2 = 2 - 2 <z, a> for unit vectors (paper, Sec. 3.4); slightly negative near saturation, hence the clamp
-    cosine = blocks.sum(2) * anchor
+    cosine = blocks.sum(2) * anchors
     return (2.0 - 2.0 * cosine).clamp_min(_TINY).sqrt()
 
 
-def _l1(blocks: Tensor, anchor: float) -> Tensor:
+def _l1(blocks: Tensor, anchors: Tensor) -> Tensor:
     outside = _sum_outside(blocks.abs().sum(2))
-    return outside + (blocks - anchor).abs().sum(2)
+    return outside + (blocks - anchors).abs().sum(2)
 
 
-def _l3(blocks: Tensor, anchor: float) -> Tensor:
+def _l3(blocks: Tensor, anchors: Tensor) -> Tensor:
     outside = _sum_outside(blocks.abs().pow(3).sum(2))
-    return (outside + (blocks - anchor).abs().pow(3).sum(2)).clamp_min(_TINY).pow(1.0 / 3.0)
+    return (outside + (blocks - anchors).abs().pow(3).sum(2)).clamp_min(_TINY).pow(1.0 / 3.0)
 
 
-def _kl(blocks: Tensor, anchor: float) -> Tensor:
+def _kl(blocks: Tensor, log_anchors: Tensor) -> Tensor:
     # sum z (log(z + e) - log(a + e)): the first term is the same for all classes, the second takes two values
     entropy = (blocks * (blocks + epsilon_tensor(blocks, KL_EPSILON)).log()).sum((1, 2)).unsqueeze(1)
     inside = blocks.sum(2)
     outside = _sum_outside(inside)
-    return entropy - inside * math.log(anchor + KL_EPSILON) - outside * math.log(KL_EPSILON)
+    return entropy - inside * log_anchors - outside * math.log(KL_EPSILON)
 
 
-def _linf(blocks: Tensor, anchor: float) -> Tensor:
+def _linf(blocks: Tensor, anchors: Tensor) -> Tensor:
     outside = _largest_outside(blocks.abs().amax(2))
-    return torch.maximum(outside, (blocks - anchor).abs().amax(2))
+    return torch.maximum(outside, (blocks - anchors).abs().amax(2))
 
 
-def _tropical(blocks: Tensor, anchor: float) -> Tensor:
+def _tropical(blocks: Tensor, anchors: Tensor) -> Tensor:
     # max - min of the differences z - a (Lee et al. 2022)
     highest, lowest = blocks.amax(2), blocks.amin(2)
-    largest = torch.maximum(_largest_outside(highest), highest - anchor)
-    smallest = torch.minimum(-_largest_outside(-lowest), lowest - anchor)
+    inside = blocks - anchors
+    largest = torch.maximum(_largest_outside(highest), inside.amax(2))
+    smallest = torch.minimum(-_largest_outside(-lowest), inside.amin(2))
     return largest - smallest
 
 
@@ -85,7 +88,7 @@ def _largest_outside(per_class: Tensor) -> Tensor:
     return torch.where(per_class == best[:, :1], best[:, 1:], best[:, :1])
 
 
-DISTANCE_FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+DISTANCE_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "l1": _l1,
     "l2": _l2,
     "l3": _l3,

@@ -50,6 +50,8 @@ class OpalHead(nn.Module):
         num_classes: C.
         num_prototypes: K = C * m.
         projection: 1x1 convolution from D to K channels with bias, or the identity.
+        anchors: float32 [C] or [C, m], see `Slots.head_constant`; None without anchors.
+        kept: float32 [K], 0 for dropped slots and else 1; None if none was dropped.
         classifier: a dense layer instead of the distance, or the network's own layers from the pooling on; None with
             anchors.
     """
@@ -76,6 +78,14 @@ class OpalHead(nn.Module):
         if classifier is None and not config.anchors:
             classifier = nn.Linear(width, num_classes)
         self.classifier = classifier
+        # constants, which the state dict leaves out: the configuration gives them
+        self.anchors: Tensor | None
+        self.kept: Tensor | None
+        slots = config.slots(num_classes) if config.anchors else None
+        constant = None if slots is None else torch.from_numpy(slots.head_constant(config.distance)).float()
+        self.register_buffer("anchors", constant, persistent=False)
+        mask = None if slots is None or not slots.dropped else torch.from_numpy(slots.kept).float().flatten()
+        self.register_buffer("kept", mask, persistent=False)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits [N, C] for features [N, D, H, W], without evidence, for training."""
@@ -112,13 +122,13 @@ class OpalHead(nn.Module):
     def pool(self, attention: Tensor) -> Tensor:
         """Return s [N, K]: the maximum of each channel of A over the cells (Eq. 3), or their mean.
 
-        For the network's own classifier, which pools itself, A is returned unchanged.
+        Dropped slots have score 0. For the network's own classifier, which pools itself, A is returned unchanged.
         """
         if self.config.plain:
             return attention
         cells = attention.flatten(2)
         scores: Tensor = cells.amax(2) if self.config.pooling == "max" else cells.mean(2)
-        return scores
+        return scores if self.kept is None else scores * self.kept
 
     def classify(self, scores: Tensor) -> Tensor:
         """Return the logits [N, C] for scores [N, K]: minus the distance of z to each anchor (Eq. 4)."""
@@ -130,7 +140,8 @@ class OpalHead(nn.Module):
         if self.classifier is not None:
             logits: Tensor = self.classifier(z)
             return logits
-        return -compute_distances(z, self.config.prototypes_per_class, self.config.distance)
+        assert self.anchors is not None  # a head without anchors has a classifier
+        return -compute_distances(z, self.anchors, self.config.prototypes_per_class, self.config.distance)
 
 
 def build_anchors(num_classes: int, prototypes_per_class: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,7 +6,6 @@ a forward pass on a GPU.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import (
-    KL_EPSILON,
     DoubleArray,
     Outputs,
     compute_probabilities,
@@ -23,6 +21,7 @@ from opal_deploy.artifact.outputs import (
     find_largest,
     take_blocks,
 )
+from opal_deploy.artifact.slots import KL_EPSILON
 from opal_deploy.preprocess.geometry import Geometry, cell_boxes
 
 
@@ -81,7 +80,7 @@ def find_top_classes(outputs: Outputs, metadata: Metadata, k: int) -> TopClasses
         scores = take_blocks(outputs.scores, class_ids, metadata.prototypes_per_class)
     norms = _compute_norms(outputs, metadata)
     blocks = scores.astype(np.float64) / norms[:, None, None]
-    cosines: DoubleArray = blocks.sum(axis=2) / np.sqrt(metadata.prototypes_per_class)
+    cosines: DoubleArray = blocks.sum(axis=2) / np.sqrt(metadata.slots.counts[class_ids])
     return TopClasses(class_ids, logits.astype(np.float64), cosines, norms, probabilities)
 
 
@@ -111,28 +110,27 @@ def find_evidence(
         class_ids,
         np.stack([rows, cols], axis=2),
         scores,
-        contributions(scores / norms[:, None], metadata.distance),
+        contributions(scores / norms[:, None], metadata.slots.anchors[class_ids], metadata.distance),
         cell_boxes([geometry.crop for geometry in geometries], rows, cols, metadata.grid),
     )
 
 
-def contributions(blocks: DoubleArray, distance: str) -> DoubleArray | None:
-    """Return the contribution of each slot of a class to its logit, from the embedding's entries: float64 [..., m].
+def contributions(blocks: DoubleArray, anchors: DoubleArray, distance: str) -> DoubleArray | None:
+    """Return the contribution of each slot of a class to its logit, from the entries of z and a_c: float64 [..., m].
 
     They add up to the cosine <z, a_c> for l2, to the block's share of the distance for l1 and kl, and to its share of
     the cubed distance for l3 (smaller is closer for these three). None for linf and tropical, where one extreme entry
     decides.
     """
-    anchor = 1.0 / math.sqrt(blocks.shape[-1])
     values: DoubleArray | None = None
     if distance == "l2":
-        values = blocks * anchor
+        values = blocks * anchors
     elif distance == "l1":
-        values = np.abs(blocks - anchor)
+        values = np.abs(blocks - anchors)
     elif distance == "l3":
-        values = np.abs(blocks - anchor) ** 3
+        values = np.abs(blocks - anchors) ** 3
     elif distance == "kl":
-        values = blocks * (np.log(blocks + KL_EPSILON) - math.log(anchor + KL_EPSILON))
+        values = blocks * (np.log(blocks + KL_EPSILON) - np.log(anchors + KL_EPSILON))
     return values
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
 from opal_deploy.records.names import SlotNames
@@ -150,7 +151,8 @@ def build_records(
     all_slots: Iterable[list[Slot] | None] = itertools.repeat(None)
     if metadata.evidence == "exact":
         geometries = [image.geometry for image in images]
-        all_slots = _build_slots(find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms))
+        evidence = find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms)
+        all_slots = _build_slots(evidence, metadata.slots)
     records = []
     for image, answers, slots in zip(images, all_answers, all_slots, strict=False):
         first, second = answers[0]["cosine"], answers[1]["cosine"] if len(answers) > 1 else None
@@ -180,7 +182,7 @@ def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, metadata
     Raises:
         ValueError: the model's evidence is not `exact`, or it does not list this class.
     """
-    return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata)))
+    return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata.slots))
 
 
 def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[list[Answer]]:
@@ -200,8 +202,8 @@ def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[list[Answer
         yield answers
 
 
-def _build_slots(evidence: SlotEvidence) -> Iterator[list[Slot]]:
-    num_slots = evidence.scores.shape[1]
+def _build_slots(evidence: SlotEvidence, slots: Slots) -> Iterator[list[Slot]]:
+    num_slots, kept = evidence.scores.shape[1], slots.kept
     no_parts = itertools.repeat(itertools.repeat(None))
     all_parts = no_parts if evidence.contributions is None else evidence.contributions.tolist()
     arrays = (evidence.class_ids, evidence.cells, evidence.scores, evidence.boxes)
@@ -210,6 +212,7 @@ def _build_slots(evidence: SlotEvidence) -> Iterator[list[Slot]]:
         yield [
             {"slot": slot, "channel": first + slot, "cell": cell, "score": score, "contribution": part, "box": box}
             for slot, (cell, score, part, box) in enumerate(zip(cells, scores, parts, boxes, strict=False))
+            if kept[class_id, slot]
         ]
 
 

@@ -182,4 +182,4 @@ class Agreement:
 
 def compute_cosines(outputs: Outputs, metadata: Metadata) -> Any:
     """Return the cosines [N, C], float64, that follow from the scores."""
-    return cosines(cast(FloatArray, outputs.scores), metadata.prototypes_per_class, metadata.epsilon)
+    return cosines(cast(FloatArray, outputs.scores), metadata.slots, metadata.epsilon)

@@ -105,8 +105,8 @@ def _compare_top(reference: Reference, top: TopOutputs, metadata: Metadata, gate
     scores.reshape(len(scores), -1, m)[place] = top.scores
     argmax.reshape(len(scores), -1, m)[place] = top.cells
     listed.reshape(len(scores), -1, m)[place] = True
-    norms = top.norm.astype(np.float64) + metadata.epsilon
-    after[place] = top.scores.astype(np.float64).sum(axis=2) / (norms[:, None] * np.sqrt(m))
+    norms = (top.norm.astype(np.float64) + metadata.epsilon)[:, None] * np.sqrt(metadata.slots.counts[top.classes])
+    after[place] = top.scores.astype(np.float64).sum(axis=2) / norms
     comparison = _compare_evidence(
         reference, Outputs(logits, argmax, scores), after, top.classes[:, 0], metadata, gate, listed
     )

@@ -250,9 +250,7 @@ def evaluate(
 ) -> Evaluation:
     """Return the metrics over all batches; see `predict`."""
     outputs = predict(network, batches, progress=progress, group=group)
-    return compute_metrics(
-        outputs.logits, outputs.labels, outputs.argmax, network.config.head.prototypes_per_class, outputs.margins
-    )
+    return compute_metrics(outputs.logits, outputs.labels, outputs.argmax, network.config.slots, outputs.margins)
 
 
 def predict(
@@ -282,7 +280,7 @@ def predict(
             batch_margins = None
             if outputs.scores is not None:
                 scores = outputs.scores.float().cpu().numpy()
-                batch_margins = margins(logits, scores, head.prototypes_per_class, head.epsilon)
+                batch_margins = margins(logits, scores, config.slots, head.epsilon)
             parts.append(LabelledOutputs(logits, labels.numpy(), argmax, batch_margins))
             done += len(labels)
             progress(done, len(batches.images), "evaluating")

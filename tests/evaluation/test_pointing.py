@@ -24,22 +24,23 @@ METADATA = Metadata(("a", "b", "c"), 2, {"distance": "l2", "epsilon": 1e-8}, "ex
 # 80 x 80 pixels, cells of 20; the object is the four cells in the middle, the beak one of them, the tail another
 BEAK, TAIL = Part("beak", ((21, 21, 39, 39),), True), Part("tail", ((41, 41, 59, 59),), False)
 MIDDLE = ImageAnnotation("a", ((20, 20, 60, 60),), parts=(BEAK, TAIL))
+WHOLE = Geometry.whole(80, 80)
 ON_BEAK, ON_TAIL, ON_BODY, OFF = (30, 30), (50, 50), (50, 30), (10, 10)
 
 
 def test_hits_and_random_cells_are_counted_by_their_centres():
     points = np.array([ON_BEAK, ON_TAIL, ON_BODY, OFF], np.float64)
-    hits = count_hits(MIDDLE, points, Geometry.whole(80, 80), GRID)
+    hits = count_hits(MIDDLE, range(4), points, WHOLE, GRID)
     assert hits.in_object.tolist() == [True, True, True, False]
     assert hits.on_parts.tolist() == [[True, False], [False, True], [False, False], [False, False]]
     assert (hits.random_object, hits.random_any, hits.random_distinguishing) == (4 / 16, 2 / 4, 1 / 4)
     # the same object as a mask
     mask = np.zeros((80, 80), np.bool_)
     mask[20:60, 20:60] = True
-    masked = count_hits(replace(MIDDLE, mask=lambda: mask, boxes=()), points, Geometry.whole(80, 80), GRID)
+    masked = count_hits(replace(MIDDLE, mask=lambda: mask, boxes=()), range(4), points, WHOLE, GRID)
     assert masked.in_object.tolist() == hits.in_object.tolist()
     # an object between the centres leaves all cells to the control
-    nowhere = count_hits(replace(MIDDLE, boxes=((0, 0, 5, 5),)), points, Geometry.whole(80, 80), GRID)
+    nowhere = count_hits(replace(MIDDLE, boxes=((0, 0, 5, 5),)), range(4), points, WHOLE, GRID)
     assert (nowhere.random_object, nowhere.random_any) == (0, 2 / 16)
 
 
@@ -96,7 +97,7 @@ def test_images_are_the_unit_and_only_right_predictions_with_annotations_count()
     beak, tail = game.classes["a"]
     # where the beak is visible it is always hit, by the first slot
     assert (beak.part, beak.distinguishing, beak.images, beak.evidence) == ("beak", True, 1.0, 0.5)
-    assert beak.slots == (1.0, 0.0)
+    assert beak.slots == {0: 1.0, 1: 0.0}
     assert (tail.part, tail.images, tail.slots) == ("tail", pytest.approx(2 / 3), (0.0, pytest.approx(2 / 3)))
     assert pointing.slot_table(game)[1] == [["a", 0, 1.0, 0.0], ["a", 1, 0.0, tail.slots[1]]]
     document = json.loads(json.dumps(game.to_dict()))

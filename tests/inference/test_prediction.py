@@ -106,6 +106,6 @@ A = 1 / math.sqrt(3)
     ],
 )
 def test_contributions_add_up_for_the_distances_that_are_sums(distance, expected):
-    parts = contributions(BLOCK, distance)
+    parts = contributions(BLOCK, np.full(3, A), distance)
     assert float(parts.sum()) == pytest.approx(expected, abs=1e-12)
-    assert contributions(BLOCK, "linf") is contributions(BLOCK, "tropical") is None
+    assert contributions(BLOCK, np.full(3, A), "linf") is contributions(BLOCK, np.full(3, A), "tropical") is None

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.distances import compute_distances
 from opal_deploy.model.head import OpalHead, build_anchors
@@ -31,6 +32,11 @@ def definition(z, num_classes, m, distance):
     return DEFINITIONS[distance](z.double()[:, None, :], build_anchors(num_classes, m, torch.float64)[None])
 
 
+def distances(z, m, distance):
+    constant = Slots(z.shape[1] // m, m).head_constant(distance)
+    return compute_distances(z, torch.from_numpy(constant).to(z.dtype), m, distance)
+
+
 def unit(rows):
     return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
 
@@ -46,7 +52,7 @@ def softmax_scores(seed, n, k, gain):
 
 
 def assert_as_defined(z, num_classes, m, distance):
-    ours, expected = compute_distances(z, m, distance).double(), definition(z, num_classes, m, distance)
+    ours, expected = distances(z, m, distance).double(), definition(z, num_classes, m, distance)
     power = POWERS.get(distance, 1)
     torch.testing.assert_close(ours**power, expected**power, rtol=2e-6, atol=TOLERANCES.get(distance, 2e-6))
 
@@ -62,11 +68,11 @@ class TestEmbeddingsOfASoftmax:
         anchor = build_anchors(num_classes, m)[-20:]
         nearly = unit(anchor + 1e-5 * rand(*anchor.shape, seed=1))
         assert_as_defined(torch.cat([anchor, nearly]), num_classes, m, distance)
-        assert compute_distances(anchor, m, distance).argmin(1).tolist() == list(range(num_classes))[-20:]
+        assert distances(anchor, m, distance).argmin(1).tolist() == list(range(num_classes))[-20:]
 
     def test_ties_agree_and_equal_classes_get_equal_distances(self, distance, num_classes, m):
         z = unit(torch.ones(1, num_classes * m))
-        ours = compute_distances(z, m, distance)
+        ours = distances(z, m, distance)
         torch.testing.assert_close(ours, ours[:, :1].expand_as(ours), rtol=1e-6, atol=1e-6)
         assert_as_defined(z, num_classes, m, distance)
         # the largest value outside a block is then found in the other leader's
@@ -86,7 +92,7 @@ def test_embeddings_with_negative_entries_agree_with_the_definition(distance):
 @pytest.mark.parametrize("off", [0.0, 1e-9, 1e-7, 1e-5, 1e-3])
 def test_gradients_are_finite_at_and_near_an_anchor(distance, off):
     z = (build_anchors(4, 5) + off * rand(4, 20)).requires_grad_(True)
-    compute_distances(z, 5, distance).sum().backward()
+    distances(z, 5, distance).sum().backward()
     assert torch.isfinite(z.grad).all()
 
 
@@ -96,7 +102,7 @@ def test_gradients_agree_with_the_definitions_away_from_anchors(distance):
     scores = 3.0 * softmax_scores(2, 4, 15, 3.0).double()
     ours, plain = scores.clone().requires_grad_(True), scores.clone().requires_grad_(True)
     weights = torch.linspace(-1, 1, 4 * 3, dtype=torch.float64).reshape(4, 3)
-    (compute_distances(unit(ours), 5, distance) * weights).sum().backward()
+    (distances(unit(ours), 5, distance) * weights).sum().backward()
     (definition(unit(plain), 3, 5, distance) * weights).sum().backward()
     torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-6, atol=1e-6)
 
@@ -131,5 +137,5 @@ def test_no_tensor_of_forward_or_backward_is_larger_than_the_embedding(distance)
     n, num_classes, m = 64, 1000, 5
     z = softmax_scores(0, n, num_classes * m, 3.0).requires_grad_(True)
     with LargestTensor() as largest:
-        compute_distances(z, m, distance).sum().backward()
+        distances(z, m, distance).sum().backward()
     assert largest.elements <= n * num_classes * m

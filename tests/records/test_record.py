@@ -7,6 +7,7 @@ import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines, select_top
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import ImageInfo, build_records, class_evidence
 
@@ -22,7 +23,7 @@ def test_a_batch_of_records_is_what_each_image_says_alone(top):
     scores = rng.random((N, C * M)).astype(np.float32)
     scores[3] = 0.5  # every class ties: the lowest ids come first
     argmax = rng.integers(0, 28, (N, C * M)).astype(np.int32)
-    logits = -np.sqrt(2 - 2 * cosines(scores, M, 1e-8)).astype(np.float32)
+    logits = -np.sqrt(2 - 2 * cosines(scores, Slots(scores.shape[1] // M, M), 1e-8)).astype(np.float32)
     images = [ImageInfo(f"{i}.png", Geometry(500 + i, 333, (i, 3, 411 + i, 330))) for i in range(N)]
     records = build_records(images, Outputs(logits, argmax, scores), METADATA, top=top, min_margin=0.01)
     for i, (record, image) in enumerate(zip(records, images, strict=True)):

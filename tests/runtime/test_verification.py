@@ -10,6 +10,7 @@ from scipy.stats import beta
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines, select_top
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.runtime.gates import GATES, NEAR_TIE, WIDEST, Gate, Rounding
 from opal_deploy.runtime.verification import compare_outputs
@@ -20,7 +21,7 @@ FP32, FP16 = GATES["fp32"], GATES["fp16"]
 
 
 def compute_logits(scores):
-    return -np.sqrt(2 - 2 * cosines(scores, M, 1e-8)).astype(np.float32)
+    return -np.sqrt(2 - 2 * cosines(scores, Slots(scores.shape[1] // M, M), 1e-8)).astype(np.float32)
 
 
 def build_reference(n=10):

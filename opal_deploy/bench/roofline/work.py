@@ -92,7 +92,7 @@ def count_model_work(metadata: Metadata) -> Work | None:
     try:
         for package in ("torch", "torchvision"):
             require(package, "train", "counting work")
-        head = HeadConfig(**{**metadata.head, "prototypes_per_class": metadata.prototypes_per_class})
+        head = HeadConfig.from_dict({**metadata.head, "prototypes_per_class": metadata.prototypes_per_class})
         size, cut = metadata.input_size, (metadata.stride, metadata.keep_layers)
         backbone = count_backbone_work(metadata.backbone, size, *cut)
         return backbone + count_head_work(metadata.backbone, metadata.num_classes, head, size, *cut)

@@ -187,7 +187,7 @@ class AtlasCollector:
 
     def count_images(self, class_id: int) -> int:
         """Return the number of images predicted as a class."""
-        return int(self._cells[class_id, 0].sum())
+        return int(self._cells[class_id, self.metadata.slots.of_class(class_id)[0]].sum())
 
     def count_labels(self) -> dict[int, dict[str, int]]:
         """Return for each predicted class the number of images by their labels, if these are known."""

@@ -6,6 +6,7 @@ import hashlib
 import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -160,7 +161,7 @@ class Atlas:
         model: the model that the atlas was built with: file, sha256, checkpoint_sha256, backbone, precision,
             prototypes_per_class, grid, distance.
         data: the data set that the atlas was built from: description, images, answered, failed, ...
-        entries: entries by (class, slot), for every slot of the model.
+        entries: entries by (class, slot), for every slot of the model that was not dropped.
         findings: what the model's owner should know, class by class.
         cells: how often each cell of the grid was chosen, row by row; length H * W.
         labels: for each predicted class, the number of images by their labels, if these are known.
@@ -217,6 +218,18 @@ class Atlas:
         if name_patch(encoded) != patch.file:
             raise ArtifactError(f"{path}: damaged, its digest does not match its name; build the atlas again")
         return Image.open(io.BytesIO(encoded)).convert("RGB")
+
+    @cached_property
+    def slots(self) -> Mapping[int, list[int]]:
+        """The slots of each class, ascending."""
+        slots: dict[int, list[int]] = {}
+        for class_id, slot in sorted(self.entries):
+            slots.setdefault(class_id, []).append(slot)
+        return slots
+
+    def images_of(self, class_id: int) -> int:
+        """Return the number of images predicted as a class."""
+        return self.entries[class_id, self.slots[class_id][0]].statistics.images
 
     def labels_of(self, class_id: int) -> Mapping[str, int]:
         """Return the number of images predicted as a class, by label."""
@@ -351,7 +364,7 @@ def _make_exemplar(atlas: Atlas, slot: int, patch: AtlasPatch, label: str) -> Ex
 
 def _describe_origin(atlas: Atlas, class_id: int, shown: Collection[str | None]) -> str:
     """Return where the exemplars come from, and how many images with their prediction have another label."""
-    images, name = atlas.entries[class_id, 0].statistics.images, atlas.class_names[class_id]
+    images, name = atlas.images_of(class_id), atlas.class_names[class_id]
     origin = f"Below: each slot's strongest patches among the atlas's {count_of(images, 'image')} with this prediction"
     if None in shown:
         return f"{origin}; their labels are not known."

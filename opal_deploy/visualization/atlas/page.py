@@ -57,7 +57,7 @@ def _describe_labels(atlas: Atlas) -> str:
 
 def _describe_class(atlas: Atlas, class_id: int) -> str:
     """Return the number of images predicted as the class, their labels, and the predictions for its own images."""
-    name, images = atlas.class_names[class_id], atlas.entries[class_id, 0].statistics.images
+    name, images = atlas.class_names[class_id], atlas.images_of(class_id)
     labels, predictions = dict(atlas.labels_of(class_id)), dict(atlas.predictions_of(class_id))
     known, shown = sum(labels.values()), sum(predictions.values())
     correct = labels.pop(name, 0)

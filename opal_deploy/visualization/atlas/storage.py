@@ -91,7 +91,7 @@ def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any],
     for counts in labels.values():
         shown.update(counts)
     for class_id, label in enumerate(metadata.class_names):
-        slots = range(metadata.prototypes_per_class)
+        slots = metadata.slots.of_class(class_id)
         for slot in slots:
             patches = tuple(_write_candidate(candidate, root) for candidate in collector.best(class_id, slot))
             entries[class_id, slot] = SlotEntry(class_id, slot, collector.statistics(class_id, slot), patches)
@@ -156,7 +156,6 @@ def _remove_unnamed(root: Path, named: Collection[str]) -> None:
 
 
 def _to_document(atlas: Atlas) -> dict[str, Any]:
-    m = atlas.model["prototypes_per_class"]
     return {
         "schema": ATLAS_SCHEMA,
         "kind": ATLAS_KIND,
@@ -170,7 +169,7 @@ def _to_document(atlas: Atlas) -> dict[str, Any]:
                 "class_id": class_id,
                 "name": name,
                 "labels": dict(atlas.labels_of(class_id)),
-                "slots": [atlas.entries[class_id, slot].to_dict() for slot in range(m)],
+                "slots": [atlas.entries[class_id, slot].to_dict() for slot in atlas.slots[class_id]],
             }
             for class_id, name in enumerate(atlas.class_names)
         ],
@@ -186,8 +185,9 @@ def _parse_atlas(root: Path, document: Mapping[str, Any]) -> Atlas:
         slots = each["slots"]
         if each["class_id"] != class_id or not isinstance(each["name"], str):
             raise ValueError(f"class {class_id} is missing or has no name")
-        if [entry["slot"] for entry in slots] != list(range(model["prototypes_per_class"])):
-            raise ValueError(f"slots of class {class_id} are missing")
+        numbers = [entry["slot"] for entry in slots]
+        if not numbers or numbers != sorted({*numbers} & {*range(model["prototypes_per_class"])}):
+            raise ValueError(f"slots of class {class_id} are missing, repeated or not the model's")
         entries.update({(class_id, entry["slot"]): _parse_entry(class_id, entry) for entry in slots})
     return Atlas(
         root, model, tuple(each["name"] for each in classes), dict(document["data"]), int(document["top"]), entries,

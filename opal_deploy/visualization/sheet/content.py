@@ -6,6 +6,7 @@ strength; the differences rank by rank then add up to the margin.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
@@ -117,7 +118,8 @@ class SheetContent:
         margin: cosine of the predicted class minus that of the runner-up; None without a runner-up.
         min_margin: margin below which the model abstains; None: never.
         differences: contribution of the predicted class's k-th strongest slot minus that of the runner-up's, for each
-            k; they add up to the margin. None unless contributions add up to cosines and the margin is positive.
+            k; they add up to the margin. None unless contributions add up to cosines, both classes have the same number
+            of slots, and the margin is positive.
         correct: whether the predicted class is the label; None without a label, or if the model has no such class.
     """
 
@@ -330,16 +332,16 @@ def build_sheet_content(
     if metadata.distance in _PART_DISTANCES:
         meaning = "distance"
     # a class whose bars all reach 1/m has cosine 1; scores lie in [0, 1]
-    m = metadata.prototypes_per_class
-    full = {"cosine": 1.0 / m, "distance": 0.0, "score": 1.0}[meaning]
-    ends = bar_ends([_value(slot, meaning) for slots in evidence for slot in slots], full)
+    full = {"cosine": 1.0 / min(map(len, evidence)), "distance": 0.0, "score": 1.0}[meaning]
+    ends = iter(bar_ends([_value(slot, meaning) for slots in evidence for slot in slots], full))
     predicted, *others = (
-        _build_view(answer, slots, ends[rank * m :][:m], meaning, outputs, names or {}, metadata)
-        for rank, (answer, slots) in enumerate(zip(answers, evidence, strict=True))
+        _build_view(answer, slots, list(itertools.islice(ends, len(slots))), meaning, outputs, names or {}, metadata)
+        for answer, slots in zip(answers, evidence, strict=True)
     )
     runner_up = others[0] if others else None
     differences = None
-    if runner_up is not None and meaning == "cosine":
+    # classes with other numbers of slots, after some were dropped, have no differences rank by rank
+    if runner_up is not None and meaning == "cosine" and len(predicted.slots) == len(runner_up.slots):
         differences = tuple(a.value - b.value for a, b in zip(predicted.slots, runner_up.slots, strict=True))
     return SheetContent(
         image.name, image.geometry.width, image.geometry.height, image.geometry.crop, metadata.grid, metadata.distance,

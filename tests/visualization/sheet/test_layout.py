@@ -10,6 +10,7 @@ from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import ImageInfo
 from opal_deploy.visualization.atlas.entries import Exemplar, Exemplars
@@ -52,7 +53,7 @@ def content(
     channels = m * len(labels)
     attention = np.random.default_rng(m).dirichlet(np.full(channels, 0.1), size=49).T[None].astype(np.float32)
     scores, cells = attention.max(axis=2), attention.argmax(axis=2).astype(np.int32)
-    logits = -np.sqrt(2 - 2 * cosines(scores, m, 1e-8)).astype(np.float32)
+    logits = -np.sqrt(2 - 2 * cosines(scores, Slots(scores.shape[1] // m, m), 1e-8)).astype(np.float32)
     outputs = Outputs(logits, cells, scores, attention.reshape(1, channels, *GRID) if heatmap else None)
     metadata = Metadata(labels, m, {"distance": distance, "epsilon": 1e-8}, "exact", "resnet18", GRID, (224, 224))
     if field is not None:
