@@ -20,6 +20,7 @@ from opal_deploy.cli.convert import convert, schema
 from opal_deploy.cli.demo import demo
 from opal_deploy.cli.diff import diff
 from opal_deploy.cli.doctor import doctor
+from opal_deploy.cli.edit import edit
 from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.cli.explain import explain
 from opal_deploy.cli.export import export
@@ -119,7 +120,7 @@ app = typer.Typer(
 )
 for command in (
     train, evaluate, reproduce, export, infer, serve, explain, atlas, convert, diff, verify, inspect, schema, doctor,
-    demo,
+    edit, demo,
 ):  # fmt: skip
     app.command()(expand_options(command))
 app.add_typer(bench)

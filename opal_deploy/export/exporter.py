@@ -268,6 +268,7 @@ def _describe_origin(metadata: Metadata) -> dict[str, Any]:
     return {
         "checkpoint": metadata.source.get("sha256"),
         "assumptions": metadata.source.get("assumed"),
+        "dropped slots": metadata.head.get("dropped", []),
         "class names": list(metadata.class_names),
         "PyTorch": metadata.exporter.get("torch"),
     }

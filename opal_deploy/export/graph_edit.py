@@ -1,4 +1,4 @@
-"""Edits of an exported ONNX graph: finding its body, choosing outputs, and selecting the best classes inside it.
+"""Edits of an exported ONNX graph: finding its body, choosing outputs, dropping slots, selecting the best classes.
 
 The body reaches from the normalised images to the projection; the head after it always stays float32.
 
@@ -21,6 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 # names of the values at the two ends of the body
 BODY_INPUT = "normalised"
 BODY_OUTPUT = "projected"
+# the head's constants, by their names in the network (`model.head`)
+ANCHORS, KEPT = "network.head.anchors", "network.head.kept"
 # a taken class is never the best again; logits are far above this
 _LOWEST = float(np.finfo(np.float32).min)
 _PREFIX = "select_"
@@ -87,6 +90,31 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
     changed = copy.deepcopy(model)
     del changed.graph.output[:]
     changed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    return changed
+
+
+def with_slots(model: onnx.ModelProto, slots: Slots, distance: str) -> onnx.ModelProto:
+    """Return a copy of a model with an exact head that has these slots: the constants of `model.head` are replaced.
+
+    Raises:
+        ArtifactError: the graph does not have the constants, since another version exported it.
+    """
+    changed = copy.deepcopy(model)
+    constants = {each.name: each for each in changed.graph.initializer}
+    if ANCHORS not in constants:
+        raise ArtifactError("its graph has no constant for the anchors; export the checkpoint again, and edit that")
+    values = {ANCHORS: slots.head_constant(distance), KEPT: slots.kept.flatten()}
+    for name, value in values.items():
+        tensor = numpy_helper.from_array(value.astype(np.float32), name)
+        if name in constants:
+            constants[name].CopyFrom(tensor)
+        else:
+            changed.graph.initializer.append(tensor)
+    if KEPT not in constants:
+        number, maximum = next((i, node) for i, node in enumerate(changed.graph.node) if "scores" in node.output)
+        maximum.output[0] = "all_scores"
+        mask = helper.make_node("Mul", [maximum.output[0], KEPT], ["scores"], name="kept_scores")
+        changed.graph.node.insert(number + 1, mask)
     return changed
 
 

@@ -71,7 +71,7 @@ class OnnxSource:
         session = self._verify_vectors(options)
         choice = choose_images(self.metadata, options, calibrate="int8" in precisions, torchvision=False)
         model = onnx.load(self.path)
-        find_margin = _margin_finder(model, session)
+        find_margin = margin_finder(model, session)
 
         def run(pixels: Pixels) -> Reference:
             return Reference(pixels, session.run(pixels), None if find_margin is None else find_margin(pixels))
@@ -128,7 +128,7 @@ class OnnxSource:
         return session
 
 
-def _margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pixels], FloatArray] | None:
+def margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pixels], FloatArray] | None:
     """Return a function from uint8 [n, H0, W0, 3] to `Reference.top2_margin`, float32 [n, K]; None without cells."""
     if "argmax" not in session.metadata.outputs:
         return None

@@ -6,7 +6,7 @@ The authors' is a bare state dict, see `authors_checkpoint`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Checkpoint:
         crop: `boxes` if training images were cropped to annotated boxes, else None.
         metrics: results of the training run, such as `test_accuracy`.
         training: settings of the training run.
+        edits: what each `edit` did, the first one first; see `Metadata.edits`.
         evaluation: measurements by `evaluate --record` (`artifact.evaluation`), or empty.
         source: file name, sha256, format (`opal-deploy` or `authors`) and, for the latter, the `assumed` settings.
         receptive_field: of the network's cells, if measured.
@@ -49,6 +50,7 @@ class Checkpoint:
     crop: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    edits: tuple[dict[str, Any], ...] = ()
     evaluation: dict[str, Any] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     receptive_field: ReceptiveField | None = None
@@ -75,6 +77,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "crop": checkpoint.crop,
         "metrics": checkpoint.metrics,
         "training": checkpoint.training,
+        "edits": list(checkpoint.edits),
         "evaluation": checkpoint.evaluation,
         "receptive_field": checkpoint.receptive_field.to_dict() if checkpoint.receptive_field else {},
         "calibration": checkpoint.calibration.to_dict() if checkpoint.calibration else {},
@@ -82,6 +85,17 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         **(extra or {}),
     }
     _write(path, document)
+
+
+def with_dropped_slots(checkpoint: Checkpoint, dropped: tuple[int, ...]) -> Checkpoint:
+    """Return a checkpoint of the same weights in which these slots, given by their channels, and no others are dropped.
+
+    What was measured of the model is left out: metrics, evaluation and calibration.
+    """
+    config = checkpoint.network.config
+    network = OpalNetwork(replace(config, head=replace(config.head, dropped=dropped)))
+    network.load_state_dict(checkpoint.network.state_dict())
+    return replace(checkpoint, network=network.eval(), metrics={}, evaluation={}, calibration=None)
 
 
 def record_evaluation(path: Path, changes: dict[str, dict[str, Any]]) -> None:
@@ -183,6 +197,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         crop=raw.get("crop"),
         metrics=dict(raw.get("metrics") or {}),
         training=dict(raw.get("training") or {}),
+        edits=tuple(raw.get("edits") or ()),
         evaluation=dict(raw.get("evaluation") or {}),
         source={"format": "opal-deploy", "version": raw.get("version")},
         receptive_field=receptive_field,
@@ -248,6 +263,7 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         training={**checkpoint.training, **({"metrics": metrics} if metrics else {})},
         risk={"split": "val", **risk} if risk else {},
         calibration=checkpoint.calibration.to_dict() if checkpoint.calibration else {},
+        edits=checkpoint.edits,
         evaluation=checkpoint.evaluation,
         receptive_field=receptive_field.to_dict(),
         keep_layers=network.config.keep_layers,

@@ -10,7 +10,7 @@ An exported graph is compared with PyTorch on `example_images`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -23,6 +23,7 @@ from PIL import Image
 from opal_deploy.errors import UsageError
 from opal_deploy.synthetic.creatures import MAX_SPECIES, PartBox, check_size, draw_creature, list_species
 
+_STAMP_STREAM = 1
 SPLITS = ("train", "val", "test")
 PARTS_FILE = "parts.jsonl"
 CLASSES_FILE = "classes.txt"
@@ -81,6 +82,7 @@ def generate_dataset(
     test_per_class: int = 40,
     size: tuple[int, int] = (160, 160),
     seed: int = 0,
+    stamped: Collection[int] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> DatasetSummary:
     """Draw a data set into a new or empty folder.
@@ -93,6 +95,7 @@ def generate_dataset(
         train_per_class, val_per_class, test_per_class: images per class; 0 leaves the split out.
         size: (H, W) of every image in pixels, each at least 32.
         seed: at least 0.
+        stamped: class ids whose images carry a stamp in a random corner, over which nothing else of them differs.
         progress: called with (images written, all images) after each.
 
     Raises:
@@ -112,6 +115,10 @@ def generate_dataset(
         kind = kinds[class_id]
         rng = np.random.default_rng(np.random.SeedSequence([seed, SPLITS.index(split), class_id, index]))
         creature = draw_creature(kind, rng, size)
+        if class_id in stamped:
+            # a stream of its own: the creature is the same with and without a stamp
+            stream = np.random.SeedSequence([seed, SPLITS.index(split), class_id, index, _STAMP_STREAM])
+            draw_stamp(creature.image, np.random.default_rng(stream))
         name = f"{split}/{kind.name}/{index:04d}.png"
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         # the fastest compression: the files are read more often than moved
@@ -125,6 +132,20 @@ def generate_dataset(
     (out / PARTS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     totals = {split: count * num_species for split, count in counts.items() if count}
     return DatasetSummary(out, classes, totals, out / PARTS_FILE)
+
+
+def draw_stamp(image: NDArray[np.uint8], rng: np.random.Generator) -> None:
+    """Draw a stamp, such as a photographer's, into a random corner of an image uint8 [H, W, 3], in place."""
+    height, width = image.shape[:2]
+    side = max(8, min(height, width) // 9)
+    y, x = (int(rng.integers(2)) * (length - side - 2) + 1 for length in (height, width))
+    stamp = np.full((side, side, 3), 245, np.uint8)
+    stamp[1:-1, 1:-1] = (150, 20, 60)
+    across = np.arange(2, side - 2)
+    for shift in (0, 1):
+        stamp[across, np.minimum(across + shift, side - 3)] = 245
+        stamp[across, side - 1 - np.minimum(across + shift, side - 3)] = 245
+    image[y : y + side, x : x + side] = stamp
 
 
 def encode_runs(mask: NDArray[np.bool_]) -> tuple[int, ...]:

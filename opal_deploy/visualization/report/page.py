@@ -52,16 +52,17 @@ _IMAGE_SOURCES = {"embed": "data:", "files": "'self' file:"}
 def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) -> str:
     """Return the page up to the cards."""
     style = read_asset("style.css") + "".join(_size_rule(card, image_mode) for card in first)
+    script, *styles = (content_digest(text) for text in (read_asset("script.js"), style, _NO_SCRIPT_STYLE))
     policy = (
-        f"default-src 'none'; img-src {_IMAGE_SOURCES[image_mode]}; script-src '{_digest(read_asset('script.js'))}'; "
-        f"style-src '{_digest(style)}' '{_digest(_NO_SCRIPT_STYLE)}'; base-uri 'none'; form-action 'none'; "
+        f"default-src 'none'; img-src {_IMAGE_SOURCES[image_mode]}; script-src '{script}'; "
+        f"style-src '{styles[0]}' '{styles[1]}'; base-uri 'none'; form-action 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"
     )
     template = load_templates(__package__).get_template("head.html.jinja")
     return template.render(
         policy=policy,
-        style=_mark_safe(style),
-        without_scripts=_mark_safe(_NO_SCRIPT_STYLE),
+        style=mark_safe(style),
+        without_scripts=mark_safe(_NO_SCRIPT_STYLE),
         orders=ORDERS,
         **content,
     )
@@ -112,14 +113,16 @@ def _size_rule(card: Card, image_mode: ImageMode) -> str:
     return f"{figure}{{aspect-ratio:{size};max-width:calc(18rem*{size})}}{figure} img{{width:{share:.2f}%}}\n"
 
 
-def _digest(text: str) -> str:
+def content_digest(text: str) -> str:
+    """Return the digest of a script or style sheet, as a content security policy names it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _mark_safe(text: str) -> object:
+def mark_safe(text: str) -> object:
+    """Return our own text, such as a style sheet, that templates insert as it is."""
     import markupsafe
 
-    return markupsafe.Markup(text)  # our own style sheet and numbers
+    return markupsafe.Markup(text)
 
 
 def _breakable(text: str) -> object:

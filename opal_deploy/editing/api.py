@@ -1,0 +1,252 @@
+"""The public `edit_model`, which `opal-deploy edit` calls: slots are taken out of a model, and the effect measured."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from opal_deploy._version import __version__
+from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind
+from opal_deploy.artifact.measurements import Calibration
+from opal_deploy.artifact.metadata import Metadata, check_all_outputs
+from opal_deploy.editing.drops import check_drops, name_slot, parse_slots, read_drops
+from opal_deploy.errors import ArtifactError, UsageError, require
+from opal_deploy.evaluation.api import EvaluateOptions, Split
+from opal_deploy.logs import Log, Progress, log_line, no_progress
+from opal_deploy.options import (
+    CropToBoxes,
+    DatasetName,
+    Device,
+    Option,
+    Options,
+    Partition,
+    SkipMissing,
+    StrPath,
+    Threads,
+    keywords,
+    to_arguments,
+)
+from opal_deploy.runtime.select import read_model_metadata
+
+if TYPE_CHECKING:
+    from opal_deploy.editing.data import ScoredData
+    from opal_deploy.editing.scores import Effect
+    from opal_deploy.editing.suggestions import Suggestion
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditOptions(Options):
+    """Options of an edit.
+
+    Attributes:
+        log: receives the lines that the command prints.
+        progress: receives the number of images done and in all.
+    """
+
+    drop: Annotated[
+        tuple[str, ...], Option("Slot to take out: CLASS/SLOT, such as Gull/2. Repeatable.", cli=list[str])
+    ] = ()
+    drops: Annotated[
+        StrPath | None, Option('TOML file of slots to take out: drop = ["Gull/2", "Gull/4"].', cli=Path)
+    ] = None
+    restore: Annotated[
+        tuple[str, ...], Option("Dropped slot to give back, in a checkpoint. Repeatable.", cli=list[str])
+    ] = ()
+    data: Annotated[StrPath | None, Option("A data set as `train` takes it, to measure on.", cli=Path)] = None
+    suggest: Annotated[bool, Option("List slots that look at the wrong thing. Needs --data.")] = False
+    background: Annotated[
+        StrPath | None,
+        Option("Folder of images without any object; slots that fire there as strongly are suggested.", cli=Path),
+    ] = None
+    split: Annotated[Split, Option("Images of --data to measure on; test images should stay for the end.")] = "val"
+    page: Annotated[
+        StrPath | None,
+        Option("HTML page to write: suggestions to try out, and images whose answer changes.", cli=Path),
+    ] = None
+    out: Annotated[StrPath | None, Option("Edited model to write.", default="none is written", cli=Path)] = None
+    overwrite: Annotated[bool, Option("Replace --out or --page if it exists.")] = False
+    reason: Annotated[str | None, Option("Why, kept in the model's file.")] = None
+    dataset: DatasetName = None
+    partition: Partition = 1
+    skip_missing: SkipMissing = False
+    boxes: CropToBoxes = True
+    annotations: Annotated[
+        StrPath | None, Option("COCO file with object boxes.", default="the data set's boxes or masks", cli=Path)
+    ] = None
+    batch: Annotated[int, Option("Batch size.", min=1)] = 16
+    device: Device = "auto"
+    threads: Threads = None
+    log: Log = log_line
+    progress: Progress = no_progress
+
+    def evaluate_options(self) -> EvaluateOptions:
+        """Return the options with which the data set is read and measured."""
+        shared = ("dataset", "partition", "skip_missing", "split", "boxes", "annotations", "batch", "device", "threads")
+        values = {name: getattr(self, name) for name in (*shared, "log", "progress")}
+        return EvaluateOptions(**values, parts=None)
+
+
+@dataclass(frozen=True)
+class EditResult:
+    """What an edit did, or would do.
+
+    Attributes:
+        path: the edited model; None if none was asked for.
+        metadata: of the edited model.
+        effect: what the edit changes on the images of `data`; None without data or without drops.
+        suggestions: slots that look at the wrong thing, the most harmful first.
+        page: the page; None if none was asked for.
+    """
+
+    path: Path | None
+    metadata: Metadata
+    effect: Effect | None
+    suggestions: list[Suggestion]
+    page: Path | None
+
+
+@keywords(EditOptions)
+def edit_model(model: StrPath, options: EditOptions) -> EditResult:
+    """Take slots out of a model, or suggest which, and measure what that changes.
+
+    A dropped slot's score is 0, and its class's anchor is shared among the slots that are left; nothing else changes,
+    so that the effect on images is known without running the edited model. Does what `opal-deploy edit` does.
+
+    Args:
+        model: a checkpoint, or an exported ONNX file with all outputs.
+
+    Raises:
+        ArtifactError: the model is missing or damaged.
+        MissingExtra: a package is not installed.
+        UsageError: a class or slot does not exist or fits nothing, or files are in the way or do not fit.
+        VerificationError: the edited graph does not reproduce the closed form; nothing is written.
+    """
+    path = Path(model)
+    kind, metadata = _read_model(path)
+    drop = parse_slots([*(read_drops(Path(options.drops)) if options.drops else ()), *options.drop], metadata, "--drop")
+    restore = parse_slots(options.restore, metadata, "--restore")
+    check_drops(drop, restore, metadata)
+    _check_options(path, kind, options, bool(drop or restore))
+    slots = replace(metadata.slots, dropped=tuple(sorted({*metadata.slots.dropped, *drop} - {*restore})))
+    data, effect, suggestions = None, None, []
+    if options.data is not None:
+        require("torch", "train", "reading a data set")
+        from opal_deploy.editing.data import score_data
+        from opal_deploy.editing.suggestions import suggest_slots
+
+        data = score_data(path, kind, metadata, options, restore)
+        if drop or restore:
+            effect = data.scores.compare(metadata.slots, slots)
+        if options.suggest:
+            suggestions = suggest_slots(data)
+    edited = metadata
+    out = None if options.out is None else Path(options.out)
+    if out is not None:
+        edited = _describe_edited(path, metadata, drop, restore, data, effect, options)
+        _write(path, kind, edited, slots.dropped, out, options)
+    page = None if options.page is None else Path(options.page)
+    if page is not None and data is not None:
+        from opal_deploy.editing.page import write_page
+
+        write_page(page, path, data, effect, suggestions, options)
+    return EditResult(out, edited, effect, suggestions, page)
+
+
+def _read_model(path: Path) -> tuple[ModelKind, Metadata]:
+    kind = model_kind(path)
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such model; expected a checkpoint or an exported ONNX file")
+    if kind == "engine":
+        raise UsageError(f"{path}: an engine cannot be edited; edit its ONNX file or checkpoint, and build it again")
+    if kind is None:
+        raise UsageError(f"{path}: unknown kind of model; expected a checkpoint (.pt, .pth) or an exported .onnx file")
+    if kind == "checkpoint":
+        require("torch", "train", "editing a checkpoint")
+    metadata = read_model_metadata(path)
+    if metadata.evidence != "exact":
+        raise UsageError(
+            f"{path}: its answers do not come from single cells (evidence {metadata.evidence}), so it has no slots"
+        )
+    check_all_outputs(metadata, str(path), "`edit`")
+    return kind, metadata
+
+
+def _check_options(path: Path, kind: ModelKind, options: EditOptions, edits: bool) -> None:
+    out = None if options.out is None else Path(options.out)
+    needs_data = [name for name in ("suggest", "background", "page") if getattr(options, name)]
+    if needs_data and options.data is None:
+        raise UsageError(f"--{needs_data[0]}: needs labelled images; add --data")
+    if not edits and not options.suggest:
+        raise UsageError("nothing to do: give --drop CLASS/SLOT, or --suggest with --data to find slots to drop")
+    if out is not None and not edits:
+        raise UsageError("--out: the model would stay as it is; give --drop CLASS/SLOT")
+    if edits and out is None and options.data is None:
+        raise UsageError("--drop: give --out FILE to write the edited model, or --data to see what would change")
+    if options.restore and kind == "onnx":
+        raise UsageError(f"{path}: an ONNX file no longer has the scores of dropped slots; edit its checkpoint")
+    if out is not None and model_kind(out) != kind:
+        raise UsageError(f"--out {out}: expected a name that ends in {path.suffix}, as {path.name} does")
+    page = None if options.page is None else Path(options.page)
+    for file in (out, page):
+        if file is not None and file.exists() and (not options.overwrite or file.resolve() == path.resolve()):
+            raise UsageError(f"{file}: it exists already; give another name, or --overwrite for a file but the model")
+
+
+def _describe_edited(
+    path: Path,
+    metadata: Metadata,
+    drop: Sequence[int],
+    restore: Sequence[int],
+    data: ScoredData | None,
+    effect: Effect | None,
+    options: EditOptions,
+) -> Metadata:
+    """Return the metadata of the edited model: its slots, what was done, and nothing that only its parent was."""
+    head = {**metadata.head, "dropped": sorted({*metadata.slots.dropped, *drop} - {*restore})}
+    edit: dict[str, Any] = {
+        "dropped": [name_slot(channel, metadata) for channel in drop],
+        "restored": [name_slot(channel, metadata) for channel in restore],
+        "reason": options.reason or "",
+        "command": shlex.join(["opal-deploy", "edit", str(path), *to_arguments(options)]),
+        "parent": {"file": path.name, "sha256": compute_sha256(path)},
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "opal_deploy": __version__,
+    }
+    calibration: Calibration | None = Calibration.from_dict(metadata.calibration)
+    if calibration is not None:
+        calibration = replace(calibration, split=f"{calibration.split.partition(' ')[0]} (before the edit)")
+    if data is not None and effect is not None:
+        before, after = effect.accuracy
+        edit["measured"] = {
+            "data": str(options.data), "split": options.split, "images": len(effect.labels),
+            "accuracy": [before, after], "gained": effect.gained, "lost": effect.lost, "p_value": effect.p_value,
+        }  # fmt: skip
+        if options.split == "val" and calibration is not None:
+            calibration = data.calibrate(replace(metadata, head=head).slots)
+    return replace(
+        metadata, head=head, edits=(*metadata.edits, edit), evaluation={}, risk={},
+        calibration={} if calibration is None else calibration.to_dict(),
+        training={name: value for name, value in metadata.training.items() if name != "metrics"},
+    )  # fmt: skip
+
+
+def _write(
+    path: Path, kind: ModelKind, edited: Metadata, dropped: tuple[int, ...], out: Path, options: EditOptions
+) -> None:
+    if kind == "onnx":
+        require("onnx", "export", "editing an ONNX file")
+        require("onnxruntime", "cpu", "editing an ONNX file, to verify what it writes,")
+        from opal_deploy.editing.onnx_edit import write_edited_onnx
+        from opal_deploy.export.options import ExportOptions
+
+        write_edited_onnx(path, edited, out, ExportOptions(threads=options.threads, log=options.log))
+        return
+    from opal_deploy.model import checkpoint
+
+    changed = checkpoint.with_dropped_slots(checkpoint.load(path), dropped)
+    calibration = Calibration.from_dict(edited.calibration)
+    checkpoint.save(out, replace(changed, edits=edited.edits, calibration=calibration))

@@ -1,0 +1,77 @@
+"""Names of slots as people write them, such as `Herring Gull/2`, and files that list them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from opal_deploy.artifact.files import read_text
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import UsageError, suggest_names
+
+_EXPECTED = 'expected a line such as drop = ["Gull/2", "Gull/4"]'
+
+
+def parse_slots(texts: Iterable[str], metadata: Metadata, option: str) -> list[int]:
+    """Return the channels of slots that are written CLASS/SLOT.
+
+    Raises:
+        UsageError: no such class or slot, or one is given twice; the message begins with `option`.
+    """
+    channels: list[int] = []
+    for text in texts:
+        label, slash, number = text.rpartition("/")
+        if not slash:
+            raise UsageError(f"{option} {text!r}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
+        if label not in metadata.class_names:
+            raise UsageError(
+                f"{option} {text!r}: the model has no class {label!r}{suggest_names(label, metadata.class_names)}; see "
+                "`opal-deploy inspect`"
+            )
+        m = metadata.prototypes_per_class
+        if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number) < m):
+            raise UsageError(f"{option} {text!r}: {label} has no slot {number!r}; expected 0 to {m - 1}")
+        channel = metadata.class_names.index(label) * m + int(number)
+        if channel in channels:
+            raise UsageError(f"{option} {text!r}: given twice")
+        channels.append(channel)
+    return channels
+
+
+def name_slot(channel: int, metadata: Metadata) -> str:
+    """Return a slot as `parse_slots` reads it."""
+    class_id, slot = divmod(channel, metadata.prototypes_per_class)
+    return f"{metadata.class_names[class_id]}/{slot}"
+
+
+def check_drops(drop: Sequence[int], restore: Sequence[int], metadata: Metadata) -> None:
+    """Raise UsageError for slots that are dropped already or not dropped, or if a class would have none left."""
+    for channels, dropped, problem in ((drop, True, "is dropped already"), (restore, False, "was not dropped")):
+        for channel in channels:
+            if (channel in metadata.slots.dropped) == dropped:
+                raise UsageError(f"{name_slot(channel, metadata)} {problem}; leave it out")
+    left = metadata.slots.drop(drop).kept
+    if not left.any(axis=1).all():
+        label = metadata.class_names[int((~left.any(axis=1)).argmax())]
+        raise UsageError(
+            f"{label} would have no slot left and could never be answered; keep one, or train without the class"
+        )
+
+
+def read_drops(path: Path) -> list[str]:
+    """Return the slots that a TOML file lists under `drop`.
+
+    Raises:
+        UsageError: the file cannot be read, is not TOML, or has another form.
+    """
+    try:
+        document = tomllib.loads(read_text(path))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); {_EXPECTED}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not TOML ({error}); {_EXPECTED}") from None
+    drops = document.get("drop")
+    if document.keys() != {"drop"} or not isinstance(drops, list) or not all(isinstance(each, str) for each in drops):
+        raise UsageError(f"{path}: found {', '.join(document) or 'nothing'}; {_EXPECTED} and nothing else")
+    return drops

@@ -1,0 +1,81 @@
+"""Dropping slots in an exported ONNX file, which needs no torch.
+
+The reference of the edited graph is the closed form: the parent's outputs in ONNX Runtime, with the scores of dropped
+slots set to 0 and the logits that follow (`editing.scores`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from opal_deploy.artifact import test_vectors
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.editing.scores import compute_logits
+from opal_deploy.errors import UsageError
+from opal_deploy.export.candidate import ExportCandidate, SampledReference
+from opal_deploy.export.exporter import stage_onnx
+from opal_deploy.export.graph_edit import with_slots
+from opal_deploy.export.images import SAMPLE_SIZES, Pixels, choose_images
+from opal_deploy.export.onnx_source import margin_finder
+from opal_deploy.export.options import ExportOptions
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.verification import verify_test_vectors
+
+
+def write_edited_onnx(path: Path, edited: Metadata, out: Path, options: ExportOptions) -> None:
+    """Write the ONNX file `path` with the slots of `edited`, its new metadata, verified against the closed form.
+
+    Raises:
+        ArtifactError: the file is damaged, or another version exported it.
+        UsageError: ONNX Runtime does not run its precision, or `out` cannot be written.
+        VerificationError: the file does not reproduce its test vectors, or the edited graph the closed form.
+    """
+    if edited.precision == "bf16":
+        raise UsageError(f"{path}: ONNX Runtime has no bfloat16 convolutions; edit the fp32 file, and convert it again")
+    session = OnnxSession(path, device="cpu", threads=options.threads)
+    verify_test_vectors(session, str(path))
+    model = onnx.load(path)
+    find_margin = margin_finder(model, session)
+
+    def run(pixels: Pixels) -> Reference:
+        margin = None if find_margin is None else find_margin(pixels)
+        return _drop(Reference(pixels, session.run(pixels), margin), edited)
+
+    choice = choose_images(edited, options, calibrate=False, torchvision=False)
+    sample = SampledReference(choice.verification, run)
+    images, reference = sample.first(SAMPLE_SIZES[0])
+    vectors = test_vectors.unpack(edited.test_vectors, str(path))
+    candidate = ExportCandidate(
+        with_slots(model, edited.slots, edited.distance),
+        edited,
+        reference,
+        images,
+        reference_name=f"{path.name} in {session.description}, slots dropped in closed form",
+        test_vectors=_drop(vectors, edited),
+        more=sample.first,
+        unverified=f"made from {path.name}, which was {edited.unverified}" if edited.unverified else "",
+    )
+    with stage_onnx(candidate, out, options):
+        pass
+
+
+def _drop(reference: Reference, metadata: Metadata) -> Reference:
+    """Return the reference of the model with the slots of `metadata`."""
+    scores = reference.outputs.scores
+    if scores is None:
+        raise ValueError("a model without scores has no slots to drop")
+    outputs = drop_slots(scores, metadata.slots, metadata)
+    return replace(reference, outputs=replace(outputs, argmax=reference.outputs.argmax))
+
+
+def drop_slots(scores: np.ndarray[tuple[int, ...], np.dtype[np.float32]], slots: Slots, metadata: Metadata) -> Outputs:
+    """Return logits and scores, in closed form, of scores [N, K] without the slots that are dropped."""
+    logits = compute_logits(scores, slots, metadata.distance, metadata.epsilon).astype(np.float32)
+    return Outputs(logits, scores=scores * slots.kept.flatten().astype(np.float32))

@@ -1,0 +1,163 @@
+"""The page of an edit: slots to tick, what ticking them does to the accuracy, and the images whose answer changes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ImageDraw
+
+from opal_deploy.artifact.files import atomic_write
+from opal_deploy.editing.api import EditOptions
+from opal_deploy.editing.data import ScoredData
+from opal_deploy.editing.drops import name_slot
+from opal_deploy.editing.scores import Effect
+from opal_deploy.editing.suggestions import Suggestion
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.visualization.report.page import content_digest, json_script, load_templates, mark_safe
+from opal_deploy.visualization.style import slot_color
+
+_PATCHES, _CHANGED = 4, 60
+_SIDE, _QUALITY = 144, 85
+# scores in the page: 4 bytes each, as base64
+_MAX_SCORES = 1_500_000
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image with a slot's cell outlined: a data URL, and its description."""
+
+    url: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class SlotRow:
+    """A slot on the page; `gain` is the change of accuracy without it, in percentage points; None for a last slot."""
+
+    channel: int
+    name: str
+    suspected: bool
+    ticked: bool
+    reasons: tuple[str, ...]
+    gain: float | None
+    pictures: tuple[Picture, ...]
+
+
+@dataclass(frozen=True)
+class ChangedImage:
+    """An image whose answer changes: its name, label, and the answers before and after."""
+
+    name: str
+    label: str
+    before: str
+    after: str
+    verdict: str
+    picture: Picture
+
+
+def write_page(
+    page: Path,
+    model: Path,
+    data: ScoredData,
+    effect: Effect | None,
+    suggestions: Sequence[Suggestion],
+    options: EditOptions,
+) -> None:
+    """Write the page; it needs no other file and no network.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    script, style = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("edit.js", "edit.css"))
+    policy = (
+        f"default-src 'none'; img-src data:; script-src '{content_digest(script)}'; "
+        f"style-src '{content_digest(style)}'; base-uri 'none'; form-action 'none'"
+    )
+    metadata = data.metadata
+    scores = data.scores.values
+    live = metadata.distance == "l2" and scores.size <= _MAX_SCORES
+    document = {
+        "command": shlex.join(["opal-deploy", "edit", str(model)]),
+        "rest": shlex.join(["--data", str(options.data), "--out", f"{model.stem}.edited{model.suffix}"]),
+        "m": metadata.prototypes_per_class,
+        "dropped": list(metadata.slots.dropped),
+        "names": [name_slot(channel, metadata) for channel in range(metadata.num_prototypes)],
+        "labels": data.scores.labels.tolist(),
+        "scores": base64.b64encode(scores.astype("<f4").tobytes()).decode() if live else "",
+    }
+    text = (
+        load_templates(__package__)
+        .get_template("edit.html.jinja")
+        .render(
+            policy=policy, style=mark_safe(style), script=mark_safe(script), model=model.name, live=live,
+            images=len(scores), split=options.split, data=data.root.name, effect=effect,
+            rows=list(_build_rows(data, suggestions, options.drop)), suggestions=options.suggest,
+            changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
+        )
+    )  # fmt: skip
+    with atomic_write(page) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+def _build_rows(data: ScoredData, suggestions: Sequence[Suggestion], drop: Sequence[str]) -> Iterator[SlotRow]:
+    """Yield the listed slots in their order, then all others that can be dropped."""
+    listed = {each.channel: each for each in suggestions}
+    effects = dict(data.scores.try_each())
+    for channel in [*listed, *(channel for channel in effects if channel not in listed)]:
+        suggestion, effect = listed.get(channel), effects.get(channel)
+        name = name_slot(channel, data.metadata)
+        yield SlotRow(
+            channel, name, suggestion is not None and suggestion.suspected, name in drop,
+            () if suggestion is None else tuple(reason.text for reason in suggestion.reasons),
+            None if effect is None else 100 * (effect.accuracy[1] - effect.accuracy[0]),
+            () if suggestion is None else tuple(_draw_strongest(data, channel)),
+        )  # fmt: skip
+
+
+def _draw_strongest(data: ScoredData, channel: int) -> Iterator[Picture]:
+    """Yield the images of the slot's class with its highest scores."""
+    own = np.flatnonzero(data.scores.labels == channel // data.metadata.prototypes_per_class)
+    best = own[np.argsort(-data.scores.values[own, channel], kind="stable")][:_PATCHES]
+    for row in best.tolist():
+        yield _draw(data, row, np.array([channel]))
+
+
+def _list_changed(data: ScoredData, effect: Effect | None) -> Iterator[ChangedImage]:
+    if effect is None:
+        return
+    names = data.metadata.class_names
+    for row in effect.changed[:_CHANGED].tolist():
+        label, before, after = (int(values[row]) for values in (effect.labels, effect.before, effect.after))
+        verdict = "right, then wrong" if before == label else "wrong, then right" if after == label else "wrong, still"
+        picture = _draw(data, row, data.metadata.slots.channels(before))
+        name = data.samples[row].path
+        shown = name.relative_to(data.root) if name.is_relative_to(data.root) else name
+        yield ChangedImage(str(shown), names[label], names[before], names[after], verdict, picture)
+
+
+def _draw(data: ScoredData, row: int, channels: NDArray[np.int64]) -> Picture:
+    """Return what the model saw of an image, with the cells of some slots outlined."""
+    geometry, grid = data.geometries[row], data.metadata.grid
+    image = decode(data.samples[row].path).convert("RGB").crop(geometry.crop)
+    scale = _SIDE / max(image.size)
+    image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
+    draw = ImageDraw.Draw(image)
+    for channel in channels.tolist():
+        y, x = divmod(int(data.cells[row, channel]), grid[1])
+        width, height = image.width / grid[1], image.height / grid[0]
+        box = (x * width, y * height, (x + 1) * width - 1, (y + 1) * height - 1)
+        draw.rectangle(box, outline=(20, 20, 20), width=3)
+        draw.rectangle(box, outline=slot_color(channel % data.metadata.prototypes_per_class), width=2)
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=_QUALITY)
+    cells = ", ".join(name_slot(channel, data.metadata) for channel in channels.tolist())
+    url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return Picture(url, f"{data.samples[row].path.name} with the cell of {cells}")

@@ -1,0 +1,146 @@
+"""Slots that look at the wrong thing, and why they are suspected.
+
+Each reason compares where a slot's cell lies, or when its score is high, with what a slot of an object would do:
+
+    background   it fires on images without an object as strongly as on half of its class's images
+    object       its cell lies off the object more often than a random cell would
+    corner       its cell lies in a corner of the image on most images: stamps, logos, time codes
+    border       its cell lies on the outermost rows and columns on nearly all images: frames, captions, scale bars
+    wrong        without it significantly more answers are right
+
+A slot that nearly always shares its cell with a stronger slot of its class is `redundant`: listed, but not suspected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.editing.data import ScoredData
+from opal_deploy.editing.drops import name_slot
+from opal_deploy.editing.scores import Effect
+
+REDUNDANT = "redundant"
+# images of a class that a share of them needs
+_MIN_IMAGES = 5
+# share of background images that reach the median score of the class's own images; of slots on objects almost none
+_BACKGROUND_SHARE = 0.1
+_CORNER_SHARE, _BORDER_SHARE, _SHARED_SHARE = 0.5, 0.75, 0.95
+# side of a corner as a share of the grid's
+_CORNER_SIDE = 1 / 8
+_SIGNIFICANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a slot is listed: the kind of the module's table, and a sentence."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A slot that is worth looking at.
+
+    Attributes:
+        channel: of the slot.
+        name: CLASS/SLOT.
+        images: correct predictions of its class, on which the shares in the reasons are measured.
+        reasons: at least one.
+        effect: of dropping this slot alone; None for its class's last slot, which cannot be dropped.
+    """
+
+    channel: int
+    name: str
+    images: int
+    reasons: tuple[Reason, ...]
+    effect: Effect | None
+
+    @property
+    def suspected(self) -> bool:
+        """Whether the slot looks at the wrong thing, so that it is a candidate for `--drop`."""
+        return any(reason.kind != REDUNDANT for reason in self.reasons)
+
+
+def suggest_slots(data: ScoredData) -> list[Suggestion]:
+    """Return the slots that look at the wrong thing, those with most reasons first, then the redundant ones."""
+    metadata, slots = data.metadata, data.metadata.slots
+    predicted, effects = data.predicted, dict(data.scores.try_each())
+    found = []
+    for class_id in range(metadata.num_classes):
+        rows = np.flatnonzero((data.scores.labels == class_id) & (predicted == class_id))
+        on_object = _compare_with_object(data, rows, class_id) if len(rows) >= _MIN_IMAGES else {}
+        for channel in slots.channels(class_id).tolist():
+            reasons = []
+            if len(rows) >= _MIN_IMAGES:
+                reasons += [*_find_places(data, rows, channel), *on_object.get(channel, ())]
+                reasons += [*_find_background(data, rows, channel), *_find_redundancy(data, rows, class_id, channel)]
+            effect = effects.get(channel)
+            if effect is not None and effect.gained > effect.lost and effect.p_value < _SIGNIFICANCE:
+                text = f"without it {effect.gained} more answers are right and {effect.lost} wrong"
+                reasons.append(Reason("wrong", f"{text} (p = {effect.p_value:.2g})"))
+            if reasons:
+                name = name_slot(channel, metadata)
+                found.append(Suggestion(channel, name, len(rows), tuple(reasons), effect))
+    return sorted(found, key=lambda each: (not each.suspected, -len(each.reasons), each.channel))
+
+
+def _find_places(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Iterator[Reason]:
+    height, width = data.metadata.grid
+    y, x = np.divmod(data.cells[rows, channel], width)
+    from_edge_y, from_edge_x = np.minimum(y, height - 1 - y), np.minimum(x, width - 1 - x)
+    side_y, side_x = math.ceil(height * _CORNER_SIDE), math.ceil(width * _CORNER_SIDE)
+    corner = float(((from_edge_y < side_y) & (from_edge_x < side_x)).mean())
+    if corner >= _CORNER_SHARE:
+        by_chance = 4 * side_y * side_x / (height * width)
+        yield Reason("corner", f"it reads a corner of {corner:.0%} of its images (by chance {by_chance:.0%})")
+        return
+    border = float(((from_edge_y == 0) | (from_edge_x == 0)).mean())
+    if border >= _BORDER_SHARE:
+        by_chance = 1 - max(height - 2, 0) * max(width - 2, 0) / (height * width)
+        yield Reason("border", f"it reads the border of {border:.0%} of its images (by chance {by_chance:.0%})")
+
+
+def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: int) -> dict[int, list[Reason]]:
+    """Return, by channel, the slots whose cells lie off the object more often than random cells."""
+    known = [row for row in rows.tolist() if data.annotations.known and data.annotations.images[row].has_object]
+    if len(known) < _MIN_IMAGES:
+        return {}
+    grid, channels = data.metadata.grid, data.metadata.slots.channels(class_id)
+    inside = np.stack(
+        [data.annotations.images[row].in_object(data.geometries[row].cell_centres(grid)) for row in known]
+    )  # [n, H * W]
+    hits = np.take_along_axis(inside, data.cells[known][:, channels], axis=1).mean(axis=0)
+    by_chance = float(inside.mean())
+    return {
+        channel: [
+            Reason("object", f"its cell lies in the object on {hit:.0%} of its images (by chance {by_chance:.0%})")
+        ]
+        for channel, hit in zip(channels.tolist(), hits.tolist(), strict=True)
+        if hit < by_chance
+    }
+
+
+def _find_background(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Iterator[Reason]:
+    if data.background is None:
+        return
+    median = float(np.median(data.scores.values[rows, channel]))
+    share = float((data.background[:, channel] >= median).mean())
+    if share >= _BACKGROUND_SHARE:
+        yield Reason("background", f"{share:.0%} of the background images reach its median score of {median:.2f}")
+
+
+def _find_redundancy(data: ScoredData, rows: NDArray[np.int64], class_id: int, channel: int) -> Iterator[Reason]:
+    scores = data.scores.values[rows].mean(axis=0)
+    for other in data.metadata.slots.channels(class_id).tolist():
+        shared = float((data.cells[rows, other] == data.cells[rows, channel]).mean())
+        # of equal ones the later slot is the redundant one
+        if other != channel and shared >= _SHARED_SHARE and (-scores[other], other) < (-scores[channel], channel):
+            name = f"slot {other % data.metadata.prototypes_per_class}"
+            yield Reason(REDUNDANT, f"it shares its cell with the stronger {name} on {shared:.0%} of its images")
+            return

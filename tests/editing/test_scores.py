@@ -1,0 +1,79 @@
+"""The closed form against the network itself, and the figures of an effect."""
+
+import numpy as np
+import pytest
+import torch
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.slots import Slots
+from opal_deploy.editing.scores import Effect, Scores
+from opal_deploy.model.config import DISTANCES, HeadConfig
+from opal_deploy.model.head import OpalHead
+
+DROPPED = (1, 3, 4)
+
+
+def random_scores(distance, num_classes=4, m=3, images=200):
+    features = 3 * torch.randn(images, 16, 4, 4, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    head = OpalHead(16, num_classes, HeadConfig(prototypes_per_class=m, distance=distance)).eval()
+    metadata = Metadata(tuple("abcd"[:num_classes]), m, head.config.to_dict(), "exact", "resnet18", (4, 4), (64, 64))
+    with torch.no_grad():
+        outputs = head.explain(head.project(features))
+    labels = np.random.default_rng(0).integers(num_classes, size=images)
+    return features, head, Scores(metadata, outputs.scores.numpy(), labels)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_the_closed_form_is_what_the_network_with_dropped_slots_computes(distance):
+    features, head, scores = random_scores(distance)
+    edited = OpalHead(16, 4, HeadConfig(prototypes_per_class=3, distance=distance, dropped=DROPPED)).eval()
+    edited.load_state_dict(head.state_dict())
+    with torch.no_grad():
+        outputs = edited.explain(edited.project(features))
+    slots = scores.metadata.slots.drop(DROPPED)
+
+    np.testing.assert_allclose(scores.logits(slots), outputs.logits.numpy(), rtol=2e-5, atol=2e-6)
+    kept = slots.kept.flatten()
+    assert (outputs.scores.numpy()[:, kept] == scores.values[:, kept]).all()
+    assert not outputs.scores.numpy()[:, ~kept].any()
+    # what is dropped does change logits
+    assert np.abs(scores.logits(scores.metadata.slots) - outputs.logits.numpy()).max() > 1e-3
+
+
+@pytest.mark.parametrize("distance", ["l2", "l1"])
+def test_each_slot_alone_has_the_effect_of_dropping_it(distance):
+    _, _, scores = random_scores(distance)
+    effects = dict(scores.try_each())
+    assert sorted(effects) == list(range(12))
+    for channel, effect in effects.items():
+        expected = scores.try_drop([channel])
+        assert effect.before.tolist() == expected.before.tolist()
+        assert effect.after.tolist() == expected.after.tolist()
+
+
+def test_a_classs_last_slot_is_not_tried():
+    _, _, scores = random_scores("l2")
+    metadata = scores.metadata
+    left = Scores(
+        Metadata(**{**vars(metadata), "head": {**metadata.head, "dropped": [0, 1]}}), scores.values, scores.labels
+    )
+    assert sorted(channel for channel, _ in left.try_each()) == list(range(3, 12))
+
+
+def test_an_effect_lists_right_answers_that_become_wrong_first():
+    before, after = np.array([0, 0, 1, 1, 2, 2]), np.array([0, 1, 0, 0, 2, 0])
+    effect = Effect(before, after, labels=np.array([0, 0, 0, 2, 2, 0]))
+    assert effect.changed.tolist() == [1, 3, 2, 5]
+    assert (effect.gained, effect.lost, effect.accuracy) == (2, 1, (3 / 6, 4 / 6))
+    assert list(effect.by_class()) == [(0, 4, 2, 3)]
+    # two-sided binomial test of 1 in 3
+    assert effect.p_value == 1.0
+    assert Effect(np.zeros(9, int), np.ones(9, int), np.ones(9, int)).p_value == pytest.approx(2 / 2**9)
+
+
+def test_slots_share_the_anchor_of_their_class():
+    slots = Slots(2, 3, (1, 3, 4))
+    assert slots.counts.tolist() == [2, 1]
+    np.testing.assert_allclose(slots.anchors, [[0.5**0.5, 0, 0.5**0.5], [0, 0, 1]])
+    assert (slots.of_class(0), slots.channels(1).tolist()) == ([0, 2], [5])
