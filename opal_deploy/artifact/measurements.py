@@ -122,6 +122,21 @@ class Calibration:
         )
 
 
+def describe_edits(edits: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield one line for a person on each of the `edits` of metadata or of a checkpoint, the first one first."""
+    for edit in edits:
+        changes = [f"{verb} {', '.join(edit[verb])}" for verb in ("dropped", "restored") if edit[verb]]
+        reason = f": {edit['reason']}" if edit["reason"] else ""
+        measured = edit.get("measured")
+        figures = ""
+        if measured:
+            before, after = measured["accuracy"]
+            images = f"{measured['images']:,} {measured['split']} images"
+            figures = f"; accuracy {before:.1%} before, {after:.1%} after ({images})"
+        parent = f"{edit['parent']['file']} {edit['parent']['sha256'][:12]}"
+        yield f"{'; '.join(changes)}{reason}{figures}; from {parent}, {edit['when'][:10]}"
+
+
 def describe_calibration(raw: Mapping[str, Any]) -> str:
     """Return one line for a person on the `calibration` of metadata or of a checkpoint, {} where there is none."""
     calibration = Calibration.from_dict(raw)

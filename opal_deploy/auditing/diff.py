@@ -75,6 +75,8 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
                 continue
             if not options.images:
                 raise UsageError(f"{side}: comparing models needs images; list them after A and B")
+            if number and not is_results(Path(before)):
+                _log_edits(Path(before), side, options.log)
             sides.append(folder / f"{number}.jsonl")
             _write_records(side, sides[-1], options)
         indices = [RecordIndex(side) for side in sides]
@@ -88,6 +90,17 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
             with atomic_write(Path(options.out)) as temporary:
                 temporary.write_text(text, encoding="utf-8")
     return report
+
+
+def _log_edits(before: Path, after: Path, log: Log) -> None:
+    """Log what `edit` did to the second model since it was the first, if it did."""
+    from opal_deploy.artifact.measurements import describe_edits
+    from opal_deploy.runtime.select import read_model_metadata
+
+    old, new = (list(read_model_metadata(model).edits) for model in (before, after))
+    if len(new) > len(old) and new[: len(old)] == old:
+        for line in describe_edits(new[len(old) :]):
+            log(f"{after} was edited: {line}")
 
 
 def _write_records(model: Path, out: Path, options: DiffOptions) -> None:

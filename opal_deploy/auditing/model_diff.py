@@ -195,7 +195,9 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
         kind = "class"
     else:
         old_slots, new_slots = old.get("evidence", []), new.get("evidence", [])
-        pairs = list(zip(old_slots, new_slots, strict=False))
+        by_number = {slot["slot"]: slot for slot in new_slots}
+        # slots that only one of the models has, such as dropped ones, are no pairs
+        pairs = [(slot, by_number[slot["slot"]]) for slot in old_slots if slot["slot"] in by_number]
         slots = len(pairs)
         moved = tuple(one["slot"] for one, other in pairs if _is_moved(one, other)) if pairs else None
         parts = [(one["contribution"], other["contribution"]) for one, other in pairs]

@@ -20,8 +20,8 @@ _NAMES_SHOWN = 8
 # model.checkpoint.FORMAT, whose module imports torch
 _OUR_FORMAT = "opal-deploy checkpoint"
 _CHECKPOINT_KEYS = (
-    "schema", "version", "config", "class_names", "crop", "metrics", "training", "evaluation", "receptive_field",
-    "calibration",
+    "schema", "version", "config", "class_names", "crop", "edits", "metrics", "training", "evaluation",
+    "receptive_field", "calibration",
 )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def _count_test_vectors(metadata: Metadata) -> dict[str, Any]:
 
 
 def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.measurements import describe_calibration, describe_evaluation
+    from opal_deploy.artifact.measurements import describe_calibration, describe_edits, describe_evaluation
 
     rows, cols = metadata.grid
     height, width = metadata.input_size
@@ -112,7 +112,8 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     assumed = f"; assumed {source['assumed']}" if source.get("assumed") else ""
     quantised = made.get("quantised")
     metrics = metadata.training.get("metrics", {})
-    head = f"m = {metadata.prototypes_per_class}, distance {metadata.distance}"
+    dropped = f", {len(metadata.slots.dropped)} slots dropped" if metadata.slots.dropped else ""
+    head = f"m = {metadata.prototypes_per_class}{dropped}, distance {metadata.distance}"
     if metadata.evidence == "none":
         head = "its own classifier" if metadata.head.get("plain") else "a dense layer"
     lines = [
@@ -128,6 +129,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         ("source", f"{source.get('file', 'unknown')} ({source.get('format', 'unknown')}), "
          f"sha256 {str(source.get('sha256', 'unknown'))[:16]}...{assumed}"),
         *_describe_weights(metadata.training),
+        *(("edit", line) for line in describe_edits(metadata.edits)),
     ]  # fmt: skip
     if metrics:
         lines.append(("training", _format_metrics(metrics)))
@@ -209,11 +211,11 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
 
 
 def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.measurements import describe_calibration, describe_evaluation
+    from opal_deploy.artifact.measurements import describe_calibration, describe_edits, describe_evaluation
 
     config, metrics = index["config"], index.get("metrics") or {}
     head = config["head"]
-    parts = [f"{name} {value}" for name, value in head.items() if name != "plain"]
+    parts = [f"{name} {value}" for name, value in head.items() if name != "plain" and value != []]
     risk = metrics.get("val_risk")
     cut = f", {'all layers' if config.get('keep_layers') else 'cut'} at stride {config.get('stride')}"
     cut = cut if config.get("stride") else ""
@@ -226,6 +228,7 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
         ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts)),
         ("classes", _list_names(list(index["class_names"]))),
         *_describe_weights(index.get("training") or {}),
+        *(("edit", line) for line in describe_edits(index.get("edits") or ())),
         ("metrics", _format_metrics(metrics) or "none"),
         *([("risk", _format_risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
         ("calibration", describe_calibration(index.get("calibration") or {})),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from opal_deploy.artifact.files import ModelKind
 from opal_deploy.artifact.measurements import Calibration
@@ -53,11 +52,6 @@ class ScoredData:
     def metadata(self) -> Metadata:
         """The model's metadata."""
         return self.scores.metadata
-
-    @property
-    def predicted(self) -> NDArray[np.int64]:
-        """The predicted classes: int64 [N]."""
-        return self.scores.predict(self.metadata.slots)
 
     def calibrate(self, slots: Slots) -> Calibration:
         """Return the calibration of the model with these slots, fitted on the images."""

@@ -167,7 +167,7 @@ def _l3(z: DoubleArray, slots: Slots) -> DoubleArray:
 
 def _kl(z: DoubleArray, slots: Slots) -> DoubleArray:
     entropy: DoubleArray = (z * np.log(z + KL_EPSILON)).sum(axis=(1, 2))[:, None]
-    inside = z.sum(axis=2)
+    inside: DoubleArray = z.sum(axis=2)
     return entropy - inside * slots.head_constant("kl") - _sum_outside(inside) * math.log(KL_EPSILON)
 
 
@@ -179,7 +179,8 @@ def _linf(z: DoubleArray, slots: Slots) -> DoubleArray:
 def _tropical(z: DoubleArray, slots: Slots) -> DoubleArray:
     inside = z - slots.anchors
     largest: DoubleArray = np.maximum(_largest_outside(z.max(axis=2)), inside.max(axis=2))
-    return largest - np.minimum(-_largest_outside(-z.min(axis=2)), inside.min(axis=2))
+    smallest: DoubleArray = np.minimum(-_largest_outside(-z.min(axis=2)), inside.min(axis=2))
+    return largest - smallest
 
 
 def _sum_outside(per_class: DoubleArray) -> DoubleArray:

@@ -50,7 +50,7 @@ class Suggestion:
     Attributes:
         channel: of the slot.
         name: CLASS/SLOT.
-        images: correct predictions of its class, on which the shares in the reasons are measured.
+        images: images of its class, on which the shares in the reasons are measured.
         reasons: at least one.
         effect: of dropping this slot alone; None for its class's last slot, which cannot be dropped.
     """
@@ -70,10 +70,11 @@ class Suggestion:
 def suggest_slots(data: ScoredData) -> list[Suggestion]:
     """Return the slots that look at the wrong thing, those with most reasons first, then the redundant ones."""
     metadata, slots = data.metadata, data.metadata.slots
-    predicted, effects = data.predicted, dict(data.scores.try_each())
+    effects = dict(data.scores.try_each())
     found = []
     for class_id in range(metadata.num_classes):
-        rows = np.flatnonzero((data.scores.labels == class_id) & (predicted == class_id))
+        # answered right or not: a class that leans on a shortcut loses the images without it
+        rows = np.flatnonzero(data.scores.labels == class_id)
         on_object = _compare_with_object(data, rows, class_id) if len(rows) >= _MIN_IMAGES else {}
         for channel in slots.channels(class_id).tolist():
             reasons = []
@@ -142,5 +143,7 @@ def _find_redundancy(data: ScoredData, rows: NDArray[np.int64], class_id: int, c
         # of equal ones the later slot is the redundant one
         if other != channel and shared >= _SHARED_SHARE and (-scores[other], other) < (-scores[channel], channel):
             name = f"slot {other % data.metadata.prototypes_per_class}"
-            yield Reason(REDUNDANT, f"it shares its cell with the stronger {name} on {shared:.0%} of its images")
+            yield Reason(
+                REDUNDANT, f"it shares its cell with the stronger {name} on {shared:.0%} of its class's images"
+            )
             return

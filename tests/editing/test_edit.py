@@ -1,0 +1,168 @@
+"""`opal-deploy edit` on real files: what it writes, what it refuses, and what every reader makes of the result."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.bench.networks import update_batch_norms
+from opal_deploy.editing.api import edit_model
+from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.api import evaluate_model
+from opal_deploy.export.api import export_model
+from opal_deploy.inference.api import load
+from opal_deploy.model.checkpoint import Checkpoint, save
+from opal_deploy.model.config import HeadConfig, NetworkConfig
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.runtime.select import open_sessions
+from opal_deploy.synthetic import example_images, generate_dataset
+
+M = 3
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with `data`, `model.pt` of its classes, with random weights, and `model.onnx`."""
+    folder = tmp_path_factory.mktemp("edit")
+    data = generate_dataset(
+        folder / "data", num_species=3, train_per_class=1, val_per_class=8, test_per_class=1, size=(64, 64)
+    )
+    torch.manual_seed(0)
+    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), HeadConfig(prototypes_per_class=M)))
+    update_batch_norms(network, example_images(32, 64, 64))
+    save(folder / "model.pt", Checkpoint(network, list(data.classes)))
+    export_model(folder / "model.pt", threads=1, log=print)
+    return folder
+
+
+@pytest.fixture
+def names(files):
+    return onnx_file.read_metadata(files / "model.onnx").class_names
+
+
+def test_an_edited_onnx_file_is_the_export_of_the_edited_checkpoint(files, names, tmp_path, opal):
+    drops = tmp_path / "drops.toml"
+    drops.write_text(f'drop = ["{names[0]}/1", "{names[2]}/0"]\n', encoding="utf-8")
+    outs = [tmp_path / f"edited{suffix}" for suffix in (".onnx", ".pt")]
+    for out in outs:
+        # an ONNX file is edited without PyTorch
+        blocked = {"blocked": ("torch", "torchvision")} if out.suffix == ".onnx" else {}
+        done = opal(
+            "edit", files / f"model{out.suffix}", "--drops", drops, "--out", out, "--reason", "stamps", **blocked
+        )
+        assert done.returncode == 0, done.stderr
+    exported = export_model(outs[1], out=tmp_path / "exported.onnx", threads=1, log=print).path
+    images = example_images(6, 64, 64)
+    ours, theirs, before = (
+        open_sessions(path, device="cpu", threads=1)[0].run(images)
+        for path in (outs[0], exported, files / "model.onnx")
+    )
+    np.testing.assert_allclose(ours.logits, theirs.logits, atol=2e-6)
+    assert (ours.argmax == theirs.argmax).all()
+    assert not ours.scores[:, [1, 6]].any()
+    assert (np.delete(ours.scores, [1, 6], axis=1) == np.delete(before.scores, [1, 6], axis=1)).all()
+    metadata = onnx_file.read_metadata(outs[0])
+    (edit,) = metadata.edits
+    assert (edit["dropped"], edit["reason"], edit["parent"]["file"]) == (
+        [f"{names[0]}/1", f"{names[2]}/0"], "stamps", "model.onnx"
+    )  # fmt: skip
+    shown = opal("inspect", outs[0]).stderr
+    assert f"{names[0]}/1" in shown
+    assert "stamps" in shown
+
+
+def test_records_of_an_edited_model_show_the_slots_that_are_left(files, names, tmp_path):
+    out = tmp_path / "edited.onnx"
+    edit_model(files / "model.onnx", drop=[f"{name}/1" for name in names], out=out, threads=1, log=print)
+    image = next((files / "data" / "val").glob("*/*.png"))
+    (record,) = load(out, device="cpu").explain([image])
+    assert [slot["slot"] for slot in record["evidence"]] == [0, 2]
+    contributions = [slot["contribution"] for slot in record["evidence"]]
+    assert sum(contributions) == pytest.approx(record["prediction"]["cosine"], abs=1e-12)
+
+
+def test_the_effect_is_known_before_the_edited_model_runs(files, names, tmp_path):
+    out, page = tmp_path / "edited.pt", tmp_path / "page.html"
+    keywords = {"data": files / "data", "threads": 1, "device": "cpu", "log": print}
+    drop = [f"{names[0]}/0", f"{names[0]}/2"]
+    result = edit_model(files / "model.pt", drop=drop, suggest=True, page=page, out=out, **keywords)
+    before, after = result.effect.accuracy
+    for path, accuracy in ((files / "model.pt", before), (out, after)):
+        measured = evaluate_model(path, files / "data", split="val", device="cpu", threads=1, log=print)
+        assert measured.evaluation.evaluation.accuracy == pytest.approx(accuracy)
+    assert result.metadata.edits[-1]["measured"]["accuracy"] == [before, after]
+    text = page.read_text(encoding="utf-8")
+    assert all(f"{names[0]}/{slot}" in text for slot in range(M))
+    assert text.count("<figcaption>") == len(result.effect.changed)
+
+
+def test_edits_add_up_and_a_restored_slot_is_what_it_was(files, names, tmp_path):
+    first, second, third = (tmp_path / f"{number}.pt" for number in range(3))
+    keywords = {"threads": 1, "log": print}
+    edit_model(files / "model.pt", drop=[f"{names[0]}/0"], out=first, **keywords)
+    edit_model(first, drop=[f"{names[1]}/2"], out=second, **keywords)
+    edited = edit_model(second, restore=[f"{names[0]}/0", f"{names[1]}/2"], out=third, **keywords)
+    assert [edit["dropped"] for edit in edited.metadata.edits] == [[f"{names[0]}/0"], [f"{names[1]}/2"], []]
+    images = example_images(4, 64, 64)
+    before, after = (
+        open_sessions(path, device="cpu", threads=1)[0].run(images) for path in (files / "model.pt", third)
+    )
+    assert (before.logits == after.logits).all()
+
+
+REFUSED = [
+    (["--drop", "Nobody/0", "--out", "x.pt"], "the model has no class 'Nobody'"),
+    (["--drop", "{0}/3", "--out", "x.pt"], "has no slot '3'; expected 0 to 2"),
+    (["--drop", "{0}/-1", "--out", "x.pt"], "has no slot '-1'"),
+    (["--drop", "{0}", "--out", "x.pt"], "expected CLASS/SLOT"),
+    (["--drop", "{0}/1", "--drop", "{0}/1", "--out", "x.pt"], "given twice"),
+    (["--drop", "{0}/0", "--drop", "{0}/1", "--drop", "{0}/2", "--out", "x.pt"], "{0} would have no slot left"),
+    (["--restore", "{0}/1", "--out", "x.pt"], "was not dropped"),
+    (["--drop", "{0}/1"], "give --out FILE"),
+    (["--drop", "{0}/1", "--out", "x.onnx"], "expected a name that ends in .pt"),
+    (["--drop", "{0}/1", "--out", "model.pt", "--overwrite"], "it exists already"),
+    (["--out", "x.pt"], "nothing to do"),
+    (["--suggest"], "--suggest: needs labelled images; add --data"),
+    (["--suggest", "--data", "nowhere"], "nowhere"),
+    (["--drops", "nowhere.toml", "--out", "x.pt"], "nowhere.toml: cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_what_cannot_be_edited_is_one_line_and_writes_nothing(files, names, tmp_path, opal, arguments, expected):
+    shutil.copy(files / "model.pt", tmp_path)
+    done = opal("edit", "model.pt", *(each.format(*names) for each in arguments), cwd=tmp_path)
+    assert done.returncode == 2
+    assert expected.format(*names) in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "drop = 1", 'drop = ["a/0"]\nkeep = []', "drop = [", f"drop = {'[' * 50_000}"],
+    ids=["empty", "number", "another key", "not TOML", "nested"],
+)  # fmt: skip
+def test_other_files_of_drops_are_refused(files, tmp_path, text):
+    drops = tmp_path / "drops.toml"
+    drops.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match="drop = "):
+        edit_model(files / "model.onnx", drops=drops, out=tmp_path / "x.onnx")
+
+
+def test_engines_and_models_without_single_cells_are_refused(files, map_model, tmp_path):
+    engine = tmp_path / "model.engine"
+    engine.write_bytes(b"")
+    for path, expected in ((engine, "an engine cannot be edited"), (map_model, "do not come from single cells")):
+        with pytest.raises(UsageError, match=expected):
+            edit_model(path, drop=["a/0"], out=tmp_path / f"x{path.suffix}")
+
+
+def test_figures_are_json(files, names, opal):
+    done = opal("edit", files / "model.onnx", "--drop", f"{names[1]}/1", "--data", files / "data", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["model"] is None
+    assert document["effect"]["images"] == 24
