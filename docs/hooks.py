@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 from opal_deploy.cli import app
+from opal_deploy.editing.api import EditOptions
 from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.inference.infer import InferOptions
@@ -25,6 +26,7 @@ from opal_deploy.train.options import TrainRunOptions
 
 # functions by the options class of their keywords
 _FUNCTIONS: dict[str, type[Options]] = {
+    "edit_model": EditOptions,
     "evaluate_model": EvaluateOptions,
     "export_model": ExportOptions,
     "run_inference": InferOptions,

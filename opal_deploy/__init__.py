@@ -22,6 +22,7 @@ from opal_deploy.errors import (
 )
 
 if TYPE_CHECKING:
+    from opal_deploy.editing.api import edit_model
     from opal_deploy.evaluation.api import evaluate_model, evaluate_models
     from opal_deploy.export.api import export_model
     from opal_deploy.inference.api import Model, load
@@ -45,6 +46,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "__version__",
+    "edit_model",
     "evaluate_model",
     "evaluate_models",
     "export_model",
@@ -59,6 +61,7 @@ __all__ = [
 
 # modules that are imported when one of their names is first used
 _LAZY = {
+    "editing.api": ("edit_model",),
     "evaluation.api": ("evaluate_model", "evaluate_models"),
     "export.api": ("export_model",),
     "inference.api": ("Model", "load"),

@@ -1,11 +1,12 @@
 """Slots that look at the wrong thing, and why they are suspected.
 
-Each reason compares where a slot's cell lies, or when its score is high, with what a slot of an object would do:
+Each reason compares where a slot's score comes from, over the images of its class, with what a slot of an object would
+do. Images count by their score: a slot that finds nothing in an image reads some cell, too.
 
     background   it fires on images without an object as strongly as on half of its class's images
-    object       its cell lies off the object more often than a random cell would
-    corner       its cell lies in a corner of the image on most images: stamps, logos, time codes
-    border       its cell lies on the outermost rows and columns on nearly all images: frames, captions, scale bars
+    object       less of its score comes from the object than the object has of the image
+    corner       most of its score comes from the image's corners: stamps, logos, time codes
+    border       nearly all of its score comes from the outermost rows and columns: frames, captions, scale bars
     wrong        without it significantly more answers are right
 
 A slot that nearly always shares its cell with a stronger slot of its class is `redundant`: listed, but not suspected.
@@ -96,15 +97,16 @@ def _find_places(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Ite
     y, x = np.divmod(data.cells[rows, channel], width)
     from_edge_y, from_edge_x = np.minimum(y, height - 1 - y), np.minimum(x, width - 1 - x)
     side_y, side_x = math.ceil(height * _CORNER_SIDE), math.ceil(width * _CORNER_SIDE)
-    corner = float(((from_edge_y < side_y) & (from_edge_x < side_x)).mean())
+    weights = data.scores.values[rows, channel].astype(np.float64)
+    corner = float(np.average((from_edge_y < side_y) & (from_edge_x < side_x), weights=weights))
     if corner >= _CORNER_SHARE:
         by_chance = 4 * side_y * side_x / (height * width)
-        yield Reason("corner", f"it reads a corner of {corner:.0%} of its images (by chance {by_chance:.0%})")
+        yield Reason("corner", f"{corner:.0%} of its score comes from the corners ({by_chance:.0%} of the cells)")
         return
-    border = float(((from_edge_y == 0) | (from_edge_x == 0)).mean())
+    border = float(np.average((from_edge_y == 0) | (from_edge_x == 0), weights=weights))
     if border >= _BORDER_SHARE:
         by_chance = 1 - max(height - 2, 0) * max(width - 2, 0) / (height * width)
-        yield Reason("border", f"it reads the border of {border:.0%} of its images (by chance {by_chance:.0%})")
+        yield Reason("border", f"{border:.0%} of its score comes from the border ({by_chance:.0%} of the cells)")
 
 
 def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: int) -> dict[int, list[Reason]]:
@@ -116,12 +118,11 @@ def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: in
     inside = np.stack(
         [data.annotations.images[row].in_object(data.geometries[row].cell_centres(grid)) for row in known]
     )  # [n, H * W]
-    hits = np.take_along_axis(inside, data.cells[known][:, channels], axis=1).mean(axis=0)
+    on_object = np.take_along_axis(inside, data.cells[known][:, channels], axis=1)  # [n, m_c]
+    hits = np.average(on_object, axis=0, weights=data.scores.values[known][:, channels].astype(np.float64))
     by_chance = float(inside.mean())
     return {
-        channel: [
-            Reason("object", f"its cell lies in the object on {hit:.0%} of its images (by chance {by_chance:.0%})")
-        ]
+        channel: [Reason("object", f"{hit:.0%} of its score comes from the object ({by_chance:.0%} of the cells)")]
         for channel, hit in zip(channels.tolist(), hits.tolist(), strict=True)
         if hit < by_chance
     }
