@@ -41,6 +41,7 @@ def test_each_kind_of_shortcut_is_named_and_slots_on_the_object_are_left_alone()
     )  # fmt: skip
     found = {each.name: {reason.kind for reason in each.reasons} for each in suggest_slots(data)}
     assert found == {
-        "a/1": {"corner", "object"}, "a/2": {"border", "object"}, "a/3": {"redundant"}, "b/1": {"background"}, "b/2": {"wrong"},
+        "a/1": {"corner", "object"}, "a/2": {"border", "object"}, "a/3": {"redundant"},
+        "b/1": {"background"}, "b/2": {"wrong"},
     }  # fmt: skip
     assert [each.suspected for each in suggest_slots(data)] == [True] * 4 + [False]
