@@ -27,8 +27,8 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
 # health, and the page that asks for the token, need no token
 _OPEN = (*_HEALTH, "/", "/page.css", "/page.js")
-# h11 limits a head only as long as it is incomplete
-_MAX_HEAD_BYTES = 32 << 10
+# names and values of the headers, path and query
+MAX_HEAD_BYTES = 32 << 10
 # load balancers and Prometheus poll these: logged only when they fail
 _QUIET = ("live", "ready", "model_ready", "metrics")
 # reading and discarding the rest of a body lets a client that is still sending receive the response
@@ -64,8 +64,8 @@ class RequestMiddleware:
         """Return the response to a request that may not be answered, else None."""
         path, headers = scope["path"], Headers(scope=scope)
         head = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in scope["headers"])
-        if head > _MAX_HEAD_BYTES:
-            return error_response(431, f"a head of {head:,} bytes found; expected at most {_MAX_HEAD_BYTES:,}", _CLOSE)
+        if head > MAX_HEAD_BYTES:
+            return error_response(431, f"a head of {head:,} bytes found; expected at most {MAX_HEAD_BYTES:,}", _CLOSE)
         if path in _HEALTH:
             return None
         if CROWDED in scope.get("state", {}):

@@ -25,6 +25,7 @@ from opal_deploy.preprocess.decode import parse_decoding
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.server.app import create_app
 from opal_deploy.server.connections import READ_SECONDS, ConnectionLimit, HttpProtocol, choose_max_connections
+from opal_deploy.server.middleware import MAX_HEAD_BYTES
 from opal_deploy.server.models import ServerState, start_model
 from opal_deploy.server.options import ServeOptions, read_token
 from opal_deploy.server.telemetry import MetricsTimer, ServerLog
@@ -111,6 +112,8 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             date_header=False, timeout_keep_alive=75, backlog=1024,
+            # of a head that arrives in pieces; the middleware limits all of them, with an answer that says so
+            h11_max_incomplete_event_size=2 * MAX_HEAD_BYTES,
             timeout_graceful_shutdown=ceil(options.upload_timeout + options.request_timeout + READ_SECONDS),
         )  # fmt: skip
         super().__init__(config)

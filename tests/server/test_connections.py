@@ -61,6 +61,17 @@ def test_no_connection_outlives_the_time_for_its_body(server: Any, path: bytes, 
         assert client.makefile("rb").read().startswith(b"HTTP/1.1 %b " % status)
 
 
+@pytest.mark.parametrize(("size", "status"), [(30 << 10, b"200"), (33 << 10, b"431")])
+@pytest.mark.parametrize("piece", [4 << 10, 64 << 10], ids=["in pieces", "at once"])
+def test_the_limit_of_a_head_does_not_depend_on_its_pieces(server: Any, piece: int, size: int, status: bytes) -> None:
+    head = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"x" * size + b"\r\n\r\n"
+    with connect(server) as client:
+        for start in range(0, len(head), piece):
+            client.sendall(head[start : start + piece])
+            time.sleep(0.02)
+        assert client.makefile("rb").read().startswith(b"HTTP/1.1 %b " % status)
+
+
 def test_connections_over_the_limit_are_refused_and_health_is_answered(
     serving: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
