@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from opal_deploy.artifact.files import check_sha256
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError
-from opal_deploy.inference.cluster.connection import ActorPlan, check_ray_options, open_cluster
+from opal_deploy.inference.cluster.connection import ActorPlan, check_ray_options
+from opal_deploy.inference.cluster.process import open_driver
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
 from opal_deploy.inference.inputs import Inputs
 from opal_deploy.inference.options import InferOptions
@@ -152,9 +153,10 @@ def _prepare(
     check_ray_options(options)
     raise_pillow_limit(options.max_pixels)
 
-    plan = None
+    driver = None
     if options.ray is not None:
-        plan = stack.enter_context(open_cluster(options.ray, options.ray_cpus, options.log))
+        driver = stack.enter_context(open_driver(options.ray, options.ray_cpus, options.log))
+    plan = None if driver is None else driver.cluster.plan
     loaded = _open_model(model, plan, options)
     path, metadata = loaded.path, loaded.metadata
     margin = options.min_margin
@@ -165,12 +167,12 @@ def _prepare(
     margin = None if margin is None else parse_min_margin(margin, path, metadata, options.log)
     sheets = prepare_sheets(loaded, options, margin)
     backend: Backend
-    if plan is None:
+    if driver is None:
         backend = LocalBackend(sheets.sessions)
     else:
         from opal_deploy.inference.cluster.backend import RayBackend
 
-        backend = RayBackend(plan, loaded, options)
+        backend = RayBackend(driver, loaded, options)
     inference = InferenceOptions(
         batch=options.batch or (default_batch(sheets.sessions[0]) if plan is None else plan.default_batch),
         fixed_batch=True,

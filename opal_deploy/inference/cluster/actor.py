@@ -22,9 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import ray
+from typing import TYPE_CHECKING, Any
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.engine_file import sidecar_path
@@ -42,6 +40,9 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import PaddingSession, pinned
 
+if TYPE_CHECKING:
+    import ray
+
 # chunks in flight per actor
 IN_FLIGHT = 2
 
@@ -52,7 +53,7 @@ class ActorConfig:
 
     Attributes:
         digests: hex sha256 of the model's files by name, the model's own first.
-        files: reference to their bytes by name.
+        files: reference to their bytes by name; None until the driver has put them into the object store.
         device: `cpu` or `cuda`.
         threads: CPU threads of the runtime.
         runtime, cuda_graphs: how the model is opened.
@@ -64,7 +65,7 @@ class ActorConfig:
     """
 
     digests: Mapping[str, str]
-    files: ray.ObjectRef[dict[str, bytes]]
+    files: ray.ObjectRef[dict[str, bytes]] | None
     device: str
     threads: int
     runtime: RuntimeName
@@ -146,6 +147,11 @@ class ChunkResult:
     records: bytes
     messages: tuple[str, ...]
 
+    @staticmethod
+    def build(records: list[Record], messages: tuple[str, ...] = ()) -> ChunkResult:
+        """Return the result that holds these records."""
+        return ChunkResult(pickle.dumps(records, pickle.HIGHEST_PROTOCOL), messages)
+
     def load(self) -> list[Record]:
         """Return the records."""
         records: list[Record] = pickle.loads(self.records)  # noqa: S301 (an actor of this run wrote it)
@@ -175,6 +181,7 @@ class ChunkActor:
             return error
 
     def _open(self, config: ActorConfig) -> str:
+        import ray
         from PIL import Image
 
         with suppress(OSError):  # where all paths are absolute, it need not be there
@@ -185,7 +192,9 @@ class ChunkActor:
         Image.MAX_IMAGE_PIXELS = config.pillow_limit
         self._options = config.options
         self._inference: InferenceOptions = config.options.inference_for_drawing
-        files = local_model(config.digests, lambda: ray.get(config.files))
+        reference = config.files
+        assert reference is not None  # the driver set it
+        files = local_model(config.digests, lambda: ray.get(reference))
         model = self._stack.enter_context(files)
         self._sessions = open_sessions(
             model, device=config.device, threads=config.threads, cuda_graphs=config.cuda_graphs, runtime=config.runtime
@@ -211,7 +220,7 @@ class ChunkActor:
             return error
         with self._lock:
             messages, self._messages = tuple(self._messages), []
-        return ChunkResult(pickle.dumps(records, pickle.HIGHEST_PROTOCOL), messages)
+        return ChunkResult.build(records, messages)
 
     def _predict(self, chunk: Chunk) -> list[Record]:
         batches = predict_batches(

@@ -11,21 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
 from PIL import Image
 
 from opal_deploy.errors import ArtifactError
 from opal_deploy.inference.cluster.actor import ActorConfig, compute_digests, read_model_files
-from opal_deploy.inference.cluster.connection import ActorPlan
-from opal_deploy.inference.cluster.pool import ActorPool, NodeStatistics
-from opal_deploy.inference.cluster.scheduler import Scheduler, make_chunks
+from opal_deploy.inference.cluster.driver import Job
+from opal_deploy.inference.cluster.process import DriverProcess
+from opal_deploy.inference.cluster.scheduler import make_chunks
 from opal_deploy.inference.options import InferOptions
 from opal_deploy.inference.run.drawing import Thumbnails
 from opal_deploy.inference.run.run import Backend, RunOptions
 from opal_deploy.inference.setup import LoadedModel
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InputImage
-from opal_deploy.records.record import Digests, Record, error_record
+from opal_deploy.records.record import Record
 
 # an actor that dies costs at most two chunks; a message costs as much as some images
 BATCHES_PER_CHUNK = 4
@@ -33,18 +32,17 @@ _PROBE = ".visible-"
 
 
 class RayBackend(Backend):
-    """Predicts with actors of the connected cluster, see `connection.connect`."""
+    """Predicts with actors of the cluster that a driver is connected to."""
 
-    def __init__(self, plan: ActorPlan, model: LoadedModel, options: InferOptions) -> None:
+    def __init__(self, driver: DriverProcess, model: LoadedModel, options: InferOptions) -> None:
         """Start nothing yet; `options` say how the actors open the model."""
-        self._plan, self._model, self._options = plan, model, options
-        self._pool: ActorPool | None = None
-        self._scheduler: Scheduler | None = None
+        self._driver, self._model, self._options = driver, model, options
+        self._plan = driver.cluster.plan
 
     @property
     def description(self) -> str:
         """See `Backend.description`."""
-        return f"Ray {ray.__version__}, actors of {self._plan}"
+        return f"Ray {self._driver.cluster.version}, actors of {self._plan}"
 
     @contextmanager
     def predict(
@@ -73,7 +71,7 @@ class RayBackend(Backend):
                 visible.append(str(probe))
             config = ActorConfig(
                 digests,
-                ray.put(files),
+                None,
                 "cuda" if self._plan.gpus else "cpu",
                 self._options.threads or self._plan.cpus,
                 self._options.runtime,
@@ -84,36 +82,13 @@ class RayBackend(Backend):
                 visible,
                 Image.MAX_IMAGE_PIXELS,
             )
+            job = Job(config, files, first, size, batch)
             del files
-            pool = self._pool = ActorPool(self._plan, config, options.log)
-            scheduler = self._scheduler = Scheduler(
-                pool,
-                make_chunks(requests, first, size, batch),
-                first=first,
-                size=size,
-                batch=batch,
-                build_error=self._build_error,
-            )
-            try:
-                yield scheduler.run()
-            finally:
-                pool.close()
-
-    def _build_error(self, request: InputImage) -> Record:
-        message = "the actors that predicted it died, the last one with no other image in work"
-        digests = Digests(None, self._model.fingerprint["sha256"])
-        return error_record(
-            request.name, "worker_died", message, digests=digests, label=request.label, index=request.index
-        )
-
-    @property
-    def nodes(self) -> list[NodeStatistics]:
-        """The nodes that returned results, sorted by address."""
-        return [] if self._pool is None else [node for _, node in sorted(self._pool.statistics.items())]
+            yield self._driver.compute(job, make_chunks(requests, first, size, batch))
 
     def describe_progress(self) -> str:
         """Return the nodes' rates in a few words."""
-        nodes = self.nodes
+        nodes = self._driver.progress.nodes
         if len(nodes) > 3:
             rates = sorted(node.images_per_second for node in nodes)
             return f"{len(nodes)} nodes, {rates[0]:.0f} to {rates[-1]:.0f} images/s each"
@@ -121,12 +96,12 @@ class RayBackend(Backend):
 
     def summarize(self) -> dict[str, Any]:
         """See `Backend.summarize`."""
-        pool, scheduler = self._pool, self._scheduler
+        progress = self._driver.progress
         document = {
-            "version": ray.__version__,
+            "version": self._driver.cluster.version,
             "actor": {"gpus": self._plan.gpus, "cpus": self._plan.cpus},
-            "actors_started": 0 if pool is None else pool.num_opened,
-            "chunks_retried": 0 if scheduler is None else scheduler.num_retried,
+            "actors_started": progress.actors_started,
+            "chunks_retried": progress.chunks_retried,
             "nodes": [
                 {
                     "address": node.address,
@@ -135,7 +110,7 @@ class RayBackend(Backend):
                     "images_per_second": node.images_per_second,
                     "actors_lost": node.lost,
                 }
-                for node in self.nodes
+                for node in progress.nodes
             ],
         }
         return {"ray": document}

@@ -7,13 +7,12 @@ import os
 import secrets
 import signal
 import socket
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from opal_deploy.errors import UsageError, first_line, require
+from opal_deploy.errors import UsageError, first_line
 from opal_deploy.inference.options import InferOptions
 from opal_deploy.logs import Log
 from opal_deploy.runtime.devices import CPU_BATCH, GPU_BATCH
@@ -69,6 +68,48 @@ def check_ray_options(options: InferOptions) -> None:
         raise UsageError("--every with --ray: videos are decoded on one machine; leave out --ray")
 
 
+@dataclass
+class NodeStatistics:
+    """The work of one node's actors.
+
+    Attributes:
+        address, runtime: of the node, and the runtime and device of its actors.
+        started: when its first actor had opened, by `time.monotonic`.
+        images, seconds: images done, and the time from `started` to the last of them.
+        lost: actors that died.
+    """
+
+    address: str
+    runtime: str
+    started: float
+    images: int = 0
+    seconds: float = 0.0
+    lost: int = 0
+
+    @property
+    def images_per_second(self) -> float:
+        """The rate from the first actor's start to the last answer."""
+        return self.images / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class OpenCluster:
+    """A connected cluster: Ray's version, its head as HOST:PORT, and the size of the actors."""
+
+    version: str
+    head: str
+    plan: ActorPlan
+
+
+@dataclass(frozen=True)
+class ClusterProgress:
+    """The nodes that returned results, sorted by address, and the actors started and chunks retried so far."""
+
+    nodes: Sequence[NodeStatistics] = ()
+    actors_started: int = 0
+    chunks_retried: int = 0
+
+
 @contextmanager
 def open_cluster(address: str, cpus: int | None, log: Log) -> Iterator[ActorPlan]:
     """Connect to a cluster while the block runs, and yield the size of its actors; see `connect` and `plan_actors`."""
@@ -83,16 +124,15 @@ def open_cluster(address: str, cpus: int | None, log: Log) -> Iterator[ActorPlan
 
 @contextmanager
 def connect(address: str) -> Iterator[None]:
-    """Connect this process to a cluster while the block runs.
+    """Connect this process to a cluster while the block runs; Ray must not have been imported.
 
     Args:
         address: `local` starts Ray on this machine's loopback address until the end of the block; `auto` uses the
             cluster that this machine belongs to; else HOST:PORT of its head.
 
     Raises:
-        MissingExtra: ray is not installed. UsageError: there is no such cluster.
+        UsageError: there is no such cluster.
     """
-    require("ray", "ray", "--ray")
     if "://" in address:
         raise UsageError(
             f"--ray {address}: Ray Client holds no run of this kind; run opal-deploy on a node of the cluster with "
@@ -101,7 +141,7 @@ def connect(address: str) -> Iterator[None]:
     _keep_quiet()
     host, _, port = address.partition(":")
     if port:
-        _check_reachable(address, host, port)
+        _check_reachable(address)
     environment = {}
     if address == LOCAL:
         # other users of this machine can reach its ports
@@ -109,12 +149,10 @@ def connect(address: str) -> Iterator[None]:
     if address == LOCAL or (port and _listens_on_loopback_only(host, int(port))):
         # read when Ray is imported; without it, Ray replaces a loopback address by this machine's outer one
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    environment = {name: value for name, value in environment.items() if name not in os.environ}
-    os.environ.update(environment)
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
     import ray
 
-    if ray.is_initialized():
-        raise UsageError("--ray: this process is connected to a Ray cluster already; call ray.shutdown() first")
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": True, "logging_level": logging.CRITICAL}
     if address == LOCAL:
         options |= {"address": "local", "include_dashboard": False}
@@ -127,14 +165,12 @@ def connect(address: str) -> Iterator[None]:
         with _signal_handlers_kept():
             ray.init(**options)
     except (RuntimeError, ValueError, OSError) as error:
-        raise _no_connection(address, error) from None
+        raise no_connection(address, first_line(error)) from None
     try:
         yield
     finally:
         with _signal_handlers_kept():
             ray.shutdown()
-        for name in environment:
-            del os.environ[name]
 
 
 def list_nodes() -> list[Node]:
@@ -173,12 +209,22 @@ def plan_actors(nodes: list[Node], cpus: int | None) -> ActorPlan:
     return ActorPlan(0, cpus)
 
 
-def _check_reachable(address: str, host: str, port: str) -> None:
+def is_reachable(address: str) -> bool:
+    """Return whether something listens at HOST:PORT."""
+    try:
+        _check_reachable(address)
+    except UsageError:
+        return False
+    return True
+
+
+def _check_reachable(address: str) -> None:
     """Raise UsageError unless something listens at an address: Ray would print and wait for minutes."""
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (ValueError, OverflowError, OSError) as error:
-        raise _no_connection(address, error) from None
+        raise no_connection(address, first_line(error)) from None
 
 
 def _listens_on_loopback_only(host: str, port: int) -> bool:
@@ -196,9 +242,10 @@ def _listens_on_loopback_only(host: str, port: int) -> bool:
     return False
 
 
-def _no_connection(address: str, error: Exception) -> UsageError:
+def no_connection(address: str, reason: str) -> UsageError:
+    """Return the error of a cluster that cannot be joined."""
     return UsageError(
-        f"--ray {address}: no connection ({first_line(error)}); expected local, auto on a node of a cluster, or "
+        f"--ray {address}: no connection ({reason}); expected local, auto on a node of a cluster, or "
         "HOST:PORT of its head from such a node, with RAY_AUTH_MODE=token where the cluster wants a token"
     )
 
@@ -214,9 +261,6 @@ def _keep_quiet() -> None:
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
     """Restore the handlers of SIGINT and SIGTERM, which Ray replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from opal_deploy._version import __version__
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, first_line
 from opal_deploy.inference.cluster.actor import IN_FLIGHT, ActorConfig, Chunk, ChunkActor, ChunkResult
-from opal_deploy.inference.cluster.connection import ActorPlan, Node, list_nodes
+from opal_deploy.inference.cluster.connection import ActorPlan, Node, NodeStatistics, list_nodes
 
 # a node is given up after so many actors that ended without a result
 _MAX_STARTS = 3
@@ -62,30 +62,6 @@ class Actor:
     def submit(self, chunk: Chunk) -> None:
         """Send it a chunk."""
         self.chunks[self.handle.predict.remote(chunk.to_bytes())] = chunk
-
-
-@dataclass
-class NodeStatistics:
-    """The work of one node's actors.
-
-    Attributes:
-        address, runtime: of the node, and the runtime and device of its actors.
-        started: when its first actor had opened, by `time.monotonic`.
-        images, seconds: images done, and the time from `started` to the last of them.
-        lost: actors that died.
-    """
-
-    address: str
-    runtime: str
-    started: float
-    images: int = 0
-    seconds: float = 0.0
-    lost: int = 0
-
-    @property
-    def images_per_second(self) -> float:
-        """The rate from the first actor's start to the last answer."""
-        return self.images / self.seconds if self.seconds else 0.0
 
 
 class ActorPool:

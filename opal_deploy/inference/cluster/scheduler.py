@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from opal_deploy.errors import OpalError
 from opal_deploy.inference.cluster.actor import IN_FLIGHT, Chunk, ChunkResult
-from opal_deploy.inference.cluster.pool import Actor, ActorPool
 from opal_deploy.inference.executor import until_error
 from opal_deploy.inference.types import InputImage
 from opal_deploy.records.record import Record
+
+if TYPE_CHECKING:
+    from opal_deploy.inference.cluster.pool import Actor, ActorPool
 
 # a chunk of members of a compressed archive, which are sent as bytes, ends early
 _MAX_BYTES = 64 << 20
@@ -88,14 +91,14 @@ class Scheduler:
         # the first image without a record, and the first one after the last chunk taken
         self._head = self._taken = first
         # results that wait for earlier ones, by the number of their first image
-        self._finished: dict[int, tuple[int, ChunkResult | list[Record]]] = {}
+        self._finished: dict[int, tuple[int, ChunkResult]] = {}
         self._suspects: list[tuple[int, Chunk]] = []
         self._ended = False
         self._errors: list[OpalError] = []
         self.num_retried = 0
 
-    def run(self) -> Iterator[Sequence[Record]]:
-        """Yield the records of one chunk after the other; raise StoppedEarly if no actor starts or several fail.
+    def run(self) -> Iterator[ChunkResult]:
+        """Yield the results of one chunk after the other; raise StoppedEarly if no actor starts or several fail.
 
         An OpalError of the chunks is raised after all records before it.
         """
@@ -110,7 +113,7 @@ class Scheduler:
             while self._head in self._finished:
                 count, ready = self._finished.pop(self._head)
                 self._head += count
-                yield ready.load() if isinstance(ready, ChunkResult) else ready
+                yield ready
         if self._errors:
             raise self._errors[0]
 
@@ -128,7 +131,7 @@ class Scheduler:
             for half in chunk.halve(self._batch):
                 self._add_suspect(half)
         else:
-            self._finished[chunk.first] = 1, [self._build_error(chunk.requests[0])]
+            self._finished[chunk.first] = 1, ChunkResult.build([self._build_error(chunk.requests[0])])
 
     def _add_suspect(self, chunk: Chunk) -> None:
         heapq.heappush(self._suspects, (chunk.first, chunk))

@@ -91,7 +91,7 @@ class WorkerProcess:
         try:
             self._position = map_shared_memory(descriptor, POSITION.size)
             self._process = subprocess.Popen(
-                [sys.executable, *_interpreter_flags(), "-c", _CODE, json.dumps(sys.path), str(descriptor)],
+                [sys.executable, *interpreter_flags(), "-c", _CODE, json.dumps(sys.path), str(descriptor)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
@@ -260,15 +260,20 @@ class WorkerProcess:
             self._kill()
             self._process.wait()
             return "stopped answering"
-        if code >= 0:
-            return f"ended with exit code {code}"
-        try:
-            return f"was ended by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was ended by signal {-code}"
+        return describe_exit_code(code)
 
 
-def _interpreter_flags() -> list[str]:
+def describe_exit_code(code: int) -> str:
+    """Return how a process ended, completing "it ..."; `code` is negative for a signal, as `subprocess` has it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def interpreter_flags() -> list[str]:
     """Return this interpreter's flags for file names; -P: import nothing from the current folder."""
     return ["-P", *(["-X", "utf8"] if sys.flags.utf8_mode else [])]
 

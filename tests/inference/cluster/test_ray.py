@@ -110,12 +110,12 @@ class Infer:
         (cwd / "in").symlink_to(images)
         self._fixed = ["in", "--model", str(model), "--threads", "1", "--workers", "1", "--batch", "2"]
 
-    def start(self, out, *arguments, before=""):
-        """Start a process that first runs the Python code `before`."""
+    def start(self, out, *arguments, **environment):
+        """Start a process with these environment variables."""
         process = subprocess.Popen(
-            [sys.executable, "-c", before + MAIN, "infer", *self._fixed, "--out", out, *arguments],
+            [sys.executable, "-c", MAIN, "infer", *self._fixed, "--out", out, *arguments],
             cwd=self.cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -164,8 +164,9 @@ def test_a_cluster_writes_the_files_of_one_machine_and_prints_as_much(infer, nod
     assert (one.returncode, ray.returncode) == (3, 3), ray.stderr
     assert infer.files("ray") == infer.files("one")
     assert (infer.cwd / "ray/report.html").read_text().count("<article") == IMAGES // 2
+    lines = [[line for line in done.stderr.splitlines() if not line.startswith("images: ")] for done in (one, ray)]
     # the cluster at its start, the nodes' rates at its end
-    assert len(ray.stderr.splitlines()) == len(one.stderr.splitlines()) + 2, ray.stderr
+    assert len(lines[1]) == len(lines[0]) + 2, ray.stderr
     assert not ray.stdout
     assert sum(node["images"] for node in infer.ray_summary("ray")["nodes"]) == IMAGES // 2
     assert not list(nodes.folder.glob("opal-deploy-*/*"))
@@ -218,6 +219,43 @@ def test_a_run_whose_driver_ended_goes_on(infer, nodes, end):
     assert infer.files("ray") == infer.files("one")
 
 
+def find_process(caller, title):
+    """Return the id of a process with these words in its command line, in the session of a caller's Ray driver."""
+    children = Path(f"/proc/{caller.pid}/task/{caller.pid}/children")
+    drivers = set(map(int, children.read_text().split()))
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(folder.name)) in drivers and title in (folder / "cmdline").read_bytes():
+                return int(folder.name)
+    raise AssertionError(f"no process {title}")
+
+
+@pytest.mark.parametrize(
+    ("address", "victim"),
+    [
+        (None, b"cluster.driver import"),
+        # without its agent a raylet ends, and without its raylet a driver
+        pytest.param("local", b"ray::DashboardAgent", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_whose_ray_ended_stops_early_and_goes_on(infer, nodes, address, victim):
+    arguments = ("in", "in", "--explain", "--ray", address or nodes.address, "--ray-cpus", "1")
+    infer("one", *arguments[:3])
+    process = infer.start("ray", *arguments)
+    infer.wait_for("ray", 3, process)
+    os.kill(find_process(process, victim), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 5, stderr
+    usual = ("Ray: ", "Explaining", "Evidence", "images: ", "127.0.0")
+    lines = [line for line in stderr.splitlines() if not line.startswith(usual)]
+    assert len(lines) == 1, stderr
+    assert "processes on this machine ended" in lines[0]
+    assert "; the same command resumes: opal-deploy infer in" in lines[0]
+    done = infer("ray", *arguments)
+    assert done.returncode == 3, done.stderr
+    assert infer.files("ray") == infer.files("one")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -233,8 +271,9 @@ def test_options_that_make_no_sense_are_refused_before_anything_starts(infer, ar
 
 
 def test_a_node_of_another_version_is_one_line(infer, nodes):
-    before = "import opal_deploy._version as v; v.__version__ = '9.9'\n"
-    process = infer.start("out", "--ray", nodes.address, "--ray-cpus", "1", before=before)
+    (infer.cwd / "sitecustomize.py").write_text("import opal_deploy._version as v; v.__version__ = '9.9'")
+    path = os.pathsep.join([str(infer.cwd), os.environ["PYTHONPATH"]])
+    process = infer.start("out", "--ray", nodes.address, "--ray-cpus", "1", PYTHONPATH=path)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2, stderr
     assert "and this is 9.9; install the same version" in stderr.splitlines()[-1]

@@ -67,7 +67,7 @@ def schedule(pool, requests, first=0):
         pool, chunks, first=first, size=SIZE, batch=BATCH,
         build_error=lambda request: error_record(request.name, "worker_died", "it died"),
     )  # fmt: skip
-    return itertools.chain.from_iterable(scheduler.run())
+    return itertools.chain.from_iterable(result.load() for result in scheduler.run())
 
 
 @pytest.mark.parametrize("seed", range(60))
