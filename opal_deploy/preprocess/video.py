@@ -23,6 +23,7 @@ import hashlib
 import re
 import time
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -290,17 +291,25 @@ class _Decoder:
                     self._packets += 1
                     self._is_cut = packet.is_corrupt
                 try:
-                    frames = self._stream.decode(packet)
+                    frames, failed_checksums = self._decode_packet(packet)
                 except av.FFmpegError:
                     self._errors += 1
                     self.damaged = True
                     continue
                 for frame in frames:
                     self._frames += 1
-                    self.damaged = frame.is_corrupt or (self.damaged and not frame.key_frame)
+                    self.damaged = failed_checksums or frame.is_corrupt or (self.damaged and not frame.key_frame)
                     yield frame
         except av.FFmpegError as error:
             self._reading_error = first_line(error)
+
+    def _decode_packet(self, packet: av.Packet[Any]) -> tuple[list[av.VideoFrame], bool]:
+        """Return the packet's frames, and whether one of its checksums is wrong."""
+        if self._stream.codec_context.name != "ffv1":
+            return self._stream.decode(packet), False
+        # FFmpeg fills the slices in question from the previous frame, and only its log says so
+        with _capture_errors() as errors:
+            return self._stream.decode(packet), bool(errors)
 
     def check_end(self) -> None:
         """Raise ImageError if frames are missing, after all were taken."""
@@ -320,6 +329,20 @@ class _Decoder:
             raise ImageError("corrupt_video", f"it is damaged: {reason}; what can be read of it was answered")
         if not self._frames:
             raise ImageError("no_frames", "not one frame is in it")
+
+
+@contextmanager
+def _capture_errors() -> Iterator[list[tuple[int, str, str]]]:
+    """Yield the list that receives this thread's FFmpeg errors while the block runs."""
+    from av import logging
+
+    level = logging.get_level()
+    logging.set_level(logging.ERROR)
+    try:
+        with logging.Capture() as errors:
+            yield errors
+    finally:
+        logging.set_level(level)
 
 
 class _Converter:

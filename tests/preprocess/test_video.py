@@ -91,6 +91,15 @@ def test_a_damaged_frame_of_motion_jpeg_never_shows_another_frame(tmp_path, star
     assert code == "corrupt_video"
 
 
+def test_a_frame_with_a_wrong_checksum_is_refused(tmp_path):
+    clip = write_video(tmp_path / "archived.mkv", "ffv1", options={"level": "3", "slices": "4"}, draw=noise)
+    whole = [frame.pixels.tobytes() for frame in read_all(clip)[0]]
+    frames, _ = read_all(damage(clip, count=20))
+    bad = [frame.index for frame in frames if frame.error is not None]
+    assert 10 < bad[0] < bad[-1] < 20
+    assert all(frame.pixels is None or frame.pixels.tobytes() == whole[frame.index] for frame in frames)
+
+
 def test_joined_recordings_have_times_that_go_on(tmp_path):
     clip = write_video(tmp_path / "a.ts")
     clip.write_bytes(2 * clip.read_bytes())
