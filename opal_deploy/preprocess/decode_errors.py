@@ -46,6 +46,7 @@ _OTHER_FORMATS = [
     (rb"<!doctype html|<html", "not_an_image", "a web page, perhaps an error message; give the image itself"),
     (rb"version https://git-lfs", "not_an_image", "a Git LFS pointer, not the image itself; run git lfs pull"),
     (rb"PK\x03\x04", "not_an_image", "a zip archive by its content; give it the suffix .zip"),
+    (rb"\x1f\x8b\x08|BZh\d|\xfd7zXZ\0", "not_an_image", "a compressed file; decompress it and give the result"),
     (
         rb".{4}ftyp(isom|iso\d|mp4|avc1|qt|M4V|3gp)|\x1aE\xdf\xa3|RIFF.{4}AVI ",
         "not_an_image",

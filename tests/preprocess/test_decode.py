@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import os
 import re
@@ -352,6 +353,7 @@ HEIC = base64.b85decode(
         (b"v/1\x01" + bytes(99), "unsupported_image", "an OpenEXR image, whose range is open"),
         (b"\n<!DOCTYPE html><title>404", "not_an_image", "a web page, perhaps an error message"),
         (b"%PDF-1.7", "not_an_image", "a PDF document"),
+        (gzip.compress(b"an image", mtime=0), "not_an_image", "a compressed file; decompress it"),
         (b"\0\0\0\x18ftypmp42", "not_an_image", "a video"),
         (floats(1.5), "unsupported_image", "its pixels are floats from 0.25 to 1.5; expected 0 to 1"),
         (floats(-1), "unsupported_image", "floats from -1 to 0.25"),

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.inference.sources.items import Skipped, container_error, no_images_error
 from opal_deploy.inference.sources.members import LOCAL_SIGNATURE, ArchiveError, open_archive
-from opal_deploy.inference.sources.tar import DECOMPRESSORS, is_tar, read_tar
+from opal_deploy.inference.sources.tar import DECOMPRESSORS, describe_other, is_tar, read_tar
 from opal_deploy.inference.sources.zip import read_zip
 from opal_deploy.inference.types import InputImage, Location
 
@@ -64,10 +64,12 @@ def _read_archive(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iter
     named_zip = archive.name.lower().endswith(_ZIP_SUFFIX)
     # otherwise tar first: its last member may be a zip
     if not (has_directory and named_zip):
-        for decompress in (None, *DECOMPRESSORS):
+        for decompress in (None, *DECOMPRESSORS.values()):
             if is_tar(stream, decompress):
                 yield from read_tar(archive, stream, decompress, skipped)
                 return
+    if (description := describe_other(stream)) is not None:
+        raise ImageError("unsupported_archive", description)
     stream.seek(0)
     if not (has_directory or named_zip or stream.read(4) == LOCAL_SIGNATURE):
         raise ArchiveError("its beginning is neither that of a tar, plain or with gzip, bzip2 or xz, nor of a zip")

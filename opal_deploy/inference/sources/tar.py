@@ -112,7 +112,10 @@ def _open_xz(file: BinaryIO) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(_XzReader(file)))
 
 
-DECOMPRESSORS: tuple[Decompressor, ...] = (gzip.open, bz2.open, _open_xz)
+DECOMPRESSORS: dict[str, Decompressor] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": _open_xz}
+_XZ_SIGNATURE = b"\xfd7zXZ\0"
+# of what they read
+_SIGNATURES = (b"\x1f\x8b", b"BZh", _XZ_SIGNATURE)
 
 
 class _HeaderReader:
@@ -151,6 +154,26 @@ def is_tar(stream: BinaryIO, decompress: Decompressor | None) -> bool:
             ) from None
         return False
     return True
+
+
+def describe_other(stream: BinaryIO) -> str | None:
+    """Return what a compressed file that is not a tar is, and what to do with it; None for any other file.
+
+    Raises:
+        ImageError: the file cannot be read.
+    """
+    for name, decompress in DECOMPRESSORS.items():
+        try:
+            head = _decompressed(stream, decompress).read(len(_XZ_SIGNATURE))
+        except ImageError:
+            raise
+        except Exception:  # as in `is_tar`
+            continue
+        if head.startswith(_SIGNATURES):
+            return f"it is compressed twice, with {name} on the outside; decompress it once and give the result"
+        if head:  # an empty file counts as gzip
+            return f"it is compressed with {name}, but what is inside is not a tar; decompress it and give the result"
+    return None
 
 
 def _decompressed(stream: BinaryIO, decompress: Decompressor | None) -> BinaryIO:

@@ -1,5 +1,7 @@
 """Images inside tars and zips: every member answered once, nothing unpacked, damage named."""
 
+import bz2
+import gzip
 import io
 import lzma
 import os
@@ -435,6 +437,12 @@ LONG_NAME = long_name.tobuf(tarfile.GNU_FORMAT) + b"x" * 511 + b"\0"
         ("a.zip", b"no zip at all" * 50, "directory of its members"),
         ("a.tar", b"no tar at all" * 50, "damaged"),
         ("a.tar.gz", b"\x1f\x8bnothing", "damaged"),
+        (
+            "a.tar.gz",
+            gzip.compress(bz2.compress(b"")),
+            "compressed twice, with gzip on the outside; decompress it once",
+        ),
+        ("a.tar.xz", lzma.compress(png(1)), "compressed with xz, but what is inside is not a tar; decompress it"),
         ("a.tar", b"".join(LONG_NAME for _ in range(3000)), "its first member has thousands of names"),
         ("a.rar", b"Rar!", "an archive of this kind is not read; expected .tar"),
         ("a.tar.zst", b"", "an archive of this kind is not read"),
