@@ -51,17 +51,7 @@ class DriverProcess:
         self._connection = Connection(ours.detach())
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
         with theirs:
-            arguments = json.dumps([sys.path, sys.argv[:1], theirs.fileno()])
-            self._process = subprocess.Popen(
-                [sys.executable, *interpreter_flags(), "-c", _CODE, arguments],
-                stdin=subprocess.DEVNULL,
-                # Ray prints pages about dead nodes and processes
-                stdout=self._output,
-                stderr=self._output,
-                # Ctrl-C is for this process, which then ends the run in good order
-                start_new_session=True,
-                pass_fds=(theirs.fileno(),),
-            )
+            self._process = self._start(theirs.fileno())
         try:
             self._send((address, cpus))
             self.cluster: OpenCluster = self._receive()[1]
@@ -69,6 +59,24 @@ class DriverProcess:
             self.close()
             raise
         self._head = self.cluster.head
+
+    def _start(self, descriptor: int) -> subprocess.Popen[bytes]:
+        arguments = json.dumps([sys.path, sys.argv[:1], descriptor])
+        try:
+            return subprocess.Popen(
+                [sys.executable, *interpreter_flags(), "-c", _CODE, arguments],
+                stdin=subprocess.DEVNULL,
+                # Ray prints pages about dead nodes and processes
+                stdout=self._output,
+                stderr=self._output,
+                # Ctrl-C is for this process, which then ends the run in good order
+                start_new_session=True,
+                pass_fds=(descriptor,),
+            )
+        except OSError as error:
+            self._connection.close()
+            self._output.close()
+            raise StoppedEarly(f"--ray {self._address}: its driver cannot be started ({error.strerror})") from None
 
     def compute(self, job: Job, chunks: Iterator[Chunk]) -> Iterator[list[Record]]:
         """Yield the records of one chunk after the other.
