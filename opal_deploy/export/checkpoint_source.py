@@ -6,9 +6,10 @@ float32 [N, C], argmax int32 [N, K], scores float32 [N, K] and, on request, atte
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opal_deploy.artifact.metadata import Metadata, Precision
 from opal_deploy.artifact.outputs import Outputs
@@ -151,7 +152,7 @@ def trace(graph: ExportGraph) -> onnx.ModelProto:
         )
     graph.eval()
     names = [*graph.output_names, *graph.marker_names]
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), _pooling_by_mean(graph):
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         program = torch.onnx.export(
@@ -169,6 +170,35 @@ def trace(graph: ExportGraph) -> onnx.ModelProto:
     if program is None:
         raise RuntimeError("torch.onnx.export returned nothing")
     return _clean(program.model_proto, graph)
+
+
+class _SpatialMean(nn.Module):
+    """The mean over rows and columns, [N, D, 1, 1]: what PyTorch computes for average pooling to one cell."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features.mean((2, 3), keepdim=True)
+
+
+@contextlib.contextmanager
+def _pooling_by_mean(graph: nn.Module) -> Iterator[None]:
+    """Replace average pooling to one cell, as of squeeze and excitation, by a mean.
+
+    The tracer would write the pooling's strides as Shape, Squeeze, Range and Gather nodes, some of which ONNX Runtime
+    computes on the CPU.
+    """
+    pools = [
+        (parent, name, child)
+        for parent in graph.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.AdaptiveAvgPool2d) and child.output_size in (1, (1, 1))
+    ]
+    for parent, name, _ in pools:
+        setattr(parent, name, _SpatialMean())
+    try:
+        yield
+    finally:
+        for parent, name, pool in pools:
+            setattr(parent, name, pool)
 
 
 def _clean(model: onnx.ModelProto, graph: ExportGraph) -> onnx.ModelProto:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from onnx import TensorProto
 from torch import nn
+from torchvision.ops import SqueezeExcitation
 
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.errors import UsageError
@@ -196,6 +197,19 @@ def test_a_size_and_kind_of_input_export(write_onnx, tensorrt, tmp_path, size, k
     _assert_reproduces_torch(done, checkpoint)
     if tensorrt is not None:
         Network(tensorrt, done.path.read_bytes(), "c.onnx")
+
+
+def test_squeeze_and_excitation_needs_no_shape_of_the_batch(write_onnx, tmp_path):
+    # ONNX Runtime computes such nodes on the CPU, in the midst of a GPU's kernels
+    checkpoint = build_checkpoint()
+    body = checkpoint.network.backbone.body
+    body.second = nn.Sequential(body.second, SqueezeExcitation(24, 8))
+    done = write_onnx(checkpoint, tmp_path / "c.onnx")
+    names = {node.op_type for node in onnx.load(done.path).graph.node}
+    assert "ReduceMean" in names
+    assert not {"Shape", "Squeeze", "Range", "Gather"} & names
+    _assert_reproduces_torch(done, checkpoint)
+    assert isinstance(body.second[1].avgpool, nn.AdaptiveAvgPool2d)
 
 
 @pytest.mark.parametrize("part", ["parameters", "buffers"])
