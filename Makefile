@@ -13,13 +13,19 @@ PARALLEL := --numprocesses auto --dist loadfile
 TRITON_VENV := .venv-triton
 TRITON_INSTALLED := $(TRITON_VENV)/.installed
 
-.PHONY: help demo triton-venv test test-all check docs format clean
+# ONNX Runtime's CUDA provider, which runs over stub libraries in tests/gpu_stubs, and the bindings of TensorRT; everything
+# else, the CPU's ONNX Runtime excepted, comes from .venv
+GPU_STUBS_VENV := .venv-gpu-stubs
+GPU_STUBS_INSTALLED := $(GPU_STUBS_VENV)/.installed
+
+.PHONY: help demo triton-venv gpu-stubs-venv test test-all check docs format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train, export and explain a small model on generated images (minutes, CPU is enough)"
 	@echo "make test      the tests (about 6 minutes on 2 cores)"
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
+	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
@@ -42,14 +48,28 @@ $(TRITON_INSTALLED): $(INSTALLED)
 
 triton-venv: $(TRITON_INSTALLED)
 
+# its own packages come first on the import path, so that `onnxruntime` is the GPU's
+$(GPU_STUBS_INSTALLED): $(INSTALLED)
+	@$(BIN)/python -m venv --clear --without-pip $(GPU_STUBS_VENV)
+	@$(BIN)/python -c 'import platform as p, sys; sys.exit((p.system(), p.machine()) != ("Linux", "x86_64"))' || \
+	  { echo "no onnxruntime-gpu for this machine; tests that need it are skipped"; exit 0; }; \
+	$(BIN)/python -m pip --python $(GPU_STUBS_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	  'onnxruntime-gpu>=1.27,<1.32' 'cuda-bindings>=13,<14' 'cuda-pathfinder>=1.3,<2' 'tensorrt-cu13-bindings>=11,<12'
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(GPU_STUBS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@touch $@
+
+gpu-stubs-venv: $(GPU_STUBS_INSTALLED)
+
 demo: $(INSTALLED)
 	$(BIN)/opal-deploy demo --out runs/demo --overwrite
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network" --ignore tests/gpu_stubs
 
-test-all: $(INSTALLED) $(TRITON_INSTALLED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu"
+test-all: $(INSTALLED) $(TRITON_INSTALLED) $(GPU_STUBS_INSTALLED)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/gpu_stubs
+	$(GPU_STUBS_VENV)/bin/python -m pytest tests/gpu_stubs
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
