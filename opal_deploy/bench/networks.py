@@ -269,7 +269,7 @@ class TorchGraphSession:
         if precision not in TYPES:
             raise UsageError(f"PyTorch has no precision {precision}: expected {', '.join(TYPES)}")
         self._device = torch_device(device)
-        self.device = "cpu" if self._device.type == "cpu" else f"cuda:{self._device.index or 0}"
+        self.device = str(self._device)
         if precision == "tf32" and self._device.type == "cpu":
             raise UsageError("CPUs have no precision tf32: choose fp32, or --device cuda")
         if threads is not None:

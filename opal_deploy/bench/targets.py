@@ -349,6 +349,5 @@ def _with_gpu_name(device: str) -> str:
         return device
     from opal_deploy.runtime.cuda import visible_driver
 
-    index = int(device.partition(":")[2] or 0)
-    gpus = visible_driver().gpus
-    return f"{device} {gpus[index].name}" if index < len(gpus) else device
+    gpu = visible_driver().find_gpu(int(device.partition(":")[2] or 0))
+    return f"{device} {gpu.name}" if gpu else device

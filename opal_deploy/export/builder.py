@@ -37,6 +37,7 @@ from opal_deploy.runtime.tensorrt import (
     TITLES,
     UNLISTED,
     Bindings,
+    attempt,
     example_gpus,
     first_error,
     installed_version,
@@ -178,7 +179,7 @@ class Network:
         # TensorRT 11 networks are always strongly typed: types are the graph's
         self._network = self._builder.create_network(0)
         self._parser = library.module.OnnxParser(self._network, self.logger)
-        if not self._parser.parse(model):
+        if not attempt(self.logger, self._parser.parse, model):
             raise ArtifactError(f"{name}: {library.title} cannot build from it: {self._parser_error()}")
 
     def profile(self, batch: BatchRange) -> Any:
@@ -201,14 +202,13 @@ class Network:
         config = self._configure(target, options)
         monitor = _make_monitor(self.library.module, on_progress)
         config.progress_monitor = monitor
-        self.logger.errors.clear()
         started = time.monotonic()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             cache_path = None if options.timing_cache is None else Path(options.timing_cache)
             cache = None if cache_path is None else self._load_timing_cache(config, cache_path)
             with _interrupt_through(monitor):
-                engine = self._builder.build_serialized_network(self._network, config)
+                engine = attempt(self.logger, self._builder.build_serialized_network, self._network, config)
             if monitor.interrupted:
                 raise KeyboardInterrupt
             if engine is None:
@@ -254,8 +254,8 @@ class Network:
             raise UsageError(
                 f"--timing-cache {path}: cannot be read ({error.strerror or error}); give another file"
             ) from None
-        cache = config.create_timing_cache(stored)
-        if cache is None or not config.set_timing_cache(cache, False):
+        cache = attempt(self.logger, config.create_timing_cache, stored)
+        if cache is None or not attempt(self.logger, config.set_timing_cache, cache, False):
             raise UsageError(
                 f"{path}: not a timing cache of {self.library.title} on this GPU ({first_error(self.logger)}); give "
                 "another file, or delete it"

@@ -56,10 +56,14 @@ class BatchPredictor:
         self._max_batch = options.batch
         # only a session whose outputs depend on the batch size, as ONNX Runtime's on a CPU, needs full batches
         self._fixed_batch = options.fixed_batch and not getattr(session, "batch_invariant", False)
-        self._announce_batch_size()
         self._in_flight = 0
         with _LOCKS_LOCK:
             self._lock = _LOCKS.setdefault(session, FairSemaphore(1))
+        self._is_size_new = self._fixed_batch
+        if self._fixed_batch:
+            with self._lock.lease() as claim:
+                claim(1)
+                self._add_batch_size()
 
     @property
     def is_awaited(self) -> bool:
@@ -88,6 +92,7 @@ class BatchPredictor:
             try:
                 with self._timer.stage("compute"), self._lock.lease() as claim:
                     claim(1)
+                    self._add_batch_size()
                     outputs = self._session.run(batch)
             except (OutOfMemory, MemoryError) as error:
                 self._halve_batch(len(batch), error)
@@ -154,18 +159,18 @@ class BatchPredictor:
             rows[count:] = 0
         return rows
 
-    def _announce_batch_size(self) -> None:
-        # a batch that is filled up here must not be filled up by the session, too
-        if self._fixed_batch and isinstance(self._session, PaddingSession):
+    def _add_batch_size(self) -> None:
+        """Tell a session that pads of a new size: batches are filled up here, or its own size did not fit."""
+        if self._is_size_new and isinstance(self._session, PaddingSession):
             self._session.add_batch_size(self._max_batch)
+        self._is_size_new = False
 
     def _halve_batch(self, size: int, error: Exception) -> None:
         where = self._session.description
         if size == 1:
             reason = str(error).partition(";")[0] or type(error).__name__
             raise OutOfMemory(f"{where}: out of memory with a single image ({reason}); free memory there") from None
-        self._max_batch = size // 2
-        self._announce_batch_size()
+        self._max_batch, self._is_size_new = size // 2, True
         self._print_message(f"{where}: out of memory with a batch of {size}; going on with {self._max_batch}")
 
     def build_results(self, part: Sequence[Prepared], pixels: Pixels, outputs: Outputs | None) -> list[Result]:

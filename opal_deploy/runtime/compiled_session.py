@@ -243,6 +243,10 @@ class ProgramKernels:
         except RuntimeError as error:
             raise translate_error(error, rows) from None
 
+    def release_memory(self) -> None:
+        """See `Kernels.release_memory`; the programs' own memory stays."""
+        torch.cuda.empty_cache()
+
     def close(self) -> None:
         self._programs.clear()
 
@@ -275,10 +279,10 @@ class CudaCompiledSession(PipelineSession, CompiledSession):
         """
         super().__init__(source, **options)
         self._cuda_graphs = cuda_graphs
-        index = self._device.index or 0
-        cuda = Cuda(index, "gpu")
-        kernels = ProgramKernels(self._programs, tensor_specs(self.metadata), index)
-        self._start_pipeline(cuda, kernels, cuda.create_stream())
+        cuda = Cuda(self._device.index, "gpu")
+        kernels = ProgramKernels(self._programs, tensor_specs(self.metadata), cuda.index)
+        with cuda.activated():
+            self._start_pipeline(cuda, kernels, cuda.create_stream())
         if cuda_graphs:
             self.description += ", CUDA graphs"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, require, suggest_names
-from opal_deploy.runtime.devices import Driver, Gpu, is_importable, read_driver
+from opal_deploy.runtime.devices import COMPUTE_MODES, NO_GPU_ADVICE, Driver, Gpu, is_importable, read_driver
 
 Stream = Any
 Event = Any
 Graph = Any
 
-# cudaErrorMemoryAllocation, cudaErrorHostMemoryAlreadyRegistered
-_OUT_OF_MEMORY, _ALREADY_REGISTERED = 2, 712
+# cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable, cudaErrorNoDevice,
+# cudaErrorHostMemoryAlreadyRegistered
+_OUT_OF_MEMORY, _UNAVAILABLE, _NO_DEVICE, _ALREADY_REGISTERED = 2, 46, 100, 712
+# the driver's part of CUDA
+CUDA_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+# what the extra `gpu` brings
+_CUDA_VERSION = (13, 0)
+# the lowest compute capability that each CUDA major version has kernels for
+_OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
 # libraries of ONNX Runtime's CUDA provider, each after those it needs; it opens cuDNN at the first convolution
 _LIBRARIES = ("cudart", "nvJitLink", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
 _SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
@@ -33,17 +41,16 @@ class Cuda:
 
     Attributes:
         index: the device's number as CUDA counts, CUDA_VISIBLE_DEVICES applied.
-        gpu: name, memory and compute capability.
+        gpu: name, memory, compute capability and compute mode.
         uuid: the GPU's UUID in hex, which distinguishes two GPUs of one kind.
-        device_count: the number of devices that CUDA shows this process.
     """
 
     def __init__(self, index: int, extra: str) -> None:
-        """Open a device by number and make it the calling thread's.
+        """Read a device's properties, which takes no memory on it and changes no thread's device.
 
         Raises:
             MissingExtra: cuda-bindings is not installed; `extra` of opal-deploy brings it.
-            UsageError: there is no such device.
+            UsageError: there is no such device, or CUDA does not start.
         """
         require("cuda.bindings", extra, "running on a GPU", pip_name="cuda-bindings")
         from cuda.bindings import runtime
@@ -52,19 +59,41 @@ class Cuda:
         self.index = index
         error, count = runtime.cudaGetDeviceCount()
         if int(error) != 0:
-            raise UsageError(f"CUDA finds no usable GPU ({self._error_text(error)}); see `opal-deploy doctor`")
+            problem, advice = diagnose_gpu(read_driver())
+            raise UsageError(f"device cuda:{index}: {problem}; {advice}, or use --device cpu")
         if index >= count:
             raise UsageError(f"device cuda:{index}: CUDA sees {count} GPUs, counted from 0")
-        self.device_count = int(count)
-        self.make_current()
         properties = self._call("cudaGetDeviceProperties", index)
         name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
         self.uuid = bytes(properties.uuid.bytes).hex()
-        self.gpu = Gpu(index, name, int(properties.totalGlobalMem), (int(properties.major), int(properties.minor)))
+        mode = int(self._call("cudaDeviceGetAttribute", runtime.cudaDeviceAttr.cudaDevAttrComputeMode, index))
+        self.gpu = Gpu(
+            index, name, int(properties.totalGlobalMem), (int(properties.major), int(properties.minor)),
+            COMPUTE_MODES.get(mode, "default"),
+        )  # fmt: skip
 
-    def make_current(self) -> None:
-        """Make this the calling thread's device; CUDA keeps one for each thread."""
+    @contextlib.contextmanager
+    def activated(self) -> Iterator[None]:
+        """Make this the calling thread's device during the block, then the one before again.
+
+        Raises:
+            UsageError: the device is reserved for another process.
+        """
+        before = int(self._call("cudaGetDevice"))
         self._call("cudaSetDevice", self.index)
+        try:
+            yield
+        finally:
+            # a device that was never used is the current one only by default: choosing it would take memory there
+            if before != self.index and self._is_in_use(before):
+                self._cuda.cudaSetDevice(before)
+
+    def _is_in_use(self, index: int) -> bool:
+        from cuda.bindings import driver
+
+        _, device = driver.cuDeviceGet(index)
+        error, _, active = driver.cuDevicePrimaryCtxGetState(device)
+        return int(error) == 0 and bool(active)
 
     def allocate(self, size: int) -> int:
         """Allocate `size` bytes on the device and return their address."""
@@ -151,13 +180,20 @@ class Cuda:
         """Queue the filling of device memory with zeros."""
         self._call("cudaMemsetAsync", device, 0, size, stream)
 
-    def begin_capture(self, stream: Stream) -> None:
-        """Record what is queued on a stream from now on instead of running it."""
+    def record_graph(self, stream: Stream, queue: Callable[[], None]) -> Graph:
+        """Return what `queue` queues on a stream as a graph that `launch_graph` runs; nothing runs yet.
+
+        Other threads may allocate and copy meanwhile; any thread may launch the graph.
+        """
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", stream, mode)
-
-    def end_capture(self, stream: Stream) -> Graph:
-        """Return what was queued since `begin_capture` as a graph that `launch_graph` runs."""
+        try:
+            queue()
+        except BaseException:
+            # every capture must end; CUDA keeps the failure of this one for the next call
+            self._cuda.cudaStreamEndCapture(stream)
+            self._cuda.cudaGetLastError()
+            raise
         graph = self._call("cudaStreamEndCapture", stream)
         executable = self._call("cudaGraphInstantiate", graph, 0)
         self._cuda.cudaGraphDestroy(graph)
@@ -189,27 +225,95 @@ class Cuda:
             failure = f"CUDA device {self.index}: {function} failed: {self._error_text(error)}"
             if int(error) == _OUT_OF_MEMORY:
                 raise OutOfMemory(f"{failure}; free memory on that GPU")
+            if int(error) == _UNAVAILABLE:
+                raise UsageError(
+                    f"device cuda:{self.index}: {self._error_text(error)}: its compute mode keeps this process out; "
+                    "choose another --device, reset it (sudo nvidia-smi -c 0), or use --device cpu"
+                )
             raise StoppedEarly(f"{failure} ({int(error)}); see `opal-deploy doctor`")
 
     def _error_text(self, error: Any) -> str:
-        _, text = self._cuda.cudaGetErrorString(error)
-        return text.decode() if isinstance(text, bytes) else str(text)
+        return _read_error(self._cuda, error)
 
 
 def visible_driver() -> Driver:
     """Return this machine's driver with the GPUs that CUDA shows this process, in CUDA's order.
 
-    NVML, which lists all GPUs in an order of its own, is the substitute where cuda-bindings is not installed.
+    A GPU that does not answer is left out. NVML, which lists all GPUs in an order of its own, is the substitute where
+    cuda-bindings is not installed.
     """
     driver = read_driver()
     if not driver.gpus or not is_importable("cuda.bindings"):
         return driver
+    from cuda.bindings import runtime
+
+    _, count = runtime.cudaGetDeviceCount()
+    gpus, problem = [], ""
+    # without any, the attempt tells why
+    for index in range(count or 1):
+        try:
+            gpus.append(Cuda(index, "gpu").gpu)
+        except (UsageError, StoppedEarly) as error:
+            problem = str(error)
+    return replace(driver, gpus=tuple(gpus), problem=problem)
+
+
+def diagnose_gpu(driver: Driver, cuda: tuple[int, int] = _CUDA_VERSION) -> tuple[str, str]:
+    """Return why no GPU here runs programs of a CUDA version and what to do; two empty strings where one does.
+
+    Args:
+        driver: as `read_driver` returns it, with all GPUs.
+        cuda: the programs' CUDA version.
+    """
+    gpus = driver.gpus
+    if not gpus:
+        return driver.problem, NO_GPU_ADVICE
+    if driver.cuda and driver.cuda < cuda:
+        newest, least = (".".join(map(str, version)) for version in (driver.cuda, cuda))
+        return f"driver {driver.version} runs CUDA {newest} at most, and this needs {least}", "update the NVIDIA driver"
+    oldest = _OLDEST_GPU.get(cuda[0], (0, 0))
+    if all(gpu.compute_capability < oldest for gpu in gpus):
+        names = ", ".join(gpu.name for gpu in gpus)
+        needed = ".".join(map(str, oldest))
+        return f"CUDA {cuda[0]} needs compute capability {needed} or newer, and this is {names}", "use the CPU"
+    if all(gpu.compute_mode == "prohibited" for gpu in gpus):
+        return "no process may use the GPU (compute mode prohibited)", "reset it: sudo nvidia-smi -c 0"
+    if all(gpu.mig_instances == 0 for gpu in gpus):
+        advice = "create one (sudo nvidia-smi mig -cgi 0 -C), or turn MIG off (sudo nvidia-smi -mig 0)"
+        return "the GPU is in MIG mode and has no instance", advice
+    return _diagnose_visibility()
+
+
+def _diagnose_visibility() -> tuple[str, str]:
+    """Return why CUDA shows this process none of the GPUs that exist, and what to do."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
+    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
+        return hidden
+    error, text = start_cuda() if is_importable("cuda.bindings") else (0, "")
+    if error == 0:
+        return "", ""
+    if visible is not None and error == _NO_DEVICE:
+        return hidden
     try:
-        first = Cuda(0, "gpu")
-        gpus = (first.gpu, *(Cuda(index, "gpu").gpu for index in range(1, first.device_count)))
-    except (UsageError, StoppedEarly) as error:
-        return replace(driver, gpus=(), problem=str(error))
-    return replace(driver, gpus=gpus)
+        ctypes.CDLL(CUDA_LIBRARY)
+    except OSError as missing:
+        advice = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility for the container, or reinstall the NVIDIA driver"
+        return f"the driver's CUDA library does not load: {missing}", advice
+    return f"CUDA does not start ({text})", "compare with `nvidia-smi`, and restart after an update of the driver"
+
+
+def start_cuda() -> tuple[int, str]:
+    """Start CUDA in this process, which takes no memory on a GPU; return its error's number, 0 for none, and text."""
+    from cuda.bindings import runtime
+
+    error, _ = runtime.cudaGetDeviceCount()
+    return int(error), _read_error(runtime, error)
+
+
+def _read_error(runtime: Any, error: Any) -> str:
+    _, text = runtime.cudaGetErrorString(error)
+    return text.decode() if isinstance(text, bytes) else str(text)
 
 
 def load_cuda_libraries() -> None:
@@ -247,31 +351,40 @@ def _load_from_packages(name: str) -> None:
 class CudaOptions:
     """Options of the CUDA provider that trade memory, start-up or last bits for speed, under the provider's names.
 
-    All are off by default: none has been measured on hardware yet. `bench latency --ort-option NAME=VALUE` times one.
+    None has been measured on hardware yet. `bench latency --ort-option NAME=VALUE` times one.
 
     Attributes:
-        prefer_nhwc: lay convolutions out as NHWC, the layout of tensor cores; NCHW costs two transpositions a layer in
-            half precision.
+        prefer_nhwc: lay convolutions out as NHWC, the layout of tensor cores; None: in half precision, where NCHW costs
+            two transpositions a layer.
         fuse_conv_bias: add a convolution's bias in its own kernel; cuDNN compiles such a kernel at the first run.
         cudnn_conv_algo_search: how cuDNN chooses kernels since ONNX Runtime 1.20: EXHAUSTIVE asks its slower, better
             heuristic, HEURISTIC its fast one, DEFAULT takes its fallback kernels, which may be extremely slow.
-        enable_cuda_graph: launch all kernels of a batch as one CUDA graph, recorded once for each batch size and set of
-            buffers; pays for small batches, whose kernels are shorter than their launches.
+        enable_cuda_graph: launch all kernels of a batch as one CUDA graph, recorded by the session once for each batch
+            size and set of buffers; pays for small batches, whose kernels are shorter than their launches.
     """
 
-    prefer_nhwc: bool = False
+    prefer_nhwc: bool | None = None
     fuse_conv_bias: bool = False
     cudnn_conv_algo_search: str = "EXHAUSTIVE"
     enable_cuda_graph: bool = False
 
-    def provider_options(self) -> dict[str, str]:
-        """Return the options as ONNX Runtime takes them."""
-        return {name: str(int(value)) if isinstance(value, bool) else value for name, value in asdict(self).items()}
+    def provider_options(self, precision: str) -> dict[str, str]:
+        """Return the options of the provider for a graph of a precision, as ONNX Runtime takes them."""
+        nhwc = precision == "fp16" if self.prefer_nhwc is None else self.prefer_nhwc
+        return {
+            "prefer_nhwc": _to_text(nhwc),
+            "fuse_conv_bias": _to_text(self.fuse_conv_bias),
+            "cudnn_conv_algo_search": self.cudnn_conv_algo_search,
+        }
 
     def __str__(self) -> str:
         """Return the options that are not the default, as `NAME=VALUE`; empty if all are."""
-        default = CudaOptions().provider_options()
-        return ", ".join(f"{name}={value}" for name, value in self.provider_options().items() if value != default[name])
+        default = asdict(CudaOptions())
+        return ", ".join(f"{name}={_to_text(value)}" for name, value in asdict(self).items() if value != default[name])
+
+
+def _to_text(value: bool | str) -> str:
+    return str(int(value)) if isinstance(value, bool) else value
 
 
 def parse_cuda_options(texts: Sequence[str]) -> CudaOptions:

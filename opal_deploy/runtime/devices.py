@@ -14,7 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from opal_deploy.errors import UsageError
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 LIBRARY = "libnvidia-ml.so.1"
 NO_GPU_ADVICE = "install the NVIDIA driver (in a container: docker run --gpus all)"
 
+# NVML's and CUDA's numbers
+COMPUTE_MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
 # why a GPU's clocks are not the highest (nvmlClocksEventReasons), by bit
 _CLOCK_REASONS = {
     0x001: "gpu_idle",
@@ -104,13 +106,18 @@ def is_importable(module: str) -> bool:
 class Gpu:
     """One GPU: its number from 0, the driver's name for it such as `NVIDIA H200`, and its compute capability.
 
-    `memory` is in bytes; None where the driver does not report it (shared memory, MIG).
+    Attributes:
+        memory: in bytes; None where the driver does not report it (shared memory, MIG).
+        compute_mode: `default`, `exclusive` (one process at a time) or `prohibited`, as set by nvidia-smi.
+        mig_instances: number of MIG instances, to which CUDA is confined; None where MIG is off.
     """
 
     index: int
     name: str
     memory: int | None
     compute_capability: tuple[int, int]
+    compute_mode: str = "default"
+    mig_instances: int | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,10 @@ class Driver:
     cuda: tuple[int, int] | None = None
     gpus: tuple[Gpu, ...] = ()
     problem: str = ""
+
+    def find_gpu(self, index: int) -> Gpu | None:
+        """Return the GPU of a number, or None."""
+        return next((gpu for gpu in self.gpus if gpu.index == index), None)
 
 
 class NvmlError(Exception):
@@ -179,9 +190,26 @@ def _read_gpus() -> Driver:
             lost.append(str(index))
             continue
         memory = _read(functools.partial(pynvml.nvmlDeviceGetMemoryInfo, handle))
-        gpus.append(Gpu(index, name, memory and int(memory.total), (capability[0], capability[1])))
+        mode = _read(functools.partial(pynvml.nvmlDeviceGetComputeMode, handle))
+        gpus.append(
+            Gpu(
+                index, name, memory and int(memory.total), (capability[0], capability[1]),
+                COMPUTE_MODES.get(mode or 0, "default"), _count_mig_instances(handle),
+            )
+        )  # fmt: skip
     problem = f"GPU {', '.join(lost)} does not answer (lost, or no permission)" if lost else ""
     return Driver(version, cuda, tuple(gpus), problem or ("" if gpus else "the NVIDIA driver lists no GPU"))
+
+
+def _count_mig_instances(handle: Any) -> int | None:
+    import pynvml
+
+    mode = _read(lambda: pynvml.nvmlDeviceGetMigMode(handle))
+    if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return None
+    places = range(_read(lambda: int(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle))) or 0)
+    opened = (_read(functools.partial(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)) for place in places)
+    return sum(instance is not None for instance in opened)
 
 
 def _read(function: Callable[[], T]) -> T | None:

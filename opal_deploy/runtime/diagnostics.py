@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from opal_deploy.runtime.devices import NO_GPU_ADVICE, Driver, is_importable
+from opal_deploy.runtime.cuda import diagnose_gpu
+from opal_deploy.runtime.devices import Driver, is_importable
 
 # what inference may be required to run on
 RequiredDevice = Literal["cpu", "gpu", "any"]
-# the lowest compute capability that each CUDA major version has kernels for
-_OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
 # what PyTorch calls on the CPU, unless CXX names another
 _CXX_COMPILERS = {"darwin": ("clang++",), "win32": ("cl",)}.get(sys.platform, ("g++",))
 # what was never seen working; `doctor` prints it, and nothing may claim more
@@ -122,32 +121,11 @@ def _diagnose_cuda(report: dict[str, Any], driver: Driver) -> tuple[str, str]:
     if "CUDAExecutionProvider" not in report["providers"]:
         return "has no CUDA provider", "pip install --force-reinstall 'opal-deploy[gpu]'"
     digits = report["cuda"].partition(".")[0]
-    problem = _diagnose_gpu(driver, (int(digits) if digits.isdigit() else 13, 0))
+    problem = diagnose_gpu(driver, (int(digits) if digits.isdigit() else 13, 0))
     if problem[0]:
         return problem
-    if "libcuda.so" in report["problem"]:
-        needed = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility for the container, or reinstall the NVIDIA driver"
-        return f"the driver's CUDA library does not load: {report['problem']}", needed
     if report["problem"]:
         return f"its CUDA libraries do not load: {report['problem']}", "pip install 'opal-deploy[gpu]'"
-    return "", ""
-
-
-def _diagnose_gpu(driver: Driver, cuda: tuple[int, int]) -> tuple[str, str]:
-    """Return why no GPU here runs programs of a CUDA version and what to do; two empty strings where one does."""
-    if not driver.gpus:
-        return driver.problem, NO_GPU_ADVICE
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
-        return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
-    if driver.cuda and driver.cuda < cuda:
-        newest, least = (".".join(map(str, version)) for version in (driver.cuda, cuda))
-        return f"driver {driver.version} runs CUDA {newest} at most, and this needs {least}", "update the NVIDIA driver"
-    oldest = _OLDEST_GPU.get(cuda[0], (0, 0))
-    if all(gpu.compute_capability < oldest for gpu in driver.gpus):
-        names = ", ".join(gpu.name for gpu in driver.gpus)
-        needed = ".".join(map(str, oldest))
-        return f"CUDA {cuda[0]} needs compute capability {needed} or newer, and this is {names}", "use the CPU"
     return "", ""
 
 
@@ -226,7 +204,7 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
     if report.get("problem"):
         return RuntimeStatus(name, version, problem=report["problem"], advice=f"reinstall it: {install}")
     without_gpu = "builds engines here" if name == "tensorrt-rtx" else "neither builds nor runs engines here"
-    problem, advice = _diagnose_gpu(driver, needed_cuda(name, tensorrt_cuda_major(name)))
+    problem, advice = diagnose_gpu(driver, needed_cuda(name, tensorrt_cuda_major(name)))
     if problem:
         return RuntimeStatus(name, version, problem=f"{without_gpu}; {problem}", advice=advice)
     if not is_importable("cuda.bindings"):

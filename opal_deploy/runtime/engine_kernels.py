@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from opal_deploy.artifact.outputs import INPUT, TensorSpec
 from opal_deploy.errors import OpalError, StoppedEarly
 from opal_deploy.runtime.cuda import Cuda, Graph, Stream
 from opal_deploy.runtime.pipeline import BufferSet
+from opal_deploy.runtime.tensorrt import attempt, first_error
 
 _SHA256_BYTES = 32
 
@@ -47,12 +47,12 @@ class EngineKernels:
         context: Any,
         specs: dict[str, TensorSpec],
         batch: BatchRange,
-        read_error: Callable[[], str],
+        logger: Any,
     ) -> None:
-        """Queue nothing yet; `read_error` returns the library's reason for a failure."""
+        """Queue nothing yet; `logger` is the one that the library reports to."""
         self.record_graphs = False
         self._cuda, self._engine, self._context = cuda, engine, context
-        self._specs, self._batch, self._read_error = specs, batch, read_error
+        self._specs, self._batch, self._logger = specs, batch, logger
         # by the number of the set of buffers
         self._recorded: dict[int, RecordedGraph] = {}
 
@@ -78,9 +78,14 @@ class EngineKernels:
         self._bind(self._context, buffers, rows)
         self._execute(self._context, rows, stream)
 
-    def close(self) -> None:
+    def release_memory(self) -> None:
+        """See `Kernels.release_memory`; graphs and their contexts are freed, and no more are recorded."""
+        self.record_graphs = False
         self._cuda.destroy(graphs=tuple(recorded.graph for recorded in self._recorded.values()))
         self._recorded = {}
+
+    def close(self) -> None:
+        self.release_memory()
         self._context = self._engine = None
 
     def _record_graph(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
@@ -97,24 +102,20 @@ class EngineKernels:
         # run once first: the library then prepares what must not happen while recording
         self._execute(context, rows, stream)
         self._cuda.synchronize_stream(stream)
-        self._cuda.begin_capture(stream)
-        try:
-            self._execute(context, rows, stream)
-        finally:
-            graph = self._cuda.end_capture(stream)
+        graph = self._cuda.record_graph(stream, lambda: self._execute(context, rows, stream))
         self._recorded[buffers.number] = RecordedGraph(rows, context, graph)
 
     def _bind(self, context: Any, buffers: BufferSet, rows: int) -> None:
         shape, _ = self._specs[INPUT]
-        if not context.set_input_shape(INPUT, (rows, *shape)):
-            raise StoppedEarly(f"the engine refuses a batch of {rows} ({self._read_error()})")
+        if not attempt(self._logger, context.set_input_shape, INPUT, (rows, *shape)):
+            raise StoppedEarly(f"the engine refuses a batch of {rows} ({first_error(self._logger)})")
         for name, address in buffers.device.items():
             context.set_tensor_address(name, address)
 
     def _execute(self, context: Any, rows: int, stream: Stream) -> None:
-        if not context.execute_async_v3(int(stream)):
+        if not attempt(self._logger, context.execute_async_v3, int(stream)):
             raise StoppedEarly(
-                f"the engine failed on a batch of {rows} on {self._cuda.gpu.name}: {self._read_error()}; "
+                f"the engine failed on a batch of {rows} on {self._cuda.gpu.name}: {first_error(self._logger)}; "
                 "see `opal-deploy doctor`"
             )
 

@@ -7,7 +7,6 @@ test vectors run before anything else.
 from __future__ import annotations
 
 import datetime
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from opal_deploy.runtime.devices import parse_device, read_driver
 from opal_deploy.runtime.engine_kernels import EngineKernels, KernelCache
 from opal_deploy.runtime.pipeline import PipelineSession
 from opal_deploy.runtime.session import ImageBatch
-from opal_deploy.runtime.tensorrt import TENSORRT_RTX, find_incompatibility, first_error, make_logger
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX, attempt, find_incompatibility, first_error, make_logger
 from opal_deploy.runtime.verification import verify_test_vectors
 
 
@@ -69,10 +68,11 @@ class EngineSession(PipelineSession):
             "gpu_uuid": self._cuda.uuid,
         }
         self._logger = make_logger(self._library.module)
-        self._runtime, self._engine = self._deserialize(content)
-        kernels, records_itself = self._create_kernels(cuda_graphs)
         self.description = f"{self._library.title} on {self._cuda.gpu.name}"
-        checked = self._verify_once()
+        with self._cuda.activated():
+            self._runtime, self._engine = self._deserialize(content)
+            kernels, records_itself = self._create_kernels(cuda_graphs)
+            checked = self._verify_once()
         # the test vectors were one batch size, the first real batch may be another
         self._kernels_saved = False
         # only now, so that no graph of the test vectors' batch is recorded
@@ -135,7 +135,7 @@ class EngineSession(PipelineSession):
         if self.sidecar.options.get("version_compatible"):
             # such an engine brings its own runtime, which is host code; the user trusts it (docs/howto/tensorrt.md)
             runtime.engine_host_code_allowed = True
-        engine = runtime.deserialize_cuda_engine(content)
+        engine = attempt(self._logger, runtime.deserialize_cuda_engine, content)
         if engine is None:
             raise ArtifactError(
                 f"{self._path}: {self._library.title} refuses the engine ({first_error(self._logger)}); rebuild it "
@@ -149,15 +149,12 @@ class EngineSession(PipelineSession):
     def _create_kernels(self, cuda_graphs: bool) -> tuple[EngineKernels, bool]:
         """Create context and buffers; return the kernels, and whether the library records CUDA graphs by itself."""
         records_itself = self._library.name == TENSORRT_RTX
-        if records_itself:
-            context = self._engine.create_execution_context(self._configure_rtx(cuda_graphs))
-        else:
-            context = self._engine.create_execution_context()
+        configuration = (self._configure_rtx(cuda_graphs),) if records_itself else ()
+        context = attempt(self._logger, self._engine.create_execution_context, *configuration)
         if context is None:
             raise self._too_large(first_error(self._logger))
-        read_error = functools.partial(first_error, self._logger)
         kernels = EngineKernels(
-            self._cuda, self._engine, context, tensor_specs(self.metadata), self.sidecar.batch, read_error
+            self._cuda, self._engine, context, tensor_specs(self.metadata), self.sidecar.batch, self._logger
         )
         self._start_pipeline(self._cuda, kernels, self._cuda.create_stream())
         try:
@@ -216,7 +213,10 @@ class EngineSession(PipelineSession):
         trt = self._library.module
         refitter = trt.Refitter(engine, self._logger)
         parser = trt.OnnxParserRefitter(refitter, self._logger)
-        if not parser.refit_from_file(str(source)) or not refitter.refit_cuda_engine():
+        if not (
+            attempt(self._logger, parser.refit_from_file, str(source))
+            and attempt(self._logger, refitter.refit_cuda_engine)
+        ):
             raise ArtifactError(
                 f"{self._path}: its weights cannot be put back from {source.name} ({first_error(self._logger)}); "
                 f"rebuild with: {self._rebuild}"

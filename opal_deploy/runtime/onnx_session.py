@@ -18,6 +18,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, TensorSpec, tensor_specs
 from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, first_line, require
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime.cuda import Cuda, CudaOptions, Stream, load_cuda_libraries
+from opal_deploy.runtime.cuda import Cuda, CudaOptions, Graph, Stream, diagnose_gpu, load_cuda_libraries
 from opal_deploy.runtime.devices import available_cpus, find_gpu_problem, parse_device, read_driver
 from opal_deploy.runtime.pipeline import BufferSet, PipelineSession
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
@@ -45,7 +46,12 @@ _OUT_OF_MEMORY = (
     "bad_alloc",
     "bad allocation",
 )
-BATCH_SIZES = (1, 8, 64, 256)
+# a part of a batch is executed as the next larger one of these
+BATCH_SIZES = (1, 8, 16, 32, 64, 256)
+# a session allocates in its first runs, which a CUDA graph must not
+_RUNS_BEFORE_GRAPH = 2
+# ONNX Runtime's number of the severity
+_ERROR = 3
 # where bound memory lies, in ONNX Runtime's words
 _DEVICE_TYPE = "cuda"
 
@@ -102,6 +108,8 @@ class OnnxSession:
         import onnxruntime
 
         self.description = f"ONNX Runtime {onnxruntime.__version__} on {self._where()}, {self.metadata.precision}"
+        if device == "auto" and self.device == "cpu":
+            self.description += _explain_unused_gpu()
 
     def _load_on_device(self, index: int) -> None:
         """Load the graph on the device of this number."""
@@ -121,7 +129,7 @@ class OnnxSession:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 3
+        options.log_severity_level = _ERROR
         # waiting threads must leave the cores to those that decode the next images
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if providers[0] == CPU and self.metadata.precision == "int8":
@@ -172,17 +180,33 @@ class OnnxSession:
         return np.ascontiguousarray(images)
 
 
-class OnnxKernels:
-    """The `Kernels` of an ONNX file: one ONNX Runtime session per batch size, made when it first occurs."""
+@dataclass
+class _BoundBuffers:
+    """A set of buffers bound to the session of its size, and the CUDA graph of the session's kernels on it."""
 
-    def __init__(self, load: Callable[[], Any], specs: dict[str, TensorSpec], index: int) -> None:
+    binding: Any
+    options: Any
+    runs: int = 0
+    graph: Graph | None = None
+
+
+class OnnxKernels:
+    """The `Kernels` of an ONNX file: one ONNX Runtime session per batch size, made when it first occurs.
+
+    With `record_graphs` the kernels of each set of buffers are launched as one CUDA graph. ONNX Runtime's own graphs
+    would not do: each thread records them anew, and no other thread may allocate while one is recorded.
+    """
+
+    def __init__(
+        self, cuda: Cuda, load: Callable[[], Any], specs: dict[str, TensorSpec], *, record_graphs: bool = False
+    ) -> None:
         """Load the first session, so that a graph that does not load fails now; `load` returns one per call."""
-        self._load, self._specs, self._index = load, specs, index
+        self._cuda, self._load, self._specs, self._record_graphs = cuda, load, specs, record_graphs
         self._sizes = list(BATCH_SIZES)
         self._unused: list[Any] = [load()]
         self._sessions: dict[int, Any] = {}
-        # binding and run options, by the number of the set of buffers
-        self._bindings: dict[int, tuple[Any, Any]] = {}
+        # by the number of the set of buffers
+        self._bound: dict[int, _BoundBuffers] = {}
 
     @property
     def max_rows(self) -> int:
@@ -203,17 +227,31 @@ class OnnxKernels:
     def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
         """See `Kernels.enqueue`; the stream is the one that the sessions were loaded with."""
         with translate_errors(rows):
-            if buffers.number not in self._bindings:
-                self._bindings[buffers.number] = self._bind(buffers, rows)
-            binding, options = self._bindings[buffers.number]
-            self._sessions[rows].run_with_iobinding(binding, options)
+            if buffers.number not in self._bound:
+                self._bound[buffers.number] = self._bind(buffers, rows)
+            bound, session = self._bound[buffers.number], self._sessions[rows]
+            if self._record_graphs and bound.graph is None and bound.runs >= _RUNS_BEFORE_GRAPH:
+                bound.graph = self._cuda.record_graph(
+                    stream, lambda: session.run_with_iobinding(bound.binding, bound.options)
+                )
+            if bound.graph is not None:
+                self._cuda.launch_graph(bound.graph, stream)
+            else:
+                session.run_with_iobinding(bound.binding, bound.options)
+                bound.runs += 1
 
-    def close(self) -> None:
-        self._bindings.clear()
+    def release_memory(self) -> None:
+        """See `Kernels.release_memory`: a session keeps all memory that it ever took, even where a run failed."""
+        graphs = tuple(bound.graph for bound in self._bound.values() if bound.graph is not None)
+        self._cuda.destroy(graphs=graphs)
+        self._bound.clear()
         self._sessions.clear()
         self._unused.clear()
 
-    def _bind(self, buffers: BufferSet, rows: int) -> tuple[Any, Any]:
+    def close(self) -> None:
+        self.release_memory()
+
+    def _bind(self, buffers: BufferSet, rows: int) -> _BoundBuffers:
         import onnxruntime
 
         if rows not in self._sessions:
@@ -222,13 +260,11 @@ class OnnxKernels:
         for name, address in buffers.device.items():
             shape, dtype = self._specs[name]
             bind = binding.bind_input if name == INPUT else binding.bind_output
-            bind(name, _DEVICE_TYPE, self._index, dtype, (rows, *shape), address)
+            bind(name, _DEVICE_TYPE, self._cuda.index, dtype, (rows, *shape), address)
         options = onnxruntime.RunOptions()
         # the pipeline waits for an event after the copies of the outputs instead
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        # a CUDA graph, if there are any, belongs to the addresses that it was recorded with
-        options.add_run_config_entry("gpu_graph_id", str(buffers.number))
-        return binding, options
+        return _BoundBuffers(binding, options)
 
 
 class CudaOnnxSession(PipelineSession, OnnxSession):
@@ -253,20 +289,29 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
         load_cuda_libraries()
         cuda = Cuda(index, "gpu")
         self.device, self._index = f"cuda:{index}", index
-        stream = cuda.create_stream()
-        self._provider_options = {
-            "device_id": str(index),
-            "use_tf32": "0",
-            "user_compute_stream": str(int(stream)),
-            **self._cuda_options.provider_options(),
-        }
-        self._sizes = OnnxKernels(self._load_on_gpu, tensor_specs(self.metadata), index)
-        self._start_pipeline(cuda, self._sizes, stream)
+        with cuda.activated():
+            stream = cuda.create_stream()
+            self._provider_options = {
+                "device_id": str(index),
+                "use_tf32": "0",
+                "user_compute_stream": str(int(stream)),
+                # by default a full arena doubles, and half of it may stay unused
+                "arena_extend_strategy": "kSameAsRequested",
+                **self._cuda_options.provider_options(self.metadata.precision),
+            }
+            self._sizes = OnnxKernels(
+                cuda, self._load_on_gpu, tensor_specs(self.metadata), record_graphs=self._cuda_options.enable_cuda_graph
+            )
+            self._start_pipeline(cuda, self._sizes, stream)
 
     def _where(self) -> str:
         return f"CUDA device {self._index}"
 
     def _load_on_gpu(self) -> Any:
+        import onnxruntime
+
+        # each session would warn of a plug-in that this build does not have
+        onnxruntime.set_default_logger_severity(_ERROR)
         session = self._load([(CUDA, self._provider_options), CPU])
         providers = session.get_providers()
         if CUDA not in providers:
@@ -310,8 +355,17 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def cuda_is_usable() -> bool:
-    """Return whether ONNX Runtime is installed with its CUDA provider and there is an NVIDIA GPU."""
-    return _has_cuda_provider() and bool(read_driver().gpus)
+    """Return whether ONNX Runtime is installed with its CUDA provider and CUDA runs on a GPU here."""
+    return _has_cuda_provider() and not any(diagnose_gpu(read_driver()))
+
+
+def _explain_unused_gpu() -> str:
+    """Return why a GPU of this machine is not used, for the end of a description; empty where there is none."""
+    driver = read_driver()
+    if not driver.gpus or not _has_cuda_provider():
+        return ""
+    problem, advice = diagnose_gpu(driver)
+    return f" (the GPU is not used: {problem}; {advice})"
 
 
 def _has_cuda_provider() -> bool:

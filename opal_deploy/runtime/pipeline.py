@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
-from opal_deploy.errors import StoppedEarly
+from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda import Cuda, Event, Stream
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
@@ -78,6 +79,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def release_memory(self) -> None:
+        """Free what executions can make again, after memory ran out; nothing is queued any more."""
+        ...
+
     def close(self) -> None:
         """Free what belongs to sets of buffers, before these are freed."""
         ...
@@ -100,9 +105,10 @@ class _RunningPart:
 
 
 class PipelineSession:
-    """The part of a session on a GPU that is the same whatever computes the batches; called from one thread at a time.
+    """The part of a session on a GPU that is the same whatever computes the batches.
 
-    A subclass calls `_start_pipeline` when the model is loaded.
+    Batches come from one thread at a time; buffers are registered from any. A subclass calls `_start_pipeline` when the
+    model is loaded.
     """
 
     metadata: Metadata
@@ -118,8 +124,9 @@ class PipelineSession:
         self._numbers = itertools.count()
         self._pending: deque[weakref.ref[PendingBatch]] = deque()
         self._running: deque[_RunningPart] = deque()
-        # address and size of what the caller registered, and whether it was locked here
+        # address and size of what callers registered, and whether it was locked here
         self._registered: dict[int, tuple[int, bool]] = {}
+        self._registered_lock = threading.Lock()
         self._closed = False
 
     def _prepare(self, images: ImageBatch) -> None:
@@ -145,34 +152,44 @@ class PipelineSession:
         """See `StagedSession.run_staged`; everything runs on one stream, where nothing overlaps."""
         self._prepare(images)
         self._check_idle()
-        self._cuda.make_current()
-        events = tuple(self._cuda.create_event(timed=True) for _ in range(4))
         parts: list[Outputs] = []
         seconds = [0.0, 0.0, 0.0]
-        size, stream = self._kernels.max_rows, self._compute_stream
+        with self._cuda.activated(), self._drop_on_failure(None), self._timed_events(4) as events:
+            for part in self._split(images):
+                parts.append(self._run_alone(part, events))
+                for index, (before, after) in enumerate(itertools.pairwise(events)):
+                    seconds[index] += self._cuda.elapsed_seconds(before, after)
+        return Outputs.concatenate(parts), BatchTimes(*seconds)
+
+    @contextlib.contextmanager
+    def _timed_events(self, count: int) -> Iterator[tuple[Event, ...]]:
+        events = tuple(self._cuda.create_event(timed=True) for _ in range(count))
         try:
-            with self._drop_on_failure(None):
-                for start in range(0, len(images), size):
-                    part = images[start : start + size]
-                    rows = self._kernels.rows(len(part))
-                    buffers = self._find_free(self._kernels.capacity(rows))
-                    source = self._fill(buffers, part)
-                    # memory that is used for the first time is cleared on the other stream
-                    self._cuda.synchronize_stream(self._copy_stream)
-                    self._cuda.record(events[0], stream)
-                    self._cuda.copy_to_device(buffers.device[INPUT], source, stream)
-                    self._cuda.record(events[1], stream)
-                    self._kernels.enqueue(buffers, rows, stream)
-                    self._cuda.record(events[2], stream)
-                    self._copy_outputs(buffers)
-                    self._cuda.record(events[3], stream)
-                    self._cuda.record(buffers.done, stream)
-                    parts.append(self._wait(buffers))
-                    for index, (before, after) in enumerate(itertools.pairwise(events)):
-                        seconds[index] += self._cuda.elapsed_seconds(before, after)
+            yield events
         finally:
             self._cuda.destroy(events=events)
-        return Outputs.concatenate(parts), BatchTimes(*seconds)
+
+    def _run_alone(self, images: NDArray[Any], events: tuple[Event, ...]) -> Outputs:
+        """Run one part on the compute stream, with an event before, between and after copies and kernels."""
+        stream, rows = self._compute_stream, self._kernels.rows(len(images))
+        buffers = self._find_free(self._kernels.capacity(rows))
+        source = self._fill(buffers, images)
+        # memory that is used for the first time is cleared on the other stream
+        self._cuda.synchronize_stream(self._copy_stream)
+        self._cuda.record(events[0], stream)
+        self._cuda.copy_to_device(buffers.device[INPUT], source, stream)
+        self._cuda.record(events[1], stream)
+        self._kernels.enqueue(buffers, rows, stream)
+        self._cuda.record(events[2], stream)
+        self._copy_outputs(buffers)
+        self._cuda.record(events[3], stream)
+        self._cuda.record(buffers.done, stream)
+        return self._wait(buffers)
+
+    def _split(self, images: NDArray[Any]) -> Iterator[NDArray[Any]]:
+        """Yield the parts of a batch that one execution takes each."""
+        size = self._kernels.max_rows
+        return (images[start : start + size] for start in range(0, len(images), size))
 
     def _reserve(self, rows: int) -> None:
         """Allocate all buffers for parts of `rows` images, so that a lack of memory (OutOfMemory) shows now."""
@@ -194,16 +211,14 @@ class PipelineSession:
         self._forget_dropped()
         if len(self._pending) >= DEPTH:
             raise ValueError(f"{DEPTH} batches are in flight; collect one first")
-        self._cuda.make_current()
         batch = PendingBatch()
-        with self._drop_on_failure(batch):
-            size = self._kernels.max_rows
-            for start in range(0, len(images), size):
-                part = images[start : start + size]
+        with self._cuda.activated(), self._drop_on_failure(batch):
+            for part in self._split(images):
                 if len(self._running) == DEPTH:
                     self._finish_oldest()
-                buffers = self._find_free(self._kernels.capacity(self._kernels.rows(len(part))))
-                self._start_part(buffers, part)
+                rows = self._kernels.rows(len(part))
+                buffers = self._find_free(self._kernels.capacity(rows))
+                self._start_part(buffers, part, rows)
                 self._running.append(_RunningPart(weakref.ref(batch), len(batch.parts), buffers))
                 batch.parts.append(None)
         self._pending.append(weakref.ref(batch))
@@ -217,8 +232,7 @@ class PipelineSession:
         if batch is None or batch is not handle:
             raise ValueError("batches are collected once, in the order in which they were submitted")
         self._pending.popleft()
-        self._cuda.make_current()
-        with self._drop_on_failure(batch):
+        with self._cuda.activated(), self._drop_on_failure(batch):
             while None in batch.parts:
                 self._finish_oldest()
         parts = [part for part in batch.parts if part is not None]
@@ -233,9 +247,9 @@ class PipelineSession:
     def register_buffer(self, address: int, size: int) -> bool:
         """See `PinningSession.register_buffer`."""
         self._check_open()
-        self._cuda.make_current()
         try:
-            self._registered[address] = size, self._cuda.register(address, size)
+            with self._registered_lock, self._cuda.activated():
+                self._registered[address] = size, self._cuda.register(address, size)
         except StoppedEarly:  # only slower: batches from there go through a buffer of ours
             return False
         return True
@@ -243,27 +257,26 @@ class PipelineSession:
     def unregister_buffer(self, address: int) -> None:
         """See `PinningSession.unregister_buffer`."""
         self._check_open()
-        _, locked_here = self._registered.pop(address, (0, False))
+        with self._registered_lock:
+            _, locked_here = self._registered.pop(address, (0, False))
         if locked_here:
-            self._cuda.make_current()
-            with contextlib.suppress(StoppedEarly):
-                self._cuda.synchronize_stream(self._copy_stream)
-            self._cuda.unregister(address)
+            with self._cuda.activated():
+                with contextlib.suppress(StoppedEarly):
+                    self._cuda.synchronize_stream(self._copy_stream)
+                self._cuda.unregister(address)
 
     def close(self) -> None:
         """Free device and page-locked memory, streams and events."""
         if self._closed:
             return
-        self._cuda.make_current()
-        self._synchronize()
-        for address in tuple(self._registered):
-            self.unregister_buffer(address)
-        self._closed = True
-        self._kernels.close()
-        for buffers in itertools.chain.from_iterable(self._buffers.values()):
-            self._free(buffers)
-        self._cuda.destroy(streams=(self._copy_stream, self._compute_stream))
-        self._buffers = {}
+        with self._cuda.activated():
+            self._synchronize()
+            for address in tuple(self._registered):
+                self.unregister_buffer(address)
+            self._closed = True
+            self._kernels.close()
+            self._free_buffers()
+            self._cuda.destroy(streams=(self._copy_stream, self._compute_stream))
         self._running.clear()
         self._pending.clear()
 
@@ -281,9 +294,9 @@ class PipelineSession:
         self._forget_dropped()
         if self._pending:
             raise ValueError("batches are in flight; collect them first")
-        self._cuda.make_current()
-        while self._running:  # of batches that were dropped
-            self._finish_oldest()
+        with self._cuda.activated():
+            while self._running:  # of batches that were dropped
+                self._finish_oldest()
 
     def _forget_dropped(self) -> None:
         """Forget batches whose handles are gone, such as those of a run that was interrupted."""
@@ -291,13 +304,33 @@ class PipelineSession:
 
     @contextlib.contextmanager
     def _drop_on_failure(self, batch: PendingBatch | None) -> Iterator[None]:
-        """Let nothing of a failed batch go on using the buffers, and forget its parts."""
+        """Let nothing of a failed batch go on using the buffers, and forget its parts; make room if memory is full."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._synchronize()
             self._running = deque(part for part in self._running if part.batch() is not batch)
+            if isinstance(error, OutOfMemory):
+                self._release_memory()
             raise
+
+    def _release_memory(self) -> None:
+        """Free all buffers, and what the kernels can make again: a smaller batch needs room for its own.
+
+        The outputs of other batches in flight are taken from their buffers first.
+        """
+        try:
+            while self._running:
+                self._finish_oldest()
+        except StoppedEarly:  # the device is lost, and whoever collects these batches learns it
+            return
+        self._kernels.release_memory()
+        self._free_buffers()
+
+    def _free_buffers(self) -> None:
+        for buffers in itertools.chain.from_iterable(self._buffers.values()):
+            self._free(buffers)
+        self._buffers = {}
 
     def _synchronize(self) -> None:
         for stream in (self._copy_stream, self._compute_stream):
@@ -345,12 +378,12 @@ class PipelineSession:
             self._cuda.free_pinned(array)
         self._cuda.destroy(events=(buffers.copied, buffers.done))
 
-    def _start_part(self, buffers: BufferSet, images: NDArray[Any]) -> None:
-        """Queue copies and kernels of one part."""
+    def _start_part(self, buffers: BufferSet, images: NDArray[Any], rows: int) -> None:
+        """Queue copies and kernels of one part, executed as `rows` images."""
         self._cuda.copy_to_device(buffers.device[INPUT], self._fill(buffers, images), self._copy_stream)
         self._cuda.record(buffers.copied, self._copy_stream)
         self._cuda.wait_for_event(self._compute_stream, buffers.copied)
-        self._kernels.enqueue(buffers, self._kernels.rows(len(images)), self._compute_stream)
+        self._kernels.enqueue(buffers, rows, self._compute_stream)
         self._copy_outputs(buffers)
         self._cuda.record(buffers.done, self._compute_stream)
 
@@ -371,10 +404,12 @@ class PipelineSession:
         if not self._registered or images.dtype != dtype or not images.flags.c_contiguous:
             return False
         start = images.ctypes.data
-        return any(
-            address <= start and start + images.nbytes <= address + size
-            for address, (size, _) in self._registered.items()
-        )
+        # another thread may register its own memory now
+        with self._registered_lock:
+            return any(
+                address <= start and start + images.nbytes <= address + size
+                for address, (size, _) in self._registered.items()
+            )
 
     def _copy_outputs(self, buffers: BufferSet) -> None:
         for name in self.metadata.outputs:

@@ -11,7 +11,7 @@ import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.errors import MissingExtra, UsageError, first_line
@@ -20,6 +20,7 @@ from opal_deploy.runtime.cuda import visible_driver
 from opal_deploy.runtime.devices import Driver, Gpu
 from opal_deploy.runtime.diagnostics import needed_cuda
 
+T = TypeVar("T")
 TENSORRT = "tensorrt"
 TENSORRT_RTX = "tensorrt-rtx"
 # the name of each as an import, in file names, as an extra of opal-deploy, and for people
@@ -93,7 +94,7 @@ def load(name: str, purpose: str) -> Bindings:
 
 
 def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -> Any:
-    """Return a logger for a bindings module; its `errors` collect messages of severity error or worse.
+    """Return a logger for a bindings module; its `errors` are the messages of severity error or worse, see `attempt`.
 
     `listen` is called with (severity, message) for every message that is not verbose.
     """
@@ -117,8 +118,15 @@ def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -
     return Log()
 
 
+def attempt(logger: Any, call: Callable[..., T], *arguments: Any) -> T:
+    """Return what a call of the library returns; if that says that it failed, `first_error` returns its reason."""
+    # the errors of earlier calls, some of which go well in the end
+    logger.errors.clear()
+    return call(*arguments)
+
+
 def first_error(logger: Any) -> str:
-    """Return the first error of a logger, which names the cause; later errors follow from it."""
+    """Return the first error of the last `attempt`, which names the cause; later errors follow from it."""
     return logger.errors[0][:300] if logger.errors else "it gave no reason"
 
 
@@ -166,8 +174,9 @@ def platform_name() -> str:
 def find_incompatibility_here(sidecar: Sidecar, index: int = 0) -> str:
     """Return why an engine cannot run on one of the GPUs that CUDA shows this process; empty if it can."""
     driver = visible_driver()
-    gpu = driver.gpus[index] if index < len(driver.gpus) else None
-    return find_incompatibility(sidecar, gpu, driver, installed_version(str(sidecar.builder["name"])))
+    return find_incompatibility(
+        sidecar, driver.find_gpu(index), driver, installed_version(str(sidecar.builder["name"]))
+    )
 
 
 def _same_version(sidecar: Sidecar, version: str) -> bool:

@@ -156,7 +156,11 @@ def _numpy(tensor: torch.Tensor) -> FloatArray:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return PyTorch's device for `auto`, `cpu`, `cuda` or `cuda:N`; UsageError for anything else, or a missing GPU."""
+    """Return PyTorch's device for `auto`, `cpu`, `cuda` or `cuda:N`, a GPU's with its number.
+
+    Raises:
+        UsageError: not a device name, or a missing GPU.
+    """
     kind, index = parse_device(name)
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -165,4 +169,5 @@ def torch_device(name: str) -> torch.device:
         raise UsageError(f"device {name}: {problem}")
     if index >= torch.cuda.device_count():
         raise UsageError(f"device {name}: PyTorch sees {torch.cuda.device_count()} CUDA GPUs, counted from 0")
-    return torch.device("cuda" if kind == "auto" else name)
+    # without a number PyTorch would take whichever GPU is the thread's current one
+    return torch.device("cuda", index)

@@ -11,7 +11,7 @@ import pytest
 
 from opal_deploy.cli.doctor import doctor
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime import devices, diagnostics
+from opal_deploy.runtime import cuda, devices, diagnostics
 from opal_deploy.runtime.devices import Driver, Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,11 +19,13 @@ DRIVER = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA H200", 150_754_820_096, (9
 NO_DRIVER = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
 OLD_DRIVER = replace(DRIVER, version="550.54", cuda=(12, 4))
 P100 = replace(DRIVER, gpus=(Gpu(0, "Tesla P100", None, (6, 0)),))
+H200 = DRIVER.gpus[0]
+PROHIBITED = replace(DRIVER, gpus=(replace(H200, compute_mode="prohibited"),))
+NO_INSTANCE = replace(DRIVER, gpus=(replace(H200, mig_instances=0),))
 # answers of onnxruntime
 CPU_ONLY = {"version": "1.31.1", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
 CUDA = CPU_ONLY | {"providers": ["CUDAExecutionProvider", "CPUExecutionProvider"], "cuda": "13.0"}
 LOST_CUBLAS = {**CUDA, "problem": "libcublas.so.13: cannot open shared object file"}
-LOST_LIBCUDA = {**CUDA, "problem": "libcuda.so.1: cannot open shared object file"}
 CRASH = {"problem": "cannot be imported: it crashed with signal 11"}
 
 
@@ -31,7 +33,7 @@ CRASH = {"problem": "cannot be imported: it crashed with signal 11"}
 def machine(monkeypatch):
     """Put these distributions, this driver and this answer of onnxruntime in the place of the machine's."""
 
-    def make(*installed, driver=NO_DRIVER, answer=None):
+    def make(*installed, driver=NO_DRIVER, answer=None, error=0):
         versions = dict(entry.split("==") for entry in installed)
         modules = {name.removesuffix("-gpu").removesuffix("-cu13").replace("-", "_") for name in versions}
         if "tensorrt-cu13-libs==11.4" in installed:
@@ -42,6 +44,7 @@ def machine(monkeypatch):
         )
         monkeypatch.setattr(diagnostics, "is_importable", lambda module: module in modules)
         monkeypatch.setattr(diagnostics, "query_onnxruntime", lambda: answer)
+        monkeypatch.setattr(cuda, "start_cuda", lambda: (error, "no CUDA-capable device is detected"))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return make
@@ -78,7 +81,8 @@ CRASHED = dict.fromkeys(DEVICES, "crashed with signal 11")
         pytest.param(GPU_ONLY, DRIVER, CUDA, {}, id="a GPU server"),
         pytest.param(GPU_ONLY, NO_DRIVER, CUDA, {"gpu": "no NVIDIA driver found"}, id="no driver"),
         pytest.param(GPU_ONLY, DRIVER, LOST_CUBLAS, {"gpu": "libcublas.so.13"}, id="a CUDA library is missing"),
-        pytest.param(GPU_ONLY, DRIVER, LOST_LIBCUDA, {"gpu": "NVIDIA_DRIVER_CAPABILITIES"}, id="no compute"),
+        pytest.param(GPU_ONLY, PROHIBITED, CUDA, {"gpu": "sudo nvidia-smi -c 0"}, id="a prohibited GPU"),
+        pytest.param(GPU_ONLY, NO_INSTANCE, CUDA, {"gpu": "MIG mode and has no instance"}, id="MIG"),
         pytest.param(GPU_ONLY, OLD_DRIVER, CUDA, {"gpu": "driver 550.54 runs CUDA 12.4 at most"}, id="an old driver"),
         pytest.param(GPU_ONLY, P100, CUDA, {"gpu": "compute capability 7.5"}, id="an old GPU"),
         pytest.param(GPU_ONLY, DRIVER, CRASH, CRASHED, id="the import crashes"),
@@ -98,12 +102,26 @@ def test_a_device_is_usable_or_refused_in_one_line(machine, document, installed,
         assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("hidden", ["", "-1"])
-def test_hidden_gpus_are_not_usable(machine, document, monkeypatch, hidden):
-    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA)
+@pytest.mark.parametrize(("hidden", "error"), [("", 0), ("-1", 0), ("7", 100)])
+def test_hidden_gpus_are_not_usable(machine, document, monkeypatch, hidden, error):
+    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA, error=error)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     _, fact = document("onnxruntime-gpu")
     assert (fact["gpu"], fact["advice"]) == (False, "unset CUDA_VISIBLE_DEVICES")
+
+
+def test_a_driver_without_its_part_of_cuda_is_told_from_none(machine, document, monkeypatch):
+    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA, error=35)
+    monkeypatch.setattr(cuda, "CUDA_LIBRARY", "libcuda.so.0")
+    _, fact = document("onnxruntime-gpu")
+    assert "libcuda.so.0: cannot open shared object file" in fact["problem"]
+    assert "NVIDIA_DRIVER_CAPABILITIES" in fact["advice"]
+
+
+def test_modes_that_keep_processes_out_are_listed(machine, capsys):
+    machine(driver=replace(DRIVER, gpus=(replace(H200, compute_mode="exclusive", mig_instances=2),)))
+    doctor()
+    assert "compute capability 9.0, compute mode exclusive, MIG instances: 2" in capsys.readouterr().err
 
 
 def test_both_onnxruntimes_are_a_warning_in_the_document_that_comes_before_a_refusal(machine, capsys):

@@ -5,6 +5,7 @@ What is queued on a stream runs only when somebody waits for it, as late as a re
 a buffer too early, or reads one too soon, gets wrong outputs here too. TestFakes compares them with the real classes.
 """
 
+import contextlib
 import ctypes
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ class FakeCuda:
     """`Cuda` with deferred work; `fail` makes a method raise."""
 
     def __init__(self, gpu):
-        self.index, self.gpu, self.uuid, self.device_count = 0, gpu, bytes(range(16)).hex(), 1
+        self.index, self.gpu, self.uuid = 0, gpu, bytes(range(16)).hex()
         self.memory = {}
         self.streams = {}
         self.live_events = self.launched = 0
@@ -48,7 +49,8 @@ class FakeCuda:
 
         setattr(self, method, broken)
 
-    def make_current(self): ...
+    def activated(self):
+        return contextlib.nullcontext()
 
     def allocate(self, size):
         block = np.full(size, 0xAB, np.uint8)  # rubbish: what is read before it was written shows
@@ -108,12 +110,11 @@ class FakeCuda:
     def clear(self, device, size, stream):
         stream.push(lambda: ctypes.memset(device, 0, size))
 
-    def begin_capture(self, stream):
+    def record_graph(self, stream, queue):
         stream.captured = []
-
-    def end_capture(self, stream):
+        queue()
         captured, stream.captured = stream.captured, None
-        return captured or []
+        return captured
 
     def launch_graph(self, graph, stream):
         self.launched += 1

@@ -10,8 +10,10 @@ import pytest
 from opal_deploy.errors import MissingExtra, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.runtime import cuda
 from opal_deploy.runtime.cuda import Cuda, load_cuda_libraries
+from opal_deploy.runtime.devices import Driver, Gpu
 
 bindings = pytest.importorskip("cuda.bindings")
+L4 = Gpu(0, "NVIDIA L4", 24 << 30, (8, 9))
 TEXTS = {2: b"out of memory", 35: b"CUDA driver version is insufficient", 719: b"launch failure"}
 
 
@@ -23,7 +25,8 @@ def runtime(monkeypatch):
     )
     fake = SimpleNamespace(
         cudaGetDeviceCount=lambda: (0, 1),
-        cudaSetDevice=lambda index: (0,),
+        cudaDeviceGetAttribute=lambda attribute, index: (0, 0),
+        cudaDeviceAttr=SimpleNamespace(cudaDevAttrComputeMode=20),
         cudaGetDeviceProperties=lambda index: (0, properties),
         cudaGetErrorString=lambda code: (0, TEXTS[code]),
     )
@@ -37,18 +40,19 @@ def test_every_function_exists_in_the_bindings():
     source = inspect.getsource(cuda)
     names = set(re.findall(r"\bcuda[A-Z]\w+", source))
     assert len(names) > 20
-    known = {*dir(real), *dir(real.cudaMemcpyKind), *dir(real.cudaStreamCaptureMode), *dir(real.cudaError_t)}
-    assert names - known == set()
+    enums = (real.cudaMemcpyKind, real.cudaStreamCaptureMode, real.cudaError_t, real.cudaDeviceAttr)
+    assert names - {*dir(real), *(name for enum in enums for name in dir(enum))} == set()
 
 
-def test_a_device_is_described_and_another_or_an_old_driver_is_refused_in_one_line(runtime):
+def test_a_device_is_described_and_another_or_an_old_driver_is_refused_in_one_line(runtime, monkeypatch):
     device = Cuda(0, "gpu")
     assert (device.gpu.name, device.gpu.memory, device.gpu.compute_capability) == ("NVIDIA L4", 24 << 30, (8, 9))
     assert device.uuid == "000102030405060708090a0b0c0d0e0f"
     with pytest.raises(UsageError, match="device cuda:3: CUDA sees 1 GPUs"):
         Cuda(3, "gpu")
     runtime.cudaGetDeviceCount = lambda: (35, 0)
-    with pytest.raises(UsageError, match="CUDA driver version is insufficient"):
+    monkeypatch.setattr(cuda, "read_driver", lambda: Driver("550.54", (12, 4), (L4,)))
+    with pytest.raises(UsageError, match=r"cuda:0: driver 550\.54 runs CUDA 12\.4 .*; update .* or use --device cpu\Z"):
         Cuda(0, "gpu")
 
 

@@ -170,7 +170,7 @@ class TestFailures:
         assert stop.value.exit_code == 5
         assert_same(session.run(images[4:7]), expected(4, 7))
 
-    @pytest.mark.parametrize("method", ["copy_to_device", "synchronize_event", "make_current", "record"])
+    @pytest.mark.parametrize("method", ["copy_to_device", "synchronize_event", "activated", "record"])
     @pytest.mark.parametrize("run", ["run", "run_staged"])
     def test_a_lost_device_stops_the_run_and_leaves_no_events(self, stand, images, method, run):
         session = stand.open()

@@ -40,7 +40,7 @@ class OnnxOnFakeCuda(_InferenceSession):
     def run_with_iobinding(self, iobinding, run_options=None):
         if self.failure:
             raise RuntimeError(self.failure)
-        self.executed.append(run_options.get_run_config_entry("gpu_graph_id"))
+        self.executed.append(iobinding)
         if run_options.get_run_config_entry("disable_synchronize_execution_providers") != "1":
             self.stream.drain()
         run = super().run_with_iobinding
@@ -147,9 +147,6 @@ def test_batches_are_padded_to_a_few_sizes_and_each_has_a_session_that_sees_no_o
         assert_same(session.run(IMAGES[:count]), expected(0, count))
     assert [len(each.executed) for each in gpu.loaded] == [2, 4, 1]
     assert {each.options["use_tf32"] for each in gpu.loaded} == {"0"}
-    # each set of buffers has a CUDA graph of its own, should there be graphs
-    graphs = [graph for each in gpu.loaded for graph in set(each.executed)]
-    assert len(graphs) == len(set(graphs))
     # a caller whose batches are all of one size pays for no padding; larger batches go in parts
     BatchPredictor(session, InferenceOptions(batch=3, fixed_batch=True))
     session.run(IMAGES[:3])
@@ -158,6 +155,18 @@ def test_batches_are_padded_to_a_few_sizes_and_each_has_a_session_that_sees_no_o
     many = IMAGES[np.arange(257) % len(IMAGES)]
     assert_same(session.run(many).rows(0, 11), expected(0, 11))
     assert [len(each.executed) for each in gpu.loaded[4:]] == [1], "filled up to 300, not in parts"
+
+
+def test_a_cuda_graph_is_recorded_for_each_size_and_set_of_buffers_after_two_runs(gpu, expected):
+    session = gpu.open(cuda_options=CudaOptions(enable_cuda_graph=True))
+    for count in (3, 3, 3, 1, 3):
+        assert_same(session.run(IMAGES[:count]), expected(0, count))
+    # the test vectors were the first run
+    assert gpu.launched == 3
+    handles = [session.submit(IMAGES[start : start + 2]) for start in (0, 2, 4)]
+    for start, handle in zip((0, 2, 4), handles, strict=True):
+        assert_same(session.collect(handle), expected(start, start + 2))
+    assert gpu.launched == 4
 
 
 @pytest.mark.parametrize(
@@ -180,12 +189,11 @@ def test_after_a_failed_batch_the_ones_before_and_after_are_right(gpu, expected,
     gpu.kind.refusal = f"cuda_call.cc:154 std::conditional_t<THRW> {text} ; GPU=-1 ; hostname=vm\nmore"
     with pytest.raises(OutOfMemory if kind is OutOfMemory else UsageError, match=rf"\({text}\)"):
         gpu.open()
-    # no memory for more buffers: what was allocated is given back
-    before = dict(gpu.memory)
+    # no memory for more buffers: all are given back
     gpu.fail("allocate_pinned", OutOfMemory("cudaHostAlloc failed"))
     with pytest.raises(OutOfMemory, match="cudaHostAlloc"):
         session.run(IMAGES)
-    assert gpu.memory == before
+    assert gpu.memory == {}
 
 
 def test_options_reach_the_provider_are_told_and_gated_by_the_files_own_vectors(gpu, monkeypatch):
@@ -193,9 +201,7 @@ def test_options_reach_the_provider_are_told_and_gated_by_the_files_own_vectors(
     session = gpu.open(cuda_options=options)
     assert session.description.endswith("on CUDA device 0, fp32, prefer_nhwc=1, cudnn_conv_algo_search=HEURISTIC")
     given = gpu.loaded[0].options
-    assert (gpu.loaded[0].name, given["prefer_nhwc"], given["fuse_conv_bias"], given["enable_cuda_graph"]) == (
-        CUDA, "1", "0", "0",
-    )  # fmt: skip
+    assert (gpu.loaded[0].name, given["prefer_nhwc"], given["fuse_conv_bias"]) == (CUDA, "1", "0")
 
     def refuse(session, name):
         raise VerificationError(f"{name}: does not reproduce")
