@@ -11,8 +11,10 @@ from opal_deploy.runtime.cuda import Cuda
 from opal_deploy.runtime.engine_kernels import KernelCache
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import StagedSession
+from opal_deploy.runtime.tensorrt import attempt, first_error, make_logger
 from opal_deploy.synthetic import example_images
 from tests.builders import export_onnx
+from tests.runtime.bindings import CALLS, NAMES, RTX_CALLS, RTX_NAMES, find_mismatches
 from tests.runtime.fakes import FakeContext, FakeCuda, FakeEngine, FakeRuntimeConfig
 
 
@@ -226,19 +228,26 @@ class TestFakes:
             fake, real = (inspect.signature(getattr(kind, name)).parameters for kind in (FakeCuda, Cuda))
             assert list(fake) == list(real), name
 
-    def test_tensorrt_has_the_methods_of_the_fakes(self):
+    def test_tensorrt_for_rtx_has_every_call_and_enum_with_our_arguments(self):
         real = pytest.importorskip("tensorrt_rtx")
-        for name in ("ILogger", "Runtime", "Refitter", "OnnxParserRefitter", "CudaGraphStrategy", "nptype"):
-            assert hasattr(real, name), name
-        used = {
-            real.Runtime: ["deserialize_cuda_engine", "engine_host_code_allowed"],
-            real.Refitter: ["refit_cuda_engine"],
-            real.OnnxParserRefitter: ["refit_from_file"],
-            real.IRuntimeConfig: [name for name in vars(FakeRuntimeConfig) if name[0] != "_" and name != "cache"],
-            real.IRuntimeCache: ["serialize", "deserialize"],
-            real.CudaGraphStrategy: ["WHOLE_GRAPH_CAPTURE"],
-            real.DynamicShapesKernelSpecializationStrategy: ["EAGER"],
-            real.ICudaEngine: [*(name for name in vars(FakeEngine) if name[0] != "_"), "num_io_tensors"],
-            real.IExecutionContext: [name for name in vars(FakeContext) if name[0] != "_"],
-        }
-        assert [(kind, name) for kind, names in used.items() for name in names if not hasattr(kind, name)] == []
+        assert callable(real.nptype)
+        for calls, names in ((CALLS, NAMES), (RTX_CALLS, RTX_NAMES)):
+            assert find_mismatches(real, calls, names) == []
+        # the comparison sees another argument, one too many, and a name that is not there
+        wrong = {"ICudaEngine": {"get_tensor_name": ["str"]}, "Refitter": {"refit_cuda_engine": ["int"]}}
+        assert len(find_mismatches(real, wrong, {"BuilderFlag": ["FP16"]})) == 3
+
+    def test_the_stand_ins_have_no_method_that_is_not_compared(self):
+        for kind in (FakeEngine, FakeContext, FakeRuntimeConfig):
+            name = {FakeEngine: "ICudaEngine", FakeContext: "IExecutionContext"}.get(kind, "IRuntimeConfig")
+            compared = {*CALLS.get(name, ()), *NAMES.get(name, ()), *RTX_CALLS.get(name, ()), *RTX_NAMES.get(name, ())}
+            assert {method for method in vars(kind) if method[0] != "_"} - {"cache"} <= compared
+
+
+def test_a_failing_calls_reason_is_its_own_and_not_an_earlier_ones():
+    real = pytest.importorskip("tensorrt_rtx")
+    logger = make_logger(real)
+    runtime = real.Runtime(logger)
+    for content, reason in ((b"short", "bufferSize"), (bytes(4096), "serialization version"), (b"again", "bufferSize")):
+        assert attempt(logger, runtime.deserialize_cuda_engine, content) is None
+        assert reason in first_error(logger)

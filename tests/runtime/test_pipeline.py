@@ -1,5 +1,8 @@
 """Batches in flight on a stand-in for a GPU: sessions of ONNX Runtime and of TensorRT alike."""
 
+import sys
+import threading
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -138,6 +141,31 @@ def test_images_in_registered_memory_are_copied_from_there(session_and_cuda, exp
     assert_same(session.run(shared[:3]), expected(0, 3))
     session.close()
     assert (cuda.memory, cuda.streams, cuda.live_events, cuda.registered) == ({}, {}, 0, {})
+
+
+def test_another_thread_may_register_its_memory_while_a_batch_runs(gpu, expected):
+    session = gpu.open()
+    interval = sys.getswitchinterval()
+    # as two calls of Model.explain do, which share the session
+    done = threading.Event()
+
+    def register_and_unregister():
+        while not done.is_set():
+            for address in range(1, 400):
+                session.register_buffer(address, 1)
+            for address in range(1, 400):
+                session.unregister_buffer(address)
+
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=register_and_unregister)
+    thread.start()
+    try:
+        for _ in range(600):
+            assert_same(session.run(IMAGES[:3]), expected(0, 3))
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_batches_are_padded_to_a_few_sizes_and_each_has_a_session_that_sees_no_other(gpu, expected):
