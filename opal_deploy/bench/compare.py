@@ -24,7 +24,7 @@ from opal_deploy.bench.measurement import LINEAR, NOISY, NOISY_SPREAD, Figure, M
 from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.options import CompareOptions, Precision, Question
 from opal_deploy.bench.targets import RUNTIMES, LoadedTarget, Setup, build_setups, load_file, load_network
-from opal_deploy.bench.timing import Clock, random_batches, rotate_inputs, time_calls, warm_up
+from opal_deploy.bench.timing import Batches, Clock, random_batches, rotate_inputs, time_calls, warm_up
 from opal_deploy.errors import OpalError, UsageError, require
 from opal_deploy.logs import Log
 from opal_deploy.statistics import median, paired_ratios, spread
@@ -57,11 +57,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class TargetRates:
-    """Rates of one model."""
+    """Rates of one model: images per second of each run, and the batches of a run, of the warm-up and in flight."""
 
     rates: tuple[float, ...]
     batches: int
     warm_up_calls: int
+    in_flight: int
 
 
 def prepare_comparisons(files: Sequence[Path], options: CompareOptions, log: Log) -> Iterator[Comparison]:
@@ -114,23 +115,30 @@ def time_interleaved(
 ) -> list[TargetRates]:
     """Time two or more models in interleaved rounds."""
     with ExitStack() as stack:
-        calls = [stack.enter_context(rotate_inputs(target, batch, options.buffers)) for target in targets]
-        warmed = [warm_up(call, options.warmup, clock=clock) for call in calls]
-        shortest = [min(time_calls(call, 1, clock=clock) for _ in range(3)) for call in calls]
+        runs = [stack.enter_context(rotate_inputs(target, batch, options.buffers)) for target in targets]
+        warmed = [warm_up(run, options.warmup, clock=clock) for run in runs]
+        shortest = [_time_shortest(run, clock) for run in runs]
         counts = [max(1, math.ceil(options.seconds / max(seconds, 1e-9))) for seconds in shortest]
-        rates: list[list[float]] = [[] for _ in calls]
+        rates: list[list[float]] = [[] for _ in runs]
         for number in range(options.pairs):
-            order = range(len(calls))
+            order = range(len(runs))
             for index in order if number % 2 == 0 else reversed(order):
                 # another input than the one that the run starts with
-                calls[index](-1)
-                seconds = time_calls(calls[index], counts[index], clock=clock)
+                runs[index].run(-1)
+                seconds = time_calls(runs[index], counts[index], clock=clock)
                 rates[index].append(batch * counts[index] / seconds)
             progress(number + 1, options.pairs)
     return [
-        TargetRates(tuple(of_target), count, warm.calls)
-        for of_target, count, warm in zip(rates, counts, warmed, strict=True)
+        TargetRates(tuple(of_target), count, warm.calls, run.depth)
+        for of_target, count, warm, run in zip(rates, counts, warmed, runs, strict=True)
     ]
+
+
+def _time_shortest(batches: Batches, clock: Clock) -> float:
+    """Return the seconds of one batch, the least of three times."""
+    # with several in flight one batch says little: its copies overlap with nothing
+    count = batches.depth**2
+    return min(time_calls(batches, count, clock=clock) for _ in range(3)) / count
 
 
 def _build_measurement(
@@ -162,12 +170,13 @@ def _build_measurement(
             "run_seconds": options.seconds,
             "batches_per_run": [a_rates.batches, b_rates.batches],
             "warm_up_iterations": [a_rates.warm_up_calls, b_rates.warm_up_calls],
+            "in_flight": [a_rates.in_flight, b_rates.in_flight],
             "buffers": options.buffers,
             "method": METHOD,
         },
-        timed=b.timed,
+        timed=b.describe_timing(b_rates.in_flight),
         marks=tuple(marks),
-        details={"reference": asdict(a.target), "reference_timed": a.timed},
+        details={"reference": asdict(a.target), "reference_timed": a.describe_timing(a_rates.in_flight)},
         **provenance(),
     )  # fmt: skip
 

@@ -61,11 +61,12 @@ def _sweep(
     """Yield a measurement per batch size as soon as it is taken; one that fails ends the sweep."""
     for batch in batches:
         try:
-            yield build(time_batch(loaded, batch, options))
+            yield build(time_batch(loaded, batch, options, one_by_one=kind == "latency"))
         except (StoppedEarly, MemoryError) as error:
             marks = (f"{FAILED}: {str(error) or 'out of memory'}",)
             case: dict[str, Scalar] = {"batch": batch, "threads": loaded.threads}
-            yield Measurement(kind, loaded.target, case, {}, timed=loaded.timed, marks=marks, **provenance())
+            timed = loaded.describe_timing(1 if kind == "latency" else loaded.depth)
+            yield Measurement(kind, loaded.target, case, {}, timed=timed, marks=marks, **provenance())
             return
 
 
@@ -133,7 +134,7 @@ def _build_measurement(
         case={"batch": timing.batch, "threads": loaded.threads},
         figures=figures,
         settings=timing.settings,
-        timed=loaded.timed,
+        timed=loaded.describe_timing(timing.timing.depth),
         marks=timing.marks,
         conditions=timing.conditions,
         details=details,

@@ -18,7 +18,7 @@ from opal_deploy.logs import Log
 from opal_deploy.runtime.cuda import CudaOptions, parse_cuda_options
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import check_runtime, open_sessions
-from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.session import PipelinedSession, Session
 
 if TYPE_CHECKING:
     from opal_deploy.bench.networks import NamedNetwork
@@ -96,13 +96,18 @@ class LoadedTarget:
         return f"{target.name}: {runtime}, {target.precision}, {target.device}{threads}"
 
     @property
-    def timed(self) -> str:
-        """The description of the timed region, for `Measurement.timed`."""
+    def depth(self) -> int:
+        """Batches that the session takes at a time; 1 for most on a CPU."""
+        return self.session.depth if isinstance(self.session, PipelinedSession) else 1
+
+    def describe_timing(self, depth: int) -> str:
+        """Return the description of the timed region, with `depth` batches in flight, for `Measurement.timed`."""
         where = "on the device" if self.target.device != "cpu" else "in the graph"
         memory = "host memory" if self.target.device == "cpu" else "page-locked host memory"
         normalised = f"normalised {where}" if self.metadata.input_kind == "uint8" else "normalised by numpy on the host"
+        calls = "one call of the session" if depth == 1 else f"batches with {depth} in flight, each"
         return (
-            f"one call of the session: from a uint8 batch [N, H0, W0, 3] in {memory}, "
+            f"{calls}: from a uint8 batch [N, H0, W0, 3] in {memory}, "
             f"{normalised}, to {', '.join(self.metadata.outputs)} in host memory; no decoding, resizing or drawing"
         )
 

@@ -1,12 +1,18 @@
-"""Time one call, or one model at one batch size: a discarded warm-up, then repeats of many calls each."""
+"""Time batches, or one model at one batch size: a discarded warm-up, then repeats of many batches each.
+
+A session on a GPU is given as many batches at a time as it takes (`PipelinedSession.depth`), as in `infer`, so that
+copies overlap the computation; for a latency it gets one. Every repeat begins and ends with an idle device: each batch
+that counts was begun and finished in it.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,16 +22,15 @@ from opal_deploy.bench.measurement import NOISY, Figure
 from opal_deploy.bench.monitor import monitor_devices, peak_memory_mb, reset_peak_memory
 from opal_deploy.bench.options import TimingOptions
 from opal_deploy.bench.targets import LoadedTarget
-from opal_deploy.runtime.session import ImageBatch, PaddingSession, Session, StagedSession, pinned
+from opal_deploy.runtime.session import ImageBatch, PaddingSession, PipelinedSession, Session, StagedSession, pinned
 from opal_deploy.statistics import mean, percentile, spread
 
-Call = Callable[[int], object]
 Clock = Callable[[], int]
 
-# the first calls compile, choose kernels and record CUDA graphs, once for each of up to three sets of buffers: their
+# the first batches compile, choose kernels and record CUDA graphs, once for each of up to three sets of buffers: their
 # time does not count as warm-up
 _FIRST_CALLS = 3
-# the warm-up ends when the last few calls differ by no more than this
+# the warm-up ends when the last few batches differ by no more than this
 _STABLE_CALLS, _STABLE_SPREAD = 5, 0.10
 # a machine that never becomes stable gets this many times the minimum warm-up
 _MAX_WARM_UP_FACTOR = 5
@@ -34,8 +39,43 @@ _STAGED_CALLS = 20
 
 
 @dataclass(frozen=True)
+class Batches:
+    """The work that is timed, in batches that are begun and finished in order.
+
+    Attributes:
+        begin: begins the batch of this number; does all of it where `depth` is 1.
+        finish: waits for the oldest batch that was begun.
+        depth: batches in flight: so many are begun before the oldest is waited for.
+    """
+
+    begin: Callable[[int], object]
+    finish: Callable[[], object] = lambda: None
+    depth: int = 1
+
+    def run(self, number: int) -> None:
+        """Begin one batch and wait for it; none may be in flight."""
+        self.begin(number)
+        self.finish()
+
+
+@dataclass
+class _SubmittedBatches:
+    """The batches in flight of a session that takes several."""
+
+    session: PipelinedSession
+    batches: Sequence[ImageBatch]
+    handles: deque[object] = field(default_factory=deque)
+
+    def begin(self, number: int) -> None:
+        self.handles.append(self.session.submit(self.batches[number % len(self.batches)]))
+
+    def finish(self) -> None:
+        self.session.collect(self.handles.popleft())
+
+
+@dataclass(frozen=True)
 class WarmUp:
-    """The discarded calls: their number, their seconds, and whether the last few took equally long."""
+    """The discarded batches: their number, their seconds, and whether the last few took equally long."""
 
     calls: int
     seconds: float
@@ -44,29 +84,32 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of every call.
+    """The time of every batch.
 
     Attributes:
-        repeats: seconds of each call, one float64 array [iterations] per repeat.
+        repeats: seconds of each batch from its begin to its end, one float64 array [iterations] per repeat.
         elapsed: seconds of each repeat, including the loop itself.
+        depth: batches in flight.
     """
 
     repeats: tuple[NDArray[np.float64], ...]
     elapsed: tuple[float, ...]
     warm_up: WarmUp
+    depth: int = 1
 
     @property
     def latencies(self) -> NDArray[np.float64]:
-        """Seconds of each call, over all repeats."""
+        """Seconds of each batch, over all repeats."""
         return np.concatenate(self.repeats)
 
     def rates(self, images: int) -> tuple[float, ...]:
-        """Return images per second in each repeat, for `images` per call."""
+        """Return images per second in each repeat, for `images` per batch."""
         return tuple(images * len(calls) / seconds for calls, seconds in zip(self.repeats, self.elapsed, strict=True))
 
     def settings(self) -> dict[str, Any]:
-        """Return the number of calls and seconds, for `Measurement.settings`."""
+        """Return the number of batches, those in flight, and seconds, for `Measurement.settings`."""
         return {
+            "in_flight": self.depth,
             "repeats": len(self.repeats),
             "iterations": [len(calls) for calls in self.repeats],
             "measured_seconds": round(sum(self.elapsed), 3),
@@ -93,12 +136,12 @@ class BatchTiming:
         return Figure.of_repeats(self.timing.rates(self.batch), "images/s", "higher")
 
     def latency(self, percent: float) -> Figure:
-        """Return a percentile of the calls' milliseconds, over all repeats and in each."""
+        """Return a percentile of the batches' milliseconds, over all repeats and in each."""
         return self._milliseconds(lambda calls: percentile(calls, percent))
 
     @property
     def mean_latency(self) -> Figure:
-        """Mean milliseconds per call, over all repeats and in each."""
+        """Mean milliseconds per batch, over all repeats and in each."""
         return self._milliseconds(mean)
 
     def _milliseconds(self, statistic: Callable[[NDArray[np.float64]], float]) -> Figure:
@@ -106,14 +149,18 @@ class BatchTiming:
         return Figure(1e3 * statistic(self.timing.latencies), "ms", "lower", repeats)
 
 
-def time_batch(loaded: LoadedTarget, batch: int, options: TimingOptions) -> BatchTiming:
-    """Time one model at one batch size; raise StoppedEarly if memory is full, or the device was lost."""
+def time_batch(loaded: LoadedTarget, batch: int, options: TimingOptions, *, one_by_one: bool) -> BatchTiming:
+    """Time one model at one batch size; raise StoppedEarly if memory is full, or the device was lost.
+
+    Args:
+        one_by_one: wait for each batch before the next, for its latency.
+    """
     reset_peak_memory()
     with (
-        rotate_inputs(loaded, batch, options.buffers) as call,
+        rotate_inputs(loaded, batch, options.buffers, one_by_one=one_by_one) as batches,
         monitor_devices(loaded.target.device) as monitor,
     ):
-        timing = time_repeats(call, options)
+        timing = time_repeats(batches, options)
     figure = Figure.of_repeats(timing.rates(batch), "images/s")
     noise = (f"{NOISY}: the repeats differ by {figure.spread:.0%}",) if figure.is_noisy else ()
     settings = {**timing.settings(), "buffers": options.buffers}
@@ -145,12 +192,21 @@ def time_stages_of(session: Session, batches: Sequence[ImageBatch]) -> dict[str,
 
 
 @contextmanager
-def rotate_inputs(loaded: LoadedTarget, batch: int, buffers: int) -> Iterator[Call]:
-    """Yield a call that runs the session, without padding, on the next of `buffers` batches of noise."""
-    if isinstance(loaded.session, PaddingSession):
-        loaded.session.add_batch_size(batch)
+def rotate_inputs(loaded: LoadedTarget, batch: int, buffers: int, *, one_by_one: bool = False) -> Iterator[Batches]:
+    """Yield the runs of a session, without padding, on `buffers` batches of noise in turn."""
+    session = loaded.session
+    if isinstance(session, PaddingSession):
+        session.add_batch_size(batch)
     with pinned_noise(loaded, buffers, batch) as batches:
-        yield lambda number: loaded.session.run(batches[number % len(batches)])
+        yield in_turn(session, batches, one_by_one=one_by_one)
+
+
+def in_turn(session: Session, batches: Sequence[ImageBatch], *, one_by_one: bool = False) -> Batches:
+    """Return the runs of a session on batches in turn, as many in flight as it takes, or one by one."""
+    if isinstance(session, PipelinedSession) and not one_by_one:
+        submitted = _SubmittedBatches(session, batches)
+        return Batches(submitted.begin, submitted.finish, session.depth)
+    return Batches(lambda number: session.run(batches[number % len(batches)]))
 
 
 @contextmanager
@@ -172,58 +228,77 @@ def random_batches(count: int, batch: int, size: tuple[int, int], *, seed: int =
     return [generator.integers(0, 256, (batch, *size, 3), dtype=np.uint8) for _ in range(count)]
 
 
-def time_repeats(call: Call, options: TimingOptions, *, clock: Clock = time.perf_counter_ns) -> Timing:
-    """Time a call that takes its number and returns when its work is done; the clock counts nanoseconds."""
-    warmed = warm_up(call, options.warmup, clock=clock)
+def time_repeats(batches: Batches, options: TimingOptions, *, clock: Clock = time.perf_counter_ns) -> Timing:
+    """Time batches in repeats; the clock counts nanoseconds."""
+    warmed = warm_up(batches, options.warmup, clock=clock)
     timed = []
     for _ in range(options.repeats):
-        timed.append(_time_repeat(call, options.seconds, options.iterations, clock))
+        timed.append(_time_repeat(batches, options.seconds, options.iterations, clock))
         options.on_repeat()
-    return Timing(tuple(calls for calls, _ in timed), tuple(seconds for _, seconds in timed), warmed)
+    return Timing(tuple(each for each, _ in timed), tuple(seconds for _, seconds in timed), warmed, batches.depth)
 
 
-def warm_up(call: Call, seconds: float, *, clock: Clock = time.perf_counter_ns) -> WarmUp:
-    """Call three times, then for at least `seconds` and until five calls in a row differ by at most 10 %.
+def warm_up(batches: Batches, seconds: float, *, clock: Clock = time.perf_counter_ns) -> WarmUp:
+    """Run three batches, then for at least `seconds` and until five in a row differ by at most 10 %.
 
-    Stops five times `seconds` after the third call even if the calls never become stable.
+    Stops five times `seconds` after the third batch even if they never become stable.
     """
-    latencies: list[float] = []
-    start = counted_from = clock()
+    finished: list[tuple[int, int]] = []
+    stable = False
+
+    def is_warm(*_: int) -> bool:
+        nonlocal stable
+        if len(finished) <= _FIRST_CALLS:
+            return False
+        counted = (finished[-1][1] - finished[_FIRST_CALLS - 1][1]) / 1e9
+        last = [end - begin for begin, end in finished[-_STABLE_CALLS:]]
+        stable = len(last) == _STABLE_CALLS and spread(last) <= _STABLE_SPREAD
+        return counted >= seconds and (stable or counted >= _MAX_WARM_UP_FACTOR * seconds)
+
     with gc_disabled():
-        while True:
-            before = clock()
-            call(len(latencies))
-            now = clock()
-            latencies.append((now - before) / 1e9)
-            if len(latencies) <= _FIRST_CALLS:
-                counted_from = now
-                continue
-            counted = (now - counted_from) / 1e9
-            stable = len(latencies) >= _STABLE_CALLS and spread(latencies[-_STABLE_CALLS:]) <= _STABLE_SPREAD
-            if counted >= seconds and (stable or counted >= _MAX_WARM_UP_FACTOR * seconds):
-                return WarmUp(len(latencies), (now - start) / 1e9, stable)
+        finished.extend(run_batches(batches, is_warm, clock))
+    return WarmUp(len(finished), (finished[-1][1] - finished[0][0]) / 1e9, stable)
 
 
-def time_calls(call: Call, count: int, *, clock: Clock = time.perf_counter_ns) -> float:
-    """Return the total seconds of `count` calls."""
+def time_calls(batches: Batches, count: int, *, clock: Clock = time.perf_counter_ns) -> float:
+    """Return the total seconds of `count` batches."""
     with gc_disabled():
         start = clock()
-        for number in range(count):
-            call(number)
-        return (clock() - start) / 1e9
+        *_, (_, end) = run_batches(batches, lambda begun, _: begun == count, clock)
+        return (end - start) / 1e9
 
 
-def _time_repeat(call: Call, seconds: float, iterations: int, clock: Clock) -> tuple[NDArray[np.float64], float]:
+def _time_repeat(batches: Batches, seconds: float, iterations: int, clock: Clock) -> tuple[NDArray[np.float64], float]:
     latencies: list[int] = []
     limit = int(seconds * 1e9)
     with gc_disabled():
-        start = previous = clock()
-        while previous - start < limit or len(latencies) < iterations:
-            call(len(latencies))
-            now = clock()
-            latencies.append(now - previous)
-            previous = now
-    return np.asarray(latencies, np.float64) / 1e9, (previous - start) / 1e9
+        start = end = clock()
+        for begin, end in run_batches(batches, lambda begun, passed: begun >= iterations and passed >= limit, clock):
+            latencies.append(end - begin)
+    return np.asarray(latencies, np.float64) / 1e9, (end - start) / 1e9
+
+
+def run_batches(batches: Batches, is_enough: Callable[[int, int], bool], clock: Clock) -> Iterator[tuple[int, int]]:
+    """Run batches, and yield the times at which each was begun and finished.
+
+    Args:
+        is_enough: whether no more are begun, from the number that were and the nanoseconds until the last one was
+            finished; those in flight are finished.
+    """
+    begun: deque[int] = deque()
+    number = 0
+    start = end = clock()
+    while not is_enough(number, end - start):
+        begun.append(clock())
+        batches.begin(number)
+        number += 1
+        if len(begun) == batches.depth:
+            batches.finish()
+            end = clock()
+            yield begun.popleft(), end
+    while begun:
+        batches.finish()
+        yield begun.popleft(), clock()
 
 
 @contextmanager

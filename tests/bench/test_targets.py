@@ -85,7 +85,7 @@ def test_a_target_is_described(eager, exact_model):
     assert file.threads == 1
     compiled = load_network(load_checkpoint_network(exact_model.with_suffix(".pt")), replace(CPU, runtime="compile"))
     assert (compiled.target.runtime, compiled.target.options) == ("torch compile", "freezing")
-    assert "to logits, argmax, scores in host memory" in file.timed
+    assert "to logits, argmax, scores in host memory" in file.describe_timing(1)
 
 
 def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():

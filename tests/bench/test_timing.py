@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.bench.options import TimingOptions
-from opal_deploy.bench.timing import random_batches, time_calls, time_repeats, warm_up
+from opal_deploy.bench.timing import Batches, random_batches, time_calls, time_repeats, warm_up
 
 
 def repeats(seconds, iterations, repeats, warmup=0):
@@ -16,7 +16,7 @@ def repeats(seconds, iterations, repeats, warmup=0):
 
 def test_calls_are_timed_from_their_begin_to_their_end(fake_clock):
     clock, lengths = fake_clock(), itertools.cycle([0.25, 0.5])
-    timing = time_repeats(lambda _: clock.spend(next(lengths)), repeats(0.1, 6, 2), clock=clock)
+    timing = time_repeats(Batches(lambda _: clock.spend(next(lengths))), repeats(0.1, 6, 2), clock=clock)
     assert sorted(timing.latencies) == [0.25] * 6 + [0.5] * 6
     assert timing.elapsed == (2.25, 2.25)
     assert timing.rates(4) == pytest.approx([4 * 6 / 2.25] * 2)
@@ -28,7 +28,7 @@ def test_a_repeat_has_its_iterations_and_seconds(fake_clock):
         (0.5, repeats(10, 2, 2), [20] * 2),
     ):
         clock = fake_clock()
-        timing = time_repeats(lambda _, clock=clock, length=length: clock.spend(length), options, clock=clock)
+        timing = time_repeats(Batches(lambda _, clock=clock, length=length: clock.spend(length)), options, clock=clock)
         assert [len(repeat) for repeat in timing.repeats] == calls
         assert timing.elapsed == tuple(length * count for count in calls)
         assert set(timing.latencies) == {length}
@@ -37,7 +37,7 @@ def test_a_repeat_has_its_iterations_and_seconds(fake_clock):
 def test_the_warm_up_is_discarded_and_counted(fake_clock):
     clock = fake_clock()
     lengths = iter([90.0, 50.0, 30.0, 2.0, *[1.0] * 1000])
-    timing = time_repeats(lambda _: clock.spend(next(lengths)), repeats(1, 10, 1, warmup=3), clock=clock)
+    timing = time_repeats(Batches(lambda _: clock.spend(next(lengths))), repeats(1, 10, 1, warmup=3), clock=clock)
     # three calls that compile are no warm-up; three seconds later the last five calls did not take equally long yet
     assert (timing.warm_up.calls, timing.warm_up.seconds, timing.warm_up.stable) == (9, 177, True)
     assert timing.latencies.tolist() == [1.0] * 10
@@ -46,20 +46,20 @@ def test_the_warm_up_is_discarded_and_counted(fake_clock):
 
 def test_the_warm_up_of_an_unstable_machine_ends(fake_clock):
     clock = fake_clock(slower=1.5)
-    warmed = warm_up(lambda _: clock.spend(1), 4, clock=clock)
+    warmed = warm_up(Batches(lambda _: clock.spend(1)), 4, clock=clock)
     assert not warmed.stable
     assert 20 <= warmed.seconds < 40
 
 
 def test_a_call_gets_its_number_and_no_garbage_is_collected_meanwhile(fake_clock):
     calls = []
-    time_repeats(lambda number: calls.append((number, gc.isenabled())), repeats(0, 4, 2))
+    time_repeats(Batches(lambda number: calls.append((number, gc.isenabled()))), repeats(0, 4, 2))
     assert calls[-8:] == [(number, False) for number in (0, 1, 2, 3, 0, 1, 2, 3)]
     clock = fake_clock()
-    assert time_calls(lambda _: clock.spend(0.25), 8, clock=clock) == 2.0
+    assert time_calls(Batches(lambda _: clock.spend(0.25)), 8, clock=clock) == 2.0
     assert gc.isenabled()
     with pytest.raises(ZeroDivisionError):
-        time_calls(lambda _: 1 / 0, 1)
+        time_calls(Batches(lambda _: 1 / 0), 1)
     assert gc.isenabled()
 
 

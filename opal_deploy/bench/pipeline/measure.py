@@ -13,7 +13,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from opal_deploy.bench.measurement import Figure
 from opal_deploy.bench.monitor import MemoryCurve, MemorySampler, monitor_devices, peak_memory_mb, reset_peak_memory
 from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline.bottleneck import Bottleneck, Pass, find_bottleneck
-from opal_deploy.bench.timing import time_stages_of
+from opal_deploy.bench.timing import in_turn, run_batches, time_stages_of
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.decoding.prepare import prepare
@@ -140,7 +139,8 @@ def measure_pipeline(
         # the first images load modules, fonts and the runtime's memory
         for name in names:
             pipeline.run(items[: options.batch], name)
-        _run_bare(session, batches[:1], session.depth if isinstance(session, PipelinedSession) else 1)
+        if batches:
+            _run_bare(session, batches[:1], session.depth if isinstance(session, PipelinedSession) else 1)
         stages = time_stages_of(session, batches) if batches and device != "cpu" else {}
         done, total = itertools.count(1), options.repeats * (len(names) + bool(batches))
         progress(0, total)
@@ -224,16 +224,7 @@ def _process_cpu_seconds() -> float:
 def _run_bare(session: Session, batches: list[ImageBatch], count: int) -> Pass:
     """Run `count` batches, the given ones in turn, with as many in flight as the session takes."""
     cpu, started = time.process_time(), time.perf_counter()
-    images = 0
-    in_flight: deque[object] = deque()
-    for batch in itertools.islice(itertools.cycle(batches), count):
-        images += len(batch)
-        if not isinstance(session, PipelinedSession):
-            session.run(batch)
-            continue
-        if len(in_flight) == session.depth:
-            session.collect(in_flight.popleft())
-        in_flight.append(session.submit(batch))
-    while in_flight and isinstance(session, PipelinedSession):
-        session.collect(in_flight.popleft())
+    for _ in run_batches(in_turn(session, batches), lambda begun, _: begun == count, time.perf_counter_ns):
+        pass
+    images = sum(len(batches[number % len(batches)]) for number in range(count))
     return Pass(images, time.perf_counter() - started, time.process_time() - cpu)
