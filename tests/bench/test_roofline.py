@@ -111,13 +111,28 @@ def test_a_measured_ceiling_is_the_best_of_the_repeats_and_reads_back_in_base_un
     noisy = {f"noisy: {name}" for name, figure in measured.figures.items() if figure.is_noisy}
     assert set(measured.marks) == noisy
     assert "32 x 32 by 32 x 32" in measured.timed
-    assert (measured.settings["warm_up"], measured.case) == (3, {"threads": 1})
+    settings = measured.settings
+    assert (settings["warm_up"], settings["runs_per_repeat"], measured.case) == (3, 1, {"threads": 1})
     copy = Measurement.from_line(measured.to_line())
     assert copy.figures == measured.figures
     ceiling = to_ceiling(copy)
     assert (ceiling.name, ceiling.source[:8]) == ("cpu, 1 thread", "measured")
     assert ceiling.bytes_per_second == pytest.approx(measured.figures["copy"].value * 1e9)
     assert ceiling.peak("bf16") == pytest.approx(measured.figures["matmul_bf16"].value * 1e12)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_over_several_runs_without_waiting_for_each():
+    measured = measure_ceiling("cuda", ("fp16",))
+    sheet = find_by_driver_name(measured.target.device)
+    assert measured.settings["runs_per_repeat"] == 10
+    assert "CUDA events" in measured.timed
+    for figure in measured.figures.values():
+        assert figure.value == max(figure.repeats) > 0
+    if sheet is not None:
+        # nothing is faster than the data sheet says, beyond the precision of its figures
+        assert measured.figures["copy"].value * 1e9 < 1.02 * sheet.bytes_per_second
+        assert measured.figures["matmul_fp16"].value * 1e12 < 1.02 * sheet.flops["fp16"]
 
 
 def test_lines_hold_work_and_ceilings_of_backbone_head_and_both(opal, tmp_path):
