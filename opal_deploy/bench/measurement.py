@@ -119,7 +119,7 @@ class Measurement:
         figures: results by name, in reading order.
         settings: how it was measured: seconds, warm-up iterations, buffers.
         timed: description of the timed region; empty for a count.
-        marks: reasons for doubt, each one word or `word: reason`: `noisy`, `throttled`, `busy`, `failed`.
+        marks: reasons for doubt, each one word or `word: reason`: `noisy`, `throttled`, `busy`, `blocking`, `failed`.
         conditions: samples taken during the run: clocks, power, temperature, throttle reasons.
         machine: processor, GPU, driver, versions; see `bench.machine`.
         command: the command line that repeats the measurement.

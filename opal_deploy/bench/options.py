@@ -174,6 +174,15 @@ class SweepOptions(TimingOptions, ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatencyOptions(SweepOptions):
+    """The options of `bench latency`."""
+
+    profile: Annotated[
+        bool, Option("Also time every node of an ONNX file or layer of an engine; sums for backbone and head.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class ThroughputOptions(SweepOptions):
     """The options of `bench throughput`."""
 

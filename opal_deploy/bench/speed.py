@@ -8,6 +8,7 @@ from typing import Any, Literal
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import Figure, Measurement, Scalar
 from opal_deploy.bench.options import TimingOptions
+from opal_deploy.bench.profile import check_profile, format_profile, profile_batch
 from opal_deploy.bench.roofline.ceiling import Ceiling, compute_share
 from opal_deploy.bench.roofline.work import Work, count_model_work
 from opal_deploy.bench.targets import LoadedTarget
@@ -20,18 +21,32 @@ _PERCENTILES = (50, 90, 95, 99)
 _STAGES = {"host_to_device_ms": "to the device", "compute_ms": "compute", "device_to_host_ms": "back"}
 
 
-def measure_latency(loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions) -> Iterator[Measurement]:
-    """Yield one measurement per batch size; one that fails, usually for lack of memory, has no figures and ends."""
+def measure_latency(
+    loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions, *, profile: bool = False
+) -> Iterator[Measurement]:
+    """Yield one measurement per batch size; one that fails, usually for lack of memory, has no figures and ends.
+
+    Args:
+        profile: also time every node, see `profile.profile_batch`.
+
+    Raises:
+        UsageError: this model cannot be profiled.
+    """
+    if profile:
+        check_profile(loaded)
 
     def build(timing: BatchTiming) -> Measurement:
+        profiled = profile_batch(loaded, timing.batch) if profile else None
         figures = {
             **{f"p{percent}_ms": timing.latency(percent) for percent in _PERCENTILES},
             "mean_ms": timing.mean_latency,
             "images_per_second": timing.throughput,
             "peak_memory": Figure(timing.peak_megabytes, "MB", "lower"),
             **time_stages(loaded, timing.batch, options.buffers),
+            **(profiled.figures() if profiled else {}),
         }
-        return _build_measurement("latency", loaded, timing, figures, {})
+        details = {"profile": profiled.to_dict()} if profiled else {}
+        return _build_measurement("latency", loaded, timing, figures, details)
 
     return _sweep("latency", loaded, batches, options, build)
 
@@ -71,12 +86,13 @@ def _sweep(
 
 
 def format_speed(measurement: Measurement) -> str:
-    """Return one line for a person, of a latency or a throughput."""
+    """Return one line for a person, of a latency or a throughput, and the table of a profile."""
     batch, figures = measurement.case["batch"], measurement.figures
     if not figures:
         return f"  batch {batch}: {measurement.marks[0]}"
     text = _format_latency(figures) if measurement.kind == "latency" else _format_throughput(measurement)
-    return f"  batch {batch}: {text}{''.join(f'; {mark}' for mark in measurement.marks)}"
+    line = f"  batch {batch}: {text}{''.join(f'; {mark}' for mark in measurement.marks)}"
+    return "\n".join([line, *format_profile(measurement)])
 
 
 def _format_latency(figures: dict[str, Figure]) -> str:

@@ -75,11 +75,15 @@ class LoadedTarget:
 
     Attributes:
         threads: threads on the CPU; None on a GPU.
+        path: the ONNX file or engine; None for a network that a command built, or a checkpoint's.
+        cuda_options: options of ONNX Runtime on a GPU.
     """
 
     session: Session
     target: Target
     threads: int | None
+    path: Path | None = None
+    cuda_options: CudaOptions = field(default_factory=CudaOptions)
 
     @property
     def metadata(self) -> Metadata:
@@ -210,7 +214,7 @@ def load_file(path: Path, setup: Setup) -> LoadedTarget:
             f"{path}: its precision is {loaded.target.precision}, --precision asks for {setup.precision}; export it in "
             "that precision, or give the checkpoint"
         )
-    return loaded
+    return replace(loaded, path=path, cuda_options=setup.cuda_options)
 
 
 def load_for_inference(path: Path, options: PipelineOptions) -> LoadedTarget:

@@ -8,6 +8,7 @@ that counts was begun and finished in it.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ from opal_deploy.runtime.session import ImageBatch, PaddingSession, PipelinedSes
 from opal_deploy.statistics import mean, percentile, spread
 
 Clock = Callable[[], int]
+
+# with "1" in this variable CUDA ends every kernel before the host goes on
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 # the first batches compile, choose kernels and record CUDA graphs, once for each of up to three sets of buffers: their
 # time does not count as warm-up
@@ -162,9 +166,11 @@ def time_batch(loaded: LoadedTarget, batch: int, options: TimingOptions, *, one_
     ):
         timing = time_repeats(batches, options)
     figure = Figure.of_repeats(timing.rates(batch), "images/s")
-    noise = (f"{NOISY}: the repeats differ by {figure.spread:.0%}",) if figure.is_noisy else ()
+    doubts = [f"{NOISY}: the repeats differ by {figure.spread:.0%}"] if figure.is_noisy else []
+    if loaded.target.device != "cpu" and os.environ.get(BLOCKING) == "1":
+        doubts.append(f"blocking: {BLOCKING}=1 slows the GPU down")
     settings = {**timing.settings(), "buffers": options.buffers}
-    return BatchTiming(batch, timing, peak_memory_mb(), settings, monitor.conditions, (*monitor.marks, *noise))
+    return BatchTiming(batch, timing, peak_memory_mb(), settings, monitor.conditions, (*monitor.marks, *doubts))
 
 
 def time_stages(loaded: LoadedTarget, batch: int, buffers: int) -> dict[str, Figure]:

@@ -14,6 +14,7 @@ import typer
 
 from opal_deploy.bench.options import (
     CompareOptions,
+    LatencyOptions,
     OutputOptions,
     OverheadOptions,
     PipelineOptions,
@@ -113,11 +114,14 @@ def roofline(options: RooflineOptions) -> None:
         print(table.format_roofline(points, options, ceilings), flush=True)
 
 
-def latency(options: SweepOptions) -> None:
-    """Measure milliseconds per batch: p50, p90, p95, p99 and mean; on a GPU also copies and computation separately."""
+def latency(options: LatencyOptions) -> None:
+    """Measure milliseconds per batch: p50, p90, p95, p99 and mean; on a GPU also copies and computation separately.
+
+    With --profile also the time per node or layer, and the sums of backbone, projection and head.
+    """
     from opal_deploy.bench.speed import measure_latency
 
-    _measure_targets(options, measure_latency)
+    _measure_targets(options, partial(measure_latency, profile=options.profile))
 
 
 def throughput(options: ThroughputOptions) -> None:

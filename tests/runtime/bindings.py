@@ -34,6 +34,7 @@ CALLS = {
 }  # fmt: skip
 # properties and members of enums
 NAMES = {
+    "IProfiler": ["report_layer_time"],
     "Runtime": ["engine_host_code_allowed"],
     "ICudaEngine": ["num_io_tensors"],
     "INetworkDefinition": ["num_inputs"],

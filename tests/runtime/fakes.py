@@ -130,6 +130,7 @@ class FakeTensorRT:
     """Runtime, refitter, engine and context in one object, with what TensorRT for RTX has on top."""
 
     ILogger = type("ILogger", (), {"__init__": lambda self: None})
+    IProfiler = type("IProfiler", (), {"__init__": lambda self: None})
 
     def __init__(self, cuda):
         self.cuda = cuda
@@ -141,6 +142,7 @@ class FakeTensorRT:
         self.refitted = []
         self.strategies = []
         self.cache_reads = []
+        self.layers = []  # names and milliseconds that an execution reports
         self.DynamicShapesKernelSpecializationStrategy = SimpleNamespace(EAGER="eager")
         self.CudaGraphStrategy = SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole")
 
@@ -223,6 +225,8 @@ class FakeRuntimeConfig:
 class FakeContext:
     """IExecutionContext: computes when its stream is drained, with the shape and addresses of when it was queued."""
 
+    profiler = None
+
     def __init__(self, engine):
         self.engine, self.addresses = engine, dict[str, int]()
         self.shape = ()
@@ -241,6 +245,8 @@ class FakeContext:
             trt.failures -= 1
             trt.log_error("Cask convolution execution failed")
             return False
+        for layer in trt.layers if self.profiler else ():
+            self.profiler.report_layer_time(*layer)
         trt.cuda.streams[stream].push(lambda shape=self.shape, at=dict(self.addresses): self._compute(shape, at))
         return True
 
