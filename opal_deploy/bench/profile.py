@@ -137,7 +137,7 @@ def _profile_onnx(loaded: LoadedTarget, path: Path, session: OnnxSession, batch:
     providers: list[Any] = [CPU]
     if session.device != "cpu":
         index = session.device.partition(":")[2]
-        cuda = {"device_id": index, "use_tf32": "0", **loaded.cuda_options.provider_options()}
+        cuda = {"device_id": index, "use_tf32": "0", **loaded.cuda_options.provider_options(session.metadata.precision)}
         providers = [(CUDA, cuda), CPU]
     elif session.metadata.precision == "int8":
         options.add_session_config_entry("session.disable_quant_qdq", "1")
