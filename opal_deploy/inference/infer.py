@@ -28,12 +28,12 @@ from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
 from opal_deploy.inference.run_files import OVERLAYS, REPORT, RESULTS, SHEETS, SUMMARY
 from opal_deploy.inference.setup import (
     LoadedModel,
+    add_batch_size,
     check_model,
     find_default_model,
     fingerprint_model,
     load_model,
     parse_min_margin,
-    prepare_batch_size,
 )
 from opal_deploy.inference.sheets import SheetSetup, prepare_sheets
 from opal_deploy.inference.sources.items import Skipped
@@ -213,8 +213,10 @@ class _Job:
 
     def compile(self) -> None:
         """Compile sessions that compile for a batch size."""
-        path, batch, options = self.loaded.path, self.inference.batch, self.options
-        prepare_batch_size(path, self.sheets.sessions, batch, options.runtime, options.log)
+        batch = self.inference.batch
+        if self.options.runtime == "compiled":
+            self.options.log(f"Compiling {self.loaded.path} for batches of {batch}, and checking the result")
+        add_batch_size(self.sheets.sessions, batch)
 
     def open_directory(self) -> AbstractContextManager[RunDirectory]:
         """Acquire the run directory, on this machine's disk or in a bucket."""

@@ -54,14 +54,10 @@ def load_model(
     return LoadedModel(path, sessions, fingerprint_model(path), sessions[0].metadata)
 
 
-def prepare_batch_size(
-    path: Path, sessions: Sequence[Session], size: int, runtime: RuntimeName, log: Log = log_line
-) -> None:
+def add_batch_size(sessions: Sequence[Session], size: int) -> None:
     """Let sessions that compile for a batch size do so; raise UsageError or VerificationError if that fails."""
     from opal_deploy.runtime.session import PaddingSession
 
-    if runtime == "compiled":
-        log(f"Compiling {path} for batches of {size}, and checking the result")
     for session in sessions:
         if isinstance(session, PaddingSession):
             session.add_batch_size(size)

@@ -17,8 +17,9 @@ from opal_deploy.errors import ArtifactError
 from opal_deploy.inference.cluster.actor import ActorConfig, compute_digests, read_model_files
 from opal_deploy.inference.cluster.driver import Job
 from opal_deploy.inference.cluster.process import DriverProcess
-from opal_deploy.inference.cluster.scheduler import make_chunks
 from opal_deploy.inference.options import InferOptions
+from opal_deploy.inference.parallel.chunk import BATCHES_PER_CHUNK, make_chunks
+from opal_deploy.inference.parallel.predictor import SessionOptions
 from opal_deploy.inference.run.drawing import Thumbnails
 from opal_deploy.inference.run.run import Backend, RunOptions
 from opal_deploy.inference.setup import LoadedModel
@@ -26,8 +27,6 @@ from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InputImage
 from opal_deploy.records.record import Record
 
-# an actor that dies costs at most two chunks; a message costs as much as some images
-BATCHES_PER_CHUNK = 4
 _PROBE = ".visible-"
 
 
@@ -43,6 +42,11 @@ class RayBackend(Backend):
     def description(self) -> str:
         """See `Backend.description`."""
         return f"Ray {self._driver.cluster.version}, actors of {self._plan}"
+
+    @property
+    def default_batch(self) -> int:
+        """See `Backend.default_batch`."""
+        return self._plan.default_batch
 
     @contextmanager
     def predict(
@@ -72,11 +76,13 @@ class RayBackend(Backend):
             config = ActorConfig(
                 digests,
                 None,
-                "cuda" if self._plan.gpus else "cpu",
-                self._options.threads or self._plan.cpus,
-                self._options.runtime,
-                self._options.cuda_graphs,
-                self._options.heatmap,
+                SessionOptions(
+                    "cuda" if self._plan.gpus else "cpu",
+                    self._options.threads or self._plan.cpus,
+                    self._options.runtime,
+                    self._options.cuda_graphs,
+                    self._options.heatmap,
+                ),
                 replace(options, out=out, log=_ignore),
                 os.getcwd(),
                 visible,

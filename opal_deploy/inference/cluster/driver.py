@@ -32,11 +32,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from opal_deploy.errors import OpalError
-from opal_deploy.inference.cluster.actor import ActorConfig, Chunk
+from opal_deploy.inference.cluster.actor import ActorConfig
 from opal_deploy.inference.cluster.connection import ClusterProgress, OpenCluster, open_cluster
-from opal_deploy.inference.cluster.scheduler import Scheduler
-from opal_deploy.inference.types import InputImage
-from opal_deploy.records.record import Digests, Record, error_record
+from opal_deploy.inference.parallel.chunk import Chunk
+from opal_deploy.inference.parallel.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from opal_deploy.inference.cluster.pool import ActorPool
@@ -144,14 +143,8 @@ def _compute(parent: Parent, pool: ActorPool, job: Job) -> None:
         first=job.first,
         size=job.size,
         batch=job.batch,
-        build_error=partial(_build_error, job.config.options.inference.model_sha256),
+        model_sha256=job.config.options.inference.model_sha256,
     )
     for result in scheduler.run():
         nodes = [node for _, node in sorted(pool.statistics.items())]
         parent.send("records", (result, ClusterProgress(nodes, pool.num_opened, scheduler.num_retried)))
-
-
-def _build_error(model_sha256: str | None, request: InputImage) -> Record:
-    message = "the actors that predicted it died, the last one with no other image in work"
-    digests = Digests(None, model_sha256)
-    return error_record(request.name, "worker_died", message, digests=digests, label=request.label, index=request.index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,8 +15,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from opal_deploy._version import __version__
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, first_line
-from opal_deploy.inference.cluster.actor import IN_FLIGHT, ActorConfig, Chunk, ChunkActor, ChunkResult
+from opal_deploy.inference.cluster.actor import ActorConfig, ChunkActor
 from opal_deploy.inference.cluster.connection import ActorPlan, Node, NodeStatistics, list_nodes
+from opal_deploy.inference.parallel.chunk import IN_FLIGHT, Chunk, ChunkResult
+from opal_deploy.inference.parallel.scheduler import Worker, WorkerPool
 
 # a node is given up after so many actors that ended without a result
 _MAX_STARTS = 3
@@ -31,7 +33,7 @@ Ref: TypeAlias = "ray.ObjectRef[Any]"
 
 
 @dataclass
-class Actor:
+class Actor(Worker):
     """An actor as the driver sees it.
 
     Attributes:
@@ -48,23 +50,21 @@ class Actor:
     chunks: dict[Ref, Chunk] = field(default_factory=dict)
 
     @property
-    def is_open(self) -> bool:
-        """Whether it takes chunks."""
-        return self.version is None and self.opening is None
+    def place(self) -> str:
+        """See `Worker.place`."""
+        return self.node.key
 
     @property
-    def room(self) -> int:
-        """The number of chunks that it accepts now; a chunk that killed an actor gets an actor for itself."""
-        if not self.is_open or any(chunk.deaths for chunk in self.chunks.values()):
-            return 0
-        return IN_FLIGHT - len(self.chunks)
+    def is_open(self) -> bool:
+        """See `Worker.is_open`."""
+        return self.version is None and self.opening is None
 
     def submit(self, chunk: Chunk) -> None:
-        """Send it a chunk."""
+        """See `Worker.submit`."""
         self.chunks[self.handle.predict.remote(chunk.to_bytes())] = chunk
 
 
-class ActorPool:
+class ActorPool(WorkerPool):
     """Starts and replaces actors, and collects their results; used by one thread."""
 
     def __init__(self, plan: ActorPlan, config: ActorConfig, print_message: Callable[[str], None]) -> None:
@@ -81,6 +81,11 @@ class ActorPool:
         # when nodes were last listed, and when there was last an actor, and an open one
         self._listed = self._alive = self._open = time.monotonic() - _LIST_SECONDS
         self._nodes: list[Node] = []
+
+    @property
+    def workers(self) -> Sequence[Actor]:
+        """See `WorkerPool.workers`."""
+        return self.actors
 
     def maintain(self) -> None:
         """Start actors where there is room; raise StoppedEarly if none starts, or there is no room for a minute."""
@@ -123,18 +128,7 @@ class ActorPool:
         self.actors.append(Actor(handle, node, handle.get_version.remote()))
 
     def wait(self, seconds: float) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
-        """Wait until something happens, and return the chunks that are done.
-
-        Args:
-            seconds: to wait at most.
-
-        Returns:
-            Each chunk with its result; with None where its actor died, and with an error after which its actor is
-            replaced. These two count it as a death of the chunk.
-
-        Raises:
-            UsageError: a node has another version, or cannot open the model.
-        """
+        """See `WorkerPool.wait`; raise UsageError if a node has another version, or cannot open the model."""
         refs = [ref for actor in self.actors for ref in (actor.version, actor.opening, *actor.chunks) if ref]
         if not refs:
             time.sleep(min(seconds, _LIST_SECONDS))

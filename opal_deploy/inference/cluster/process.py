@@ -22,8 +22,8 @@ from opal_deploy.logs import Log
 from opal_deploy.records.record import Record
 
 if TYPE_CHECKING:
-    from opal_deploy.inference.cluster.actor import Chunk
     from opal_deploy.inference.cluster.driver import Job
+    from opal_deploy.inference.parallel.chunk import Chunk
 
 _EXIT_SECONDS = 30.0
 # Ray lets its workers import from the folder of the driver's program

@@ -282,12 +282,14 @@ def test_a_node_of_another_version_is_one_line(infer, nodes):
 
 def test_a_node_that_does_not_see_a_path_says_which(tmp_path):
     from opal_deploy.inference.cluster.actor import ActorConfig, ChunkActor
+    from opal_deploy.inference.parallel.predictor import SessionOptions
     from opal_deploy.inference.run.run import RunOptions
     from opal_deploy.inference.types import InferenceOptions
 
     missing = str(tmp_path / "photos/a.jpg")
     options = RunOptions(tmp_path, InferenceOptions())
-    config = ActorConfig({}, None, "cpu", 1, "auto", False, False, options, os.getcwd(), [str(tmp_path), missing], None)
+    sessions = SessionOptions("cpu", 1, "auto", False, False)
+    config = ActorConfig({}, None, sessions, options, os.getcwd(), [str(tmp_path), missing], None)
     refused = ChunkActor().open(config)
     assert isinstance(refused, UsageError)
     assert str(refused).startswith(f"{missing}: not there; expected images, --out and --atlas on storage that all")

@@ -1,4 +1,4 @@
-"""Cut a run into chunks, assign them to actors, handle the death of actors, and keep the order of the results.
+"""Assign the chunks of a run to workers, handle the death of workers, and keep the order of the results.
 
 Records must not depend on how a run is cut. Runtimes may compute the last bit of a logit differently at another place
 in a batch, so an image keeps the place that it has in a run on one machine: chunks begin at multiples of the batch, and
@@ -8,50 +8,16 @@ one that cannot (the first of a resumed run, a half) is padded at its start, see
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from opal_deploy.errors import OpalError
-from opal_deploy.inference.cluster.actor import IN_FLIGHT, Chunk, ChunkResult
-from opal_deploy.inference.executor import until_error
+from opal_deploy.inference.parallel.chunk import IN_FLIGHT, Chunk, ChunkResult
 from opal_deploy.inference.types import InputImage
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Digests, Record, error_record
 
-if TYPE_CHECKING:
-    from opal_deploy.inference.cluster.pool import Actor, ActorPool
-
-# a chunk of members of a compressed archive, which are sent as bytes, ends early
-_MAX_BYTES = 64 << 20
-
-
-def make_chunks(requests: Iterator[InputImage], first: int, size: int, batch: int) -> Iterator[Chunk]:
-    """Cut images into chunks that end at multiples of `size`, or if they are large at an earlier one of `batch`.
-
-    Args:
-        requests: the images, read as chunks are taken.
-        first: number of the first image in the run.
-        size: maximum images per chunk, a multiple of `batch`.
-        batch: images per forward pass.
-
-    Raises:
-        OpalError: `requests` raised it; the images before were yielded.
-    """
-    part: list[InputImage] = []
-    num_bytes, number = 0, first
-    errors: list[OpalError] = []
-    for number, request in enumerate(until_error(requests, errors), first + 1):
-        part.append(request)
-        num_bytes += len(request.source) if isinstance(request.source, bytes) else getattr(request.source, "nbytes", 0)
-        if number % size == 0 or (num_bytes > _MAX_BYTES and number % batch == 0):
-            yield Chunk(number - len(part), tuple(part))
-            part, num_bytes = [], 0
-    if part:
-        yield Chunk(number - len(part), tuple(part))
-    if errors:
-        raise errors[0]
-
-
-# chunks between the first one without a result and the last one begun, per actor: those in flight and as many as it
+# chunks between the first one without a result and the last one begun, per worker: those in flight and as many as it
 # does while another one is slow
 _WINDOW = 8
 # deaths until a chunk is halved, or a single image is the cause
@@ -60,34 +26,86 @@ _MAX_DEATHS = 2
 _WAIT_SECONDS = 0.2
 
 
-class Scheduler:
-    """Has chunks computed by the actors of a pool; used by one thread.
+class Worker(ABC):
+    """A worker as the scheduler sees it; `chunks` are those in flight, under keys of the worker's own."""
 
-    A chunk whose actor died is retried once, as the only chunk of an actor. A chunk that kills again is the cause; it
+    chunks: dict[Any, Chunk]
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """The node or device that the worker runs on; a chunk whose worker died is retried on another one."""
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether it takes chunks."""
+
+    @property
+    def room(self) -> int:
+        """The number of chunks that it accepts now; a chunk that killed a worker gets a worker for itself."""
+        if not self.is_open or any(chunk.deaths for chunk in self.chunks.values()):
+            return 0
+        return IN_FLIGHT - len(self.chunks)
+
+    @abstractmethod
+    def submit(self, chunk: Chunk) -> None:
+        """Send it a chunk."""
+
+
+class WorkerPool(Protocol):
+    """The workers of a run; used by one thread."""
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """The workers that are running or starting."""
+        ...
+
+    def maintain(self) -> None:
+        """Replace workers that died; raise StoppedEarly if none can be started."""
+        ...
+
+    def wait(self, seconds: float) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
+        """Wait until something happens, and return the chunks that are done.
+
+        Args:
+            seconds: to wait at most.
+
+        Returns:
+            Each chunk with its result; with None where its worker died, and with an error after which its worker is
+            replaced. These two count it as a death of the chunk.
+        """
+        ...
+
+
+class Scheduler:
+    """Has chunks computed by the workers of a pool; used by one thread.
+
+    A chunk whose worker died is retried once, as the only chunk of a worker. A chunk that kills again is the cause; it
     is halved until a single image is left.
     """
 
     def __init__(
         self,
-        pool: ActorPool,
+        pool: WorkerPool,
         chunks: Iterator[Chunk],
         *,
         first: int,
         size: int,
         batch: int,
-        build_error: Callable[[InputImage], Record],
+        model_sha256: str | None,
     ) -> None:
         """Start nothing yet.
 
         Args:
-            pool: the actors.
+            pool: the workers.
             chunks: in order; read as they are assigned.
             first: number of the first image.
             size, batch: maximum images per chunk, and images per forward pass.
-            build_error: returns the record of an image that kills actors.
+            model_sha256: digest of the model's file, for the record of an image that kills workers; None if unknown.
         """
         self._pool, self._chunks, self._size, self._batch = pool, chunks, size, batch
-        self._build_error = build_error
+        self._model_sha256 = model_sha256
         # the first image without a record, and the first one after the last chunk taken
         self._head = self._taken = first
         # results that wait for earlier ones, by the number of their first image
@@ -98,14 +116,14 @@ class Scheduler:
         self.num_retried = 0
 
     def run(self) -> Iterator[ChunkResult]:
-        """Yield the results of one chunk after the other; raise StoppedEarly if no actor starts or several fail.
+        """Yield the results of one chunk after the other; raise StoppedEarly if no worker starts or several fail.
 
         An OpalError of the chunks is raised after all records before it.
         """
         while True:
             self._pool.maintain()
             self._assign()
-            in_flight = any(actor.chunks for actor in self._pool.actors)
+            in_flight = any(worker.chunks for worker in self._pool.workers)
             if self._ended and not in_flight and not self._suspects:
                 break
             for chunk, result in self._pool.wait(_WAIT_SECONDS):
@@ -136,34 +154,41 @@ class Scheduler:
     def _add_suspect(self, chunk: Chunk) -> None:
         heapq.heappush(self._suspects, (chunk.first, chunk))
 
+    def _build_error(self, request: InputImage) -> Record:
+        message = "the workers that predicted it died, the last one with no other image in work"
+        digests = Digests(None, self._model_sha256)
+        return error_record(
+            request.name, "worker_died", message, digests=digests, label=request.label, index=request.index
+        )
+
     def _assign(self) -> None:
-        actors = sorted((a for a in self._pool.actors if a.is_open), key=lambda actor: len(actor.chunks))
+        workers = sorted((w for w in self._pool.workers if w.is_open), key=lambda worker: len(worker.chunks))
         waiting: list[tuple[int, Chunk]] = []
         while self._suspects:
             first, chunk = heapq.heappop(self._suspects)
-            # an idle actor, on another node if possible; it gets nothing else until it is free
-            actor = min(actors, key=lambda a: (a.node.key == chunk.node, len(a.chunks)), default=None)
-            if actor is not None:
-                actors.remove(actor)
-            if actor is not None and not actor.chunks:
-                actor.submit(chunk)
+            # an idle worker, at another place if possible; it gets nothing else until it is free
+            worker = min(workers, key=lambda w: (w.place == chunk.place, len(w.chunks)), default=None)
+            if worker is not None:
+                workers.remove(worker)
+            if worker is not None and not worker.chunks:
+                worker.submit(chunk)
             else:
                 waiting.append((first, chunk))
         self._suspects = waiting
-        self._fill(actors)
+        self._fill(workers)
 
-    def _fill(self, actors: Sequence[Actor]) -> None:
-        window = self._size * _WINDOW * max(1, len(self._pool.actors))
+    def _fill(self, workers: Sequence[Worker]) -> None:
+        window = self._size * _WINDOW * max(1, len(self._pool.workers))
         for level in range(IN_FLIGHT):
-            for actor in actors:
-                if len(actor.chunks) > level or not actor.room:
+            for worker in workers:
+                if len(worker.chunks) > level or not worker.room:
                     continue
                 if self._ended or self._taken - self._head >= window:
                     return
                 chunk = self._next_chunk()
                 if chunk is None:
                     return
-                actor.submit(chunk)
+                worker.submit(chunk)
 
     def _next_chunk(self) -> Chunk | None:
         try:

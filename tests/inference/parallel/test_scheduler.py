@@ -1,19 +1,16 @@
-"""Chunks and their order: every image once, in order, whichever actors die and whatever finishes first."""
+"""Chunks and their order: every image once, in order, whichever workers die and whatever finishes first."""
 
 import itertools
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
-from opal_deploy.inference.cluster.actor import IN_FLIGHT, Chunk, ChunkResult
 from opal_deploy.inference.cluster.connection import ActorPlan, Node, plan_actors
-from opal_deploy.inference.cluster.pool import Actor
-from opal_deploy.inference.cluster.scheduler import _WINDOW, Scheduler, make_chunks
+from opal_deploy.inference.parallel.chunk import IN_FLIGHT, Chunk, ChunkResult, make_chunks
+from opal_deploy.inference.parallel.scheduler import _WINDOW, Scheduler, Worker
 from opal_deploy.inference.types import FrameInfo, InputImage
-from opal_deploy.records.record import error_record
 
 BATCH, SIZE = 4, 16
 
@@ -26,34 +23,44 @@ class Result(ChunkResult):
         return [{"schema": 1, "image": request.name, "status": "ok"} for request in self.chunk.requests]
 
 
+class FakeWorker(Worker):
+    is_open = True
+    place = ""
+
+    def __init__(self, place):
+        self.place, self.chunks = place, {}
+
+    def submit(self, chunk):
+        self.chunks[object()] = chunk
+
+
 class Pool:
-    """Actors that finish in any order, and die with the images that kill them, or for no reason."""
+    """Workers that finish in any order, and die with the images that kill them, or for no reason."""
 
     def __init__(self, count, killers, seed, lost=0.0):
         self._random, self._killers, self._lost = random.Random(seed), killers, lost
-        self._count, self.actors, self.deaths, self._started = count, list[Actor](), 0, 0
+        self._count, self.workers, self.deaths, self._started = count, list[FakeWorker](), 0, 0
 
     def maintain(self):
-        while len(self.actors) < self._count:
-            handle = SimpleNamespace(predict=SimpleNamespace(remote=lambda chunk: object()))
+        while len(self.workers) < self._count:
             self._started += 1
-            self.actors.append(Actor(handle, Node(f"{self._started % 2}", "127.0.0.3", 1, 0), None))
+            self.workers.append(FakeWorker(f"{self._started % 2}"))
 
     def wait(self, seconds):
-        busy = [actor for actor in self.actors if actor.chunks]
+        busy = [worker for worker in self.workers if worker.chunks]
         if not busy:
             return []
-        actor = self._random.choice(busy)
-        assert len(actor.chunks) <= IN_FLIGHT
-        assert len(actor.chunks) == 1 or not any(chunk.deaths for chunk in actor.chunks.values())
-        ref, chunk = self._random.choice(list(actor.chunks.items()))
+        worker = self._random.choice(busy)
+        assert len(worker.chunks) <= IN_FLIGHT
+        assert len(worker.chunks) == 1 or not any(chunk.deaths for chunk in worker.chunks.values())
+        ref, chunk = self._random.choice(list(worker.chunks.items()))
         chunk = Chunk.from_bytes(chunk.to_bytes())
         kills = self._killers.intersection(range(chunk.first, chunk.first + len(chunk)))
-        if kills or (not actor.chunks[ref].deaths and self._random.random() < self._lost):
-            self.actors.remove(actor)
+        if kills or (not worker.chunks[ref].deaths and self._random.random() < self._lost):
+            self.workers.remove(worker)
             self.deaths += 1
-            return [(lost.count_death(actor.node.key), None) for lost in actor.chunks.values()]
-        del actor.chunks[ref]
+            return [(lost.count_death(worker.place), None) for lost in worker.chunks.values()]
+        del worker.chunks[ref]
         return [(chunk, Result(chunk))]
 
 
@@ -65,7 +72,7 @@ def schedule(pool, requests, first=0):
     chunks = make_chunks(requests, first, SIZE, BATCH)
     scheduler = Scheduler(
         pool, chunks, first=first, size=SIZE, batch=BATCH,
-        build_error=lambda request: error_record(request.name, "worker_died", "it died"),
+        model_sha256="0" * 64,
     )  # fmt: skip
     return itertools.chain.from_iterable(result.load() for result in scheduler.run())
 
@@ -87,14 +94,14 @@ def test_a_chunk_is_tried_again_on_another_node():
 
     class Unlucky(Pool):
         def wait(self, seconds):
-            for actor in self.actors:
-                for chunk in actor.chunks.values():
+            for worker in self.workers:
+                for chunk in worker.chunks.values():
                     if not chunk.first and len(tried) <= chunk.deaths:
-                        tried.append(actor.node.key)
+                        tried.append(worker.place)
                         self._killers = {0} if len(tried) == 1 else set()
             return super().wait(seconds)
 
-    # with one chunk, the other node's actor is free
+    # with one chunk, the other place's worker is free
     assert len(list(schedule(Unlucky(2, set(), 0), named(0, SIZE)))) == SIZE
     assert len(set(tried)) == 2
 
@@ -105,10 +112,10 @@ def test_a_slow_chunk_does_not_let_the_others_run_away():
     class Slow(Pool):
         def wait(self, seconds):
             # the first chunk is finished when nothing else is left to do
-            for actor in self.actors:
-                for ref, chunk in list(actor.chunks.items()):
-                    if chunk.first or all(len(a.chunks) == (a is actor) for a in self.actors):
-                        return [(actor.chunks.pop(ref), Result(chunk))]
+            for worker in self.workers:
+                for ref, chunk in list(worker.chunks.items()):
+                    if chunk.first or all(len(w.chunks) == (w is worker) for w in self.workers):
+                        return [(worker.chunks.pop(ref), Result(chunk))]
             raise AssertionError
 
     def requests():
@@ -134,13 +141,13 @@ def test_an_error_of_the_inputs_comes_behind_all_records_before_it():
         next(records)
 
 
-def test_what_fails_on_a_second_actor_too_stops_the_run():
+def test_what_fails_on_a_second_worker_too_stops_the_run():
     class Full(Pool):
         def wait(self, seconds):
-            actor = next(actor for actor in self.actors if actor.chunks)
-            self.actors.remove(actor)
+            worker = next(worker for worker in self.workers if worker.chunks)
+            self.workers.remove(worker)
             error = StoppedEarly("the disk is full")
-            return [(chunk.count_death(actor.node.key), error) for chunk in actor.chunks.values()]
+            return [(chunk.count_death(worker.place), error) for chunk in worker.chunks.values()]
 
     with pytest.raises(StoppedEarly, match="disk is full"):
         list(schedule(Full(2, set(), 0), named(0, 50)))
