@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +16,10 @@ from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError
 from opal_deploy.inference.cluster.connection import ActorPlan, check_ray_options
 from opal_deploy.inference.cluster.process import open_driver
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
+from opal_deploy.inference.executor import fewer_collections
 from opal_deploy.inference.inputs import Inputs
 from opal_deploy.inference.options import InferOptions
+from opal_deploy.inference.parallel.backend import ProcessPlan, open_processes, plan_processes
 from opal_deploy.inference.run.bucket import acquire_bucket_run_dir
 from opal_deploy.inference.run.directory import IMAGES, RunDirectory, acquire_run_dir
 from opal_deploy.inference.run.drawing import ReportOptions, describe_evidence, report_facts
@@ -41,7 +42,7 @@ from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.options import StrPath, keywords, to_arguments
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.tables import TABLES, Format, check_formats
-from opal_deploy.runtime.devices import default_batch, default_workers
+from opal_deploy.runtime.devices import default_workers
 from opal_deploy.runtime.select import read_model_metadata
 from opal_deploy.storage.buckets import parse_output
 from opal_deploy.storage.files import RemoteFile
@@ -151,13 +152,15 @@ def _prepare(
     max_errors = None if options.max_errors is None else ErrorLimit.parse(str(options.max_errors))
     out, remote = _parse_out(options)
     check_ray_options(options)
+    is_open = not (model is None or isinstance(model, str | os.PathLike))
+    processes = plan_processes(options, model_is_open=is_open)
     raise_pillow_limit(options.max_pixels)
 
     driver = None
     if options.ray is not None:
         driver = stack.enter_context(open_driver(options.ray, options.ray_cpus, options.log))
     plan = None if driver is None else driver.cluster.plan
-    loaded = _open_model(model, plan, options)
+    loaded = _open_model(model, plan or processes, options)
     path, metadata = loaded.path, loaded.metadata
     margin = options.min_margin
     check_model(
@@ -167,16 +170,20 @@ def _prepare(
     margin = None if margin is None else parse_min_margin(margin, path, metadata, options.log)
     sheets = prepare_sheets(loaded, options, margin)
     backend: Backend
-    if driver is None:
-        backend = LocalBackend(sheets.sessions)
-    else:
+    if driver is not None:
         from opal_deploy.inference.cluster.backend import RayBackend
 
         backend = RayBackend(driver, loaded, options)
+        workers = options.workers or default_workers(driver.cluster.plan.cpus)
+    elif processes is not None:
+        backend = stack.enter_context(open_processes(loaded, processes, options))
+        workers = processes.count_workers(options.workers)
+    else:
+        backend, workers = LocalBackend(sheets.sessions), options.workers or default_workers()
     inference = InferenceOptions(
-        batch=options.batch or (default_batch(sheets.sessions[0]) if plan is None else plan.default_batch),
+        batch=options.batch or backend.default_batch,
         fixed_batch=True,
-        workers=options.workers or default_workers(None if plan is None else plan.cpus),
+        workers=workers,
         max_pixels=options.max_pixels,
         decode=Decoding(options.decode),
         isolate=options.isolate,
@@ -288,7 +295,7 @@ class _Job:
         directory.write_config()
         try:
             # the total is reported before the first batch is done
-            with _fewer_collections(), counter.notify(lambda total: report(summary.total, total, "")):
+            with fewer_collections(), counter.notify(lambda total: report(summary.total, total, "")):
                 run(self.images, backend, run_options, summary=summary, interrupt=interrupt, report=report_progress)
             if interrupt.stopped:
                 raise KeyboardInterrupt
@@ -352,17 +359,6 @@ class _Job:
         return redact(shlex.join(arguments))
 
 
-@contextlib.contextmanager
-def _fewer_collections() -> Iterator[None]:
-    """Let the garbage collector look through the records less often: they are freed without it."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(20_000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-
-
 def _parse_out(options: InferOptions) -> tuple[Path | None, RemoteFile | None]:
     """Return the run directory as a path or as a URL; neither where none was given."""
     if options.out is None:
@@ -373,8 +369,10 @@ def _parse_out(options: InferOptions) -> tuple[Path | None, RemoteFile | None]:
     return (None, parse_output(out)) if is_url(out) else (Path(out), None)
 
 
-def _open_model(model: StrPath | Model | None, plan: ActorPlan | None, options: InferOptions) -> LoadedModel:
-    """Open a model; one that the actors of a cluster open is only described."""
+def _open_model(
+    model: StrPath | Model | None, plan: ActorPlan | ProcessPlan | None, options: InferOptions
+) -> LoadedModel:
+    """Open a model; one that actors of a cluster or other processes open is only described."""
     if not (model is None or isinstance(model, str | os.PathLike)):
         if model.path is None or model.sha256 is None or plan is not None:
             raise UsageError("model: an open model without a file, or with --ray; give the path of the model file")
@@ -386,7 +384,10 @@ def _open_model(model: StrPath | Model | None, plan: ActorPlan | None, options: 
             path, device=options.device, threads=options.threads, cuda_graphs=options.cuda_graphs,
             expect_sha256=options.expect_sha256, runtime=options.runtime, log=options.log,
         )  # fmt: skip
-    path = path or find_default_model("auto" if plan.gpus else "cpu", options.runtime, options.log)
+    device = options.device
+    if isinstance(plan, ActorPlan):
+        device = "auto" if plan.gpus else "cpu"
+    path = path or find_default_model(device, options.runtime, options.log)
     if not path.is_file():
         raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
     if options.expect_sha256 is not None:

@@ -73,6 +73,10 @@ class InferOptions(Options):
         Option("Stop after more failed images than this: a number, or P% (from 100 images on).", cli=str),
     ] = None
     device: Devices = "auto"
+    processes: Annotated[
+        int | None,
+        Option("Processes that share the images, --threads and --workers.", min=1, default="one per GPU in --device"),
+    ] = None
     runtime: RuntimeChoice = "auto"
     batch: Batch = None
     threads: Threads = None

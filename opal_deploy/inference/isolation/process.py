@@ -40,10 +40,7 @@ _PIPE_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 1 << 20
 
 # not `-m`, and no module of multiprocessing: both would import the caller's main module, or write beside it
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from opal_deploy.inference.isolation.worker import main; main(int(sys.argv[2]))"
-)
+_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main(int(sys.argv[2]))"
 
 
 class WorkerCrashed(Exception):
@@ -90,17 +87,16 @@ class WorkerProcess:
         descriptor = create_shared_memory(POSITION.size)
         try:
             self._position = map_shared_memory(descriptor, POSITION.size)
-            self._process = subprocess.Popen(
-                [sys.executable, *interpreter_flags(), "-c", _CODE, json.dumps(sys.path), str(descriptor)],
+            self._process = start_python(
+                "opal_deploy.inference.isolation.worker",
+                descriptor,
+                files,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 bufsize=0,
                 # numpy's libraries need only one thread
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                # Ctrl-C goes to all foreground processes, and would end this one while it starts
-                start_new_session=True,
-                pass_fds=(descriptor, *files),
             )
         finally:
             os.close(descriptor)
@@ -242,12 +238,7 @@ class WorkerProcess:
 
     def _kill(self) -> None:
         """Kill the process and its children, which may hold its pipes open."""
-        if not hasattr(os, "killpg"):
-            self._process.kill()
-            return
-        # it leads a process group, whose number stays in use as long as any process is in it
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process)
 
     def _read_position(self) -> int:
         (position,) = POSITION.unpack_from(self._position)
@@ -261,6 +252,36 @@ class WorkerProcess:
             self._process.wait()
             return "stopped answering"
         return describe_exit_code(code)
+
+
+def start_python(module: str, descriptor: int, files: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
+    """Start a Python process that calls `main(descriptor)` of a module.
+
+    Args:
+        module: its full name.
+        descriptor, files: descriptors that the process inherits, under the same numbers.
+        options: of `subprocess.Popen`.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return subprocess.Popen(
+        [sys.executable, *interpreter_flags(), "-c", _CODE.format(module), json.dumps(sys.path), str(descriptor)],
+        # Ctrl-C goes to all foreground processes, and would end this one while it starts
+        start_new_session=True,
+        pass_fds=(descriptor, *files),
+        **options,
+    )
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process of `start_python` and the children in its process group."""
+    if not hasattr(os, "killpg"):
+        process.kill()
+        return
+    # it leads a process group, whose number stays in use as long as any process is in it
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def describe_exit_code(code: int) -> str:

@@ -68,7 +68,7 @@ def main(position_descriptor: int) -> None:
     """Run the process; `position_descriptor`: shared memory for the position of the request in flight."""
     position = map_shared_memory(position_descriptor, POSITION.size)
     requests, responses = _take_over_standard_streams()
-    _end_with_the_parent(requests)
+    end_with_the_parent(requests.fileno())
     warnings.simplefilter("ignore")
     config: WorkerConfig = pickle.loads(_read(requests, _read_length(requests)))  # noqa: S301 (the parent wrote it)
     Image.MAX_IMAGE_PIXELS = config.pillow_limit
@@ -146,14 +146,17 @@ def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
     return requests, responses
 
 
-def _end_with_the_parent(requests: BinaryIO) -> None:
-    """Leave Ctrl-C to the parent, and end this process when the parent has ended, for whatever reason."""
+def end_with_the_parent(descriptor: int) -> None:
+    """Leave Ctrl-C to the parent, and end this process when the parent has ended, for whatever reason.
+
+    `descriptor`: this process's end of a pipe or socket; only the parent has the other one.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not hasattr(select, "poll"):
         # it still ends when it next reads a request
         return
     hangup = select.poll()
-    hangup.register(requests.fileno(), 0)
+    hangup.register(descriptor, 0)
 
     def watch() -> None:
         # the parent's end is closed; the request in flight may never end

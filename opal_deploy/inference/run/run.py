@@ -1,7 +1,8 @@
 """One run of `opal-deploy infer`: images in, a run directory with records, drawings, tables and a report out.
 
-A `Backend` turns images into records: `LocalBackend` in this process, `cluster` on many machines. Everything else is
-the same for both: the order of the records, resuming, counts, the limit of errors, interruption, tables and the report.
+A `Backend` turns images into records: `LocalBackend` in this process, `parallel` in several, `cluster` on many
+machines. Everything else is the same for all: the order of the records, resuming, counts, the limit of errors,
+interruption, tables and the report.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.logs import Log
 from opal_deploy.records.record import Record
 from opal_deploy.records.tables import Format, write_table
+from opal_deploy.runtime.devices import default_batch
 from opal_deploy.runtime.session import Session
 from opal_deploy.storage.files import RemoteFile
 
@@ -82,6 +84,11 @@ class Backend(ABC):
     def description(self) -> str:
         """The engines and devices in one line."""
 
+    @property
+    @abstractmethod
+    def default_batch(self) -> int:
+        """The devices' default of images per forward pass."""
+
     def describe_progress(self) -> str:
         """Return a note for the progress bar; empty for none."""
         return ""
@@ -131,6 +138,11 @@ class LocalBackend(Backend):
     def description(self) -> str:
         """See `Backend.description`."""
         return "; ".join(session.description for session in self._sessions)
+
+    @property
+    def default_batch(self) -> int:
+        """See `Backend.default_batch`."""
+        return default_batch(self._sessions[0])
 
     @contextmanager
     def predict(

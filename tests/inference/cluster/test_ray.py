@@ -1,7 +1,6 @@
 """`infer --ray` on a cluster of three nodes on this machine: its files are those of one machine, whatever dies."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -13,29 +12,16 @@ import time
 from pathlib import Path
 
 import pytest
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from opal_deploy.errors import UsageError
-from tests.cli.calls import MAIN, one_line, read_results
+from tests.cli.calls import one_line, read_results
+from tests.inference.runs import KILLER, Infer, make_killer
 
 ray = pytest.importorskip("ray")
 
 IMAGES = 40
 # a dead node is noticed within seconds
 HEALTH = {"period_ms": "500", "timeout_ms": "500", "initial_delay_ms": "500", "failure_threshold": "3"}
-# in place of a decoder or a runtime that ends its process: decoding is not isolated in these tests
-KILLER = """
-import os, signal
-from PIL import Image
-opened = Image.open
-def open(file, *how):
-    image = opened(file, *how)
-    if image.info.get("killer"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return image
-Image.open = open
-"""
 
 
 class Nodes:
@@ -101,61 +87,11 @@ def images(tmp_path_factory, make_pictures):
     return folder
 
 
-class Infer:
-    """`infer` on some images, on one machine or on the cluster."""
-
-    def __init__(self, cwd, model, images):
-        self.cwd = cwd
-        self.processes = []
-        (cwd / "in").symlink_to(images)
-        self._fixed = ["in", "--model", str(model), "--threads", "1", "--workers", "1", "--batch", "2"]
-
-    def start(self, out, *arguments, **environment):
-        """Start a process with these environment variables."""
-        process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, "infer", *self._fixed, "--out", out, *arguments],
-            cwd=self.cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.processes.append(process)
-        return process
-
-    def __call__(self, out, *arguments):
-        process = self.start(out, *arguments)
-        stdout, stderr = process.communicate(timeout=120)
-        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-    def wait_for(self, out, count, process):
-        """Wait until there are so many records."""
-        path = self.cwd / out / "results.jsonl"
-        deadline = time.monotonic() + 60
-        while not path.exists() or path.read_bytes().count(b"\n") < count:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def files(self, out):
-        """Return the files of a run, without those that name times and commands."""
-        left_out = ("run.json", "summary.json", "report.html", ".lock")
-        root = self.cwd / out
-        paths = [path for path in root.rglob("*") if path.is_file() and path.name not in left_out]
-        return {str(path.relative_to(root)): path.read_bytes() for path in paths}
-
-    def ray_summary(self, out):
-        return json.loads((self.cwd / out / "summary.json").read_text())["ray"]
-
-
 @pytest.fixture
 def infer(tmp_path, exact_model, images):
     infer = Infer(tmp_path, exact_model, images)
     yield infer
-    for process in infer.processes:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
+    infer.end()
 
 
 def test_a_cluster_writes_the_files_of_one_machine_and_prints_as_much(infer, nodes):
@@ -168,7 +104,7 @@ def test_a_cluster_writes_the_files_of_one_machine_and_prints_as_much(infer, nod
     # the cluster at its start, the nodes' rates at its end
     assert len(lines[1]) == len(lines[0]) + 2, ray.stderr
     assert not ray.stdout
-    assert sum(node["images"] for node in infer.ray_summary("ray")["nodes"]) == IMAGES // 2
+    assert sum(node["images"] for node in infer.summary("ray")["ray"]["nodes"]) == IMAGES // 2
     assert not list(nodes.folder.glob("opal-deploy-*/*"))
 
 
@@ -189,10 +125,7 @@ def test_an_image_that_kills_its_actor_gets_a_record_and_the_others_their_answer
     folder = infer.cwd / "in"
     folder.unlink()
     shutil.copytree(images, folder)
-    text = PngInfo()
-    text.add_text("killer", "yes")
-    with Image.open(folder / "021.png") as image:
-        image.save(folder / "021.png", pnginfo=text)
+    make_killer(folder / "021.png")
     done = infer("ray", "--no-isolate", "--ray", nodes.address, "--ray-cpus", "1")
     assert done.returncode == 3, done.stderr
     records, expected = read_results(infer.cwd / "ray"), read_results(infer.cwd / "one")
@@ -200,7 +133,7 @@ def test_an_image_that_kills_its_actor_gets_a_record_and_the_others_their_answer
     assert (records[21]["image"], records[21]["image_index"]) == ("in/021.png", 21)
     assert records[:21] + records[22:] == expected[:21] + expected[22:]
     # its chunk of 8 twice, then 4, 2 and 1
-    assert sum(node["actors_lost"] for node in infer.ray_summary("ray")["nodes"]) == 5
+    assert sum(node["actors_lost"] for node in infer.summary("ray")["ray"]["nodes"]) == 5
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

@@ -1,0 +1,145 @@
+"""`infer --processes` writes the files of one process, whatever dies, and leaves no process behind."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from opal_deploy.errors import UsageError
+from opal_deploy.inference.options import InferOptions
+from opal_deploy.inference.parallel.backend import plan_processes
+from tests.cli.calls import one_line, read_results
+from tests.inference.runs import KILLER, Infer, make_killer
+
+IMAGES = 40
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory, make_pictures):
+    """Images, one of them broken."""
+    folder = tmp_path_factory.mktemp("images")
+    make_pictures(folder, IMAGES)[7].write_bytes(b"no")
+    return folder
+
+
+@pytest.fixture
+def infer(tmp_path, exact_model, images):
+    infer = Infer(tmp_path, exact_model, images)
+    yield infer
+    infer.end()
+
+
+def find_descendants(pid):
+    """Return the processes that a process started, and those that they started."""
+    lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    children = [int(child) for child in " ".join(lists).split()]
+    return children + [below for child in children for below in find_descendants(child)]
+
+
+@pytest.mark.data
+def test_photographs_get_the_files_of_one_process(infer, photographs):
+    (infer.cwd / "list.txt").write_text("\n".join(map(str, photographs[:8])))
+    options = ("@list.txt", "--explain", "--sheets", "--format", "csv", "--shard", "1/3")
+    one, two = infer("one", *options), infer("two", *options, "--processes", "2")
+    assert (one.returncode, two.returncode) == (0, 0), two.stderr
+    assert infer.files("two") == infer.files("one")
+    assert (infer.cwd / "two/report.html").read_text().count("<article") == 16
+    summary = infer.summary("two")
+    assert summary["processes"] == {"count": 2, "lost": 0, "chunks_retried": 0}
+    stages = {row["stage"]: row["calls"] for row in summary["time"]["stages"]}
+    assert stages["decode"] == 16
+
+
+def test_a_worker_that_is_killed_costs_no_record(infer):
+    infer("one", "--explain")
+    process = infer.start("two", "--explain", "--processes", "2")
+    infer.wait_for("two", 1, process)
+    # the workers come first
+    os.kill(find_descendants(process.pid)[0], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 3, stderr
+    assert "A worker process was ended by SIGKILL; its " in stderr
+    assert infer.files("two") == infer.files("one")
+    assert infer.summary("two")["processes"]["lost"] == 1
+
+
+def test_an_image_that_kills_its_worker_gets_a_record_and_the_others_their_answers(infer, images, monkeypatch):
+    infer("one")
+    (infer.cwd / "modules").mkdir()
+    (infer.cwd / "modules/sitecustomize.py").write_text(KILLER)
+    monkeypatch.setenv("PYTHONPATH", str(infer.cwd / "modules"), prepend=os.pathsep)
+    (infer.cwd / "in").unlink()
+    shutil.copytree(images, infer.cwd / "in")
+    make_killer(infer.cwd / "in/021.png")
+    done = infer("two", "--no-isolate", "--processes", "2")
+    assert done.returncode == 3, done.stderr
+    records, expected = read_results(infer.cwd / "two"), read_results(infer.cwd / "one")
+    assert (records[21]["error"]["code"], records[21]["image_index"]) == ("worker_died", 21)
+    assert records[:21] + records[22:] == expected[:21] + expected[22:]
+    # its chunk of 8 twice, then 4, 2 and 1
+    assert infer.summary("two")["processes"]["lost"] == 5
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_was_ended_leaves_no_process_and_goes_on_with_another_number(infer, end):
+    # more images than are in work at a time
+    images = ("in", "in", "--explain")
+    infer("one", *images)
+    process = infer.start("out", *images, "--processes", "2")
+    infer.wait_for("out", 1, process)
+    started = find_descendants(process.pid)
+    assert len(started) >= 2
+    process.send_signal(end)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == (-end if end is signal.SIGKILL else 130), stderr
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    done = infer("out", *images, "--processes", "3")
+    assert done.returncode == 3, done.stderr
+    assert " records are there already" in done.stderr
+    assert infer.files("out") == infer.files("one")
+
+
+def test_a_model_that_cannot_be_opened_is_one_line_and_the_earlier_run_stays(infer, exact_model):
+    infer("out")
+    before = infer.files("out")
+    data = bytearray(exact_model.read_bytes())
+    data[len(data) // 2] ^= 1
+    (infer.cwd / "damaged.onnx").write_bytes(data)
+    assert "damaged.onnx" in one_line(infer("out", "--overwrite", "--processes", "2", "--model", "damaged.onnx"))
+    assert infer.files("out") == before
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [
+        ({}, None),
+        ({"processes": 1, "device": "0,1"}, None),
+        ({"device": "0,1,2"}, ("cuda:0", "cuda:1", "cuda:2")),
+        ({"device": "0,1,2", "processes": 2}, ("0,2", "cuda:1")),
+        ({"device": "0,1", "processes": 3}, ("cuda:0", "cuda:1", "cuda:0")),
+        ({"device": "cpu", "processes": 2}, ("cpu", "cpu")),
+        ({"device": "0,1", "every": "1s"}, None),
+    ],
+)
+def test_each_process_has_its_devices(options, devices):
+    plan = plan_processes(InferOptions(**options), model_is_open=False)
+    assert (None if plan is None else plan.devices) == devices
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ray": "local"}, "with --ray: its actors are processes already; leave out --processes"),
+        ({"every": "1s"}, "with --every: videos are decoded in one process"),
+        ({}, "with an open model: give the path of the model file"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, says):
+    with pytest.raises(UsageError, match=f"^--processes 2 {says}"):
+        plan_processes(InferOptions(processes=2, **options), model_is_open=True)
