@@ -54,12 +54,16 @@ def collapse_per_image(argmax: NDArray[np.int32], labels: NDArray[np.int64], slo
         argmax: [N, K], flat cell of each channel's maximum.
         labels: [N], class indices.
     """
-    m = slots.per_class
+    channels = labels[:, None] * slots.per_class + np.arange(slots.per_class)  # [N, m]
+    return collapse_of_cells(np.take_along_axis(argmax, channels, axis=1), labels, slots)
+
+
+def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], slots: Slots) -> NDArray[np.float64]:
+    """Return what `collapse_per_image` does, from the cells [N, m] of the label's channels only."""
     # a dropped slot repeats the first that is left
-    source = np.where(slots.kept, np.arange(m), slots.kept.argmax(axis=1)[:, None])  # [C, m]
-    channels = labels[:, None] * m + source[labels]  # [N, m]
-    cells = np.sort(np.take_along_axis(argmax, channels, axis=1), axis=1)
-    repeated = slots.counts[labels] - 1 - (np.diff(cells, axis=1) != 0).sum(axis=1)  # [N]
+    source = np.where(slots.kept, np.arange(slots.per_class), slots.kept.argmax(axis=1)[:, None])  # [C, m]
+    ordered = np.sort(np.take_along_axis(cells, source[labels], axis=1), axis=1)
+    repeated = slots.counts[labels] - 1 - (np.diff(ordered, axis=1) != 0).sum(axis=1)  # [N]
     scores: NDArray[np.float64] = repeated / np.maximum(slots.counts[labels] - 1, 1)
     return scores
 
@@ -105,8 +109,7 @@ class Evaluation:
 def compute_metrics(
     logits: NDArray[np.float32],
     labels: NDArray[np.int64],
-    argmax: NDArray[np.int32] | None = None,
-    slots: Slots | None = None,
+    collapse: NDArray[np.float64] | None = None,
     margins: NDArray[np.float64] | None = None,
 ) -> Evaluation:
     """Return every metric that can be computed from these outputs.
@@ -114,15 +117,14 @@ def compute_metrics(
     Args:
         logits: [N, C], N at least 1.
         labels: [N], class indices.
-        argmax: [N, K], flat cells, together with `slots`; None for a network without slots.
+        collapse: [N], see `collapse_per_image`; None for a network without slots.
         margins: [N], see `metrics.margins`; None for a network without anchors.
     """
     from scipy.special import log_softmax
     from sklearn.metrics import f1_score
 
     predicted, mean, std = logits.argmax(axis=1), None, None
-    if argmax is not None and slots is not None:
-        collapse = collapse_per_image(argmax, labels, slots)
+    if collapse is not None:
         mean, std = float(collapse.mean()), float(collapse.std())
     risk = None if margins is None else compute_risk_curve(margins, predicted == labels).summary()
     return Evaluation(

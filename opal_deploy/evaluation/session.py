@@ -16,7 +16,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
+from opal_deploy.evaluation.metrics import Evaluation, collapse_per_image, compute_metrics, margins
 from opal_deploy.evaluation.parts import PartFigures, PartMeter
 from opal_deploy.inference.decoding.prepare import prepare
 from opal_deploy.inference.executor import prefetch
@@ -85,10 +85,11 @@ def evaluate_session(
         geometries += batch_geometries
         progress(len(geometries), len(samples), "evaluating")
     outputs = Outputs.concatenate(batches)
-    slots, top2_margins = metadata.slots, None
-    if outputs.scores is not None:
+    slots, collapse, top2_margins = metadata.slots, None, None
+    if outputs.argmax is not None and outputs.scores is not None:
+        collapse = collapse_per_image(outputs.argmax, labels, slots)
         top2_margins = margins(outputs.logits, outputs.scores, slots, metadata.epsilon)
-    evaluation = compute_metrics(outputs.logits, labels, outputs.argmax, slots, top2_margins)
+    evaluation = compute_metrics(outputs.logits, labels, collapse, top2_margins)
     part_figures = meter.figures(outputs.scores, outputs.argmax, geometries) if meter else None
     return EvaluationResult(evaluation, part_figures, labels, outputs, geometries, top2_margins)
 

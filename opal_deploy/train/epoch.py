@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
+from opal_deploy.artifact.slots import Slots
+from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, compute_metrics, margins
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.images import Batches, normalize
@@ -230,37 +232,54 @@ def measure_disagreement(first: Tensor, second: Tensor, labels: Tensor, prototyp
 
 
 class LabelledOutputs(NamedTuple):
-    """The outputs for n images and their labels.
+    """The outputs for n images and their labels, as far as metrics need them.
 
     Attributes:
         logits: float32 [n, C].
         labels: int64 [n].
-        argmax: int32 [n, K]; None for a network without slots.
+        cells: int32 [n, m], the cells of the labelled class's slots; None for a network without slots. Those of all
+            slots would be gigabytes for many classes, which every process would send to every other.
         margins: float64 [n], see `metrics.margins`; None for a network without anchors.
     """
 
     logits: NDArray[np.float32]
     labels: NDArray[np.int64]
-    argmax: NDArray[np.int32] | None
+    cells: NDArray[np.int32] | None
     margins: NDArray[np.float64] | None
+
+    def compute_metrics(self, slots: Slots) -> Evaluation:
+        """Return the metrics over all images of a network with these slots."""
+        collapse = None if self.cells is None else collapse_of_cells(self.cells, self.labels, slots)
+        return compute_metrics(self.logits, self.labels, collapse, self.margins)
 
 
 def evaluate(
-    network: OpalNetwork, batches: Batches, *, progress: Progress = no_progress, group: ProcessGroup | None = None
+    network: OpalNetwork,
+    batches: Batches,
+    *,
+    amp: MixedPrecision | None = None,
+    progress: Progress = no_progress,
+    group: ProcessGroup | None = None,
 ) -> Evaluation:
     """Return the metrics over all batches; see `predict`."""
-    outputs = predict(network, batches, progress=progress, group=group)
-    return compute_metrics(outputs.logits, outputs.labels, outputs.argmax, network.config.slots, outputs.margins)
+    outputs = predict(network, batches, amp=amp, progress=progress, group=group)
+    return outputs.compute_metrics(network.config.slots)
 
 
 def predict(
-    network: OpalNetwork, batches: Batches, *, progress: Progress = no_progress, group: ProcessGroup | None = None
+    network: OpalNetwork,
+    batches: Batches,
+    *,
+    amp: MixedPrecision | None = None,
+    progress: Progress = no_progress,
+    group: ProcessGroup | None = None,
 ) -> LabelledOutputs:
-    """Return the outputs of all batches, computed in float32 on the network's device.
+    """Return the outputs of all batches, computed on the network's device.
 
     Args:
         network: left in evaluation mode.
         batches: at least one image.
+        amp: precision of the backbone; the head stays float32, as in exported files. None is float32 throughout.
         progress: called after each batch.
         group: the processes whose outputs are returned; None is this one.
 
@@ -270,18 +289,24 @@ def predict(
     network.eval()
     device = next(network.parameters()).device
     config, head = network.config, network.config.head
+    m = head.prototypes_per_class
     parts: list[LabelledOutputs] = []
     done = 0
     with torch.inference_mode():
         for images, labels in batches:
-            outputs = network.explain(normalize(images.to(device), config.mean, config.std))
-            argmax = None if outputs.argmax is None else outputs.argmax.cpu().numpy()
+            inputs = normalize(images.to(device, non_blocking=True), config.mean, config.std)
+            with nullcontext() if amp is None else amp.autocast():
+                features = network.backbone(inputs)
+            outputs = network.head.explain(network.head.project(features if amp is None else features.float()))
             logits = outputs.logits.float().cpu().numpy()
-            batch_margins = None
+            cells = batch_margins = None
+            if outputs.argmax is not None:
+                channels = labels[:, None] * m + torch.arange(m)  # [n, m]
+                cells = outputs.argmax.gather(1, channels.to(device)).cpu().numpy()
             if outputs.scores is not None:
                 scores = outputs.scores.float().cpu().numpy()
                 batch_margins = margins(logits, scores, config.slots, head.epsilon)
-            parts.append(LabelledOutputs(logits, labels.numpy(), argmax, batch_margins))
+            parts.append(LabelledOutputs(logits, labels.numpy(), cells, batch_margins))
             done += len(labels)
             progress(done, len(batches.images), "evaluating")
     if group is not None:

@@ -7,7 +7,6 @@ logits, 30 epochs, the weights of the epoch with the lowest validation cross-ent
 from __future__ import annotations
 
 import math
-import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -259,12 +258,11 @@ class _TrainingRun:
         train = TrainImages(self.data.train, options.input_size, augmentation=augmentation, seed=options.seed)
         val = TrainImages(self.data.val, options.input_size)
         # every process caches all images, because its share of them changes with each epoch
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", group.size)) if group.size > 1 else 1
-        cached = processes * (train.cache_bytes + val.cache_bytes) <= options.cache_megabytes * _MEGABYTE
+        cached = group.local_size * (train.cache_bytes + val.cache_bytes) <= options.cache_megabytes * _MEGABYTE
         if cached:
             train.fill_cache(self.progress)
             val.fill_cache(self.progress)
-        workers = machine.default_num_workers(group.device, cached) if options.workers is None else options.workers
+        workers = machine.default_num_workers(group, cached) if options.workers is None else options.workers
         share = {"rank": group.rank, "size": group.size}
         train_batches = Batches(train, options.batch_size, shuffle_seed=options.seed, workers=workers, **share)
         val_batches = Batches(val, options.batch_size, workers=0 if cached else workers, **share)
@@ -317,7 +315,9 @@ class _TrainingRun:
                 before + seen, options.epochs * images_per_epoch, f"epoch {epoch}/{options.epochs}, validating"
             )
 
-        val = evaluate(self.network, val_batches, progress=after_batch, group=group)
+        # float32 would take a GPU as long as training in lower precision; the best weights are judged in float32
+        amp = train_step.amp if group.device.type == "cuda" else None
+        val = evaluate(self.network, val_batches, amp=amp, progress=after_batch, group=group)
         if not math.isfinite(val.loss):
             raise DivergenceError(
                 f"the validation loss is {val.loss} in epoch {epoch} at learning rate {options.lr:g}; "
@@ -351,15 +351,18 @@ class _TrainingRun:
         """Calibrate the best weights, evaluate them on the test split and write the final files."""
         run_dir, group, options = self.run_dir, self.group, self.options
         assert state.best is not None  # there was at least one epoch
-        best_epoch, val = state.best
+        best_epoch, _ = state.best
         group.barrier()
         self.network.load_state_dict(load_run_file(run_dir.best)["state_dict"])
+        machine.set_tf32(enabled=False)
         outputs = predict(self.network, val_batches, progress=self.progress, group=group)
+        # in float32, which the epoch's own figures on a GPU are not
+        val = outputs.compute_metrics(network.config.slots)
         calibration = calibrate(outputs.logits, outputs.labels)
         test = None
         if self.data.test:
             images = TrainImages(self.data.test, options.input_size)
-            workers = machine.default_num_workers(group.device, False) if group.device.type == "cuda" else 0
+            workers = machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
             batches = Batches(images, options.batch_size, workers=workers, rank=group.rank, size=group.size)
             test = evaluate(self.network, batches, progress=self.progress, group=group)
         metrics = {"epoch": best_epoch, **val.to_dict("val"), **(test.to_dict("test") if test else {})}

@@ -29,8 +29,8 @@ from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.runtime.torch_session import torch_device
 from opal_deploy.train.recipe import TrainingPrecision
 
-# more processes than this only wait for one GPU
-_MAX_WORKERS = 8
+# cores that prepare no images: one feeds the GPU, one is left to everything else
+_OTHER_CORES = 2
 
 
 def is_main_process() -> bool:
@@ -46,11 +46,13 @@ class ProcessGroup:
         device: the device that this process computes on.
         rank: this process, 0 ... size-1.
         size: the number of processes.
+        local_size: the number of them on this machine.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
+    local_size: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -118,27 +120,33 @@ def join_process_group(device: str) -> Iterator[ProcessGroup]:
             )
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
-    distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    if chosen.type == "cuda":
+        # without the device NCCL guesses it at the first barrier, and connects only then
+        distributed.init_process_group("nccl", device_id=chosen)
+    else:
+        distributed.init_process_group("gloo")
     try:
-        yield ProcessGroup(chosen, distributed.get_rank(), distributed.get_world_size())
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        yield ProcessGroup(chosen, distributed.get_rank(), distributed.get_world_size(), local_size)
     finally:
         distributed.destroy_process_group()
 
 
-def default_num_workers(device: torch.device, cached: bool) -> int:
-    """Return the number of processes that prepare images.
+def default_num_workers(group: ProcessGroup, cached: bool) -> int:
+    """Return the number of processes that prepare images for one process of the run.
 
     On a CPU none where images are cached: augmenting takes a few per cent of an epoch, and processes would take the
-    network's cores; otherwise one, which prefetches. On a GPU all cores but one, at most 8. None where a process would
-    import the caller's script, which then would train again unless the call is under `if __name__ == "__main__":`.
+    network's cores; otherwise one, which prefetches. On a GPU its share of the machine's cores but two, at least one.
+    None where a process would import the caller's script, which then would train again unless the call is under
+    `if __name__ == "__main__":`.
     """
     # macOS and Windows spawn; asking for the start method must not set it, and the first one listed is the default
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method != "fork" and "opal_deploy.cli" not in sys.modules:
         return 0
-    if device.type == "cpu":
+    if group.device.type == "cpu":
         return 0 if cached or available_cpus() == 1 else 1
-    return max(1, min(available_cpus() - 1, _MAX_WORKERS))
+    return max(1, available_cpus() // group.local_size - _OTHER_CORES)
 
 
 def set_tf32(enabled: bool) -> None:

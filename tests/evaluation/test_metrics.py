@@ -74,7 +74,9 @@ def test_macro_f1_weighs_classes_alike_and_metrics_that_were_not_measured_are_le
 
 def test_collapse_has_a_standard_deviation_and_top_5_needs_more_than_five_classes():
     argmax = np.array([[1, 1, 4, 5], [1, 1, 4, 5]], np.int32)
-    metrics = compute_metrics(PREDICTIONS[:2, :2], np.array([0, 1]), argmax, Slots(2, 2))
+    labels = np.array([0, 1])
+    collapse = collapse_per_image(argmax, labels, Slots(2, 2))
+    metrics = compute_metrics(PREDICTIONS[:2, :2], labels, collapse)
     assert (metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std) == (0.5, 0.5)
     labels = np.zeros(3, np.int64)
     assert compute_metrics(np.eye(3, 5, dtype=np.float32), labels).top5 is None

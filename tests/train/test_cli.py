@@ -102,12 +102,29 @@ def test_wrong_arguments_of_the_function_are_one_line(squares, tmp_path, wrong, 
 
 
 def test_no_process_is_started_that_would_run_the_callers_script_again(monkeypatch):
-    cuda = torch.device("cuda")
+    cuda = ProcessGroup(torch.device("cuda"))
     assert default_num_workers(cuda, cached=False) > 0
     monkeypatch.setattr("multiprocessing.get_start_method", lambda allow_none: "spawn")
     assert default_num_workers(cuda, cached=False) > 0  # the command's own script is safe
     monkeypatch.delitem(sys.modules, "opal_deploy.cli")
     assert default_num_workers(cuda, cached=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "device", "processes", "workers"),
+    [
+        (16, "cuda", 1, 14),
+        (64, "cuda", 8, 6),
+        (3, "cuda", 1, 1),
+        (2, "cuda", 1, 1),
+        (8, "cuda", 8, 1),
+        (16, "cpu", 1, 1),
+    ],
+)
+def test_the_processes_that_prepare_images_share_the_cores(monkeypatch, cores, device, processes, workers):
+    monkeypatch.setattr("opal_deploy.train.machine.available_cpus", lambda: cores)
+    group = ProcessGroup(torch.device(device), size=2 * processes, local_size=processes)
+    assert default_num_workers(group, cached=False) == workers
 
 
 def test_interrupted_training_names_the_command_that_resumes_it(opal, squares, tmp_path, monkeypatch):

@@ -80,6 +80,18 @@ def test_best_has_the_lowest_validation_loss_and_its_own_test_metrics(run, squar
     assert json.loads((result.best.parent / "summary.json").read_text())["test_accuracy"] == test.accuracy
 
 
+def test_a_backbone_in_lower_precision_is_judged_with_a_float32_head(run, squares):
+    network = checkpoint.load(run[0].best).network
+    seen = []
+    network.head.projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    batches = Batches(TrainImages(squares.val, (64, 64)), 64)
+    exact, rounded = (evaluate(network, batches, amp=amp) for amp in (None, MixedPrecision("cpu", torch.bfloat16)))
+    assert set(seen) == {torch.float32}
+    assert rounded.loss != exact.loss
+    assert rounded.loss == pytest.approx(exact.loss, rel=0.02)
+    assert rounded.spatial_prototype_collapse == pytest.approx(exact.spatial_prototype_collapse, abs=0.2)
+
+
 def test_risk_curve_and_calibration_are_kept_from_training_to_inspect(run, squares, capsys):
     best = run[0].best
     stored = checkpoint.load(best)

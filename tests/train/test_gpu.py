@@ -12,7 +12,10 @@ from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.synthetic import generate_dataset
+from opal_deploy.train.epoch import evaluate
+from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.loop import fit
+from opal_deploy.train.machine import set_tf32
 from opal_deploy.train.recipe import TrainOptions
 
 pytestmark = [
@@ -37,6 +40,15 @@ def creatures(tmp_path_factory):
 def test_every_precision_learns(creatures, tmp_path, precision):
     result = fit(creatures, replace(OPTIONS, precision=precision), tmp_path)
     assert result.epochs[-1].train_loss < 0.9 * result.epochs[0].train_loss
+
+
+def test_the_result_is_judged_in_float32_although_epochs_are_not(creatures, tmp_path):
+    result = fit(creatures, replace(OPTIONS, epochs=1, precision="bf16"), tmp_path)
+    network = checkpoint.load(result.best).network.cuda()
+    set_tf32(False)
+    exact = evaluate(network, Batches(TrainImages(creatures.val, OPTIONS.input_size), OPTIONS.batch_size))
+    assert result.val.loss == pytest.approx(exact.loss, rel=1e-5)
+    assert result.epochs[0].val_loss == pytest.approx(exact.loss, rel=0.02)
 
 
 def test_a_compiled_step_learns_as_a_plain_one(creatures, tmp_path):
