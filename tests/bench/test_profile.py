@@ -16,22 +16,9 @@ from tests.runtime.conftest import make_stand, tiny, tiny_fp16
 
 __all__ = ["make_stand", "tiny", "tiny_fp16"]
 QUICK = [
-    "--batch",
-    "2",
-    "--device",
-    "cpu",
-    "--threads",
-    "1",
-    "--seconds",
-    "0",
-    "--iterations",
-    "1",
-    "--repeats",
-    "1",
-    "--warmup",
-    "0",
-    "--profile",
-]
+    "--batch", "2", "--device", "cpu", "--threads", "1", "--seconds", "0", "--iterations", "1", "--repeats", "1",
+    "--warmup", "0", "--profile",
+]  # fmt: skip
 
 
 def read_profile(opal, path, out):
