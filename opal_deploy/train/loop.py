@@ -357,7 +357,7 @@ class _TrainingRun:
         machine.set_tf32(enabled=False)
         outputs = predict(self.network, val_batches, progress=self.progress, group=group)
         # in float32, which the epoch's own figures on a GPU are not
-        val = outputs.compute_metrics(network.config.slots)
+        val = outputs.compute_metrics(self.network.config.slots)
         calibration = calibrate(outputs.logits, outputs.labels)
         test = None
         if self.data.test:
