@@ -132,7 +132,9 @@ class OnnxSession:
         options.log_severity_level = _ERROR
         # waiting threads must leave the cores to those that decode the next images
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if providers[0] == CPU and self.metadata.precision == "int8":
+        if providers[0] != CPU:
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        elif self.metadata.precision == "int8":
             # on processors without VNNI the fused int8 kernels add up in 16 bits and saturate; plain quantise and
             # dequantise nodes around float32 operations give the results of exact int8 arithmetic everywhere
             options.add_session_config_entry("session.disable_quant_qdq", "1")
@@ -318,6 +320,13 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
             raise UsageError(
                 f"ONNX Runtime could not start on CUDA device {self._index} and fell back to {providers[0]}; "
                 "see `opal-deploy doctor`, or use --device cpu"
+            )
+        elsewhere = [part for part in session.get_provider_graph_assignment_info() if part.ep_name != CUDA]
+        if elsewhere and self._cuda_options.enable_cuda_graph:
+            operators = ", ".join(sorted({node.op_type for part in elsewhere for node in part.get_nodes()}))
+            raise UsageError(
+                f"{self._path}: enable_cuda_graph=1 needs all nodes on the GPU, and ONNX Runtime computes {operators} "
+                "on the CPU; export it again, or leave the option out"
             )
         return session
 

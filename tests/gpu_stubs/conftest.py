@@ -91,21 +91,40 @@ CLASS_NAMES = ("a", "b", "c")
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """An ONNX file without convolutions, so that the stubs run it; its twelve values take 1.2 MB per image."""
+    return write_model(tmp_path_factory.mktemp("model") / "stub.onnx")
+
+
+@pytest.fixture(scope="session")
+def shape_model(tmp_path_factory):
+    """The same with a shape that ONNX Runtime computes on the CPU."""
+    return write_model(tmp_path_factory.mktemp("shape") / "stub.onnx", with_shape=True)
+
+
+def write_model(path, *, with_shape=False):
     from onnx import TensorProto, helper
 
     from opal_deploy.artifact import onnx_file
     from opal_deploy.artifact.metadata import Metadata
 
     shape = ["N", *SIZE, 3]
+    size = math.prod(shape[1:])
     nodes = [helper.make_node("Cast", ["images"], ["value_0"], to=TensorProto.FLOAT)]
     for number in range(12):
         operator = "Exp" if number % 2 else "Sigmoid"
         nodes.append(helper.make_node(operator, [f"value_{number}"], [f"value_{number + 1}"]))
     values = [f"value_{number}" for number in range(1, 13)]
-    nodes.append(helper.make_node("Sum", values, ["sum"]))
-    nodes.append(helper.make_node("Reshape", ["sum", "shape"], ["row"]))
-    nodes.append(helper.make_node("MatMul", ["row", "weight"], ["logits"]))
-    size = math.prod(shape[1:])
+    if with_shape:
+        nodes += [
+            helper.make_node("Shape", ["images"], ["batch"], start=0, end=1),
+            helper.make_node("Squeeze", ["batch"], ["count"]),
+            helper.make_node("Cast", ["count"], ["as_float"], to=TensorProto.FLOAT),
+        ]
+        values.append("as_float")
+    nodes += [
+        helper.make_node("Sum", values, ["sum"]),
+        helper.make_node("Reshape", ["sum", "shape"], ["row"]),
+        helper.make_node("MatMul", ["row", "weight"], ["logits"]),
+    ]
     graph = helper.make_graph(
         nodes, "stub", [helper.make_tensor_value_info("images", TensorProto.UINT8, shape)],
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 3])],
@@ -117,7 +136,6 @@ def model(tmp_path_factory):
     metadata = Metadata(
         CLASS_NAMES, 1, {"distance": "l2", "epsilon": 0.0}, "none", "none", (2, 4), SIZE, outputs=("logits",)
     )
-    path = tmp_path_factory.mktemp("model") / "stub.onnx"
     opsets = [helper.make_opsetid("", 20)]
     onnx_file.write_model(helper.make_model(graph, opset_imports=opsets, ir_version=10), metadata, path)
     onnx_file.embed_digest(path)

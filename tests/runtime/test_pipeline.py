@@ -40,6 +40,9 @@ class OnnxOnFakeCuda(_InferenceSession):
     def get_providers(self):
         return [self.name, "CPUExecutionProvider"] if hasattr(self, "name") else []
 
+    def get_provider_graph_assignment_info(self):
+        return []
+
     def run_with_iobinding(self, iobinding, run_options=None):
         if self.failure:
             raise RuntimeError(self.failure)

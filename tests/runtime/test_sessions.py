@@ -23,7 +23,7 @@ from opal_deploy.runtime.cuda import parse_cuda_options
 from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
 from opal_deploy.runtime.select import open_sessions
-from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.runtime.torch_session import TorchSession, torch_device
 from opal_deploy.runtime.verification import compare_outputs, verify_test_vectors
 from opal_deploy.synthetic import example_images
 from tests.builders import export_onnx
@@ -128,6 +128,11 @@ class TestDevices:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         with pytest.raises(UsageError, match=message):
             TorchSession(tiny.checkpoint, device=device)
+
+    def test_pytorchs_gpu_has_a_number_whichever_is_current(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        assert [str(torch_device(name)) for name in ("auto", "cuda", "cuda:1")] == ["cuda:0", "cuda:0", "cuda:1"]
 
     def test_a_list_of_devices_that_makes_no_sense_is_refused(self, tiny):
         for text in ("0,0", "0,x", "1;2", "-1", ",", "0,"):
