@@ -112,7 +112,8 @@ def lock_directory(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may have become read-only; only a lock that is held counts
+            path.unlink()
         os.close(handle)
         _remove_empty(made)
 
@@ -157,7 +158,8 @@ def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
             os.fsync(stream.fileno())
         temporary.replace(path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         _remove_empty(made)
         if isinstance(error, OSError):
             raise _not_writable(path, error) from None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opal_deploy.artifact.files import check_sha256
-from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError
+from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
 from opal_deploy.inference.cluster.connection import ActorPlan, check_ray_options
 from opal_deploy.inference.cluster.process import open_driver
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
@@ -299,6 +299,7 @@ class _Job:
                 run(self.images, backend, run_options, summary=summary, interrupt=interrupt, report=report_progress)
             if interrupt.stopped:
                 raise KeyboardInterrupt
+            document = directory.write_summary(summary, self._context())
         except KeyboardInterrupt:
             self._write_early_summary(directory, summary, "interrupted")
             log(f"Interrupted: {summary.total} records are in {directory.location}; {self._resume_hint()}")
@@ -306,7 +307,6 @@ class _Job:
         except StoppedEarly as error:
             self._write_early_summary(directory, summary, str(error))
             raise StoppedEarly(f"{error}; {self._resume_hint()}") from None
-        document = directory.write_summary(summary, self._context())
         lines = (*summary.describe(backend.describe_progress()), *self.skipped.describe())
         return self._result(directory, document, lines)
 
@@ -342,7 +342,7 @@ class _Job:
 
     def _write_early_summary(self, directory: RunDirectory, summary: Summary, stopped: str) -> None:
         """Write summary.json of a run that ended early, if the disk has space for it."""
-        with contextlib.suppress(UsageError, StoppedEarly):
+        with contextlib.suppress(OpalError):
             directory.write_summary(summary, self._context(), stopped)
 
     def _resume_hint(self) -> str:

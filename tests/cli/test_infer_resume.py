@@ -43,11 +43,11 @@ class Infer:
     def __call__(self, *arguments, out="out"):
         return self._opal("infer", *self._fixed, *(["--out", out] if out else []), *arguments, cwd=self.cwd)
 
-    def start(self, *arguments, before=""):
-        """Start a process that first runs the Python code `before`."""
+    def start(self, *arguments, before="", prefix=()):
+        """Start a process that first runs the Python code `before`; `prefix` is a command that runs another one."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
         return subprocess.Popen(
-            [sys.executable, "-c", before + MAIN, "infer", *self._fixed, "--out", "out", *arguments],
+            [*prefix, sys.executable, "-c", before + MAIN, "infer", *self._fixed, "--out", "out", *arguments],
             cwd=self.cwd,
             env=environment,
             stdout=subprocess.PIPE,
@@ -142,6 +142,25 @@ def test_killed_between_two_steps_it_goes_on_there(infer, clean, before):
     with infer.start(*EXPLAIN, before=f"{die}{before}\n") as process:
         process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
+    assert_goes_on(infer, clean)
+
+
+# without the capabilities by which root writes to any folder
+RESTRICTED = () if os.geteuid() else ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+
+
+@pytest.mark.skipif(bool(RESTRICTED) and shutil.which("setpriv") is None, reason="as root it takes setpriv")
+def test_a_folder_that_becomes_read_only_stops_it_in_one_line(infer, clean):
+    before = (
+        "import os\nfrom opal_deploy.inference.run.directory import RunDirectory as D\nwrite = D.write_summary\n"
+        "D.write_summary = lambda *a, **k: (os.chmod('out', 0o555), write(*a, **k))[1]\n"
+    )
+    with infer.start(*EXPLAIN, before=before, prefix=RESTRICTED) as process:
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 5, said
+    assert said.splitlines()[-1].startswith("opal-deploy: out/summary.json: cannot be written (Permission denied); ")
+    assert "; the same command resumes: opal-deploy infer in/" in said.splitlines()[-1]
+    (infer.cwd / "out").chmod(0o755)
     assert_goes_on(infer, clean)
 
 

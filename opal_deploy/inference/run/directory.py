@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import lock_directory, remove_temporary_files, write_json
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHEETS, SUMMARY, remove_image_files
@@ -84,7 +84,7 @@ class RunDirectory:
         """Called after records were written."""
 
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
-        """Write summary.json, and return its document; raise UsageError if that fails.
+        """Write summary.json, and return its document; raise StoppedEarly if that fails.
 
         `context` has model, runtime and command; `stopped` is why the run ended before its images did.
         """
@@ -101,7 +101,10 @@ class RunDirectory:
             "ended": _now(),
             "results_bytes": _size(self.root / RESULTS),
         }
-        write_json(self.root / SUMMARY, document)
+        try:
+            write_json(self.root / SUMMARY, document)
+        except UsageError as error:
+            raise StoppedEarly(f"{error}; all records are in {RESULTS}") from None
         return document
 
     def read_summary(self) -> dict[str, Any]:
