@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import atomic_write
+from opal_deploy.artifact.files import atomic_write, read_json
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 
@@ -152,13 +152,13 @@ def _read_document(engine: Path) -> dict[str, Any]:
         raise ArtifactError(f"{engine}: no such engine; expected a file that `opal-deploy export --trt` wrote")
     path = sidecar_path(engine)
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = read_json(path)
     except FileNotFoundError:
         raise ArtifactError(
             f"{engine}: its sidecar {path.name} is missing, which describes the engine; copy both "
             "files, or build it again with: opal-deploy export MODEL.onnx --trt"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise _damaged(path, f"it cannot be read as JSON: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
         raise _damaged(path, "it is not a JSON object")
@@ -192,15 +192,24 @@ def _find_wrong_parts(document: dict[str, Any]) -> list[str]:
     if wrong:
         return wrong
     batch, state = document["options"]["batch"], document["state"]
+    if not _is_file_name(document["onnx"]["file"]):
+        return ["onnx.file"]
     if len(batch) != 3 or not all(type(size) is int and size > 0 for size in batch):
         return ["options.batch"]
-    return ["state.machine"] if state["state"] == VERIFIED and not isinstance(state.get("machine"), dict) else []
+    if state["state"] != VERIFIED:
+        return [] if state.get("why") and isinstance(state["why"], str) else ["state.why"]
+    machine = state.get("machine")
+    return [] if isinstance(machine, dict) and isinstance(machine.get("gpu"), str) else ["state.machine"]
+
+
+def _is_file_name(text: str) -> bool:
+    return text not in ("", ".") and Path(text).name == text
 
 
 def _rebuild_command(document: dict[str, Any], engine: Path) -> str:
     onnx = document.get("onnx")
     source = onnx.get("file") if isinstance(onnx, dict) else None
-    path = str(engine.with_name(source)) if isinstance(source, str) else "MODEL.onnx"
+    path = str(engine.with_name(source)) if isinstance(source, str) and _is_file_name(source) else "MODEL.onnx"
     return shlex.join(["opal-deploy", "export", path, "--trt", "--rebuild"])
 
 
@@ -238,9 +247,9 @@ def checks_path(engine: Path) -> Path:
 def read_checks(engine: Path) -> list[Check]:
     """Return recorded outcomes, oldest first; none where their file is missing or damaged."""
     try:
-        document = json.loads(checks_path(engine).read_text("utf-8"))
+        document = read_json(checks_path(engine))
         return [Check(**entry) for entry in document["checks"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return []
 
 

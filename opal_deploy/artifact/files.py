@@ -35,17 +35,40 @@ def model_kind(path: Path) -> ModelKind | None:
     return _KINDS.get(path.suffix)
 
 
+def check_regular(path: Path) -> None:
+    """Raise OSError unless a path leads to a regular file: reading a pipe could block, and some devices never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a file")
+
+
 def read_text(path: Path, errors: str = "strict") -> str:
     """Return the text of a UTF-8 file, with or without a byte-order mark; line ends stay as they are.
 
     Raises:
-        OSError: it cannot be read, or is no regular file: a pipe could block forever.
+        OSError: it cannot be read, or is no regular file.
         UnicodeDecodeError: it is not UTF-8, and `errors` is "strict".
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a file")
+    check_regular(path)
     with path.open(encoding="utf-8-sig", errors=errors, newline="") as stream:
         return stream.read()
+
+
+def read_json(path: Path) -> Any:
+    """Return the document of a JSON file.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is not JSON in UTF-8, or nested too deeply.
+    """
+    try:
+        return json.loads(read_text(path))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value of JSON is a number that a float can hold: not NaN, infinite, or too large an integer."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def compute_sha256(path: Path) -> str:

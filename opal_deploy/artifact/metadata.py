@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
+from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.measurements import EVALUATION_KEYS, Calibration, EffectiveField, ReceptiveField
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import ArtifactError, UsageError
@@ -41,8 +42,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _SEQUENCES: tuple[tuple[str, int | None, Callable[[Any], bool], str], ...] = (
     ("grid", 2, lambda value: type(value) is int and value > 0, "two positive integers"),
     ("input_size", 2, lambda value: type(value) is int and value > 0, "two positive integers"),
-    ("mean", 3, lambda value: isinstance(value, int | float), "three numbers"),
-    ("std", 3, lambda value: isinstance(value, int | float), "three numbers"),
+    ("mean", 3, is_finite_number, "three numbers"),
+    ("std", 3, is_finite_number, "three numbers"),
     ("class_names", None, lambda value: isinstance(value, str), "a list of names"),
     ("outputs", None, lambda value: isinstance(value, str), "a list of names"),
 )
@@ -244,6 +245,8 @@ class Metadata:
         for each in fields(self):
             if str(each.type).startswith("dict") and not isinstance(getattr(self, each.name), dict):
                 raise ArtifactError(f"{each.name} is not an object")
+        if not isinstance(self.test_vectors.get("images", []), list):
+            raise ArtifactError("its test_vectors are not those of an export")
         if not {"distance", "epsilon"} <= self.head.keys():
             raise ArtifactError("its head lacks distance or epsilon")
         if not isinstance(self.edits, tuple) or not all(isinstance(edit, dict) for edit in self.edits):

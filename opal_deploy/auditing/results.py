@@ -8,7 +8,6 @@ can only be read from beginning to end, are kept in a temporary file.
 from __future__ import annotations
 
 import io
-import json
 import os
 import tempfile
 import weakref
@@ -17,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.prepare import content_sha256
 from opal_deploy.inference.run.results import parse_record
@@ -49,8 +49,8 @@ def find_results(path: Path) -> Path:
 def read_run_options(results: Path) -> dict[str, Any]:
     """Return the options in the run.json beside a results.jsonl; empty without one."""
     try:
-        document = json.loads((results.parent / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        document = read_json(results.parent / RUN)
+    except (OSError, ValueError):
         return {}
     options = document.get("run") if isinstance(document, dict) else None
     return options if isinstance(options, dict) else {}

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from opal_deploy.artifact.files import read_text
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadKind
 
@@ -202,7 +203,7 @@ def read_measurements(paths: Iterable[Path]) -> Iterator[Measurement]:
     for path in itertools.chain.from_iterable(map(_list_files, paths)):
         try:
             # not splitlines: it also splits at characters that JSON allows inside a string
-            lines = path.read_text(encoding="utf-8").split("\n")
+            lines = read_text(path).split("\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise UsageError(f"{path}: cannot be read ({reason}); {_EXPECTED}") from None

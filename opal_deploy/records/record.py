@@ -7,11 +7,12 @@ pixels.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 
+from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.slots import Slots
@@ -115,6 +116,96 @@ class Record(TypedDict):
     drawing_error: NotRequired[Problem]
     label: NotRequired[str]
     error: NotRequired[Problem]
+
+
+def is_record(document: Any) -> bool:
+    """Return whether a document of JSON is a whole record: no key is missing or has a value of another type."""
+    if not (isinstance(document, dict) and document.get("schema") == RECORD_SCHEMA and "image" in document):
+        return False
+    status = document.get("status")
+    required = {"ok": _ANSWERED, "abstained": _ANSWERED, "error": _FAILED}.get(
+        status if isinstance(status, str) else ""
+    )
+    return required is not None and _has(document, required, _OPTIONAL)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    # JSON's integers have no limit, those of numpy and of images do
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_size(value: Any) -> bool:
+    return _is_count(value) and value > 0
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or is_finite_number(value)
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_cell(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+
+
+def _is_box(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 4 and all(map(is_finite_number, value))
+
+
+def _is_answer(value: Any) -> bool:
+    return _has(value, _ANSWER, _CALIBRATED)
+
+
+def _is_slot(value: Any) -> bool:
+    return _has(value, _SLOT, _NAMED)
+
+
+def _is_problem(value: Any) -> bool:
+    return _has(value, _PROBLEM, {})
+
+
+def _are_answers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_answer, value))
+
+
+def _are_slots(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_slot, value))
+
+
+_Checks: TypeAlias = dict[str, Callable[[Any], bool]]
+_ANSWER: _Checks = {"class_id": _is_count, "label": _is_text, "logit": is_finite_number, "cosine": _is_number_or_none}
+_CALIBRATED: _Checks = {"calibrated_probability": is_finite_number}
+_SLOT: _Checks = {
+    "slot": _is_count, "channel": _is_count, "cell": _is_cell, "score": is_finite_number,
+    "contribution": _is_number_or_none, "box": _is_box,
+}  # fmt: skip
+_NAMED: _Checks = {"name": _is_text}
+_PROBLEM: _Checks = {"code": _is_text, "message": _is_text}
+_ANSWERED: _Checks = {
+    "width": _is_size, "height": _is_size, "prediction": _is_answer, "margin": _is_number_or_none, "top": _are_answers,
+}  # fmt: skip
+_FAILED: _Checks = {"error": _is_problem}
+_OPTIONAL: _Checks = {
+    "image": _is_text_or_none, "image_index": _is_count, "frame": _is_count, "time": _is_number_or_none,
+    "image_sha256": _is_text_or_none, "model_sha256": _is_text_or_none, "evidence": _are_slots, "overlay": _is_text,
+    "sheet": _is_text, "drawing_error": _is_problem, "label": _is_text,
+}  # fmt: skip
+
+
+def _has(value: Any, required: _Checks, optional: _Checks) -> bool:
+    """Return whether a value is an object with the required keys, all of which, and the optional ones, are valid."""
+    if not isinstance(value, dict):
+        return False
+    for key, check in required.items():
+        if key not in value or not check(value[key]):
+            return False
+    return all(check(value[key]) for key, check in optional.items() if key in value)
 
 
 class ImageInfo(NamedTuple):

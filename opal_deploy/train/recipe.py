@@ -19,6 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from opal_deploy.artifact.files import read_text
 from opal_deploy.errors import UsageError, require
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, require_stride
 
@@ -38,6 +39,9 @@ MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_ever
 # options that may differ between a run and its continuation
 CHANGEABLE_ON_RESUME = ("epochs", *MACHINE_OPTIONS)
 
+# of TOML, whose integers have 64 bits
+_MAX_INTEGER = 1 << 63
+_MAX_INPUT_PIXELS = 100_000_000
 _CHOICES = {"kind": get_args(HeadKind)}
 _TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 
@@ -85,6 +89,8 @@ class TrainOptions:
             raise UsageError("the seed must be below 2^63, and the head's epsilon a number")
         if self.save_every < 0 or self.cache_megabytes < 0 or (self.workers or 0) < 0 or self.seed < 0:
             raise UsageError("save_every, cache_megabytes, workers and seed must not be negative")
+        if math.prod(self.input_size) > _MAX_INPUT_PIXELS:
+            raise UsageError(f"the input size {self.input_size} is over the limit of {_MAX_INPUT_PIXELS:,} pixels")
         require_stride(self.stride, self.keep_layers)
         if not 0 <= self.agreement < math.inf:
             raise UsageError(f"agreement {self.agreement}: expected a weight of at least 0")
@@ -183,7 +189,7 @@ def load_recipe(name: str) -> Sections:
             raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(names)}; give a .toml file")
         try:
             # a path to weights may hold bytes that are not UTF-8
-            text, origin = path.read_text(encoding="utf-8", errors="surrogateescape"), str(path)
+            text, origin = read_text(path, "surrogateescape"), str(path)
         except OSError as error:
             raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
     try:
@@ -254,9 +260,8 @@ def _find_wrong_values(section: str, keys: dict[str, Any]) -> list[str]:
 
 def _has_type(value: Any, expected: type) -> bool:
     # True is an int to Python, and 1 is not a float to TOML
-    if expected is float:
-        return type(value) in (float, int)
-    return type(value) is expected
+    fits = not isinstance(value, int) or abs(value) < _MAX_INTEGER
+    return fits and (type(value) in (float, int) if expected is float else type(value) is expected)
 
 
 def _resolve_head(recipe: dict[str, Any], overrides: dict[str, Any]) -> HeadConfig:
@@ -294,4 +299,4 @@ def _resolve_weights(name: str, backbone: str) -> str | None:
 def _parse_input_size(value: Any) -> tuple[int, int]:
     if len(value) != 2 or not all(type(number) is int and number > 0 for number in value):
         raise UsageError(f"input_size {value!r}: expected two whole numbers, height and width in pixels")
-    return int(value[0]), int(value[1])
+    return value[0], value[1]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opal_deploy.artifact.files import read_json
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
@@ -137,7 +138,7 @@ def read_config(run_dir: TrainRunDirectory) -> dict[str, Any] | None:
         CheckpointError: the file is damaged.
     """
     try:
-        config = json.loads(run_dir.config.read_text(encoding="utf-8"))
+        config = read_json(run_dir.config)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -56,6 +56,21 @@ def test_good_records_fit(record):
     validator(strict=True).validate(record)
 
 
+WRONG_VALUES = [
+    ("image", 5), ("image_index", -1), ("width", 0), ("height", 1.5), ("margin", "0.5"), ("margin", float("nan")),
+    ("margin", 10**400), ("label", ["ash"]), ("overlay", True), ("prediction", {}), ("top", []), ("top", [1]),
+    ("evidence", [{**SLOT, "box": None}]), ("evidence", [{**SLOT, "box": [1.0, 0.0, float("inf"), 1.0]}]),
+    ("evidence", [{**SLOT, "cell": [1 << 63, 0]}]), ("drawing_error", {"code": "x"}), ("status", ["ok"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG_VALUES)
+def test_a_line_with_a_wrong_value_is_not_a_record(key, value):
+    assert records.is_record(OK)
+    assert records.is_record(FAILED)
+    assert not records.is_record({**OK, key: value})
+
+
 BAD = {
     **{f"no {key}": {k: v for k, v in OK.items() if k != key} for key in
        ("schema", "image", "status", "width", "height", "prediction", "margin", "top")},

@@ -9,7 +9,6 @@ a whole, then tables and report, and last summary.json, which marks the run as c
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import ImageError, OpalError, StoppedEarly, UsageError
 from opal_deploy.inference.run.directory import RunConfig, RunDirectory, inspect_run_dir
 from opal_deploy.inference.run.results import parse_record
@@ -172,7 +172,7 @@ def _inspect(root: Path, remote: RemoteFile, config: RunConfig) -> BucketRunDire
     found = inspect_run_dir(root, config, shown=str(remote), results_bytes=size)
     run_id = uuid.uuid4().hex
     if found.state != "new":
-        run_id = str(json.loads((root / RUN).read_text(encoding="utf-8")).get("parts", ""))
+        run_id = str(read_json(root / RUN).get("parts", ""))
         if found.state == "unfinished" and not run_id.isalnum():
             raise UsageError(f"{remote}: the run there was not begun in a bucket, so it cannot be resumed there")
     return BucketRunDirectory(root, config, found.state, found.started, found.resumed, remote, run_id=run_id)

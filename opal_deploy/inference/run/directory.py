@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.files import lock_directory, remove_temporary_files, write_json
+from opal_deploy.artifact.files import lock_directory, read_json, remove_temporary_files, write_json
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run.summary import Summary
@@ -109,7 +109,7 @@ class RunDirectory:
 
     def read_summary(self) -> dict[str, Any]:
         """Return the document of a complete run's summary.json."""
-        return cast(dict[str, Any], json.loads((self.root / SUMMARY).read_text(encoding="utf-8")))
+        return cast(dict[str, Any], read_json(self.root / SUMMARY))
 
     def has(self, name: str) -> bool:
         """Return whether a file exists."""
@@ -169,7 +169,12 @@ def inspect_run_dir(
         raise UsageError(f"{where}: it holds another run: {'; '.join(different)}; {_HINT}")
     summary = _read(root / SUMMARY) or {}
     # a summary of other results, or of results that are gone, says nothing
-    finished = size is not None and summary.get("complete") is True and summary.get("results_bytes") == size
+    finished = (
+        size is not None
+        and summary.get("complete") is True
+        and summary.get("results_bytes") == size
+        and {"images", "errors", "statuses", "accuracy", "ended"} <= summary.keys()
+    )
     started, resumed = document.get("started"), document.get("resumed")
     return RunDirectory(
         root,
@@ -242,8 +247,8 @@ def _clear(root: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        document = read_json(path)
+    except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) and document.get("schema") == SCHEMA else None
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from opal_deploy.artifact.files import check_regular
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run_files import RESULTS
 from opal_deploy.inference.types import InputImage
 from opal_deploy.records.lines import to_json_line
-from opal_deploy.records.record import RECORD_SCHEMA, Record
+from opal_deploy.records.record import Record, is_record
 
 # the most work that a power failure loses, in seconds; a killed process loses nothing
 SYNC_SECONDS = 5.0
@@ -141,6 +142,7 @@ def load_resume_point(
     """
     path = out / RESULTS
     try:
+        check_regular(path)
         size = path.stat().st_size
         with path.open("rb") as stream:
             num_records, offset = 0, 0
@@ -177,13 +179,7 @@ def parse_record(line: bytes) -> Record | None:
         record: Any = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or record.get("schema") != RECORD_SCHEMA or "image" not in record:
-        return None
-    status = record.get("status")
-    required = "error" if status == "error" else "prediction"
-    if status not in ("ok", "abstained", "error") or not isinstance(record.get(required), dict):
-        return None
-    return cast(Record, record)
+    return cast(Record, record) if is_record(record) else None
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:

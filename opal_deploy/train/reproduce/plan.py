@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.train.recipe import MACHINE_OPTIONS, Sections, TrainOptions, load_recipe, resolve_recipe
@@ -322,8 +323,8 @@ def _measured_rate(out: Path, options: TrainOptions) -> float | None:
     """Return the training images per second of a finished GPU run with the same backbone and settings."""
     for path in sorted(out.glob(f"*/{_backbone_folder_name(options)}-*/summary.json")):
         try:
-            rate = float(json.loads(path.read_text(encoding="utf-8"))["images_per_second"])
-            stored = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
+            rate = float(read_json(path)["images_per_second"])
+            stored = read_json(path.parent / "config.json")
             same = stored["options"]["input_size"] == list(options.input_size)
             for name in ("stride", "keep_layers", "precision", "batch_size"):
                 same &= stored["options"][name] == getattr(options, name)

@@ -6,14 +6,13 @@ columns in the plan, and is known once every one of them is.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import write_json
+from opal_deploy.artifact.files import read_json, write_json
 from opal_deploy.datasets.cub import has_parts, read_parts
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet
@@ -167,7 +166,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable ({error}); remove its folder and reproduce again") from None
     return document

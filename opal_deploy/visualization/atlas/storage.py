@@ -6,14 +6,13 @@ in one step.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import write_json
+from opal_deploy.artifact.files import read_json, write_json
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.visualization.atlas.collector import AtlasCollector, PatchCandidate
 from opal_deploy.visualization.atlas.entries import (
@@ -46,10 +45,10 @@ def load_atlas(path: str | Path) -> Atlas:
     file = root / ATLAS_FILE
     hint = "build one with `opal-deploy atlas`"
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = read_json(file)
     except OSError as error:
         raise ArtifactError(f"{file}: cannot be read ({error.strerror or error}); {hint}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ArtifactError(f"{file}: damaged, not valid JSON ({error}); {hint}") from None
     if not isinstance(document, dict) or document.get("kind") != ATLAS_KIND:
         raise ArtifactError(f"{file}: not an atlas; {hint}")
