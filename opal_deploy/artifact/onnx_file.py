@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.files import atomic_write
+from opal_deploy.artifact.files import atomic_write, check_regular
 from opal_deploy.artifact.metadata import BLANK_DIGEST, METADATA_KEY, Metadata
 from opal_deploy.errors import ArtifactError
 
@@ -174,6 +174,7 @@ def _shorten(digest: str | None) -> str:
 
 def _map_file(path: Path) -> mmap.mmap:
     try:
+        check_regular(path)
         with path.open("rb") as stream:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:

@@ -1,6 +1,7 @@
 """ONNX files read without onnx, and the digest that finds every damaged byte."""
 
 import hashlib
+import os
 import random
 import re
 
@@ -61,6 +62,9 @@ def test_files_that_are_not_ours_are_refused_in_one_line(tmp_path):
         onnx_file.read_metadata(tmp_path / "nowhere.onnx")
     with pytest.raises(ArtifactError, match="cannot be read"):
         onnx_file.read_metadata(tmp_path)
+    os.mkfifo(tmp_path / "pipe.onnx")
+    with pytest.raises(ArtifactError, match="a pipe or a device"):
+        onnx_file.read_header(tmp_path / "pipe.onnx")
 
 
 def test_the_digest_is_sha256_of_the_file_with_its_own_field_zeroed(exported):
