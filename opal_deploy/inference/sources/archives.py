@@ -7,7 +7,6 @@ flight. Links are followed inside the archive, never out of it. Archives inside 
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -15,7 +14,7 @@ from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.inference.sources.items import Skipped, container_error, no_images_error
 from opal_deploy.inference.sources.members import LOCAL_SIGNATURE, ArchiveError, open_archive
 from opal_deploy.inference.sources.tar import DECOMPRESSORS, describe_other, is_tar, read_tar
-from opal_deploy.inference.sources.zip import read_zip
+from opal_deploy.inference.sources.zip import is_zip, read_zip
 from opal_deploy.inference.types import InputImage, Location
 
 _ZIP_SUFFIX = ".zip"
@@ -60,7 +59,7 @@ def archive_items(archive: Location, skipped: Skipped) -> Iterator[InputImage]:
 
 def _read_archive(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[InputImage]:
     """Yield an archive's images, whatever kind its name claims."""
-    has_directory = zipfile.is_zipfile(stream)
+    has_directory = is_zip(stream)
     named_zip = archive.name.lower().endswith(_ZIP_SUFFIX)
     # otherwise tar first: its last member may be a zip
     if not (has_directory and named_zip):

@@ -38,6 +38,14 @@ _UNIX = 3
 _METHODS = {9: "deflate64", 12: "bzip2", 14: "LZMA", 93: "Zstandard", 95: "xz", 98: "PPMd", 99: "AES"}
 
 
+def is_zip(stream: BinaryIO) -> bool:
+    """Return whether a stream ends with the directory of a zip in one part."""
+    try:
+        return zipfile.is_zipfile(stream)
+    except zipfile.BadZipFile:  # it claims several parts
+        return False
+
+
 def read_zip(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[InputImage]:
     """Yield a zip's images in its directory's order; `skipped` counts other members.
 

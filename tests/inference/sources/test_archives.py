@@ -435,6 +435,8 @@ LONG_NAME = long_name.tobuf(tarfile.GNU_FORMAT) + b"x" * 511 + b"\0"
         ("a.tar", b"", "neither that of a tar"),
         ("a.zip", b"", "directory of its members"),
         ("a.zip", b"no zip at all" * 50, "directory of its members"),
+        ("a.zip", b"PK\6\7" + bytes(12) + b"\2\0\0\0PK\5\6" + bytes(18), "span multiple disks"),
+        ("a.tar", b"PK\6\7" + bytes(12) + b"\2\0\0\0PK\5\6" + bytes(18), "neither that of a tar"),
         ("a.tar", b"no tar at all" * 50, "damaged"),
         ("a.tar.gz", b"\x1f\x8bnothing", "damaged"),
         (
