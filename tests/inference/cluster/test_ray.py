@@ -138,8 +138,8 @@ def test_an_image_that_kills_its_actor_gets_a_record_and_the_others_their_answer
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_run_whose_driver_ended_goes_on(infer, nodes, end):
-    # where a signal ends it in good order, twice the same images: more than are in work at a time
-    images = ("in", "--explain") if end is signal.SIGTERM else ("--explain",)
+    # where a signal ends it in good order, six times the same images: more than are read ahead of a slow chunk
+    images = (*["in"] * 5, "--explain") if end is signal.SIGTERM else ("--explain",)
     infer("one", *images)
     process = infer.start("ray", *images, "--ray", nodes.address, "--ray-cpus", "1")
     infer.wait_for("ray", 3, process)
