@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -255,7 +256,10 @@ class Metadata:
         channels = range(self.num_prototypes)
         if not isinstance(dropped, list) or not all(type(each) is int and each in channels for each in dropped):
             raise ArtifactError(f"dropped {_SHORT.repr(dropped)} is not a list of its {len(channels)} channels")
-        if not self.slots.kept.any(axis=1).all():
+        if (
+            max(Counter(each // self.prototypes_per_class for each in {*dropped}).values(), default=0)
+            == self.prototypes_per_class
+        ):
             raise ArtifactError("a class has no slot left")
         if self.risk and not {"images", "error", "aurc", "coverage_at_error", "levels"} <= self.risk.keys():
             raise ArtifactError("its risk is not the summary of a risk-coverage curve")

@@ -30,7 +30,6 @@ from opal_deploy.options import (
     keywords,
     to_arguments,
 )
-from opal_deploy.runtime.select import read_model_metadata
 
 if TYPE_CHECKING:
     from opal_deploy.editing.data import ScoredData
@@ -157,6 +156,8 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
 
 
 def _read_model(path: Path) -> tuple[ModelKind, Metadata]:
+    from opal_deploy.runtime.select import read_model_metadata
+
     kind = model_kind(path)
     if not path.is_file():
         raise ArtifactError(f"{path}: no such model; expected a checkpoint or an exported ONNX file")

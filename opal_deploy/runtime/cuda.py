@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, require, suggest_names
 from opal_deploy.runtime.devices import COMPUTE_MODES, NO_GPU_ADVICE, Driver, Gpu, is_importable, read_driver
+
+if TYPE_CHECKING:
+    # `doctor` works without numpy
+    from numpy.typing import NDArray
 
 Stream = Any
 Event = Any
@@ -105,6 +106,8 @@ class Cuda:
 
     def allocate_pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Allocate a host array that the device copies from and to directly; free it with `free_pinned`."""
+        import numpy as np
+
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         address = int(self._call("cudaHostAlloc", size, self._cuda.cudaHostAllocDefault))
         memory = (ctypes.c_ubyte * size).from_address(address)
