@@ -82,9 +82,9 @@ class OpalHead(nn.Module):
         self.anchors: Tensor | None
         self.kept: Tensor | None
         slots = config.slots(num_classes) if config.anchors else None
-        constant = None if slots is None else torch.from_numpy(slots.head_constant(config.distance)).float()
+        constant = None if slots is None else torch.tensor(slots.head_constant(config.distance), dtype=torch.float32)
         self.register_buffer("anchors", constant, persistent=False)
-        mask = None if slots is None or not slots.dropped else torch.from_numpy(slots.kept).float().flatten()
+        mask = None if slots is None or not slots.dropped else torch.tensor(slots.kept.ravel(), dtype=torch.float32)
         self.register_buffer("kept", mask, persistent=False)
 
     def forward(self, features: Tensor) -> Tensor:

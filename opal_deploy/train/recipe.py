@@ -159,8 +159,8 @@ def _sections() -> dict[str, dict[str, type]]:
     model = {name: options.pop(name) for name in ("backbone", "weights", "input_size", "stride", "keep_layers")}
     machine = {name: options.pop(name) for name in MACHINE_OPTIONS}
     head = {"kind": str, **_toml_types(HeadConfig)}
-    # that is a kind
-    del head["plain"]
+    # the first is a kind; slots are dropped from a trained model
+    del head["plain"], head["dropped"]
     return {"data": data, "model": model, "head": head, "training": options, "machine": machine}
 
 

@@ -35,6 +35,7 @@ CALLS = {
 # properties and members of enums
 NAMES = {
     "IProfiler": ["report_layer_time"],
+    "IExecutionContext": ["profiler"],
     "Runtime": ["engine_host_code_allowed"],
     "ICudaEngine": ["num_io_tensors"],
     "INetworkDefinition": ["num_inputs"],

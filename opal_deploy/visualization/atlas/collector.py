@@ -222,7 +222,12 @@ class AtlasCollector:
         """Return the properties of the model that an atlas holds: checkpoint, backbone, precision, grid, ..."""
         names = ("backbone", "precision", "prototypes_per_class", "distance")
         own = {name: getattr(self.metadata, name) for name in names}
-        return {"checkpoint_sha256": self.metadata.source.get("sha256"), **own, "grid": list(self.metadata.grid)}
+        return {
+            "checkpoint_sha256": self.metadata.source.get("sha256"),
+            **own,
+            "dropped": list(self.metadata.slots.dropped),
+            "grid": list(self.metadata.grid),
+        }
 
 
 def _entropy(cells: NDArray[np.int32]) -> float:

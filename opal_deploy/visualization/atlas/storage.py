@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.artifact.files import read_json, write_json
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.visualization.atlas.collector import AtlasCollector, PatchCandidate
 from opal_deploy.visualization.atlas.entries import (
@@ -56,7 +57,7 @@ def load_atlas(path: str | Path) -> Atlas:
         raise ArtifactError(f"{file}: schema {document.get('schema')!r}, expected {ATLAS_SCHEMA}; {hint}")
     try:
         return _parse_atlas(root, document)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
         raise ArtifactError(f"{file}: damaged ({reason}); {hint}") from None
 
@@ -179,13 +180,15 @@ def _parse_atlas(root: Path, document: Mapping[str, Any]) -> Atlas:
     model, classes = document["model"], document["classes"]
     if not all(isinstance(model[key], str) for key in ("file", "sha256")):
         raise TypeError("file and sha256 of the model must be texts")
+    kept = Slots(len(classes), model["prototypes_per_class"], tuple(model["dropped"]))
+    if len(classes) * kept.per_class != sum(len(each["slots"]) for each in classes) + len(kept.dropped):
+        raise ValueError("slots are missing or not the model's")
     entries = {}
     for class_id, each in enumerate(classes):
         slots = each["slots"]
         if each["class_id"] != class_id or not isinstance(each["name"], str):
             raise ValueError(f"class {class_id} is missing or has no name")
-        numbers = [entry["slot"] for entry in slots]
-        if not numbers or numbers != sorted({*numbers} & {*range(model["prototypes_per_class"])}):
+        if [entry["slot"] for entry in slots] != kept.of_class(class_id):
             raise ValueError(f"slots of class {class_id} are missing, repeated or not the model's")
         entries.update({(class_id, entry["slot"]): _parse_entry(class_id, entry) for entry in slots})
     return Atlas(

@@ -23,7 +23,7 @@ from opal_deploy.visualization.atlas.storage import check_out_dir, load_atlas, s
 
 MODEL = {
     "file": "m.onnx", "sha256": "a" * 64, "checkpoint_sha256": "c" * 64, "backbone": "resnet18", "precision": "fp32",
-    "prototypes_per_class": 2, "grid": [7, 7], "distance": "l2",
+    "prototypes_per_class": 2, "dropped": [], "grid": [7, 7], "distance": "l2",
 }  # fmt: skip
 HOSTILE = "<script>alert(1)</script>\"'&"
 
