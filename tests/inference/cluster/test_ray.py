@@ -179,7 +179,8 @@ def test_a_run_whose_ray_ended_stops_early_and_goes_on(infer, nodes, address, vi
     os.kill(find_process(process, victim), signal.SIGKILL)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 5, stderr
-    usual = ("Ray: ", "Explaining", "Evidence", "images: ", "127.0.0")
+    # a busy machine may be waiting for its actors
+    usual = ("Ray: ", "Explaining", "Evidence", "Still waiting", "images: ", "127.0.0")
     lines = [line for line in stderr.splitlines() if not line.startswith(usual)]
     assert len(lines) == 1, stderr
     assert "processes on this machine ended" in lines[0]
