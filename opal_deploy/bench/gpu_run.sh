@@ -256,16 +256,16 @@ settings() {
   make_models
   local name option
   for name in "${two[@]}"; do
-    for option in "" prefer_nhwc=1 fuse_conv_bias=1 cudnn_conv_algo_search=HEURISTIC enable_cuda_graph=1; do
+    for option in "" prefer_nhwc=0 fuse_conv_bias=1 cudnn_conv_algo_search=HEURISTIC enable_cuda_graph=1; do
       # a CPU refuses the options
       [ -z "$option" ] || [ "$device" != cpu ] || continue
       step "settings_${name}_${option:-defaults}" 20 "${opal[@]}" bench throughput --model "$work/$name.onnx" --device "$device" \
         --batch "$batch" "${quick[@]}" ${option:+--ort-option "$option"} --out "$results"
     done
   done
-  look "settings_*: images_per_second against the default of the same network. resnet50 fp16: at most 13,000 images/s in NCHW and" \
-    "  22,000 in NHWC, so prefer_nhwc=1 may give 1.7 times as many; the others a few per cent, CUDA graphs nothing at 64 images." \
-    "  Settles 'off by default, because none has been measured' (howto/measure.md): a gain above 5 % makes a default."
+  look "settings_*: images_per_second against the default of the same network, NHWC in fp16. resnet50 fp16: at most 22,000 images/s" \
+    "  in NHWC and 13,000 in NCHW, so prefer_nhwc=0 may give 0.6 times as many; the others change a few per cent, CUDA graphs" \
+    "  nothing at 64 images. Settles the defaults in howto/measure.md: a gain above 5 % makes a default."
 }
 
 head_ratio() {
@@ -273,10 +273,10 @@ head_ratio() {
   # ONNX Runtime compiles nothing: the answer comes early
   for name in "${two[@]}"; do
     for nhwc in 0 1; do
-      # a CPU refuses the option
-      [ "$nhwc" = 0 ] || [ "$device" != cpu ] || continue
+      # a CPU has one layout and refuses the option
+      [ "$nhwc" = 1 ] || [ "$device" != cpu ] || continue
       local option=(--ort-option "prefer_nhwc=$nhwc")
-      [ "$nhwc" = 1 ] || option=()
+      [ "$device" != cpu ] || option=()
       step "head_onnxruntime_${name}_nhwc$nhwc" 55 "${opal[@]}" bench compare --question head --backbone "$name" --device "$device" \
         --batch "$batch" --runtime onnxruntime --precision "$precision" "${option[@]}" "${pairs[@]}" --out "$results"
     done

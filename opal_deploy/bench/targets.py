@@ -15,7 +15,7 @@ from opal_deploy.bench.measurement import Target, head_name
 from opal_deploy.bench.options import CompareOptions, PipelineOptions, Precision, Runtime, SweepOptions
 from opal_deploy.errors import ArtifactError, OpalError, UsageError, require
 from opal_deploy.logs import Log
-from opal_deploy.runtime.cuda import CudaOptions, parse_cuda_options
+from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import check_runtime, open_sessions
 from opal_deploy.runtime.session import PipelinedSession, Session

@@ -68,13 +68,14 @@ def find_default_model(device: str, runtime: RuntimeName = "auto", log: Log = lo
 
     Searches the working directory or, if it has no model, the newest run below `runs`.
     """
+    from opal_deploy.runtime.cuda import number_gpu
+    from opal_deploy.runtime.devices import split_devices
     from opal_deploy.runtime.onnx_session import cuda_is_usable
     from opal_deploy.runtime.select import find_model, find_newest_run
     from opal_deploy.runtime.tensorrt import find_incompatibility_here
 
     # the first device decides: a session refuses devices of different kinds
-    number = device.split(",")[0].rpartition(":")[2]
-    index = int(number) if number.isdigit() else 0
+    index = number_gpu(split_devices(device)[0])
 
     def check_engine(sidecar: Sidecar) -> str:
         if device == "cpu":

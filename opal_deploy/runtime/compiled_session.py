@@ -27,10 +27,11 @@ from opal_deploy.errors import OpalError, StoppedEarly, UsageError, Verification
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.graph import build_inference_graph
+from opal_deploy.runtime.buffers import BufferSet
 from opal_deploy.runtime.cuda import Cuda, Stream
 from opal_deploy.runtime.diagnostics import find_compile_problem
 from opal_deploy.runtime.gates import GATES
-from opal_deploy.runtime.pipeline import BufferSet, PipelineSession
+from opal_deploy.runtime.pipeline import PipelineSession
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.torch_session import TorchSession, to_tensor, torch_device, translate_error
 from opal_deploy.runtime.verification import compare_outputs

@@ -6,13 +6,21 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, require, suggest_names
-from opal_deploy.runtime.devices import COMPUTE_MODES, NO_GPU_ADVICE, Driver, Gpu, is_importable, read_driver
+from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, require
+from opal_deploy.runtime.devices import (
+    COMPUTE_MODES,
+    NO_GPU_ADVICE,
+    Driver,
+    Gpu,
+    is_importable,
+    parse_device,
+    read_driver,
+)
 
 if TYPE_CHECKING:
     # `doctor` works without numpy
@@ -33,8 +41,6 @@ _CUDA_VERSION = (13, 0)
 _OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
 # libraries of ONNX Runtime's CUDA provider, each after those it needs; it opens cuDNN at the first convolution
 _LIBRARIES = ("cudart", "nvJitLink", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
-_SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
-_FLAGS = {"0": False, "1": True}
 
 
 class Cuda:
@@ -261,6 +267,34 @@ def visible_driver() -> Driver:
     return replace(driver, gpus=tuple(gpus), problem=problem)
 
 
+def find_free_gpu() -> int | None:
+    """Return the number of the first GPU that takes this process, as CUDA counts; None where none does.
+
+    A GPU in exclusive mode is tried with a context that is freed at once; no other GPU gets one.
+    """
+    gpus = visible_driver().gpus
+    free = (gpu for gpu in gpus if gpu.compute_mode == "default" or _takes_process(gpu))
+    return next((gpu.index for gpu in free), None)
+
+
+def number_gpu(device: str) -> int:
+    """Return the number of the GPU that a device name stands for; for `auto` the first that takes this process."""
+    kind, index = parse_device(device)
+    return (find_free_gpu() or 0) if kind == "auto" else index
+
+
+def _takes_process(gpu: Gpu) -> bool:
+    if gpu.compute_mode == "prohibited" or not is_importable("cuda.bindings"):
+        return False
+    from cuda.bindings import driver
+
+    _, device = driver.cuDeviceGet(gpu.index)
+    error, _ = driver.cuDevicePrimaryCtxRetain(device)
+    if int(error) == 0:
+        driver.cuDevicePrimaryCtxRelease(device)
+    return int(error) == 0
+
+
 def diagnose_gpu(driver: Driver, cuda: tuple[int, int] = _CUDA_VERSION) -> tuple[str, str]:
     """Return why no GPU here runs programs of a CUDA version and what to do; two empty strings where one does.
 
@@ -295,7 +329,10 @@ def _diagnose_visibility() -> tuple[str, str]:
         return hidden
     error, text = start_cuda() if is_importable("cuda.bindings") else (0, "")
     if error == 0:
-        return "", ""
+        if not is_importable("cuda.bindings") or find_free_gpu() is not None:
+            return "", ""
+        advice = "wait for its end, or let others in: sudo nvidia-smi -c 0"
+        return "another process has the GPU for itself (compute mode exclusive)", advice
     if visible is not None and error == _NO_DEVICE:
         return hidden
     try:
@@ -348,61 +385,3 @@ def _load_from_packages(name: str) -> None:
         for path in sorted(Path(folder, "nvidia").glob(f"*/lib/lib{name}.so.*")):
             with contextlib.suppress(OSError):
                 ctypes.CDLL(str(path))
-
-
-@dataclass(frozen=True)
-class CudaOptions:
-    """Options of the CUDA provider that trade memory, start-up or last bits for speed, under the provider's names.
-
-    None has been measured on hardware yet. `bench latency --ort-option NAME=VALUE` times one.
-
-    Attributes:
-        prefer_nhwc: lay convolutions out as NHWC, the layout of tensor cores; None: in half precision, where NCHW costs
-            two transpositions a layer.
-        fuse_conv_bias: add a convolution's bias in its own kernel; cuDNN compiles such a kernel at the first run.
-        cudnn_conv_algo_search: how cuDNN chooses kernels since ONNX Runtime 1.20: EXHAUSTIVE asks its slower, better
-            heuristic, HEURISTIC its fast one, DEFAULT takes its fallback kernels, which may be extremely slow.
-        enable_cuda_graph: launch all kernels of a batch as one CUDA graph, recorded by the session once for each batch
-            size and set of buffers; pays for small batches, whose kernels are shorter than their launches.
-    """
-
-    prefer_nhwc: bool | None = None
-    fuse_conv_bias: bool = False
-    cudnn_conv_algo_search: str = "EXHAUSTIVE"
-    enable_cuda_graph: bool = False
-
-    def provider_options(self, precision: str) -> dict[str, str]:
-        """Return the options of the provider for a graph of a precision, as ONNX Runtime takes them."""
-        nhwc = precision == "fp16" if self.prefer_nhwc is None else self.prefer_nhwc
-        return {
-            "prefer_nhwc": _to_text(nhwc),
-            "fuse_conv_bias": _to_text(self.fuse_conv_bias),
-            "cudnn_conv_algo_search": self.cudnn_conv_algo_search,
-        }
-
-    def __str__(self) -> str:
-        """Return the options that are not the default, as `NAME=VALUE`; empty if all are."""
-        default = asdict(CudaOptions())
-        return ", ".join(f"{name}={_to_text(value)}" for name, value in asdict(self).items() if value != default[name])
-
-
-def _to_text(value: bool | str) -> str:
-    return str(int(value)) if isinstance(value, bool) else value
-
-
-def parse_cuda_options(texts: Sequence[str]) -> CudaOptions:
-    """Parse all values of `--ort-option NAME=VALUE`, flags as 0 or 1; UsageError for an unknown or repeated one."""
-    known = [field.name for field in fields(CudaOptions)]
-    values: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if name not in known or not equals:
-            expected = f"expected NAME=VALUE with a name of {', '.join(known)}"
-            raise UsageError(f"--ort-option {text!r}: {expected}{suggest_names(name, known)}")
-        choices: Sequence[str] = _SEARCHES if name == "cudnn_conv_algo_search" else tuple(_FLAGS)
-        if value not in choices:
-            raise UsageError(f"--ort-option {text!r}: {name} is one of {', '.join(choices)}")
-        if name in values:
-            raise UsageError(f"--ort-option {name} is given twice")
-        values[name] = _FLAGS.get(value, value)
-    return CudaOptions(**values)

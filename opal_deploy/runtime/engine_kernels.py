@@ -18,8 +18,8 @@ from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.outputs import INPUT, TensorSpec
 from opal_deploy.errors import OpalError, StoppedEarly
+from opal_deploy.runtime.buffers import BufferSet
 from opal_deploy.runtime.cuda import Cuda, Graph, Stream
-from opal_deploy.runtime.pipeline import BufferSet
 from opal_deploy.runtime.tensorrt import attempt, first_error
 
 _SHA256_BYTES = 32

@@ -18,7 +18,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs, TensorSpec, tensor_specs
 from opal_deploy.errors import ArtifactError, OutOfMemory, UsageError, VerificationError
 from opal_deploy.runtime import tensorrt
-from opal_deploy.runtime.cuda import Cuda
+from opal_deploy.runtime.cuda import Cuda, number_gpu
 from opal_deploy.runtime.devices import parse_device, read_driver
 from opal_deploy.runtime.engine_kernels import EngineKernels, KernelCache
 from opal_deploy.runtime.pipeline import PipelineSession
@@ -52,11 +52,15 @@ class EngineSession(PipelineSession):
         self._path = path
         self._rebuild = self.sidecar.rebuild_command(path)
         name = str(self.sidecar.builder["name"])
-        index = self._parse_device(device)
+        if parse_device(device)[0] == "cpu":
+            raise UsageError(
+                f"{path}: engines run only on NVIDIA GPUs; on the CPU use {self.sidecar.onnx['file']} or the fp32 ONNX "
+                "file"
+            )
         driver = read_driver()
         if not driver.gpus:
             self._check_compatible(find_incompatibility(self.sidecar, None, driver, None))
-        self._cuda = Cuda(index, tensorrt.EXTRAS.get(name, "trt"))
+        self._cuda = Cuda(number_gpu(device), tensorrt.EXTRAS.get(name, "trt"))
         version = tensorrt.installed_version(name)
         self._check_compatible(find_incompatibility(self.sidecar, self._cuda.gpu, driver, version))
         self._library = tensorrt.load(name, "running this engine")
@@ -122,15 +126,6 @@ class EngineSession(PipelineSession):
             self._kernel_cache.save()
         super().close()
         self._kernel_cache = self._engine = self._runtime = None
-
-    def _parse_device(self, device: str) -> int:
-        kind, index = parse_device(device)
-        if kind == "cpu":
-            raise UsageError(
-                f"{self._path}: engines run only on NVIDIA GPUs; on the CPU use {self.sidecar.onnx['file']} or the "
-                "fp32 ONNX file"
-            )
-        return index
 
     def _check_compatible(self, reason: str) -> None:
         if reason:

@@ -9,50 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
+from opal_deploy.artifact.outputs import INPUT, Outputs
 from opal_deploy.errors import OutOfMemory, StoppedEarly
-from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.buffers import BufferPool, BufferSet
 from opal_deploy.runtime.cuda import Cuda, Event, Stream
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 
 # batches in flight: one computed, one copied or waiting, and one in case the host is late
 DEPTH = 3
-
-
-@dataclass(eq=False)
-class BufferSet:
-    """The memory of one batch in flight.
-
-    Attributes:
-        number: unique within a session.
-        rows: images that the buffers have room for.
-        device: addresses on the device, by tensor.
-        host: page-locked arrays, by tensor.
-        copied: event after which the images are on the device.
-        done: event after which the outputs are on the host.
-        images: images in flight.
-        source: the images, where they are copied from the caller's memory.
-    """
-
-    number: int
-    rows: int
-    device: dict[str, int]
-    host: dict[str, NDArray[Any]]
-    copied: Event
-    done: Event
-    images: int = 0
-    source: NDArray[Any] | None = None
 
 
 class Kernels(Protocol):
@@ -118,15 +91,10 @@ class PipelineSession:
     def _start_pipeline(self, cuda: Cuda, kernels: Kernels, stream: Stream) -> None:
         """Make the session ready for batches; `close` closes the kernels and destroys their stream."""
         self._cuda, self._kernels = cuda, kernels
-        self._specs = tensor_specs(self.metadata)
         self._copy_stream, self._compute_stream = cuda.create_stream(), stream
-        self._buffers: dict[int, list[BufferSet]] = {}
-        self._numbers = itertools.count()
+        self._buffers = BufferPool(cuda, self.metadata, self._copy_stream)
         self._pending: deque[weakref.ref[PendingBatch]] = deque()
         self._running: deque[_RunningPart] = deque()
-        # address and size of what callers registered, and whether it was locked here
-        self._registered: dict[int, tuple[int, bool]] = {}
-        self._registered_lock = threading.Lock()
         self._closed = False
 
     def _prepare(self, images: ImageBatch) -> None:
@@ -172,8 +140,8 @@ class PipelineSession:
     def _run_alone(self, images: NDArray[Any], events: tuple[Event, ...]) -> Outputs:
         """Run one part on the compute stream, with an event before, between and after copies and kernels."""
         stream, rows = self._compute_stream, self._kernels.rows(len(images))
-        buffers = self._find_free(self._kernels.capacity(rows))
-        source = self._fill(buffers, images)
+        buffers = self._buffers.take(self._kernels.capacity(rows), ())
+        source = self._buffers.fill(buffers, images)
         # memory that is used for the first time is cleared on the other stream
         self._cuda.synchronize_stream(self._copy_stream)
         self._cuda.record(events[0], stream)
@@ -193,10 +161,7 @@ class PipelineSession:
 
     def _reserve(self, rows: int) -> None:
         """Allocate all buffers for parts of `rows` images, so that a lack of memory (OutOfMemory) shows now."""
-        capacity = self._kernels.capacity(rows)
-        buffers = self._buffers.setdefault(capacity, [])
-        while len(buffers) < DEPTH:
-            buffers.append(self._allocate(capacity))
+        self._buffers.reserve(self._kernels.capacity(rows), DEPTH)
 
     def _submit(self, images: NDArray[Any]) -> PendingBatch:
         """Begin a batch of N images in the model's input layout, or uint8 [N, H0, W0, 3] for any model.
@@ -217,7 +182,7 @@ class PipelineSession:
                 if len(self._running) == DEPTH:
                     self._finish_oldest()
                 rows = self._kernels.rows(len(part))
-                buffers = self._find_free(self._kernels.capacity(rows))
+                buffers = self._buffers.take(self._kernels.capacity(rows), [each.buffers for each in self._running])
                 self._start_part(buffers, part, rows)
                 self._running.append(_RunningPart(weakref.ref(batch), len(batch.parts), buffers))
                 batch.parts.append(None)
@@ -248,8 +213,8 @@ class PipelineSession:
         """See `PinningSession.register_buffer`."""
         self._check_open()
         try:
-            with self._registered_lock, self._cuda.activated():
-                self._registered[address] = size, self._cuda.register(address, size)
+            with self._cuda.activated():
+                self._buffers.register(address, size)
         except StoppedEarly:  # only slower: batches from there go through a buffer of ours
             return False
         return True
@@ -257,13 +222,8 @@ class PipelineSession:
     def unregister_buffer(self, address: int) -> None:
         """See `PinningSession.unregister_buffer`."""
         self._check_open()
-        with self._registered_lock:
-            _, locked_here = self._registered.pop(address, (0, False))
-        if locked_here:
-            with self._cuda.activated():
-                with contextlib.suppress(StoppedEarly):
-                    self._cuda.synchronize_stream(self._copy_stream)
-                self._cuda.unregister(address)
+        with self._cuda.activated():
+            self._buffers.unregister(address)
 
     def close(self) -> None:
         """Free device and page-locked memory, streams and events."""
@@ -271,11 +231,10 @@ class PipelineSession:
             return
         with self._cuda.activated():
             self._synchronize()
-            for address in tuple(self._registered):
-                self.unregister_buffer(address)
+            self._buffers.unregister_all()
             self._closed = True
             self._kernels.close()
-            self._free_buffers()
+            self._buffers.free()
             self._cuda.destroy(streams=(self._copy_stream, self._compute_stream))
         self._running.clear()
         self._pending.clear()
@@ -325,12 +284,7 @@ class PipelineSession:
         except StoppedEarly:  # the device is lost, and whoever collects these batches learns it
             return
         self._kernels.release_memory()
-        self._free_buffers()
-
-    def _free_buffers(self) -> None:
-        for buffers in itertools.chain.from_iterable(self._buffers.values()):
-            self._free(buffers)
-        self._buffers = {}
+        self._buffers.free()
 
     def _synchronize(self) -> None:
         for stream in (self._copy_stream, self._compute_stream):
@@ -344,72 +298,14 @@ class PipelineSession:
         if batch is not None:
             batch.parts[part.index] = outputs
 
-    def _find_free(self, capacity: int) -> BufferSet:
-        """Return a set of buffers that is not in flight; at most `DEPTH` - 1 are."""
-        buffers = self._buffers.setdefault(capacity, [])
-        in_flight = {part.buffers.number for part in self._running}
-        # in turn, so that the copies of a part never wait for the kernels of the last one
-        free = next((each for each in buffers if each.number not in in_flight), None)
-        if free is None:
-            free = self._allocate(capacity)
-        else:
-            buffers.remove(free)
-        buffers.append(free)
-        return free
-
-    def _allocate(self, capacity: int) -> BufferSet:
-        events = self._cuda.create_event(), self._cuda.create_event()
-        buffers = BufferSet(next(self._numbers), capacity, {}, {}, *events)
-        try:
-            for name, (shape, dtype) in self._specs.items():
-                buffers.host[name] = self._cuda.allocate_pinned((capacity, *shape), dtype)
-                buffers.device[name] = self._cuda.allocate(buffers.host[name].nbytes)
-            # rows that no image fills yet are computed, too
-            self._cuda.clear(buffers.device[INPUT], buffers.host[INPUT].nbytes, self._copy_stream)
-        except StoppedEarly:
-            self._free(buffers)
-            raise
-        return buffers
-
-    def _free(self, buffers: BufferSet) -> None:
-        for address in buffers.device.values():
-            self._cuda.free(address)
-        for array in buffers.host.values():
-            self._cuda.free_pinned(array)
-        self._cuda.destroy(events=(buffers.copied, buffers.done))
-
     def _start_part(self, buffers: BufferSet, images: NDArray[Any], rows: int) -> None:
         """Queue copies and kernels of one part, executed as `rows` images."""
-        self._cuda.copy_to_device(buffers.device[INPUT], self._fill(buffers, images), self._copy_stream)
+        self._cuda.copy_to_device(buffers.device[INPUT], self._buffers.fill(buffers, images), self._copy_stream)
         self._cuda.record(buffers.copied, self._copy_stream)
         self._cuda.wait_for_event(self._compute_stream, buffers.copied)
         self._kernels.enqueue(buffers, rows, self._compute_stream)
         self._copy_outputs(buffers)
         self._cuda.record(buffers.done, self._compute_stream)
-
-    def _fill(self, buffers: BufferSet, images: NDArray[Any]) -> NDArray[Any]:
-        """Return page-locked memory that holds the images: their own, or the buffer's."""
-        buffers.images, buffers.source = len(images), None
-        pinned = buffers.host[INPUT][: len(images)]
-        if self._is_registered(images, pinned.dtype):
-            buffers.source = images
-            return images
-        if images.dtype == np.uint8 and self.metadata.input_kind == "float32":
-            pinned[:] = normalise(images, self.metadata.mean, self.metadata.std)
-        else:
-            pinned[:] = images
-        return pinned
-
-    def _is_registered(self, images: NDArray[Any], dtype: np.dtype[Any]) -> bool:
-        if not self._registered or images.dtype != dtype or not images.flags.c_contiguous:
-            return False
-        start = images.ctypes.data
-        # another thread may register its own memory now
-        with self._registered_lock:
-            return any(
-                address <= start and start + images.nbytes <= address + size
-                for address, (size, _) in self._registered.items()
-            )
 
     def _copy_outputs(self, buffers: BufferSet) -> None:
         for name in self.metadata.outputs:

@@ -13,7 +13,7 @@ from opal_deploy.artifact.outputs import INPUT, TensorSpec, tensor_specs
 from opal_deploy.inference.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
 from opal_deploy.inference.types import InferenceOptions
 
-# smallest, preferred and largest batch of an ONNX file: sizes that `onnx_session.BATCH_SIZES` has
+# smallest, preferred and largest batch of an ONNX file: sizes that `cuda_session.BATCH_SIZES` has
 ONNX_BATCH = BatchRange(1, 8, 64)
 # keys of parameters that the explain model reads
 MODEL_SHA256, TENSOR_MODEL = "model_sha256", "model"

@@ -16,7 +16,7 @@ from opal_deploy.bench.compare import (
 from opal_deploy.bench.measurement import Figure, Measurement
 from opal_deploy.bench.options import CompareOptions
 from opal_deploy.bench.targets import Setup
-from opal_deploy.runtime.cuda import parse_cuda_options
+from opal_deploy.runtime.cuda_options import parse_cuda_options
 from opal_deploy.statistics import median, paired_ratios
 
 BATCH, OPTIONS = 2, CompareOptions(pairs=30, seconds=0.1, warmup=0)

@@ -17,7 +17,7 @@ from opal_deploy.bench.networks import (
 from opal_deploy.bench.targets import Setup, load_file, load_network
 from opal_deploy.errors import ArtifactError, OpalError, UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
-from opal_deploy.runtime.cuda import CudaOptions
+from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.runtime.devices import Driver
 from opal_deploy.runtime.session import StagedSession, pinned
 from opal_deploy.synthetic import example_images

@@ -67,7 +67,7 @@ def gpu(loaded_stubs, monkeypatch, tmp_path):
         monkeypatch.delenv(variable, raising=False)
     log = tmp_path / "calls.log"
     # the libraries are loaded, and no real cuDNN may join them
-    monkeypatch.setattr("opal_deploy.runtime.onnx_session.load_cuda_libraries", lambda: None)
+    monkeypatch.setattr("opal_deploy.runtime.cuda_session.load_cuda_libraries", lambda: None)
     loaded_stubs.cudaSetDevice(0)
     loaded_stubs.stubForgetContexts()
     log.touch()

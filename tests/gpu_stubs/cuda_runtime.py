@@ -37,9 +37,11 @@ def make(real, library):
 
 
 def make_driver(library):
-    """Return the functions of `cuda.bindings.driver` that tell which devices have a context."""
+    """Return the functions of `cuda.bindings.driver` for the devices' contexts."""
     return SimpleNamespace(
         cuDeviceGet=lambda index: (0, index),
+        cuDevicePrimaryCtxRetain=lambda device: (library.stubRetainContext(device), None),
+        cuDevicePrimaryCtxRelease=lambda device: (0,),
         cuDevicePrimaryCtxGetState=lambda device: (0, 0, library.stubIsInUse(device)),
     )
 

@@ -32,6 +32,12 @@ def test_a_session_runs_on_its_own_gpu_and_leaves_the_callers_current(gpu, model
     session.close()
 
 
+def test_auto_takes_the_first_gpu_that_is_free(gpu, model):
+    gpu.set(devices=3, errors="computeMode@0=2 cudaSetDevice@0=46 computeMode@1=3 cudaSetDevice@1=46 computeMode@2=3")
+    assert OnnxSession(model, device="auto").device == "cuda:2"
+    assert {call.text for call in gpu.calls("cudaSetDevice")} == {"cudaSetDevice 2"}
+
+
 def test_a_gpu_that_nobody_uses_gets_no_context(gpu, model):
     gpu.set(devices=2)
     OnnxSession(model, device="cuda:1").run(images(8))
@@ -56,6 +62,7 @@ UNUSABLE = [
     ),
     pytest.param({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides every GPU; unset", id="hidden"),
     pytest.param({"errors": "computeMode@0=2 cudaSetDevice@0=46"}, "sudo nvidia-smi -c 0", id="prohibited"),
+    pytest.param({"errors": "computeMode@0=3 cudaSetDevice@0=46"}, "sudo nvidia-smi -c 0", id="exclusive"),
     pytest.param(
         {"errors": "migMode@0=1 cudaGetDeviceCount@0=100"},
         "the GPU is in MIG mode and has no instance; create one",
@@ -83,6 +90,6 @@ def test_auto_takes_the_cpu_and_says_why(gpu, model, monkeypatch, settings, reas
 DOCTOR = "from opal_deploy.cli import main; import sys; sys.argv = ['opal-deploy', 'doctor']; main()"
 
 
-@pytest.mark.parametrize(("settings", "reason"), UNUSABLE[:4])
+@pytest.mark.parametrize(("settings", "reason"), UNUSABLE[:3])
 def test_the_real_cuda_bindings_and_doctor_agree(run_process, settings, reason):
     assert reason.replace("; ", ": ") in " ".join(run_process(DOCTOR, **settings).stderr.split())

@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime.cuda import CudaOptions
+from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.runtime.onnx_session import CUDA, OnnxSession
 from tests.gpu_stubs.conftest import ROOT
 

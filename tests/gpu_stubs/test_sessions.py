@@ -9,7 +9,8 @@ import pytest
 from opal_deploy.errors import OutOfMemory
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.types import InferenceOptions, InputImage, Prepared
-from opal_deploy.runtime.cuda import Cuda, CudaOptions
+from opal_deploy.runtime.cuda import Cuda
+from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
 from tests.gpu_stubs.conftest import SIZE
 

@@ -10,8 +10,8 @@ import pytest
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, VerificationError
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.types import InferenceOptions
-from opal_deploy.runtime import onnx_session
-from opal_deploy.runtime.cuda import CudaOptions, parse_cuda_options
+from opal_deploy.runtime import cuda_session, onnx_session
+from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
 from opal_deploy.runtime.onnx_session import CUDA, OnnxSession
 from opal_deploy.runtime.session import PaddingSession, PinningSession, PipelinedSession, StagedSession
 from opal_deploy.synthetic import example_images
@@ -59,8 +59,8 @@ def gpu(monkeypatch, tiny):
     cuda = FakeCuda(L4)
     kind = type("OnnxOnThisCuda", (OnnxOnFakeCuda,), {"cuda": cuda, "loaded": []})
     monkeypatch.setattr(onnx_session, "_runs_on_cuda", lambda device: device != "cpu")
-    monkeypatch.setattr(onnx_session, "Cuda", lambda index, extra: cuda)
-    monkeypatch.setattr(onnx_session, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(cuda_session, "Cuda", lambda index, extra: cuda)
+    monkeypatch.setattr(cuda_session, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(onnxruntime, "InferenceSession", kind)
     cuda.open = lambda **options: OnnxSession(tiny.path, device="cuda", threads=1, **options)
     cuda.loaded, cuda.kind = kind.loaded, kind
@@ -237,7 +237,7 @@ def test_options_reach_the_provider_are_told_and_gated_by_the_files_own_vectors(
     def refuse(session, name):
         raise VerificationError(f"{name}: does not reproduce")
 
-    monkeypatch.setattr(onnx_session, "verify_test_vectors", refuse)
+    monkeypatch.setattr(cuda_session, "verify_test_vectors", refuse)
     gpu.open()
     with pytest.raises(VerificationError):
         gpu.open(cuda_options=CudaOptions(fuse_conv_bias=True))
