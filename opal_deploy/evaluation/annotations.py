@@ -150,7 +150,8 @@ def annotate(
         found = annotate_creatures(_match_creatures(data, samples))
     else:
         cropped = boxes and any(sample.box is not None for sample in samples)
-        shown = [() if boxes or sample.box is None else (sample.box,) for sample in samples]
+        known = [sample.object_box if boxes else sample.box for sample in samples]
+        shown = [() if box is None else (box,) for box in known]
         foreground = "cells of the whole image (no foreground is known)"
         if cropped:
             foreground = "cells (images are cropped to their boxes)"

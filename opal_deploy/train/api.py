@@ -48,6 +48,8 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
     labelled = read_dataset(
         root, recipe.dataset, partition=recipe.partition, skip_missing=recipe.skip_missing, progress=progress
     )
+    if not recipe.boxes:
+        labelled = labelled.without_crops()
     # torchrun starts several processes; only one reports
     if is_main_process():
         for line in labelled.warnings:

@@ -27,9 +27,9 @@ from opal_deploy.model.backbones import get_library
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import machine
+from opal_deploy.train.attention import AttentionTerms
 from opal_deploy.train.epoch import (
     EpochMetrics,
-    MirrorAgreement,
     NonFiniteLossError,
     TrainStep,
     evaluate,
@@ -39,6 +39,7 @@ from opal_deploy.train.epoch import (
 from opal_deploy.train.images import Batches, PaperAugmentation, TrainImages
 from opal_deploy.train.machine import ProcessGroup, join_process_group
 from opal_deploy.train.recipe import Recipe, TrainOptions
+from opal_deploy.train.regions import read_regions
 from opal_deploy.train.resume import check_same_run, fingerprint_dataset, parse_evaluation, restore_run
 from opal_deploy.train.run_directory import (
     CheckpointManager,
@@ -214,10 +215,12 @@ class _TrainingRun:
             get_library(options.backbone).convert_sync_batch_norm(network)
         self.network = network
         optimizer = torch.optim.Adam(network.parameters(), lr=options.lr)
-        model: Any = group.wrap_ddp(MirrorAgreement(network) if options.agreement else network)
+        has_terms = options.agreement or options.keep_off is not None
+        model: Any = group.wrap_ddp(AttentionTerms(network, agreement=options.agreement > 0) if has_terms else network)
         if options.compile:
             model = torch.compile(model)
-        train_step = TrainStep(model, optimizer, amp, group, config.mean, config.std, options.agreement)
+        keep_off = None if options.keep_off is None else options.keep_off_weight
+        train_step = TrainStep(model, optimizer, amp, group, config.mean, config.std, options.agreement, keep_off)
         self.checkpoints = CheckpointManager(run_dir, self.data, group, network, full_config)
 
         # epochs, with the directory locked against other processes ----------------------------------------------------
@@ -255,7 +258,13 @@ class _TrainingRun:
         """Return training and validation batches, and their entries in config.json."""
         options, group = self.options, self.group
         augmentation = PaperAugmentation(options.input_size) if options.augment == "paper" else None
-        train = TrainImages(self.data.train, options.input_size, augmentation=augmentation, seed=options.seed)
+        regions = None
+        if options.keep_off is not None:
+            regions = read_regions(self.data, options.keep_off)
+            self.log(f"keeping the attention off regions of {len(regions):,} of {len(self.data.train):,} images")
+        train = TrainImages(
+            self.data.train, options.input_size, augmentation=augmentation, regions=regions, seed=options.seed
+        )
         val = TrainImages(self.data.val, options.input_size)
         # every process caches all images, because its share of them changes with each epoch
         cached = group.local_size * (train.cache_bytes + val.cache_bytes) <= options.cache_megabytes * _MEGABYTE
@@ -333,6 +342,7 @@ class _TrainingRun:
             seconds=metrics.seconds + time.perf_counter() - started,
             images_per_second=metrics.seen / metrics.seconds,
             data_wait=metrics.waited / metrics.seconds,
+            kept_off=metrics.kept_off / metrics.seen,
         )
         state.records.append(record)
         state.epoch, state.step, state.epoch_metrics = epoch, 0, EpochMetrics()

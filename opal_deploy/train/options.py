@@ -101,6 +101,10 @@ class TrainRunOptions(RecipeOverrides):
     skip_missing: Annotated[
         bool | None, Option("Leave out missing images.", flag="--skip-missing/--no-skip-missing", panel=_DATA)
     ] = None
+    boxes: Annotated[
+        bool | None,
+        Option("Crop to the data set's boxes.", default="--boxes", flag="--boxes/--no-boxes", panel=_DATA),
+    ] = None
     head: Annotated[
         HeadKind | None,
         Option(
@@ -137,6 +141,17 @@ class TrainRunOptions(RecipeOverrides):
             min=0, default="0",
         ),
     ] = None  # fmt: skip
+    keep_off: Annotated[
+        StrPath | None,
+        Option(
+            "Regions that the attention is kept off: a COCO file (stamps, borders, scale bars), or `outside` for "
+            "everything but the data set's objects.",
+            default="none", cli=str,
+        ),
+    ] = None  # fmt: skip
+    keep_off_weight: Annotated[
+        float | None, Option("Weight of the attention in these regions in the loss.", min=0, default="1")
+    ] = None
     seed: Annotated[int | None, Option("Seed of weights, order and augmentation.", min=0, default="0")] = None
     tf32: Annotated[bool | None, Option("Allow TF32 on the GPU.", flag="--tf32/--no-tf32", panel=_MACHINE)] = None
     compile: Annotated[

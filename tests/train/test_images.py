@@ -20,9 +20,9 @@ from opal_deploy.train.images import (
     Batches,
     PaperAugmentation,
     TrainImages,
-    apply_geometric,
     apply_photometric,
     normalize,
+    sample_geometric,
     sample_resized_crop,
 )
 
@@ -177,6 +177,10 @@ PHOTOMETRIC = [
     ("AutoContrast", None, False),
     ("Equalize", None, False),
 ]
+
+
+def apply_geometric(image, rng):
+    return sample_geometric(rng)(image)
 
 
 @pytest.mark.parametrize(("ours", "space"), [(apply_geometric, GEOMETRIC), (apply_photometric, PHOTOMETRIC)])
