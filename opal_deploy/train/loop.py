@@ -180,7 +180,7 @@ class _TrainingRun:
         amp = machine.MixedPrecision.select(group.device, options.precision)
         run_config = {
             "options": asdict(options),
-            "fingerprint": fingerprint_dataset(self.data),
+            "fingerprint": fingerprint_dataset(self.data, options.keep_off),
             "processes": group.size,
             "precision": amp.name,
         }

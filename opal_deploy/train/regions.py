@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from opal_deploy.datasets.masks import draw_segmentations
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import ImageAnnotation, annotate, has_creatures
-from opal_deploy.inference.sources.annotations import read_objects
+from opal_deploy.inference.sources.annotations import CocoObject, read_objects
 from opal_deploy.preprocess.geometry import Box, Geometry
 from opal_deploy.train.recipe import OUTSIDE
 
@@ -94,14 +96,33 @@ def _read_file(path: Path, data: DataSet) -> list[ImageAnnotation]:
     for sample in data.train:
         names = objects.matches(sample.path.as_posix())
         # an ambiguous name is ignored
-        boxes = tuple(thing.box for thing in objects[names[0]]) if len(names) == 1 else ()
-        regions.append(ImageAnnotation(data.class_names[sample.label], boxes))
+        things = objects[names[0]] if len(names) == 1 else []
+        boxes = tuple(thing.box for thing in things)
+        mask = None
+        if any(thing.segmentation for thing in things):
+            mask = partial(_draw_mask, path, sample.path.name, things)
+        regions.append(ImageAnnotation(data.class_names[sample.label], boxes, mask))
     if not any(region.boxes for region in regions):
         raise UsageError(
             f"--keep-off {path}: no regions for any of the {len(regions):,} training images, such as "
             f"{data.train[0].path.name}; expected a file_name that ends the image's path"
         )
     return regions
+
+
+def _draw_mask(path: Path, name: str, things: Sequence[CocoObject]) -> NDArray[np.bool_]:
+    """Return the pixels of an image's regions, bool [H, W]; those without a segmentation are their boxes."""
+    size = things[0].size
+    if size is None:
+        raise UsageError(f"{path}: no height and width of {name}; masks need them")
+    try:
+        covered = draw_segmentations([thing.segmentation for thing in things if thing.segmentation], size)
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise UsageError(
+            f"{path}: a damaged segmentation of {name} ({error}); expected polygons or run lengths"
+        ) from None
+    boxes = [thing.box for thing in things if not thing.segmentation]
+    return covered | (_draw_boxes(boxes, Geometry.whole(size[1], size[0]), size) > 127)
 
 
 def _draw_boxes(boxes: Sequence[Box], geometry: Geometry, size: tuple[int, int]) -> NDArray[np.uint8]:
