@@ -13,7 +13,7 @@ from opal_deploy.train.options import TrainRunOptions
 from opal_deploy.train.recipe import load_recipe, resolve_recipe
 
 if TYPE_CHECKING:
-    from opal_deploy.train.loop import TrainResult
+    from opal_deploy.train.result import TrainResult
 
 
 @keywords(TrainRunOptions)

@@ -72,6 +72,7 @@ class TrainStep:
         agreement: weight of the mirror agreement; above 0, `model` is an `AttentionTerms`.
         keep_off: weight of the attention in kept-off regions; None without regions, else `model` is an
             `AttentionTerms` and images have four channels.
+        frozen: layers that are not trained and compute as in evaluation, with the batch statistics that they have.
         scaler: the loss scaler, enabled for float16 only.
     """
 
@@ -83,6 +84,7 @@ class TrainStep:
     std: tuple[float, ...]
     agreement: float = 0.0
     keep_off: float | None = None
+    frozen: nn.Module | None = None
     scaler: torch.amp.GradScaler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,6 +151,8 @@ def train_epoch(
         UsageError: an image cannot be decoded.
     """
     train_step.model.train()
+    if train_step.frozen is not None:
+        train_step.frozen.eval()
     plan = batches.plan()
     steps_between_reads = _GPU_STEPS_BETWEEN_READS if train_step.group.device.type == "cuda" else 1
     # steps whose sums are still on the device: (step, (loss, correct, penalty), images)

@@ -141,6 +141,25 @@ class TrainRunOptions(RecipeOverrides):
             min=0, default="0",
         ),
     ] = None  # fmt: skip
+    start_from: Annotated[
+        StrPath | None,
+        Option(
+            "Checkpoint whose backbone and head a new run starts from, such as an edited one, instead of --weights. "
+            "--resume, in contrast, continues the same run.",
+            default="none", cli=str,
+        ),
+    ] = None  # fmt: skip
+    freeze_backbone: Annotated[
+        bool | None,
+        Option("With --start-from: train only the head.", flag="--freeze-backbone/--no-freeze-backbone"),
+    ] = None
+    reset_dropped: Annotated[
+        bool | None,
+        Option(
+            "With --start-from: train dropped slots anew instead of leaving them dropped.",
+            flag="--reset-dropped/--no-reset-dropped",
+        ),
+    ] = None
     keep_off: Annotated[
         StrPath | None,
         Option(

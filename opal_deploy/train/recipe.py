@@ -3,7 +3,8 @@
     [data]      dataset, partition, skip_missing, boxes
     [model]     backbone, weights, input_size, stride, keep_layers
     [head]      kind, projection, cws, pooling, anchors, prototypes_per_class, distance, epsilon
-    [training]  epochs, batch_size, lr, schedule, agreement, keep_off, keep_off_weight, augment, seed, precision, tf32
+    [training]  epochs, batch_size, lr, schedule, agreement, keep_off, keep_off_weight, start_from,
+                freeze_backbone, reset_dropped, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
 Defaults are the paper's, except for `precision`, which is `auto`. A run stores its resolved recipe, which repeats it.
@@ -67,6 +68,9 @@ class TrainOptions:
     agreement: float = 0.0
     keep_off: str | None = None
     keep_off_weight: float = 1.0
+    start_from: str | None = None
+    freeze_backbone: bool = False
+    reset_dropped: bool = False
     input_size: tuple[int, int] = (224, 224)
     stride: int | None = None
     keep_layers: bool = False
@@ -110,6 +114,9 @@ class TrainOptions:
                 "keep_off is about the cells that slots look at, and this head has none; leave it out or train the "
                 "whole OPAL head"
             )
+        if self.start_from is None and (self.freeze_backbone or self.reset_dropped):
+            name = "--freeze-backbone" if self.freeze_backbone else "--reset-dropped"
+            raise UsageError(f"{name} without a trained network; add --start-from CHECKPOINT")
         for name, kind in (("schedule", Schedule), ("augment", Augment), ("precision", TrainingPrecision)):
             if getattr(self, name) not in get_args(kind):
                 raise UsageError(f"{name} {getattr(self, name)!r}: expected one of {', '.join(get_args(kind))}")

@@ -126,6 +126,7 @@ def describe_differences(
     others = {
         "fingerprint": "the images, labels, boxes, splits or regions of the data set have changed",
         "processes": f"processes was {stored.get('processes')} and is {run_config.get('processes')}",
+        "start": "the checkpoint of --start-from has changed",
         "precision": f"precision was {stored.get('precision')} and is {run_config.get('precision')}",
     }
     clauses += [text for key, text in others.items() if key in run_config and stored.get(key) != run_config[key]]

@@ -199,8 +199,9 @@ class CheckpointManager:
         group: ProcessGroup,
         network: OpalNetwork,
         run_config: dict[str, Any],
+        edits: tuple[dict[str, Any], ...] = (),
     ) -> None:
-        self.run_dir, self.run_config = run_dir, run_config
+        self.run_dir, self.run_config, self._edits = run_dir, run_config, edits
         self._data, self._group, self._network = data, group, network
 
     def start(self, recipe: str, *, is_new: bool) -> None:
@@ -290,7 +291,7 @@ class CheckpointManager:
     ) -> None:
         checkpoint = Checkpoint(
             self._network, self._data.class_names, crop=self._data.crop,
-            metrics=metrics, training=self.run_config, **measurements,
+            metrics=metrics, training=self.run_config, edits=self._edits, **measurements,
         )  # fmt: skip
         save(path, checkpoint, extra=extra)
 
