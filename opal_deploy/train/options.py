@@ -58,7 +58,9 @@ class RecipeOverrides(Options):
     precision: Annotated[
         TrainingPrecision | None,
         Option(
-            "Precision of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU.", default="auto", panel=_MACHINE
+            "Precision of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU.",
+            default="fp32 in paper, auto in the other recipes",
+            panel=_MACHINE,
         ),
     ] = None
     workers: Annotated[

@@ -7,7 +7,8 @@
                 freeze_backbone, reset_dropped, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
-Defaults are the paper's, except for `precision`, which is `auto`. A run stores its resolved recipe, which repeats it.
+Defaults are the paper's, except for `precision`, which is `auto` where a recipe does not say (`paper` says fp32). A run
+stores its resolved recipe, which repeats it.
 """
 
 from __future__ import annotations
