@@ -61,23 +61,26 @@ class AttentionTerms(nn.Module):
         first = attention[: len(labels)]
         disagreement = penalty = first.new_zeros(len(labels))
         if self.agreement:
-            disagreement = measure_disagreement(first, attention[len(labels) :].flip(3), labels, m)
+            disagreement = measure_disagreement(first, attention[len(labels) :].flip(3), labels, m, head.kept)
         if regions is not None:
             penalty = measure_kept_off(first, labels, regions, m, head.kept)
         return logits, disagreement, penalty
 
 
-def measure_disagreement(first: Tensor, second: Tensor, labels: Tensor, prototypes_per_class: int) -> Tensor:
+def measure_disagreement(
+    first: Tensor, second: Tensor, labels: Tensor, prototypes_per_class: int, kept: Tensor | None = None
+) -> Tensor:
     """Return how far two views disagree about the cells of the labelled class's slots, [n], at least 0.
 
     Args:
         first, second: attention of both views in the same frame, float32 [n, K, H, W].
         labels: int64 [n].
         prototypes_per_class: m.
+        kept: float [K], 0 for dropped slots, which do not count, and else 1; None if none was dropped.
     """
     channels = _channels(labels, prototypes_per_class)
     p, q = (_gather(view, channels).mul(_SHARPNESS).softmax(dim=2) for view in (first, second))
-    return -(p * q).sum(dim=2).clamp_min(_SMALLEST).log().mean(dim=1)
+    return _mean_over_slots(-(p * q).sum(dim=2).clamp_min(_SMALLEST).log(), channels, kept)
 
 
 def measure_kept_off(
@@ -95,16 +98,20 @@ def measure_kept_off(
     height, width = attention.shape[2:]
     shares = functional.adaptive_avg_pool2d(regions[:, None], (height, width)).flatten(2)  # [n, 1, H * W]
     channels = _channels(labels, prototypes_per_class)
-    highest = (_gather(attention, channels) * shares).amax(dim=2)  # [n, m]
-    if kept is None:
-        return highest.mean(dim=1)
-    weights = kept[channels]
-    return (highest * weights).sum(dim=1) / weights.sum(dim=1)
+    return _mean_over_slots((_gather(attention, channels) * shares).amax(dim=2), channels, kept)
 
 
 def _channels(labels: Tensor, prototypes_per_class: int) -> Tensor:
     """Return the channels of each image's labelled class, int64 [n, m]."""
     return labels[:, None] * prototypes_per_class + torch.arange(prototypes_per_class, device=labels.device)
+
+
+def _mean_over_slots(values: Tensor, channels: Tensor, kept: Tensor | None) -> Tensor:
+    """Return the mean [n] of the values [n, m] of channels [n, m] that were not dropped."""
+    if kept is None:
+        return values.mean(dim=1)
+    weights = kept[channels]
+    return (values * weights).sum(dim=1) / weights.sum(dim=1)
 
 
 def _gather(attention: Tensor, channels: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ class TrainImages(Dataset[ImageItem | UsageError]):
         """Decode every image once, in threads, and keep the resized images.
 
         Raises:
-            UsageError: names every image that cannot be decoded.
+            UsageError: names every image that cannot be decoded or has another size than its mask.
         """
         cache = np.empty((len(self.samples), *self._shape), np.uint8)
         errors = []
@@ -238,9 +238,7 @@ class TrainImages(Dataset[ImageItem | UsageError]):
                     cache[index] = pixels
                 progress(index + 1, len(self.samples), "reading images")
         if errors:
-            raise UsageError(
-                f"{len(errors)} image(s) cannot be decoded, remove or replace them: {shorten_list(errors)}"
-            )
+            raise UsageError(f"{len(errors)} image(s) cannot be used: {shorten_list(errors)}")
         self._cache = cache
 
     def __len__(self) -> int:
@@ -271,7 +269,7 @@ class TrainImages(Dataset[ImageItem | UsageError]):
         except ImageError as error:
             return UsageError(f"{sample.path}: {error}; remove or replace this image")
         except UsageError as error:
-            return error
+            return UsageError(f"{sample.path}: {error}")
 
 
 class Batches:

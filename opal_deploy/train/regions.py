@@ -58,8 +58,8 @@ class Regions:
         mask = annotation.mask()
         if mask.shape != (geometry.height, geometry.width):
             raise UsageError(
-                f"a mask of {mask.shape[1]}x{mask.shape[0]} pixels for an image of class {annotation.label} with "
-                f"{geometry.width}x{geometry.height}; expected the same size, as a viewer shows the image"
+                f"its mask has {mask.shape[1]}x{mask.shape[0]} pixels, the image as a viewer shows it "
+                f"{geometry.width}x{geometry.height}; expected the same size"
             )
         height, width = size
         image = Image.fromarray(mask.astype(np.uint8) * np.uint8(255)).crop(geometry.crop)
