@@ -68,7 +68,7 @@ class TrainOptions:
     schedule: Schedule = "constant"
     agreement: float = 0.0
     keep_off: str | None = None
-    keep_off_weight: float = 1.0
+    keep_off_weight: float = 10.0
     start_from: str | None = None
     freeze_backbone: bool = False
     reset_dropped: bool = False
