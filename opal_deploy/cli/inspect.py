@@ -129,6 +129,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         ("source", f"{source.get('file', 'unknown')} ({source.get('format', 'unknown')}), "
          f"sha256 {str(source.get('sha256', 'unknown'))[:16]}...{assumed}"),
         *_describe_weights(metadata.training),
+        *_describe_start(metadata.training),
         *(("edit", line) for line in describe_edits(metadata.edits)),
     ]  # fmt: skip
     if metrics:
@@ -156,6 +157,16 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
 
 def _format_normalisation(values: dict[str, Any]) -> str:
     return "; ".join(f"{name} {', '.join(f'{v:g}' for v in values[name])}" for name in ("mean", "std"))
+
+
+def _describe_start(training: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the line on the checkpoint that training started from, if it did (`train --start-from`)."""
+    start = training.get("start")
+    if not isinstance(start, dict):
+        return []
+    frozen = ", backbone frozen" if start.get("frozen_backbone") else ""
+    reset = f"; trained anew: {', '.join(start['reset'])}" if start.get("reset") else ""
+    return [("started from", f"{start.get('file')}, sha256 {str(start.get('sha256'))[:16]}...{frozen}{reset}")]
 
 
 def _describe_weights(training: dict[str, Any]) -> list[tuple[str, str]]:
@@ -228,6 +239,7 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
         ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts)),
         ("classes", _list_names(list(index["class_names"]))),
         *_describe_weights(index.get("training") or {}),
+        *_describe_start(index.get("training") or {}),
         *(("edit", line) for line in describe_edits(index.get("edits") or ())),
         ("metrics", _format_metrics(metrics) or "none"),
         *([("risk", _format_risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),

@@ -15,7 +15,7 @@ from opal_deploy.errors import ExitCode
 from opal_deploy.train.options import TrainRunOptions
 
 if TYPE_CHECKING:
-    from opal_deploy.train.loop import TrainResult
+    from opal_deploy.train.result import TrainResult
 
 
 def train(

@@ -11,6 +11,7 @@ a sample is a path, a label and possibly a box.
     cub, dogs, imagenet    data sets whose lists are read here; cub100 is in `cub`
     torchvision_datasets   cars, pets, flowers, dtd and sun397, whose lists torchvision reads
     boxes                  boxes that data sets publish, for `--boxes`
+    masks                  masks of COCO files and of pets
 
 How to add a data set: write a module with
 

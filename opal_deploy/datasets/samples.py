@@ -28,11 +28,13 @@ class Sample:
         path: the image file.
         label: class index, 0 ... C-1.
         box: (x0, y0, x1, y1) in pixels of the oriented image, its crop; None for the whole image.
+        object_box: the box of the object in an image that is not cropped to it, if known.
     """
 
     path: Path
     label: int
     box: Box | None = None
+    object_box: Box | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,14 @@ class DataSet:
         """Return the images of `train`, `val` or `test`, or of all three for `all`."""
         splits = {"train": self.train, "val": self.val, "test": self.test}
         return [*self.train, *self.val, *self.test] if split == "all" else splits[split]
+
+    def without_crops(self) -> DataSet:
+        """Return the data set with whole images; their boxes then say where the objects are."""
+        train, val, test = (
+            [replace(sample, box=None, object_box=sample.box) for sample in split]
+            for split in (self.train, self.val, self.test)
+        )
+        return replace(self, crop=None, train=train, val=val, test=test)
 
     def describe(self) -> str:
         """Return a line of text: what the folder was read as, and the sizes of the splits."""

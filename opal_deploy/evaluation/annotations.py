@@ -1,20 +1,22 @@
 """Annotations that evidence is compared with: the objects and parts of images, as masks, boxes and points.
 
 They come from the generated data set (masks of the creatures, boxes of their parts, which parts are distinguishing),
-from CUB (boxes of the birds, points on their parts), from other data sets with boxes, and from COCO files. Coordinates
-are pixels of the whole image as a viewer shows it.
+from CUB (boxes of the birds, points on their parts), from Oxford-IIIT Pet (trimaps), from other data sets with boxes,
+and from COCO files. Coordinates are pixels of the whole image as a viewer shows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.datasets import cub
+from opal_deploy.datasets.masks import read_trimap
 from opal_deploy.datasets.samples import DataSet, Sample, display_path
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.annotations import read_objects
@@ -150,7 +152,8 @@ def annotate(
         found = annotate_creatures(_match_creatures(data, samples))
     else:
         cropped = boxes and any(sample.box is not None for sample in samples)
-        shown = [() if boxes or sample.box is None else (sample.box,) for sample in samples]
+        known = [sample.object_box if boxes else sample.box for sample in samples]
+        shown = [() if box is None else (box,) for box in known]
         foreground = "cells of the whole image (no foreground is known)"
         if cropped:
             foreground = "cells (images are cropped to their boxes)"
@@ -159,6 +162,8 @@ def annotate(
         found = Annotations([ImageAnnotation(label, box) for label, box in zip(labels, shown, strict=True)], foreground)
         if parts and cub.has_parts(data):
             found = _add_cub_parts(found, cub.read_parts(data.root, samples))
+        elif data.layout == "pets":
+            found = _add_trimaps(found, data.root / "annotations" / "trimaps", samples)
     return found if objects is None else _replace_objects(found, objects, samples)
 
 
@@ -199,6 +204,16 @@ def _add_cub_parts(found: Annotations, located: cub.PartLocations) -> Annotation
                 places.setdefault(name, []).append(tuple(point))
         images.append(replace(image, parts=tuple(Part(name, tuple(where)) for name, where in places.items())))
     return Annotations(images, found.foreground, POINT_RULE)
+
+
+def _add_trimaps(found: Annotations, folder: Path, samples: Sequence[Sample]) -> Annotations:
+    images = []
+    for image, sample in zip(found.images, samples, strict=True):
+        path = folder / f"{sample.path.stem}.png"
+        images.append(replace(image, mask=partial(read_trimap, path)) if path.is_file() else image)
+    if not any(image.mask for image in images):
+        return found
+    return Annotations(images, "cells of the pet (their centre in its trimap)", found.part_rule)
 
 
 def _replace_objects(found: Annotations, path: Path, samples: Sequence[Sample]) -> Annotations:

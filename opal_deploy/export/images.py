@@ -134,6 +134,8 @@ def choose_images(
         root = (metadata.training.get("data") or {}).get("root")
         if data is None and root and options.images is None and options.calibrate is None:
             options.log(f"The images that it was trained on are not in {root} any more; --images names others")
+        if data is not None and metadata.crop is None:
+            data = data.without_crops()
     calibration = _choose_calibration_images(metadata, options, data) if calibrate else None
     chosen = options.images or (options.calibrate if calibrate and data is None else None)
     folder = None if chosen is None else Path(chosen)

@@ -13,7 +13,7 @@ from opal_deploy.train.options import TrainRunOptions
 from opal_deploy.train.recipe import load_recipe, resolve_recipe
 
 if TYPE_CHECKING:
-    from opal_deploy.train.loop import TrainResult
+    from opal_deploy.train.result import TrainResult
 
 
 @keywords(TrainRunOptions)
@@ -48,6 +48,8 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
     labelled = read_dataset(
         root, recipe.dataset, partition=recipe.partition, skip_missing=recipe.skip_missing, progress=progress
     )
+    if not recipe.boxes:
+        labelled = labelled.without_crops()
     # torchrun starts several processes; only one reports
     if is_main_process():
         for line in labelled.warnings:

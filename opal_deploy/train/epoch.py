@@ -1,15 +1,4 @@
-"""One pass over images: the training step with its optional mirror agreement, the epoch's metrics, and evaluation.
-
-Mirror agreement asks an image and its mirror image for the same cells. A slot's score comes from the cell where its
-attention is largest. Where several cells would do, the maximum jumps between them when the image hardly changes, and
-the explanation jumps with it. PIP-Net (Nauta et al., CVPR 2023) asks two views of an image for the same prototypes at
-each cell; here each slot of the labelled class is asked for the same cell in both views:
-
-    agreement = mean over the m slots of -log( sum over cells of p(cell) * q(mirrored cell) )
-
-with p and q the softmax over cells of 20 times the attention of the image and of its mirror image. It is 0 where both
-choose the same cell with certainty. The term changes training only: the exported graph is the same.
-"""
+"""One pass over images: the training step, the epoch's metrics, and evaluation."""
 
 from __future__ import annotations
 
@@ -36,9 +25,6 @@ from opal_deploy.train.machine import MixedPrecision, ProcessGroup
 
 # reading a loss waits until the GPU has caught up, so losses are read every so many steps
 _GPU_STEPS_BETWEEN_READS = 10
-# attention lies in [0, 1]: times 20, a cell that leads by a third of that range takes nearly all
-_SHARPNESS = 20.0
-_SMALLEST = 1e-6
 
 
 class NonFiniteLossError(Exception):
@@ -65,6 +51,7 @@ class EpochMetrics:
         seen: number of images, over all processes.
         seconds: seconds of this process.
         waited: seconds of this process spent waiting for batches.
+        kept_off: summed penalty of kept-off regions, over all processes; 0 without.
     """
 
     loss: float = 0.0
@@ -72,6 +59,7 @@ class EpochMetrics:
     seen: float = 0.0
     seconds: float = 0.0
     waited: float = 0.0
+    kept_off: float = 0.0
 
 
 @dataclass
@@ -81,7 +69,10 @@ class TrainStep:
     Attributes:
         model: the network, possibly compiled, possibly wrapped for several processes.
         mean, std: per channel R, G, B, for normalising the images.
-        agreement: weight of the mirror agreement; above 0, `model` is a MirrorAgreement.
+        agreement: weight of the mirror agreement; above 0, `model` is an `AttentionTerms`.
+        keep_off: weight of the attention in kept-off regions; None without regions, else `model` is an
+            `AttentionTerms` and images have four channels.
+        frozen: layers that are not trained and compute as in evaluation, with the batch statistics that they have.
         scaler: the loss scaler, enabled for float16 only.
     """
 
@@ -92,37 +83,41 @@ class TrainStep:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     agreement: float = 0.0
+    keep_off: float | None = None
+    frozen: nn.Module | None = None
     scaler: torch.amp.GradScaler = field(init=False)
 
     def __post_init__(self) -> None:
         self.scaler = self.amp.build_scaler()
 
-    def step(self, images: Tensor, labels: Tensor, global_batch: int) -> tuple[Tensor, Tensor]:
+    def step(self, images: Tensor, labels: Tensor, global_batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Do one step on this process's n images of a global batch.
 
         Args:
-            images: uint8 [n, H0, W0, 3].
+            images: uint8 [n, H0, W0, 3], or [n, H0, W0, 4] with regions.
             labels: int64 [n].
             global_batch: N, the number of images over all processes.
 
         Returns:
-            The summed cross-entropy and the number of correct predictions of the n images, scalars on the device.
+            Over the n images the summed cross-entropy, the number of correct predictions and the summed penalty of
+            kept-off regions, scalars on the device.
         """
         device = self.group.device
         labels = labels.to(device, non_blocking=True)
-        inputs = normalize(images.to(device, non_blocking=True), self.mean, self.std)  # [n, 3, H0, W0]
+        images = images.to(device, non_blocking=True)
+        inputs = normalize(images[..., :3], self.mean, self.std)  # [n, 3, H0, W0]
+        regions = None if self.keep_off is None else images[..., 3].float() / 255.0  # [n, H0, W0]
         with self.amp.autocast():
-            if self.agreement:
-                logits, disagreement = self.model(inputs, labels)  # [2n, C] and [n]
+            if self.agreement or self.keep_off is not None:
+                logits, disagreement, penalty = self.model(inputs, labels, regions)  # [n or 2n, C], [n] and [n]
             else:
                 logits = self.model(inputs)  # [n, C]
+                disagreement = penalty = logits.new_zeros(len(labels), dtype=torch.float32)
         logits = logits.float()
-        if self.agreement:
-            # the mean over an image and its mirror image
-            loss_sum = functional.cross_entropy(logits, torch.cat([labels, labels]), reduction="sum") / 2
-            objective = loss_sum + self.agreement * disagreement.sum()
-        else:
-            objective = loss_sum = functional.cross_entropy(logits, labels, reduction="sum")
+        views = len(logits) // len(labels)
+        # with mirror agreement the mean over an image and its mirror image
+        loss_sum = functional.cross_entropy(logits, labels.repeat(views), reduction="sum") / views
+        objective = loss_sum + self.agreement * disagreement.sum() + (self.keep_off or 0.0) * penalty.sum()
         self.optimizer.zero_grad(set_to_none=True)
         # gradients are averaged over processes, whose shares may differ by an image: this factor makes them the
         # gradients of the global batch's mean loss
@@ -130,7 +125,8 @@ class TrainStep:
         self.scaler.scale(mean).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return loss_sum.detach(), (logits[: len(labels)].detach().argmax(1) == labels).sum()
+        correct = (logits[: len(labels)].detach().argmax(1) == labels).sum()
+        return loss_sum.detach(), correct, penalty.detach().sum()
 
 
 def train_epoch(
@@ -155,17 +151,19 @@ def train_epoch(
         UsageError: an image cannot be decoded.
     """
     train_step.model.train()
+    if train_step.frozen is not None:
+        train_step.frozen.eval()
     plan = batches.plan()
     steps_between_reads = _GPU_STEPS_BETWEEN_READS if train_step.group.device.type == "cuda" else 1
-    # steps whose losses are still on the device: (step, loss sum, correct, images)
-    unread: list[tuple[int, Tensor, Tensor, int]] = []
+    # steps whose sums are still on the device: (step, (loss, correct, penalty), images)
+    unread: list[tuple[int, tuple[Tensor, Tensor, Tensor], int]] = []
     started = ended = time.perf_counter()
     for step, (images, labels) in enumerate(batches, batches.first_step):
         metrics.waited += time.perf_counter() - ended
         global_batch = len(plan[step])
         for parameters in train_step.optimizer.param_groups:
             parameters["lr"] = learning_rate(step)
-        unread.append((step, *train_step.step(images, labels, global_batch), global_batch))
+        unread.append((step, train_step.step(images, labels, global_batch), global_batch))
         if len(unread) == steps_between_reads or step + 1 == len(plan):
             _read_losses(unread, metrics, train_step.group, batches)
             unread.clear()
@@ -176,59 +174,22 @@ def train_epoch(
 
 
 def _read_losses(
-    unread: list[tuple[int, Tensor, Tensor, int]], metrics: EpochMetrics, group: ProcessGroup, batches: Batches
+    unread: list[tuple[int, tuple[Tensor, Tensor, Tensor], int]],
+    metrics: EpochMetrics,
+    group: ProcessGroup,
+    batches: Batches,
 ) -> None:
-    losses = torch.stack([loss for _, loss, _, _ in unread]).double().tolist()
+    losses = torch.stack([loss for _, (loss, _, _), _ in unread]).double().tolist()
     losses = group.all_reduce_sum(*losses)
-    for (step, _, _, num_images), loss in zip(unread, losses, strict=True):
+    for (step, _, num_images), loss in zip(unread, losses, strict=True):
         if not math.isfinite(loss):
             raise NonFiniteLossError(step, loss / num_images, batches.image_files(step))
     metrics.loss += math.fsum(losses)
-    metrics.correct += group.all_reduce_sum(float(torch.stack([correct for _, _, correct, _ in unread]).sum()))[0]
-    metrics.seen += sum(num_images for _, _, _, num_images in unread)
-
-
-class MirrorAgreement(nn.Module):
-    """A network that is trained on images and their mirror images together.
-
-    Attributes:
-        network: the network, whose head has evidence `exact`.
-    """
-
-    def __init__(self, network: OpalNetwork) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of both views and how far they disagree about cells.
-
-        Args:
-            images: normalised, float [n, 3, H0, W0].
-            labels: int64 [n].
-
-        Returns:
-            Logits [2n, C], first those of the images, then those of their mirror images; disagreement [n], at least 0.
-        """
-        head = self.network.head
-        views = torch.cat([images, images.flip(3)])
-        attention = head.attend(head.project(self.network.backbone(views)))  # [2n, K, H, W]
-        logits = head.classify(head.pool(attention))
-        image, mirrored = attention.chunk(2)
-        return logits, measure_disagreement(image, mirrored.flip(3), labels, head.config.prototypes_per_class)
-
-
-def measure_disagreement(first: Tensor, second: Tensor, labels: Tensor, prototypes_per_class: int) -> Tensor:
-    """Return how far two views disagree about the cells of the labelled class's slots, [n], at least 0.
-
-    Args:
-        first, second: attention of both views in the same frame, float32 [n, K, H, W].
-        labels: int64 [n].
-        prototypes_per_class: m.
-    """
-    slots = labels[:, None] * prototypes_per_class + torch.arange(prototypes_per_class, device=labels.device)  # [n, m]
-    rows = torch.arange(len(labels), device=labels.device)[:, None]
-    p, q = (view.flatten(2)[rows, slots].mul(_SHARPNESS).softmax(dim=2) for view in (first, second))  # [n, m, H * W]
-    return -(p * q).sum(dim=2).clamp_min(_SMALLEST).log().mean(dim=1)
+    correct, kept_off = (float(torch.stack([sums[i] for _, sums, _ in unread]).double().sum()) for i in (1, 2))
+    correct, kept_off = group.all_reduce_sum(correct, kept_off)
+    metrics.correct += correct
+    metrics.kept_off += kept_off
+    metrics.seen += sum(num_images for _, _, num_images in unread)
 
 
 class LabelledOutputs(NamedTuple):

@@ -12,12 +12,15 @@ The augmentation is the paper's, as its authors coded it (Supp. B.2):
 TrivialAugment (Müller and Hutter, 2021), as in torchvision's TrivialAugmentWide: one operation drawn uniformly, its
 strength one of 31 from none to the strongest, its sign by a coin. torchvision's own transforms draw from a global
 generator; here all random numbers come from the caller's, so an image's augmentation depends on nothing else.
+
+With regions that the attention is kept off, images have a fourth channel, the share of each pixel that is kept off,
+0 ... 255: whatever moves the pixels moves it too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +42,7 @@ from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.runtime.devices import available_cpus
+from opal_deploy.train.regions import Regions
 
 # (epoch, position): worker processes learn the epoch from the key
 ImageKey = tuple[int, int]
@@ -70,6 +74,8 @@ F: Any = functional
 class PaperAugmentation:
     """The augmentation from uint8 [H1, W1, 3], already resized to `resize_size`, to uint8 [H0, W0, 3].
 
+    A fourth channel, that of regions, is moved as the pixels are and keeps its values.
+
     Attributes:
         input_size: (H0, W0).
     """
@@ -90,37 +96,45 @@ class PaperAugmentation:
         """Return one randomly augmented image; `pixels` is not changed."""
         height, width = self.input_size
         max_shift = (_MAX_TRANSLATE * width / _REFERENCE_SIZE, _MAX_TRANSLATE * height / _REFERENCE_SIZE)
-        image = apply_geometric(Image.fromarray(pixels), rng, max_shift)
+        # the photograph, and its region if there is one: they move together
+        images = [Image.fromarray(pixels[..., :3])]
+        if pixels.shape[2] == 4:
+            images.append(Image.fromarray(pixels[..., 3]))
+        move = sample_geometric(rng, max_shift)
+        images = [move(image) for image in images]
         if rng.random() < 0.5:
-            image = F.horizontal_flip(image)
-        top, left, rows, cols = sample_resized_crop(image, rng)
-        image = F.resized_crop(image, top, left, rows, cols, list(self.crop_size), InterpolationMode.BILINEAR)
-        image = apply_photometric(image, rng)
-        top = int(rng.integers(image.height - height + 1))
-        left = int(rng.integers(image.width - width + 1))
-        return np.asarray(image.crop((left, top, left + width, top + height)))
+            images = [F.horizontal_flip(image) for image in images]
+        top, left, rows, cols = sample_resized_crop(images[0], rng)
+        size = list(self.crop_size)
+        images = [F.resized_crop(image, top, left, rows, cols, size, InterpolationMode.BILINEAR) for image in images]
+        images[0] = apply_photometric(images[0], rng)
+        top = int(rng.integers(images[0].height - height + 1))
+        left = int(rng.integers(images[0].width - width + 1))
+        return np.dstack([np.asarray(image.crop((left, top, left + width, top + height))) for image in images])
 
 
-def apply_geometric(
-    image: Image.Image, rng: np.random.Generator, max_shift: tuple[float, float] = (16.0, 16.0)
-) -> Image.Image:
-    """Apply one of identity, shear (up to 0.5), translation (up to `max_shift` = (x, y) pixels), rotation (up to 60°).
+def sample_geometric(
+    rng: np.random.Generator, max_shift: tuple[float, float] = (16.0, 16.0)
+) -> Callable[[Image.Image], Image.Image]:
+    """Draw one of identity, shear (up to 0.5), translation (up to `max_shift` = (x, y) pixels), rotation (up to 60°).
 
-    Uncovered corners are black and pixels are moved by nearest neighbour, as in torchvision's TrivialAugment.
+    Returns:
+        Applies it. Uncovered corners are black and pixels are moved by nearest neighbour, as in torchvision's
+        TrivialAugment.
     """
     choice = int(rng.integers(6))
-    moved: Image.Image = image
+    if choice == 0:
+        return lambda image: image
     if choice == 5:
-        moved = F.rotate(image, _sample_signed(rng, _MAX_ROTATE), InterpolationMode.NEAREST)
-    elif choice:
-        shear, translate = [0.0, 0.0], [0, 0]
-        if choice in (1, 2):
-            shear[choice - 1] = math.degrees(math.atan(_sample_signed(rng, _MAX_SHEAR)))
-        else:
-            translate[choice - 3] = int(_sample_signed(rng, max_shift[choice - 3]))
-        # TrivialAugment shears about the top left corner
-        moved = F.affine(image, 0.0, translate, 1.0, shear, InterpolationMode.NEAREST, center=[0.0, 0.0])
-    return moved
+        angle = _sample_signed(rng, _MAX_ROTATE)
+        return lambda image: F.rotate(image, angle, InterpolationMode.NEAREST)
+    shear, translate = [0.0, 0.0], [0, 0]
+    if choice in (1, 2):
+        shear[choice - 1] = math.degrees(math.atan(_sample_signed(rng, _MAX_SHEAR)))
+    else:
+        translate[choice - 3] = int(_sample_signed(rng, max_shift[choice - 3]))
+    # TrivialAugment shears about the top left corner
+    return lambda image: F.affine(image, 0.0, translate, 1.0, shear, InterpolationMode.NEAREST, center=[0.0, 0.0])
 
 
 def apply_photometric(image: Image.Image, rng: np.random.Generator) -> Image.Image:
@@ -174,11 +188,12 @@ def _scale_size(input_size: tuple[int, int], size: int) -> tuple[int, int]:
 
 
 class TrainImages(Dataset[ImageItem | UsageError]):
-    """Images uint8 [H0, W0, 3], RGB, with labels, by (epoch, position).
+    """Images uint8 [H0, W0, 3], RGB, with labels, by (epoch, position); with regions uint8 [H0, W0, 4].
 
     Attributes:
         samples: the samples.
         augmentation: None for evaluation.
+        regions: one per sample that the attention is kept off, as the fourth channel; None without.
         resize_size: (H, W) that images are resized to before augmentation.
     """
 
@@ -188,10 +203,12 @@ class TrainImages(Dataset[ImageItem | UsageError]):
         input_size: tuple[int, int],
         *,
         augmentation: PaperAugmentation | None = None,
+        regions: Regions | None = None,
         seed: int = 0,
     ) -> None:
         self.samples = samples
         self.augmentation = augmentation
+        self.regions = regions
         self.resize_size = input_size if augmentation is None else augmentation.resize_size
         self._seed = seed
         self._cache: NDArray[np.uint8] | None = None
@@ -199,27 +216,29 @@ class TrainImages(Dataset[ImageItem | UsageError]):
     @property
     def cache_bytes(self) -> int:
         """The memory that caching every resized image takes."""
-        return len(self.samples) * self.resize_size[0] * self.resize_size[1] * 3
+        return len(self.samples) * math.prod(self._shape)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return (*self.resize_size, 3 if self.regions is None else 4)
 
     def fill_cache(self, progress: Progress) -> None:
         """Decode every image once, in threads, and keep the resized images.
 
         Raises:
-            UsageError: names every image that cannot be decoded.
+            UsageError: names every image that cannot be decoded or has another size than its mask.
         """
-        cache = np.empty((len(self.samples), *self.resize_size, 3), np.uint8)
+        cache = np.empty((len(self.samples), *self._shape), np.uint8)
         errors = []
         with ThreadPoolExecutor(available_cpus()) as pool:
-            for index, pixels in enumerate(pool.map(self._load, self.samples)):
+            for index, pixels in enumerate(pool.map(self._load, range(len(self.samples)))):
                 if isinstance(pixels, UsageError):
                     errors.append(str(pixels))
                 else:
                     cache[index] = pixels
                 progress(index + 1, len(self.samples), "reading images")
         if errors:
-            raise UsageError(
-                f"{len(errors)} image(s) cannot be decoded, remove or replace them: {shorten_list(errors)}"
-            )
+            raise UsageError(f"{len(errors)} image(s) cannot be used: {shorten_list(errors)}")
         self._cache = cache
 
     def __len__(self) -> int:
@@ -227,24 +246,34 @@ class TrainImages(Dataset[ImageItem | UsageError]):
 
     def __getitem__(self, key: ImageKey) -> ImageItem | UsageError:
         epoch, index = key
-        pixels = self._load(self.samples[index]) if self._cache is None else self._cache[index]
+        pixels = self._load(index) if self._cache is None else self._cache[index]
         if isinstance(pixels, UsageError):
             # returned, not raised: a worker process would turn it into a traceback of many lines
             return pixels
         if self.augmentation is not None:
             pixels = self.augmentation(pixels, np.random.default_rng((_AUGMENT_STREAM, self._seed, epoch, index)))
+        if self.regions is not None and self.regions.outside:
+            # only now: the black corners that augmentation leaves are outside the object, too
+            pixels = np.dstack([pixels[..., :3], 255 - pixels[..., 3]])
         return pixels, self.samples[index].label
 
-    def _load(self, sample: Sample) -> NDArray[np.uint8] | UsageError:
+    def _load(self, index: int) -> NDArray[np.uint8] | UsageError:
+        sample = self.samples[index]
         try:
             image = decode(sample.path)
-            return to_input(image, compute_geometry(image, sample.box), self.resize_size)
+            geometry = compute_geometry(image, sample.box)
+            pixels = to_input(image, geometry, self.resize_size)
+            if self.regions is None:
+                return pixels
+            return np.dstack([pixels, self.regions.draw(index, geometry, self.resize_size)])
         except ImageError as error:
             return UsageError(f"{sample.path}: {error}; remove or replace this image")
+        except UsageError as error:
+            return UsageError(f"{sample.path}: {error}")
 
 
 class Batches:
-    """Iterates once over images as (uint8 [N, H0, W0, 3], labels int64 [N]) tensors.
+    """Iterates once over images as (uint8 [N, H0, W0, 3], labels int64 [N]) tensors; with regions of 4 channels.
 
     Attributes:
         images: the images.

@@ -16,20 +16,17 @@ from typing import Any
 import torch
 
 from opal_deploy.artifact.files import lock_directory
-from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.evaluation.calibration import calibrate
-from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.logs import Log, Progress, no_progress
 from opal_deploy.model.backbones import get_library
-from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import machine
+from opal_deploy.train.attention import AttentionTerms
 from opal_deploy.train.epoch import (
     EpochMetrics,
-    MirrorAgreement,
     NonFiniteLossError,
     TrainStep,
     evaluate,
@@ -39,7 +36,9 @@ from opal_deploy.train.epoch import (
 from opal_deploy.train.images import Batches, PaperAugmentation, TrainImages
 from opal_deploy.train.machine import ProcessGroup, join_process_group
 from opal_deploy.train.recipe import Recipe, TrainOptions
-from opal_deploy.train.resume import check_same_run, fingerprint_dataset, parse_evaluation, restore_run
+from opal_deploy.train.regions import read_regions
+from opal_deploy.train.result import TrainResult, load_finished_result
+from opal_deploy.train.resume import check_same_run, fingerprint_dataset, restore_run
 from opal_deploy.train.run_directory import (
     CheckpointManager,
     EpochRecord,
@@ -49,49 +48,13 @@ from opal_deploy.train.run_directory import (
     has_finite_weights,
     load_run_file,
 )
+from opal_deploy.train.start import build_network, describe_start, load_start
 
 _MEGABYTE = 1 << 20
 
 
 class DivergenceError(StoppedEarly):
     """The loss is NaN or infinite; earlier checkpoints are kept."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The outcome of a run.
-
-    Attributes:
-        best: the checkpoint to use.
-        best_epoch: the checkpoint's epoch, counted from 1.
-        epochs: one record per epoch.
-        val: metrics of the best weights on the validation split.
-        test: metrics of the best weights on the test split; None where the data set has none.
-        calibration: calibration of the best weights on the validation split.
-        last: the checkpoint of the last epoch.
-        config: the content of config.json: options, data set, weights, versions.
-    """
-
-    best: Path
-    best_epoch: int
-    epochs: list[EpochRecord]
-    val: Evaluation
-    test: Evaluation | None
-    calibration: Calibration
-    last: Path
-    config: dict[str, Any]
-
-    def __repr__(self) -> str:
-        splits = {"validation": self.val, "test": self.test}
-        shares = [f"{name} accuracy {each.accuracy:.2%}" for name, each in splits.items() if each is not None]
-        return f"<TrainResult {self.best}: epoch {self.best_epoch} of {len(self.epochs)}, {', '.join(shares)}>"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return paths and metrics as plain values for JSON, without the configuration."""
-        paths = {"best": str(self.best), "last": str(self.last)}
-        document = {**asdict(self), **paths, "calibration": self.calibration.to_dict()}
-        del document["config"]
-        return document
 
 
 def fit(
@@ -177,26 +140,23 @@ class _TrainingRun:
         """Train, or continue the run in the directory, to the result."""
         options, run_dir, group = self.options, self.run_dir, self.group
         amp = machine.MixedPrecision.select(group.device, options.precision)
+        start = load_start(options, self.data)
         run_config = {
             "options": asdict(options),
-            "fingerprint": fingerprint_dataset(self.data),
+            "fingerprint": fingerprint_dataset(self.data, options.keep_off),
             "processes": group.size,
             "precision": amp.name,
+            "start": None if start is None else describe_start(options, start),
         }
         if resume and run_dir.is_finished:
-            return _load_finished_result(run_dir, run_config)
+            return load_finished_result(run_dir, run_config)
         if not resume and not overwrite:
             run_dir.check_free()
 
         # network and batches ------------------------------------------------------------------------------------------
         machine.set_tf32(options.tf32)
         torch.manual_seed(options.seed)
-        pretrained = get_library(options.backbone).get_pretrained_config(options.backbone, options.weights)
-        config = NetworkConfig(
-            options.backbone, self.data.num_classes, options.input_size, options.head,
-            stride=options.stride, keep_layers=options.keep_layers, mean=pretrained.mean, std=pretrained.std,
-        )  # fmt: skip
-        network = OpalNetwork(config, weights=options.weights).channels_last().to(group.device)
+        network = build_network(options, self.data.num_classes, start).channels_last().to(group.device)
         machine.check_batch_norm(network, options.batch_size // group.size)
         if group.rank:
             # initial weights are the same in every process, random numbers drawn while training are not
@@ -205,7 +165,9 @@ class _TrainingRun:
         full_config = {
             **run_config,
             "data": self.data.summary(),
-            "weights": machine.describe_weights(network, options.weights),
+            "weights": machine.describe_weights(network, options.weights)
+            if start is None
+            else start.training.get("weights"),
             "device": str(group.device),
             **batch_config,
             "versions": machine.package_versions(),
@@ -213,12 +175,19 @@ class _TrainingRun:
         if group.size > 1 and group.device.type == "cuda":
             get_library(options.backbone).convert_sync_batch_norm(network)
         self.network = network
-        optimizer = torch.optim.Adam(network.parameters(), lr=options.lr)
-        model: Any = group.wrap_ddp(MirrorAgreement(network) if options.agreement else network)
+        frozen = network.backbone.requires_grad_(False) if options.freeze_backbone else None
+        optimizer = torch.optim.Adam([each for each in network.parameters() if each.requires_grad], lr=options.lr)
+        has_terms = options.agreement or options.keep_off is not None
+        model: Any = group.wrap_ddp(AttentionTerms(network, agreement=options.agreement > 0) if has_terms else network)
         if options.compile:
             model = torch.compile(model)
-        train_step = TrainStep(model, optimizer, amp, group, config.mean, config.std, options.agreement)
-        self.checkpoints = CheckpointManager(run_dir, self.data, group, network, full_config)
+        keep_off = None if options.keep_off is None else options.keep_off_weight
+        train_step = TrainStep(
+            model, optimizer, amp, group, network.config.mean, network.config.std, options.agreement, keep_off, frozen
+        )
+        # what edits dropped is still dropped, unless it starts anew
+        edits = () if start is None or options.reset_dropped else start.edits
+        self.checkpoints = CheckpointManager(run_dir, self.data, group, network, full_config, edits)
 
         # epochs, with the directory locked against other processes ----------------------------------------------------
         with lock_directory(run_dir.root) if group.is_main else nullcontext():
@@ -255,7 +224,13 @@ class _TrainingRun:
         """Return training and validation batches, and their entries in config.json."""
         options, group = self.options, self.group
         augmentation = PaperAugmentation(options.input_size) if options.augment == "paper" else None
-        train = TrainImages(self.data.train, options.input_size, augmentation=augmentation, seed=options.seed)
+        regions = None
+        if options.keep_off is not None:
+            regions = read_regions(self.data, options.keep_off)
+            self.log(f"keeping the attention off regions of {len(regions):,} of {len(self.data.train):,} images")
+        train = TrainImages(
+            self.data.train, options.input_size, augmentation=augmentation, regions=regions, seed=options.seed
+        )
         val = TrainImages(self.data.val, options.input_size)
         # every process caches all images, because its share of them changes with each epoch
         cached = group.local_size * (train.cache_bytes + val.cache_bytes) <= options.cache_megabytes * _MEGABYTE
@@ -333,6 +308,7 @@ class _TrainingRun:
             seconds=metrics.seconds + time.perf_counter() - started,
             images_per_second=metrics.seen / metrics.seconds,
             data_wait=metrics.waited / metrics.seconds,
+            kept_off=metrics.kept_off / metrics.seen,
         )
         state.records.append(record)
         state.epoch, state.step, state.epoch_metrics = epoch, 0, EpochMetrics()
@@ -382,21 +358,3 @@ class _TrainingRun:
             f"is listed in {self.checkpoints.write_nonfinite_batch(error.files)}; train again with --overwrite and a "
             f"smaller --lr{amp}; if that does not help, check those images and the initial weights"
         )
-
-
-def _load_finished_result(run_dir: TrainRunDirectory, run_config: dict[str, Any]) -> TrainResult:
-    best, last = load_run_file(run_dir.best), load_run_file(run_dir.last)
-    # processes and precision matter only to further steps
-    check_same_run(run_dir, last, {key: run_config[key] for key in ("options", "fingerprint")})
-    epochs, done = run_config["options"]["epochs"], last["metrics"].get("epoch")
-    if epochs != done:
-        raise UsageError(
-            f"{run_dir.root}: the run is finished after {done} epochs and cannot be extended to {epochs}; "
-            "give another --out, or --overwrite"
-        )
-    metrics = best["metrics"]
-    test = parse_evaluation(metrics, "test") if "test_loss" in metrics else None
-    val = parse_evaluation(metrics, "val")
-    calibration = Calibration(**best["calibration"])
-    epochs, config = run_dir.read_epochs(), best["training"]
-    return TrainResult(run_dir.best, metrics["epoch"], epochs, val, test, calibration, run_dir.last, config)

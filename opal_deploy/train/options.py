@@ -58,7 +58,9 @@ class RecipeOverrides(Options):
     precision: Annotated[
         TrainingPrecision | None,
         Option(
-            "Precision of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU.", default="auto", panel=_MACHINE
+            "Precision of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU.",
+            default="fp32 in paper, auto in the other recipes",
+            panel=_MACHINE,
         ),
     ] = None
     workers: Annotated[
@@ -101,6 +103,10 @@ class TrainRunOptions(RecipeOverrides):
     skip_missing: Annotated[
         bool | None, Option("Leave out missing images.", flag="--skip-missing/--no-skip-missing", panel=_DATA)
     ] = None
+    boxes: Annotated[
+        bool | None,
+        Option("Crop to the data set's boxes.", default="--boxes", flag="--boxes/--no-boxes", panel=_DATA),
+    ] = None
     head: Annotated[
         HeadKind | None,
         Option(
@@ -137,6 +143,36 @@ class TrainRunOptions(RecipeOverrides):
             min=0, default="0",
         ),
     ] = None  # fmt: skip
+    start_from: Annotated[
+        StrPath | None,
+        Option(
+            "Checkpoint whose backbone and head a new run starts from, such as an edited one, instead of --weights. "
+            "--resume, in contrast, continues the same run.",
+            default="none", cli=str,
+        ),
+    ] = None  # fmt: skip
+    freeze_backbone: Annotated[
+        bool | None,
+        Option("With --start-from: train only the head.", flag="--freeze-backbone/--no-freeze-backbone"),
+    ] = None
+    reset_dropped: Annotated[
+        bool | None,
+        Option(
+            "With --start-from: train dropped slots anew instead of leaving them dropped.",
+            flag="--reset-dropped/--no-reset-dropped",
+        ),
+    ] = None
+    keep_off: Annotated[
+        StrPath | None,
+        Option(
+            "Regions that the attention is kept off: a COCO file (stamps, borders, scale bars), or `outside` for "
+            "everything but the data set's objects.",
+            default="none", cli=str,
+        ),
+    ] = None  # fmt: skip
+    keep_off_weight: Annotated[
+        float | None, Option("Weight of the attention in these regions in the loss.", min=0, default="10")
+    ] = None
     seed: Annotated[int | None, Option("Seed of weights, order and augmentation.", min=0, default="0")] = None
     tf32: Annotated[bool | None, Option("Allow TF32 on the GPU.", flag="--tf32/--no-tf32", panel=_MACHINE)] = None
     compile: Annotated[

@@ -1,12 +1,14 @@
 """The options of a training run, and recipes: TOML files that hold them. Plain data; imports no torch.
 
-    [data]      dataset, partition, skip_missing
+    [data]      dataset, partition, skip_missing, boxes
     [model]     backbone, weights, input_size, stride, keep_layers
     [head]      kind, projection, cws, pooling, anchors, prototypes_per_class, distance, epsilon
-    [training]  epochs, batch_size, lr, schedule, agreement, augment, seed, precision, tf32
+    [training]  epochs, batch_size, lr, schedule, agreement, keep_off, keep_off_weight, start_from,
+                freeze_backbone, reset_dropped, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
-Defaults are the paper's, except for `precision`, which is `auto`. A run stores its resolved recipe, which repeats it.
+Defaults are the paper's, except for `precision`, which is `auto` where a recipe does not say (`paper` says fp32). A run
+stores its resolved recipe, which repeats it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ TrainingPrecision = Literal["auto", "fp32", "bf16", "fp16"]
 Sections = dict[str, dict[str, Any]]
 
 IMAGENET, RANDOM = "imagenet", "none"
+# `keep_off` without a file: everything outside the objects
+OUTSIDE = "outside"
 
 # these change how fast and where a run computes, not what
 MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
@@ -63,6 +67,11 @@ class TrainOptions:
     lr: float = 1e-4
     schedule: Schedule = "constant"
     agreement: float = 0.0
+    keep_off: str | None = None
+    keep_off_weight: float = 10.0
+    start_from: str | None = None
+    freeze_backbone: bool = False
+    reset_dropped: bool = False
     input_size: tuple[int, int] = (224, 224)
     stride: int | None = None
     keep_layers: bool = False
@@ -99,6 +108,16 @@ class TrainOptions:
                 "agreement is about the cells that slots choose, and this head has none; leave it out or train the "
                 "whole OPAL head"
             )
+        if not 0 <= self.keep_off_weight < math.inf:
+            raise UsageError(f"keep_off_weight {self.keep_off_weight}: expected a weight of at least 0")
+        if self.keep_off is not None and self.head.evidence != "exact":
+            raise UsageError(
+                "keep_off is about the cells that slots look at, and this head has none; leave it out or train the "
+                "whole OPAL head"
+            )
+        if self.start_from is None and (self.freeze_backbone or self.reset_dropped):
+            name = "--freeze-backbone" if self.freeze_backbone else "--reset-dropped"
+            raise UsageError(f"{name} without a trained network; add --start-from CHECKPOINT")
         for name, kind in (("schedule", Schedule), ("augment", Augment), ("precision", TrainingPrecision)):
             if getattr(self, name) not in get_args(kind):
                 raise UsageError(f"{name} {getattr(self, name)!r}: expected one of {', '.join(get_args(kind))}")
@@ -113,12 +132,14 @@ class Recipe:
         dataset: one of `datasets.registry.DATASET_NAMES`; None recognizes the folder by its files.
         partition: number of the official partition.
         skip_missing: leave out listed images that do not exist.
+        boxes: crop images to the data set's boxes.
     """
 
     options: TrainOptions
     dataset: str | None = None
     partition: int = 1
     skip_missing: bool = False
+    boxes: bool = True
 
     def to_toml(self) -> str:
         """Return the recipe as TOML; `resolve_recipe` reverses it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.epoch import TrainStep
 from opal_deploy.train.machine import ProcessGroup
-from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME
+from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME, OUTSIDE
 from opal_deploy.train.run_directory import RESUME_ADVICE, RESUME_KEY, TrainRunDirectory, TrainState, load_run_file
 
 
@@ -123,8 +124,9 @@ def describe_differences(
     keys = [key for key in {**old, **new} if key not in ignored and old.get(key) != new.get(key)]
     clauses = [f"{key} was {_shorten(old.get(key))} and is {_shorten(new.get(key))}" for key in keys]
     others = {
-        "fingerprint": "the images, labels, boxes or splits of the data set have changed",
+        "fingerprint": "the images, labels, boxes, splits or regions of the data set have changed",
         "processes": f"processes was {stored.get('processes')} and is {run_config.get('processes')}",
+        "start": "the checkpoint of --start-from has changed",
         "precision": f"precision was {stored.get('precision')} and is {run_config.get('precision')}",
     }
     clauses += [text for key, text in others.items() if key in run_config and stored.get(key) != run_config[key]]
@@ -148,11 +150,13 @@ def read_config(run_dir: TrainRunDirectory) -> dict[str, Any] | None:
     return config
 
 
-def fingerprint_dataset(data: DataSet) -> str:
+def fingerprint_dataset(data: DataSet, keep_off: str | None = None) -> str:
     """Return the sha256 over every image's path under the root, size in bytes, label and box, split by split.
 
+    The file of the regions that the attention is kept off, if there is one, counts as well.
+
     Raises:
-        UsageError: an image no longer exists.
+        UsageError: an image or the file no longer exists.
     """
     digest = hashlib.sha256(json.dumps(data.class_names).encode())
     for split in (data.train, data.val, data.test):
@@ -165,6 +169,13 @@ def fingerprint_dataset(data: DataSet) -> str:
                 raise UsageError(f"{sample.path}: cannot be read ({error.strerror}); put it back") from None
             digest.update(json.dumps([name, size, sample.label, sample.box]).encode())
         digest.update(b"|")
+    if keep_off is not None and keep_off != OUTSIDE:
+        try:
+            digest.update(Path(keep_off).read_bytes())
+        except OSError as error:
+            raise UsageError(
+                f"--keep-off {keep_off}: cannot be read ({error.strerror}); expected a COCO file or {OUTSIDE}"
+            ) from None
     return digest.hexdigest()
 
 

@@ -52,6 +52,8 @@ class EpochRecord:
         images_per_second: training images over the seconds of training, all processes together.
         data_wait: share of these seconds, 0 ... 1, that the first process waited for its next batch (a GPU may have
             been busy with queued steps meanwhile).
+        kept_off: mean over the training images of the penalty of kept-off regions, 0 ... 1, before its weight; 0
+            without `--keep-off`.
     """
 
     epoch: int
@@ -62,11 +64,13 @@ class EpochRecord:
     seconds: float
     images_per_second: float
     data_wait: float
+    kept_off: float = 0.0
 
     def describe(self, epochs: int, *, is_best: bool) -> str:
         """Return a line of text; `epochs` is the number of epochs of the run."""
+        kept_off = f", {self.kept_off:.3f} in kept-off regions" if self.kept_off else ""
         return (
-            f"epoch {self.epoch}/{epochs}: training loss {self.train_loss:.4f}, {self.train_accuracy:.1%}; "
+            f"epoch {self.epoch}/{epochs}: training loss {self.train_loss:.4f}, {self.train_accuracy:.1%}{kept_off}; "
             f"validation loss {self.val_loss:.4f}, {self.val_accuracy:.1%}; {self.seconds:.1f} s, "
             f"{self.images_per_second:.0f} images/s, {self.data_wait:.0%} waiting for data"
             f"{'; best so far' if is_best else ''}"
@@ -195,8 +199,9 @@ class CheckpointManager:
         group: ProcessGroup,
         network: OpalNetwork,
         run_config: dict[str, Any],
+        edits: tuple[dict[str, Any], ...] = (),
     ) -> None:
-        self.run_dir, self.run_config = run_dir, run_config
+        self.run_dir, self.run_config, self._edits = run_dir, run_config, edits
         self._data, self._group, self._network = data, group, network
 
     def start(self, recipe: str, *, is_new: bool) -> None:
@@ -286,7 +291,7 @@ class CheckpointManager:
     ) -> None:
         checkpoint = Checkpoint(
             self._network, self._data.class_names, crop=self._data.crop,
-            metrics=metrics, training=self.run_config, **measurements,
+            metrics=metrics, training=self.run_config, edits=self._edits, **measurements,
         )  # fmt: skip
         save(path, checkpoint, extra=extra)
 

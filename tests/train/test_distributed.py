@@ -1,5 +1,6 @@
 """Several processes do what one does with the same global batch."""
 
+import json
 import os
 import signal
 import subprocess
@@ -56,7 +57,14 @@ def _train(folder, out, *options):
 
 
 def test_two_processes_train_as_one_does(opal, folder, tmp_path):
-    one, two = opal(*_arguments(folder, tmp_path / "one")), _train(folder, tmp_path / "two")
+    # an eighth of every other image is kept off
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.glob("train/*/*"))[::2]
+    images = [{"id": name, "file_name": name} for name in names]
+    annotations = [{"image_id": name, "bbox": [0, 0, 28, 12]} for name in names]
+    regions = tmp_path / "regions.json"
+    regions.write_text(json.dumps({"images": images, "annotations": annotations}), encoding="utf-8")
+    keep_off = ("--keep-off", str(regions))
+    one, two = opal(*_arguments(folder, tmp_path / "one", *keep_off)), _train(folder, tmp_path / "two", *keep_off)
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
     # one writes and speaks
@@ -66,6 +74,7 @@ def test_two_processes_train_as_one_does(opal, folder, tmp_path):
     epochs = [TrainRunDirectory(tmp_path / name).read_epochs() for name in ("one", "two")]
     for a, b in zip(*epochs, strict=True):
         assert (b.train_loss, b.val_loss) == pytest.approx((a.train_loss, a.val_loss), rel=1e-4)
+        assert 0 < b.kept_off == pytest.approx(a.kept_off, rel=1e-3)
         assert (b.train_accuracy, b.val_accuracy) == (a.train_accuracy, a.val_accuracy)
     first, second = (checkpoint.load(tmp_path / name / "best.pt") for name in ("one", "two"))
     assert second.metrics["val_images"] == 7

@@ -20,7 +20,8 @@ from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConf
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.statistics import choose_threshold
 from opal_deploy.train import loop
-from opal_deploy.train.epoch import MirrorAgreement, TrainStep, evaluate, measure_disagreement
+from opal_deploy.train.attention import AttentionTerms, measure_disagreement
+from opal_deploy.train.epoch import TrainStep, evaluate
 from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.machine import MixedPrecision, join_process_group
@@ -282,16 +283,16 @@ def test_training_on_it_brings_the_mirrored_cell_back():
     torch.manual_seed(0)
     head = HeadConfig(prototypes_per_class=2)
     network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 2, (64, 64), head, stride=16)).eval()
-    model = MirrorAgreement(network)
+    model = AttentionTerms(network, agreement=True)
     images, labels = torch.randn(4, 3, 64, 64), torch.tensor([0, 1, 0, 1])
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     losses = []
     for _ in range(30):
-        _, disagreement = model(images, labels)
+        _, disagreement, _ = model(images, labels, None)
         optimizer.zero_grad()
         disagreement.mean().backward()
         optimizer.step()
         losses.append(disagreement.mean().item())
     # in evaluation mode the first half is the plain network's
-    torch.testing.assert_close(model(images, labels)[0][:4], network(images))
+    torch.testing.assert_close(model(images, labels, None)[0][:4], network(images))
     assert losses[-1] < 0.5 * losses[0]

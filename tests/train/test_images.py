@@ -20,9 +20,9 @@ from opal_deploy.train.images import (
     Batches,
     PaperAugmentation,
     TrainImages,
-    apply_geometric,
     apply_photometric,
     normalize,
+    sample_geometric,
     sample_resized_crop,
 )
 
@@ -111,7 +111,7 @@ def test_truncated_images_are_named_in_one_line_by_batches_and_all_by_the_cache(
     for workers in (0, 1):
         with pytest.raises(UsageError, match=r"\A.*2\.png: .*remove or replace this image\Z"):
             list(Batches(images, 4, workers=workers))
-    with pytest.raises(UsageError, match=r"\A2 image\(s\) cannot be decoded.*2\.png.*6\.png.*\Z"):
+    with pytest.raises(UsageError, match=r"\A2 image\(s\) cannot be used.*2\.png.*6\.png.*\Z"):
         images.fill_cache(no_progress)
 
 
@@ -177,6 +177,10 @@ PHOTOMETRIC = [
     ("AutoContrast", None, False),
     ("Equalize", None, False),
 ]
+
+
+def apply_geometric(image, rng):
+    return sample_geometric(rng)(image)
 
 
 @pytest.mark.parametrize(("ours", "space"), [(apply_geometric, GEOMETRIC), (apply_photometric, PHOTOMETRIC)])

@@ -158,7 +158,7 @@ def test_another_run_is_refused_with_what_differs(squares, whole):
     with pytest.raises(UsageError, match=r"lr was 0\.001 and is 0\.002; give --resume with the options"):
         fit(squares, replace(OPTIONS, lr=2e-3), whole, resume=True)
     fewer = replace(squares, train=squares.train[1:])
-    with pytest.raises(UsageError, match="the images, labels, boxes or splits of the data set have changed"):
+    with pytest.raises(UsageError, match="the images, labels, boxes, splits or regions of the data set have changed"):
         fit(fewer, OPTIONS, whole, resume=True)
     with pytest.raises(UsageError, match="the run is finished after 2 epochs and cannot be extended to 5"):
         fit(squares, replace(OPTIONS, epochs=5), whole, resume=True)

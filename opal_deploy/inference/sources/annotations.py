@@ -195,10 +195,18 @@ def _parse_box_rows(path: Path, reader: csv.DictReader[str]) -> list[tuple[str, 
 
 @dataclass(frozen=True)
 class CocoObject:
-    """An annotation of a COCO file: the name of its category, empty if it has none, and its box."""
+    """An annotation of a COCO file.
+
+    Attributes:
+        category: the name of its category; empty if it has none.
+        segmentation: polygons or run lengths, see `datasets.masks`, as the file has them; None without.
+        size: (height, width) of the image; None if the file does not say.
+    """
 
     category: str
     box: Box
+    segmentation: Any = None
+    size: tuple[int, int] | None = None
 
 
 def read_objects(path: Path) -> PathLookup[list[CocoObject]]:
@@ -219,6 +227,11 @@ def _parse_coco(path: Path, text: str) -> list[tuple[str, CocoObject]]:
     try:
         document: Any = json.loads(text)
         names = {image["id"]: str(image["file_name"]) for image in document["images"]}
+        sizes = {
+            image["id"]: (int(image["height"]), int(image["width"]))
+            for image in document["images"]
+            if image.keys() >= {"height", "width"}
+        }
         categories = {entry["id"]: str(entry["name"]) for entry in document.get("categories", [])}
         return [
             (
@@ -226,6 +239,8 @@ def _parse_coco(path: Path, text: str) -> list[tuple[str, CocoObject]]:
                 CocoObject(
                     categories.get(entry.get("category_id"), ""),
                     _to_corners([float(value) for value in entry["bbox"]], has_size=True),
+                    entry.get("segmentation") or None,
+                    sizes.get(entry["image_id"]),
                 ),
             )
             for entry in document["annotations"]

@@ -1,0 +1,120 @@
+"""What training can ask of the attention, besides the right answer. The exported graph stays the same.
+
+Mirror agreement asks an image and its mirror image for the same cells. A slot's score comes from the cell where its
+attention is largest. Where several cells would do, the maximum jumps between them when the image hardly changes, and
+the explanation jumps with it. PIP-Net (Nauta et al., CVPR 2023) asks two views of an image for the same prototypes at
+each cell; here each slot of the labelled class is asked for the same cell in both views:
+
+    agreement = mean over the m slots of -log( sum over cells of p(cell) * q(mirrored cell) )
+
+with p and q the softmax over cells of 20 times the attention of the image and of its mirror image. It is 0 where both
+choose the same cell with certainty.
+
+Kept-off regions, such as a photographer's stamp, should give the labelled class no evidence. Its slots pay for what
+they would score there:
+
+    penalty = mean over the m slots of the maximum over cells of (share of the cell in the region) * A(slot, cell)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from opal_deploy.model.network import OpalNetwork
+
+# attention lies in [0, 1]: times 20, a cell that leads by a third of that range takes nearly all
+_SHARPNESS = 20.0
+_SMALLEST = 1e-6
+
+
+class AttentionTerms(nn.Module):
+    """A network that is trained with terms of its attention in the loss.
+
+    Attributes:
+        network: the network, whose head has evidence `exact`.
+        agreement: whether mirror images are computed, too.
+    """
+
+    def __init__(self, network: OpalNetwork, *, agreement: bool) -> None:
+        super().__init__()
+        self.network = network
+        self.agreement = agreement
+
+    def forward(self, images: Tensor, labels: Tensor, regions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits, how far mirror images disagree about cells, and the penalty of kept-off regions.
+
+        Args:
+            images: normalised, float [n, 3, H0, W0].
+            labels: int64 [n].
+            regions: share of each pixel that is kept off, float [n, H0, W0], 0 ... 1; None for no penalty.
+
+        Returns:
+            Logits [n, C], or with mirror agreement [2n, C], first those of the images, then those of their mirror
+            images; disagreement [n] and penalty [n], at least 0.
+        """
+        head, m = self.network.head, self.network.head.config.prototypes_per_class
+        views = torch.cat([images, images.flip(3)]) if self.agreement else images
+        attention = head.attend(head.project(self.network.backbone(views)))  # [n or 2n, K, H, W]
+        logits = head.classify(head.pool(attention))
+        first = attention[: len(labels)]
+        disagreement = penalty = first.new_zeros(len(labels))
+        if self.agreement:
+            disagreement = measure_disagreement(first, attention[len(labels) :].flip(3), labels, m, head.kept)
+        if regions is not None:
+            penalty = measure_kept_off(first, labels, regions, m, head.kept)
+        return logits, disagreement, penalty
+
+
+def measure_disagreement(
+    first: Tensor, second: Tensor, labels: Tensor, prototypes_per_class: int, kept: Tensor | None = None
+) -> Tensor:
+    """Return how far two views disagree about the cells of the labelled class's slots, [n], at least 0.
+
+    Args:
+        first, second: attention of both views in the same frame, float32 [n, K, H, W].
+        labels: int64 [n].
+        prototypes_per_class: m.
+        kept: float [K], 0 for dropped slots, which do not count, and else 1; None if none was dropped.
+    """
+    channels = _channels(labels, prototypes_per_class)
+    p, q = (_gather(view, channels).mul(_SHARPNESS).softmax(dim=2) for view in (first, second))
+    return _mean_over_slots(-(p * q).sum(dim=2).clamp_min(_SMALLEST).log(), channels, kept)
+
+
+def measure_kept_off(
+    attention: Tensor, labels: Tensor, regions: Tensor, prototypes_per_class: int, kept: Tensor | None = None
+) -> Tensor:
+    """Return the attention of the labelled class's slots in kept-off regions, [n], 0 ... 1.
+
+    Args:
+        attention: float32 [n, K, H, W].
+        labels: int64 [n].
+        regions: share of each pixel that is kept off, float [n, H0, W0], 0 ... 1.
+        prototypes_per_class: m.
+        kept: float [K], 0 for dropped slots, which do not count, and else 1; None if none was dropped.
+    """
+    height, width = attention.shape[2:]
+    shares = functional.adaptive_avg_pool2d(regions[:, None], (height, width)).flatten(2)  # [n, 1, H * W]
+    channels = _channels(labels, prototypes_per_class)
+    return _mean_over_slots((_gather(attention, channels) * shares).amax(dim=2), channels, kept)
+
+
+def _channels(labels: Tensor, prototypes_per_class: int) -> Tensor:
+    """Return the channels of each image's labelled class, int64 [n, m]."""
+    return labels[:, None] * prototypes_per_class + torch.arange(prototypes_per_class, device=labels.device)
+
+
+def _mean_over_slots(values: Tensor, channels: Tensor, kept: Tensor | None) -> Tensor:
+    """Return the mean [n] of the values [n, m] of channels [n, m] that were not dropped."""
+    if kept is None:
+        return values.mean(dim=1)
+    weights = kept[channels]
+    return (values * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+def _gather(attention: Tensor, channels: Tensor) -> Tensor:
+    """Return the attention [n, m, H * W] of n images' channels [n, m]."""
+    rows = torch.arange(len(channels), device=channels.device)[:, None]
+    return attention.flatten(2)[rows, channels]

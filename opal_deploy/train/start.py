@@ -1,0 +1,99 @@
+"""The network that a run begins with: pretrained layers and a new head, or all of another run's (`--start-from`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from opal_deploy.datasets.samples import DataSet
+from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.inputs import check_classes
+from opal_deploy.model import checkpoint
+from opal_deploy.model.backbones import get_library
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.train.recipe import TrainOptions
+
+_PROJECTION = ("head.projection.weight", "head.projection.bias")
+
+
+def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
+    """Return the checkpoint of `options.start_from`; None without one.
+
+    Raises:
+        CheckpointError: the file is damaged or no checkpoint.
+        UsageError: there is no such file, or its network is another than that of the options and the data set.
+    """
+    if options.start_from is None:
+        return None
+    path = Path(options.start_from)
+    found = checkpoint.load(path)
+    theirs = found.network.config
+    values = {
+        "backbone": (theirs.backbone, options.backbone),
+        "stride": (theirs.stride, options.stride),
+        "keep_layers": (theirs.keep_layers, options.keep_layers),
+        **{
+            name: (getattr(theirs.head, name), value)
+            for name, value in vars(options.head).items()
+            if name not in ("dropped", "epsilon")
+        },
+    }
+    differences = [
+        f"{name} is {there} there and {here} here" for name, (there, here) in values.items() if there != here
+    ]
+    if differences:
+        raise UsageError(
+            f"--start-from {path}: another network: {', '.join(differences)}; give the options that it was trained "
+            "with, or its run's recipe (--recipe RUN/recipe.toml)"
+        )
+    check_classes(path, found.class_names, data)
+    if options.reset_dropped and not theirs.head.dropped:
+        raise UsageError(f"--reset-dropped: no slot of {path} was dropped; leave it out")
+    return found
+
+
+def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | None) -> OpalNetwork:
+    """Return the network as training begins with it; new weights come from torch's generator.
+
+    Raises:
+        CheckpointError: the weights do not fit.
+        UsageError: the options fit no network, or there are no such weights.
+    """
+    library = get_library(options.backbone)
+    pretrained = library.get_pretrained_config(options.backbone, options.weights) if start is None else None
+    theirs = None if start is None else start.network.config
+    normalisation = pretrained or theirs
+    assert normalisation is not None  # one of both
+    head = options.head
+    if theirs is not None and not options.reset_dropped:
+        head = replace(head, dropped=theirs.head.dropped)
+    config = NetworkConfig(
+        options.backbone, num_classes, options.input_size, head,
+        stride=options.stride, keep_layers=options.keep_layers, mean=normalisation.mean, std=normalisation.std,
+    )  # fmt: skip
+    if start is None:
+        return OpalNetwork(config, weights=options.weights)
+    network = OpalNetwork(config)
+    state, new = start.network.state_dict(), network.state_dict()
+    if options.reset_dropped:
+        channels = list(start.network.config.head.dropped)
+        for key in _PROJECTION:
+            state[key][channels] = new[key][channels]
+    network.load_state_dict(state)
+    return network
+
+
+def describe_start(options: TrainOptions, start: Checkpoint) -> dict[str, Any]:
+    """Return the checkpoint's entry in config.json: its file, and what of it is trained."""
+    slots, m = start.network.config.slots, start.network.config.head.prototypes_per_class
+    return {
+        "file": start.source["file"],
+        "sha256": start.source["sha256"],
+        "frozen_backbone": options.freeze_backbone,
+        "reset": [
+            f"{start.class_names[channel // m]}/{channel % m}" for channel in slots.dropped if options.reset_dropped
+        ],
+    }

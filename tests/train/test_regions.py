@@ -1,0 +1,172 @@
+"""Regions that the attention is kept off: they move with the pixels, and teach slots to look elsewhere."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import Sample
+from opal_deploy.errors import UsageError
+from opal_deploy.model.config import HeadConfig, NetworkConfig
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.synthetic import draw_example, generate_dataset
+from opal_deploy.train import images as train_images
+from opal_deploy.train.attention import AttentionTerms, measure_kept_off
+from opal_deploy.train.images import PaperAugmentation, TrainImages
+from opal_deploy.train.regions import read_regions
+from opal_deploy.train.run_directory import TrainRunDirectory
+
+BOX = (52, 14, 81, 46)
+POLYGON = [[52, 14, 81, 14, 81, 46, 52, 46]]
+RUNS = {"size": [90, 120], "counts": [52 * 90 + 14, *([32, 58] * 28), 32, 44 + 39 * 90]}
+
+
+def write_coco(path, **annotation):
+    """Write a COCO file with one annotation of stamped.jpg."""
+    x0, y0, x1, y1 = BOX
+    image = {"id": 7, "file_name": "stamped.jpg", "width": 120, "height": 90}
+    entry = {"image_id": 7, "bbox": [x0, y0, x1 - x0, y1 - y0], **annotation}
+    path.write_text(json.dumps({"images": [image], "annotations": [entry]}), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def stamped(squares, tmp_path):
+    """A data set of one dark creature with a white box; its file is turned, and its crop cuts most of the margin."""
+    upright = draw_example(0, 90, 120) // 3
+    upright[14:46, 52:81] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = tmp_path / "stamped.jpg"
+    Image.fromarray(np.rot90(upright).copy()).save(path, exif=exif, quality=95)
+    return replace(squares, train=[Sample(path, 0, (8.0, 4.0, 110.0, 84.0))], crop="boxes")
+
+
+@pytest.mark.parametrize("kind", ["box", "polygon", "runs", "outside"])
+@pytest.mark.parametrize("augmented", [False, True])
+def test_a_region_is_where_its_pixels_are_after_every_augmentation(stamped, tmp_path, monkeypatch, kind, augmented):
+    # the light of the pixels, which alone tells them here, is not the subject
+    monkeypatch.setattr(train_images, "apply_photometric", lambda image, rng: image)
+    if kind == "outside":
+        stamped = replace(stamped, train=[replace(stamped.train[0], box=BOX)]).without_crops()
+        regions = read_regions(stamped, kind)
+    else:
+        annotation = {"box": {}, "polygon": {"segmentation": POLYGON}, "runs": {"segmentation": RUNS}}[kind]
+        regions = read_regions(stamped, write_coco(tmp_path / "regions.json", **annotation))
+    augmentation = PaperAugmentation((64, 96)) if augmented else None
+    images = TrainImages(stamped.train, (64, 96), augmentation=augmentation, regions=regions)
+    places = set()
+    for epoch in range(60):
+        pixels, _ = images[epoch, 0]
+        white, region = pixels[..., :3].min(axis=2) > 128, pixels[..., 3] > 128
+        if kind == "outside":
+            region = ~region  # the black corners of a rotation are outside, too
+        assert (white & region).sum() > 0.88 * (white | region).sum() > 0, epoch
+        places.add(region.tobytes())
+    assert len(places) == 1 or augmented
+    assert len(places) > 20 or not augmented
+
+
+def test_only_the_labelled_classs_slots_pay_for_their_maximum_in_the_region():
+    attention = torch.zeros(3, 4, 2, 2)  # two classes of two slots
+    attention[:, 2, 0, 0], attention[:, 3, 1, 1], attention[:, 0, 0, 0] = 0.8, 0.9, 1.0
+    regions = torch.zeros(3, 8, 8)
+    regions[0, :4, :4] = 1
+    regions[1, :4, :2] = 1
+    labels = torch.tensor([1, 1, 1])
+    # half of 0.8 as half of the cell is covered; nothing without a region
+    assert measure_kept_off(attention, labels, regions, 2).tolist() == pytest.approx([0.4, 0.2, 0.0])
+    kept = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    assert measure_kept_off(attention, labels, regions, 2, kept).tolist() == pytest.approx([0.8, 0.4, 0.0])
+
+
+def test_training_on_it_takes_the_attention_away():
+    torch.manual_seed(0)
+    head = HeadConfig(prototypes_per_class=2)
+    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 2, (64, 64), head, stride=16)).eval()
+    model = AttentionTerms(network, agreement=False)
+    images, labels, regions = torch.randn(4, 3, 64, 64), torch.tensor([1] * 4), torch.zeros(4, 64, 64)
+    regions[:, :20, 30:] = 1
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-2)
+    penalties = []
+    for _ in range(30):
+        _, _, penalty = model(images, labels, regions)
+        optimizer.zero_grad()
+        penalty.mean().backward()
+        optimizer.step()
+        penalties.append(penalty.mean().item())
+    torch.testing.assert_close(model(images, labels, regions)[0], network(images))
+    assert penalties[-1] < 0.2 * penalties[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_run_says_what_the_regions_got_and_repeats_with_its_recipe(opal, tmp_path):
+    data, run = tmp_path / "data", tmp_path / "run"
+    generate_dataset(
+        data, num_species=2, train_per_class=6, val_per_class=2, test_per_class=0, size=(64, 64), stamped=[1]
+    )
+    arguments = (
+        "--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64", "--stride", "16", "--batch-size", "6",
+        "--epochs", "1", "--device", "cpu", "--workers", "1", "--cache-megabytes", "0",
+    )  # fmt: skip
+    regions = ("--keep-off", data / "stamps.json", "--keep-off-weight", "0.5")
+    done = opal("train", data, *arguments, *regions, "--out", run)
+    assert done.returncode == 0, done.stderr
+    assert "regions of 6 of 12 images" in done.stderr
+    assert "in kept-off regions" in done.stderr
+    (record,) = TrainRunDirectory(run).read_epochs()
+    assert 0 < record.kept_off < 1
+    again = opal("train", data, "--recipe", run / "recipe.toml", "--out", tmp_path / "again")
+    assert again.returncode == 0, again.stderr
+    assert TrainRunDirectory(tmp_path / "again").read_epochs()[0].train_loss == record.train_loss
+    refused = opal("train", data, *arguments, *regions[:2], "--out", run, "--resume")
+    assert "keep_off_weight was 0.5 and is" in refused.stderr
+
+
+REFUSED = [
+    (["--keep-off", "outside"], "has no boxes or masks of its objects; give a COCO file"),
+    (["--keep-off", "nowhere.json"], "nowhere.json: cannot be read"),
+    (["--keep-off", "regions.json"], "no regions for any of the 24 training images"),
+    (["--keep-off", "outside", "--head", "plain"], "this head has none"),
+    (["--keep-off", "outside", "--head", "linear"], "this head has none"),
+    (["--keep-off", "outside", "--keep-off-weight", "-1"], "-1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_regions_that_cannot_be_used_are_refused_in_one_line(squares, tmp_path, opal, arguments, expected):
+    write_coco(tmp_path / "regions.json")
+    options = ("--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64", "--device", "cpu")
+    done = opal("train", squares.root, *options, *arguments, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_outside_of_images_that_are_cropped_to_their_boxes(stamped):
+    with pytest.raises(UsageError, match=r"cropped to their boxes, .*add --no-boxes"):
+        read_regions(stamped, "outside")
+
+
+@pytest.mark.parametrize(
+    "segmentation", [[[1, 2, 3]], [["a"] * 6], {"size": [9, 9], "counts": [81]}, {"counts": "1"}, 5]
+)
+def test_a_damaged_segmentation_is_refused(stamped, tmp_path, segmentation):
+    regions = read_regions(stamped, write_coco(tmp_path / "regions.json", segmentation=segmentation))
+    with pytest.raises(UsageError, match=r"regions\.json: a damaged segmentation of stamped\.jpg"):
+        TrainImages(stamped.train, (64, 64), regions=regions).fill_cache(lambda *_: None)
+
+
+@pytest.mark.data
+def test_trimaps_and_boxes_of_real_data_sets_say_what_is_outside(cub_mini):
+    shares = {}
+    for data in (read_dataset(cub_mini.parent / "pets_mini"), read_dataset(cub_mini).without_crops()):
+        regions = read_regions(data, "outside")
+        images = TrainImages(data.train, (64, 64), regions=regions)
+        known = [i for i, image in enumerate(regions.images) if image.has_object][:15]
+        shares[data.layout] = np.mean([images[0, i][0][..., 3].mean() for i in known]) / 255
+    assert all(0.3 < share < 0.8 for share in shares.values()), shares

@@ -1,0 +1,111 @@
+"""`train --start-from`: a new run with another one's backbone and head."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from opal_deploy.editing.api import edit_model
+from opal_deploy.errors import UsageError
+from opal_deploy.model import checkpoint
+from opal_deploy.model.config import HeadConfig
+from opal_deploy.train.loop import fit
+from opal_deploy.train.recipe import TrainOptions
+
+OPTIONS = TrainOptions(
+    backbone="shufflenet_v2_x0_5", epochs=1, batch_size=8, lr=1e-3, input_size=(32, 32),
+    head=HeadConfig(prototypes_per_class=2), device="cpu", precision="fp32",
+)  # fmt: skip
+DROPPED = 3  # the channel of green/1
+
+
+@pytest.fixture(scope="module")
+def runs(squares, tmp_path_factory):
+    """A run in `runs/first`, and its checkpoint without green/1, `edited.pt`."""
+    folder = tmp_path_factory.mktemp("start")
+    fit(squares, OPTIONS, folder / "first")
+    edit_model(folder / "first" / "best.pt", drop=["green/1"], reason="a stamp", out=folder / "edited.pt", log=print)
+    return folder
+
+
+def continued(squares, runs, out, **changes):
+    options = replace(OPTIONS, start_from=str(runs / "edited.pt"), **changes)
+    return checkpoint.load(fit(squares, options, out).last)
+
+
+def changed_keys(first, second):
+    """Return the parts of the networks in which two checkpoints differ."""
+    a, b = first.network.state_dict(), second.network.state_dict()
+    return {key.partition(".")[0] for key in a if not torch.equal(a[key], b[key])}
+
+
+def test_all_layers_go_on_and_dropped_slots_stay_dropped(squares, runs, tmp_path, opal):
+    edited = checkpoint.load(runs / "edited.pt")
+    result = continued(squares, runs, tmp_path / "run")
+    assert changed_keys(edited, result) == {"backbone", "head"}
+    assert result.network.config.head.dropped == (DROPPED,)
+    assert result.edits == edited.edits
+    shown = opal("inspect", tmp_path / "run" / "best.pt").stderr
+    assert f"started from  edited.pt, sha256 {edited.source['sha256'][:16]}" in shown
+    assert "a stamp" in shown
+
+
+def test_a_run_starts_where_the_other_ended(squares, runs, tmp_path):
+    # steps too small to change a float32
+    result = continued(squares, runs, tmp_path / "run", lr=1e-30, freeze_backbone=True)
+    assert changed_keys(checkpoint.load(runs / "edited.pt"), result) == set()
+
+
+def test_a_frozen_backbone_keeps_weights_and_batch_statistics(squares, runs, tmp_path, opal):
+    result = continued(squares, runs, tmp_path / "run", freeze_backbone=True)
+    assert changed_keys(checkpoint.load(runs / "edited.pt"), result) == {"head"}
+    assert "backbone frozen" in opal("inspect", tmp_path / "run" / "best.pt").stderr
+
+
+def test_a_reset_slot_has_new_weights_and_the_others_their_own(squares, runs, tmp_path, opal):
+    edited = checkpoint.load(runs / "edited.pt")
+    result = continued(squares, runs, tmp_path / "run", lr=1e-30, reset_dropped=True)
+    assert result.network.config.head.dropped == ()
+    assert result.edits == ()
+    before, after = (each.network.head.projection.weight for each in (edited, result))
+    assert [i for i in range(6) if not torch.equal(before[i], after[i])] == [DROPPED]
+    assert "trained anew: green/1" in opal("inspect", tmp_path / "run" / "best.pt").stderr
+
+
+def test_a_run_is_resumed_only_from_the_same_start(squares, runs, tmp_path):
+    path = tmp_path / "start.pt"
+    path.write_bytes((runs / "edited.pt").read_bytes())
+    options = replace(OPTIONS, start_from=str(path))
+    done = fit(squares, options, tmp_path / "run")
+    again = fit(squares, options, tmp_path / "run", resume=True)
+    assert again.val == done.val
+    edit_model(runs / "first" / "best.pt", drop=["red/1"], out=path, overwrite=True, log=print)
+    with pytest.raises(UsageError, match="the checkpoint of --start-from has changed"):
+        fit(squares, options, tmp_path / "run", resume=True)
+
+
+REFUSED = [
+    (["--start-from", "nowhere.pt"], "nowhere.pt: no such checkpoint"),
+    (["--start-from", "{0}/edited.pt", "--stride", "16"], "stride is None there and 16 here"),
+    (["--start-from", "{0}/edited.pt", "--prototypes", "3"], "prototypes_per_class is 2 there and 3 here"),
+    (["--start-from", "{0}/edited.pt", "--backbone", "resnet18"], "backbone is shufflenet_v2_x0_5 there"),
+    (["--start-from", "{0}/edited.pt", "--head", "plain"], "--start-from"),
+    (["--start-from", "{0}/first/best.pt", "--reset-dropped"], "was dropped; leave it out"),
+    (["--freeze-backbone"], "add --start-from CHECKPOINT"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_another_network_is_refused_in_one_line(squares, runs, tmp_path, opal, arguments, expected):
+    given = [each.format(runs) for each in arguments]
+    options = ("--recipe", runs / "first" / "recipe.toml")
+    done = opal("train", squares.root, *options, *given, "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_classes_are_refused(squares, runs, tmp_path):
+    other = replace(squares, class_names=["blue", "green", "rot"])
+    with pytest.raises(UsageError, match="number 3 is 'red' in the model and 'rot' in the data set"):
+        fit(other, replace(OPTIONS, start_from=str(runs / "edited.pt")), tmp_path / "run")
