@@ -181,6 +181,8 @@ def _check_options(path: Path, kind: ModelKind, options: EditOptions, edits: boo
     needs_data = [name for name in ("suggest", "background", "page") if getattr(options, name)]
     if needs_data and options.data is None:
         raise UsageError(f"--{needs_data[0]}: needs labelled images; add --data")
+    if options.background is not None and not options.suggest:
+        raise UsageError("--background: serves to find slots; add --suggest")
     if not edits and not options.suggest:
         raise UsageError("nothing to do: give --drop CLASS/SLOT, or --suggest with --data to find slots to drop")
     if out is not None and not edits:
@@ -191,10 +193,14 @@ def _check_options(path: Path, kind: ModelKind, options: EditOptions, edits: boo
         raise UsageError(f"{path}: an ONNX file no longer has the scores of dropped slots; edit its checkpoint")
     if out is not None and model_kind(out) != kind:
         raise UsageError(f"--out {out}: expected a name that ends in {path.suffix}, as {path.name} does")
-    page = None if options.page is None else Path(options.page)
-    for file in (out, page):
-        if file is not None and file.exists() and (not options.overwrite or file.resolve() == path.resolve()):
+    written = [Path(file) for file in (options.out, options.page) if file is not None]
+    for file in written:
+        if file.is_dir():
+            raise UsageError(f"{file}: a folder has that name; give the name of a file")
+        if file.exists() and (not options.overwrite or file.resolve() == path.resolve()):
             raise UsageError(f"{file}: it exists already; give another name, or --overwrite for a file but the model")
+    if len({file.resolve() for file in written}) < len(written):
+        raise UsageError(f"{written[0]}: --out and --page are the same file; give two names")
 
 
 def _describe_edited(
