@@ -16,14 +16,23 @@ _EXPECTED = 'expected a line such as drop = ["Gull/2", "Gull/4"]'
 _SHOWN = 80
 
 
-def parse_slots(texts: Iterable[str], metadata: Metadata, option: str) -> list[int]:
-    """Return the channels of slots that are written CLASS/SLOT.
+SlotName = str | tuple[str, int]
+"""A slot as `CLASS/SLOT`, or as its class and number."""
+
+
+def write_slot(slot: SlotName) -> str:
+    """Return a slot as CLASS/SLOT."""
+    return slot if isinstance(slot, str) else "/".join(map(str, slot))
+
+
+def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> list[int]:
+    """Return the channels of slots.
 
     Raises:
         UsageError: no such class or slot, or one is given twice; the message begins with `option`.
     """
     channels: list[int] = []
-    for text in texts:
+    for text in map(write_slot, slots):
         label, slash, number = text.rpartition("/")
         given = f"{option} {text[:_SHOWN]!r}"
         if not slash:

@@ -6,42 +6,15 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.bench.networks import update_batch_norms
 from opal_deploy.editing.api import edit_model
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.api import evaluate_model
 from opal_deploy.export.api import export_model
 from opal_deploy.inference.api import load
-from opal_deploy.model.checkpoint import Checkpoint, save
-from opal_deploy.model.config import HeadConfig, NetworkConfig
-from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.select import open_sessions
-from opal_deploy.synthetic import example_images, generate_dataset
-
-M = 3
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A folder with `data`, `model.pt` of its classes, with random weights, and `model.onnx`."""
-    folder = tmp_path_factory.mktemp("edit")
-    data = generate_dataset(
-        folder / "data", num_species=3, train_per_class=1, val_per_class=8, test_per_class=1, size=(64, 64)
-    )
-    torch.manual_seed(0)
-    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), HeadConfig(prototypes_per_class=M)))
-    update_batch_norms(network, example_images(32, 64, 64))
-    save(folder / "model.pt", Checkpoint(network, list(data.classes)))
-    export_model(folder / "model.pt", threads=1, log=print)
-    return folder
-
-
-@pytest.fixture
-def names(files):
-    return onnx_file.read_metadata(files / "model.onnx").class_names
+from opal_deploy.synthetic import example_images
 
 
 def test_an_edited_onnx_file_is_the_export_of_the_edited_checkpoint(files, names, tmp_path, opal):
@@ -96,7 +69,7 @@ def test_the_effect_is_known_before_the_edited_model_runs(files, names, tmp_path
         assert measured.evaluation.evaluation.accuracy == pytest.approx(accuracy)
     assert result.metadata.edits[-1]["measured"]["accuracy"] == [before, after]
     text = page.read_text(encoding="utf-8")
-    assert all(f"{names[0]}/{slot}" in text for slot in range(M))
+    assert all(f"{names[0]}/{slot}" in text for slot in range(3))
     assert text.count("<figcaption>") == len(result.effect.changed)
 
 
