@@ -49,9 +49,7 @@ def _describe(model: Path, result: EditResult, options: EditOptions) -> Iterator
             if each.effect is not None:
                 yield f"    dropped alone: {_format(each.effect)}"
         if suspected and not options.drop:
-            drops = [argument for each in suspected for argument in ("--drop", each.name)]
-            command = ["opal-deploy", "edit", str(model), *drops, "--data", str(options.data)]
-            yield f"Try: {shlex.join([*command, '--out', f'{model.stem}.edited{model.suffix}'])}"
+            yield f"Try: {shlex.join(options.repeat(model, [each.name for each in suspected if each.effect]))}"
     if result.effect is not None:
         yield f"{len(result.effect.labels):,} {options.split} images: {_format(result.effect)}"
         classes = list(result.effect.by_class())
@@ -68,7 +66,8 @@ def _describe(model: Path, result: EditResult, options: EditOptions) -> Iterator
 def _format(effect: Effect) -> str:
     before, after = effect.accuracy
     changed = len(effect.changed)
-    text = f"accuracy {before:.1%} before, {after:.1%} after; {changed:,} answers change"
+    text = f"accuracy {before:.1%} before, {after:.1%} after; {changed:,} "
+    text += "answer changes" if changed == 1 else "answers change"
     if effect.gained or effect.lost:
         text += (
             f", {effect.gained} to right and {effect.lost} to wrong (McNemar's exact test: p = {effect.p_value:.2g})"

@@ -13,7 +13,7 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
-from opal_deploy.editing.drops import check_drops, name_slot, parse_slots, read_drops
+from opal_deploy.editing.drops import SlotName, check_drops, name_slot, parse_slots, read_drops, write_slot
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.evaluation.api import EvaluateOptions, Split
 from opal_deploy.logs import Log, Progress, log_line, no_progress
@@ -33,7 +33,7 @@ from opal_deploy.options import (
 
 if TYPE_CHECKING:
     from opal_deploy.editing.data import ScoredData
-    from opal_deploy.editing.scores import Effect
+    from opal_deploy.editing.scores import Effect, Scores
     from opal_deploy.editing.suggestions import Suggestion
 
 
@@ -47,13 +47,13 @@ class EditOptions(Options):
     """
 
     drop: Annotated[
-        tuple[str, ...], Option("Slot to take out: CLASS/SLOT, such as Gull/2. Repeatable.", cli=list[str])
+        tuple[SlotName, ...], Option("Slot to take out: CLASS/SLOT, such as Gull/2. Repeatable.", cli=list[str])
     ] = ()
     drops: Annotated[
         StrPath | None, Option('TOML file of slots to take out: drop = ["Gull/2", "Gull/4"].', cli=Path)
     ] = None
     restore: Annotated[
-        tuple[str, ...], Option("Dropped slot to give back, in a checkpoint. Repeatable.", cli=list[str])
+        tuple[SlotName, ...], Option("Dropped slot to give back, in a checkpoint. Repeatable.", cli=list[str])
     ] = ()
     data: Annotated[StrPath | None, Option("A data set as `train` takes it, to measure on.", cli=Path)] = None
     suggest: Annotated[bool, Option("List slots that look at the wrong thing. Needs --data.")] = False
@@ -65,6 +65,10 @@ class EditOptions(Options):
     page: Annotated[
         StrPath | None,
         Option("HTML page to write: suggestions to try out, and images whose answer changes.", cli=Path),
+    ] = None
+    atlas: Annotated[
+        StrPath | None,
+        Option("Folder of `opal-deploy atlas`; --page shows its patches of the slots.", cli=Path),
     ] = None
     out: Annotated[StrPath | None, Option("Edited model to write.", default="none is written", cli=Path)] = None
     overwrite: Annotated[bool, Option("Replace --out or --page if it exists.")] = False
@@ -88,6 +92,14 @@ class EditOptions(Options):
         values = {name: getattr(self, name) for name in (*shared, "log", "progress")}
         return EvaluateOptions(**values, parts=None)
 
+    def repeat(self, model: Path, drop: Sequence[str] = ()) -> list[str]:
+        """Return the command that takes these slots out, measured on the same images."""
+        edit = replace(
+            self, drop=tuple(drop), drops=None, suggest=False, background=None, page=None, atlas=None, overwrite=False,
+            out=f"{model.stem}.edited{model.suffix}",
+        )  # fmt: skip
+        return ["opal-deploy", "edit", str(model), *to_arguments(edit)]
+
 
 @dataclass(frozen=True)
 class EditResult:
@@ -96,6 +108,7 @@ class EditResult:
     Attributes:
         path: the edited model; None if none was asked for.
         metadata: of the edited model.
+        scores: of the images of `data`, with which other sets of drops can be tried; None without data.
         effect: what the edit changes on the images of `data`; None without data or without drops.
         suggestions: slots that look at the wrong thing, the most harmful first.
         page: the page; None if none was asked for.
@@ -103,6 +116,7 @@ class EditResult:
 
     path: Path | None
     metadata: Metadata
+    scores: Scores | None
     effect: Effect | None
     suggestions: list[Suggestion]
     page: Path | None
@@ -116,7 +130,8 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     so that the effect on images is known without running the edited model. Does what `opal-deploy edit` does.
 
     Args:
-        model: a checkpoint, or an exported ONNX file with all outputs.
+        model: a checkpoint, or an exported ONNX file with all outputs. Slots to drop or restore are texts such as
+            "Gull/2", or pairs such as ("Gull", 2).
 
     Raises:
         ArtifactError: the model is missing or damaged.
@@ -125,13 +140,22 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
         VerificationError: the edited graph does not reproduce the closed form; nothing is written.
     """
     path = Path(model)
+    options = replace(
+        options, drop=tuple(map(write_slot, options.drop)), restore=tuple(map(write_slot, options.restore))
+    )
     kind, metadata = _read_model(path)
-    drop = parse_slots([*(read_drops(Path(options.drops)) if options.drops else ()), *options.drop], metadata, "--drop")
+    listed = read_drops(Path(options.drops)) if options.drops else []
+    drop = parse_slots([*listed, *options.drop], metadata, "--drop")
     restore = parse_slots(options.restore, metadata, "--restore")
     check_drops(drop, restore, metadata)
     _check_options(path, kind, options, bool(drop or restore))
     slots = replace(metadata.slots, dropped=tuple(sorted({*metadata.slots.dropped, *drop} - {*restore})))
-    data, effect, suggestions = None, None, []
+    data, effect, suggestions, atlas = None, None, [], None
+    if options.atlas is not None:
+        from opal_deploy.inference.setup import fingerprint_model
+        from opal_deploy.inference.sheets import load_atlas
+
+        atlas = load_atlas(path, metadata, fingerprint_model(path), Path(options.atlas))
     if options.data is not None:
         require("torch", "train", "reading a data set")
         from opal_deploy.editing.data import score_data
@@ -151,8 +175,8 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     if page is not None and data is not None:
         from opal_deploy.editing.page import write_page
 
-        write_page(page, path, data, effect, suggestions, options)
-    return EditResult(out, edited, effect, suggestions, page)
+        write_page(page, path, data, drop, effect, suggestions, atlas, options)
+    return EditResult(out, edited, None if data is None else data.scores, effect, suggestions, page)
 
 
 def _read_model(path: Path) -> tuple[ModelKind, Metadata]:
@@ -181,6 +205,10 @@ def _check_options(path: Path, kind: ModelKind, options: EditOptions, edits: boo
     needs_data = [name for name in ("suggest", "background", "page") if getattr(options, name)]
     if needs_data and options.data is None:
         raise UsageError(f"--{needs_data[0]}: needs labelled images; add --data")
+    if options.atlas is not None and options.page is None:
+        raise UsageError("--atlas: its patches are shown on a page; add --page FILE")
+    if options.background is not None and not options.suggest:
+        raise UsageError("--background: serves to find slots; add --suggest")
     if not edits and not options.suggest:
         raise UsageError("nothing to do: give --drop CLASS/SLOT, or --suggest with --data to find slots to drop")
     if out is not None and not edits:
@@ -191,10 +219,14 @@ def _check_options(path: Path, kind: ModelKind, options: EditOptions, edits: boo
         raise UsageError(f"{path}: an ONNX file no longer has the scores of dropped slots; edit its checkpoint")
     if out is not None and model_kind(out) != kind:
         raise UsageError(f"--out {out}: expected a name that ends in {path.suffix}, as {path.name} does")
-    page = None if options.page is None else Path(options.page)
-    for file in (out, page):
-        if file is not None and file.exists() and (not options.overwrite or file.resolve() == path.resolve()):
+    written = [Path(file) for file in (options.out, options.page) if file is not None]
+    for file in written:
+        if file.is_dir():
+            raise UsageError(f"{file}: a folder has that name; give the name of a file")
+        if file.exists() and (not options.overwrite or file.resolve() == path.resolve()):
             raise UsageError(f"{file}: it exists already; give another name, or --overwrite for a file but the model")
+    if len({file.resolve() for file in written}) < len(written):
+        raise UsageError(f"{written[0]}: --out and --page are the same file; give two names")
 
 
 def _describe_edited(

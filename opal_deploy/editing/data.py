@@ -20,11 +20,10 @@ from opal_deploy.evaluation.annotations import Annotations
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.inputs import read_inputs
 from opal_deploy.evaluation.session import evaluate_session
+from opal_deploy.export.images import list_images
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
-
-_IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,9 @@ def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOpt
     """
     assert options.data is not None
     reading = options.evaluate_options()
+    background_images = None if options.background is None else list_images(Path(options.background))
+    if background_images == []:
+        raise UsageError(f"--background {options.background}: no images there; expected a folder of JPEG or PNG files")
     inputs = read_inputs(Path(options.data), {path: metadata}, reading)
     session = _open(path, kind, metadata, options, restore)
     measured = evaluate_session(
@@ -75,8 +77,11 @@ def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOpt
     assert outputs.scores is not None  # evidence is exact
     assert outputs.argmax is not None
     background = None
-    if options.background is not None:
-        background = _score_background(session, Path(options.background), options)
+    if background_images is not None:
+        unlabelled = [Sample(path, 0) for path in background_images]
+        background = evaluate_session(
+            session, unlabelled, batch=options.batch, progress=options.progress, model=str(path)
+        ).outputs.scores
     return ScoredData(
         Scores(session.metadata, outputs.scores, measured.labels), outputs.argmax, inputs.samples, measured.geometries,
         inputs.annotations, background, inputs.data.root,
@@ -92,13 +97,3 @@ def _open(path: Path, kind: ModelKind, metadata: Metadata, options: EditOptions,
     dropped = tuple(sorted({*metadata.slots.dropped} - {*restore}))
     restored = checkpoint.with_dropped_slots(checkpoint.load(path), dropped)
     return TorchSession(restored, device=options.device, threads=options.threads)
-
-
-def _score_background(session: Session, folder: Path, options: EditOptions) -> FloatArray:
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)
-    if not files:
-        raise UsageError(f"--background {folder}: no images there; expected a folder of JPEG or PNG files")
-    samples = [Sample(file, 0) for file in files]
-    measured = evaluate_session(session, samples, batch=options.batch, progress=options.progress)
-    assert measured.outputs.scores is not None
-    return measured.outputs.scores

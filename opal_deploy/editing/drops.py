@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,30 +12,40 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import UsageError, suggest_names
 
 _EXPECTED = 'expected a line such as drop = ["Gull/2", "Gull/4"]'
+# characters of a slot's name in a message
+_SHOWN = 80
 
 
-def parse_slots(texts: Iterable[str], metadata: Metadata, option: str) -> list[int]:
-    """Return the channels of slots that are written CLASS/SLOT.
+SlotName = str | tuple[str, int]
+"""A slot as `CLASS/SLOT`, or as its class and number."""
+
+
+def write_slot(slot: SlotName) -> str:
+    """Return a slot as CLASS/SLOT."""
+    return slot if isinstance(slot, str) else "/".join(map(str, slot))
+
+
+def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> list[int]:
+    """Return the channels of slots.
 
     Raises:
         UsageError: no such class or slot, or one is given twice; the message begins with `option`.
     """
     channels: list[int] = []
-    for text in texts:
+    for text in map(write_slot, slots):
         label, slash, number = text.rpartition("/")
+        given = f"{option} {text[:_SHOWN]!r}"
         if not slash:
-            raise UsageError(f"{option} {text!r}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
+            raise UsageError(f"{given}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
         if label not in metadata.class_names:
-            raise UsageError(
-                f"{option} {text!r}: the model has no class {label!r}{suggest_names(label, metadata.class_names)}; see "
-                "`opal-deploy inspect`"
-            )
+            similar = suggest_names(label, metadata.class_names)
+            raise UsageError(f"{given}: the model has no class {label[:_SHOWN]!r}; see `opal-deploy inspect`{similar}")
         m = metadata.prototypes_per_class
         if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number) < m):
-            raise UsageError(f"{option} {text!r}: {label} has no slot {number!r}; expected 0 to {m - 1}")
+            raise UsageError(f"{given}: {label} has no slot {number[:_SHOWN]!r}; expected 0 to {m - 1}")
         channel = metadata.class_names.index(label) * m + int(number)
         if channel in channels:
-            raise UsageError(f"{option} {text!r}: given twice")
+            raise UsageError(f"{given}: given twice")
         channels.append(channel)
     return channels
 
@@ -71,7 +82,9 @@ def read_drops(path: Path) -> list[str]:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); {_EXPECTED}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not TOML ({error}); {_EXPECTED}") from None
-    drops = document.get("drop")
-    if document.keys() != {"drop"} or not isinstance(drops, list) or not all(isinstance(each, str) for each in drops):
-        raise UsageError(f"{path}: found {', '.join(document) or 'nothing'}; {_EXPECTED} and nothing else")
+    if document.keys() != {"drop"}:
+        raise UsageError(f"{path}: found the keys {reprlib.repr(list(document))}; {_EXPECTED} and nothing else")
+    drops = document["drop"]
+    if not isinstance(drops, list) or not all(isinstance(each, str) for each in drops):
+        raise UsageError(f"{path}: drop is not a list of texts; {_EXPECTED}")
     return drops

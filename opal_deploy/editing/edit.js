@@ -1,6 +1,6 @@
 "use strict";
-// Accuracy without the ticked slots, in closed form. The cosine of class c is the sum of its scores that are left over
-// sqrt(their number), divided by a norm that all classes share, so that the norm changes no answer.
+// Accuracy without the ticked slots, in closed form: the cosine of class c is the sum of its scores that are left over
+// sqrt(their number), divided by the norm of all scores that are left. Logits are rounded to float32, as the network's.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const boxes = [...document.querySelectorAll("input[type=checkbox]")];
@@ -9,18 +9,22 @@
   const channels = data.names.length, { m, labels } = data;
 
   function answers(dropped) {
+    const kept = data.names.map((_, channel) => (dropped.has(channel) ? 0 : 1));
+    const sums = new Float64Array(channels / m);
+    const roots = sums.map((_, c) => Math.sqrt(kept.slice(c * m, c * m + m).reduce((sum, each) => sum + each)));
     return labels.map((_, image) => {
-      let best = 0, highest = -Infinity;
-      for (let first = 0; first < channels; first += m) {
-        let sum = 0, count = 0;
-        for (let channel = first; channel < first + m; channel++) {
-          if (dropped.has(channel)) continue;
-          sum += scores[image * channels + channel];
-          count += 1;
-        }
-        const cosine = sum / Math.sqrt(count);
-        if (cosine > highest) [best, highest] = [first / m, cosine];
+      let squares = 0, best = 0, highest = -Infinity;
+      sums.fill(0);
+      for (let channel = 0; channel < channels; channel++) {
+        const score = kept[channel] * scores[image * channels + channel];
+        sums[Math.floor(channel / m)] += score;
+        squares += score * score;
       }
+      const norm = Math.sqrt(squares) + data.epsilon;
+      sums.forEach((sum, c) => {
+        const logit = -Math.fround(Math.sqrt(Math.max(2 - (2 * sum) / norm / roots[c], 1e-12)));
+        if (logit > highest) [best, highest] = [c, logit];
+      });
       return best;
     });
   }
@@ -28,11 +32,13 @@
   const isRight = (answer, image) => answer === labels[image];
   const before = scores.length ? answers(new Set(data.dropped)) : [];
 
-  function keepOneSlot(changed) {
-    const of = (box) => Math.floor(Number(box.value) / m);
-    const own = Array.from({ length: m }, (_, slot) => of(changed) * m + slot);
-    const ticked = new Set(boxes.filter((box) => box.checked).map((box) => Number(box.value)));
-    if (own.every((channel) => ticked.has(channel) || data.dropped.includes(channel))) changed.checked = false;
+  function keepOneSlot(ticked) {
+    for (const box of boxes) {
+      const first = Math.floor(Number(box.value) / m) * m;
+      const left = Array.from({ length: m }, (_, slot) => first + slot).filter((channel) => !ticked.has(channel));
+      box.disabled = left.length === 1 && left[0] === Number(box.value);
+      box.title = box.disabled ? "its class's last slot" : "";
+    }
   }
 
   function update() {
@@ -41,20 +47,21 @@
     const drops = ticked.map((channel) => `--drop ${quote(data.names[channel])}`);
     document.getElementById("command").textContent = ticked.length
       ? [data.command, ...drops, data.rest].join(" ") : "Tick slots to see the accuracy without them.";
+    const dropped = new Set([...data.dropped, ...ticked]);
+    keepOneSlot(dropped);
     if (!scores.length) return;
-    const after = answers(new Set([...data.dropped, ...ticked]));
-    const share = (list) => 100 * list.filter(isRight).length / labels.length;
+    const after = answers(dropped);
+    const count = (list) => list.filter(isRight).length;
+    const percent = (list) => `${(100 * count(list) / labels.length).toFixed(1)} %`;
     const gained = after.filter((answer, i) => isRight(answer, i) && !isRight(before[i], i)).length;
     const lost = after.filter((answer, i) => !isRight(answer, i) && isRight(before[i], i)).length;
-    document.getElementById("accuracy").textContent = `${share(after).toFixed(1)} % right`;
+    document.getElementById("accuracy").textContent = `Accuracy ${percent(after)}`;
     const change = document.getElementById("change");
-    change.textContent = ticked.length
-      ? `${share(before).toFixed(1)} % with all; ${gained} become right, ${lost} become wrong` : "with all slots";
+    change.textContent = `(${count(after)} of ${labels.length})` + (ticked.length
+      ? `; ${percent(before)} with all slots; ${gained} become right, ${lost} become wrong` : " with all slots");
     change.className = gained > lost ? "gain" : lost > gained ? "loss" : "";
   }
 
-  for (const box of boxes) {
-    box.addEventListener("change", () => { keepOneSlot(box); update(); });
-  }
+  for (const box of boxes) box.addEventListener("change", update);
   update();
 })();

@@ -12,22 +12,24 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ImageDraw
+from PIL import Image, ImageDraw
 
 from opal_deploy.artifact.files import atomic_write
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.editing.api import EditOptions
 from opal_deploy.editing.data import ScoredData
 from opal_deploy.editing.drops import name_slot
 from opal_deploy.editing.scores import Effect
 from opal_deploy.editing.suggestions import Suggestion
 from opal_deploy.preprocess.decode import decode
+from opal_deploy.visualization.atlas.entries import Atlas
 from opal_deploy.visualization.report.page import content_digest, json_script, load_templates, mark_safe
-from opal_deploy.visualization.style import slot_color
+from opal_deploy.visualization.style import INK, slot_color
 
 _PATCHES, _CHANGED = 4, 60
-_SIDE, _QUALITY = 144, 85
-# scores in the page: 4 bytes each, as base64
-_MAX_SCORES = 1_500_000
+_SIDE, _PATCH_SIDE, _QUALITY = 160, 96, 85
+# scores in the page: 4,000 images of a model with 1,000 slots are 21 MB, 4 bytes each in base64
+_MAX_SCORES = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class SlotRow:
-    """A slot on the page; `gain` is the change of accuracy without it, in percentage points; None for a last slot."""
+    """A slot on the page.
+
+    Attributes:
+        reasons: why it is listed; empty for other slots.
+        gain: change of the accuracy without it, in percentage points; None for its class's last slot.
+        pictures: images of its class where it is strongest, of a listed slot.
+        patches: of training images, from an atlas.
+    """
 
     channel: int
     name: str
@@ -49,6 +58,7 @@ class SlotRow:
     reasons: tuple[str, ...]
     gain: float | None
     pictures: tuple[Picture, ...]
+    patches: tuple[Picture, ...]
 
 
 @dataclass(frozen=True)
@@ -67,13 +77,19 @@ def write_page(
     page: Path,
     model: Path,
     data: ScoredData,
+    drop: Sequence[int],
     effect: Effect | None,
     suggestions: Sequence[Suggestion],
+    atlas: Atlas | None,
     options: EditOptions,
 ) -> None:
     """Write the page; it needs no other file and no network.
 
+    Args:
+        drop: channels that are ticked at first.
+
     Raises:
+        ArtifactError: a patch of the atlas is missing or damaged.
         UsageError: the file cannot be written.
     """
     script, style = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("edit.js", "edit.css"))
@@ -84,9 +100,11 @@ def write_page(
     metadata = data.metadata
     scores = data.scores.values
     live = metadata.distance == "l2" and scores.size <= _MAX_SCORES
+    command = options.repeat(model)
     document = {
-        "command": shlex.join(["opal-deploy", "edit", str(model)]),
-        "rest": shlex.join(["--data", str(options.data), "--out", f"{model.stem}.edited{model.suffix}"]),
+        "command": shlex.join(command[:3]),
+        "rest": shlex.join(command[3:]),
+        "epsilon": metadata.epsilon,
         "m": metadata.prototypes_per_class,
         "dropped": list(metadata.slots.dropped),
         "names": [name_slot(channel, metadata) for channel in range(metadata.num_prototypes)],
@@ -99,7 +117,7 @@ def write_page(
         .render(
             policy=policy, style=mark_safe(style), script=mark_safe(script), model=model.name, live=live,
             images=len(scores), split=options.split, data=data.root.name, effect=effect,
-            rows=list(_build_rows(data, suggestions, options.drop)), suggestions=options.suggest,
+            rows=list(_build_rows(data, drop, suggestions, atlas)), suggestions=options.suggest,
             changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
         )
     )  # fmt: skip
@@ -107,19 +125,31 @@ def write_page(
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
-def _build_rows(data: ScoredData, suggestions: Sequence[Suggestion], drop: Sequence[str]) -> Iterator[SlotRow]:
+def _build_rows(
+    data: ScoredData, drop: Sequence[int], suggestions: Sequence[Suggestion], atlas: Atlas | None
+) -> Iterator[SlotRow]:
     """Yield the listed slots in their order, then all others that can be dropped."""
     listed = {each.channel: each for each in suggestions}
     effects = dict(data.scores.try_each())
     for channel in [*listed, *(channel for channel in effects if channel not in listed)]:
         suggestion, effect = listed.get(channel), effects.get(channel)
-        name = name_slot(channel, data.metadata)
         yield SlotRow(
-            channel, name, suggestion is not None and suggestion.suspected, name in drop,
-            () if suggestion is None else tuple(reason.text for reason in suggestion.reasons),
+            channel, name_slot(channel, data.metadata), suggestion is not None and suggestion.suspected,
+            channel in drop, () if suggestion is None else tuple(reason.text for reason in suggestion.reasons),
             None if effect is None else 100 * (effect.accuracy[1] - effect.accuracy[0]),
             () if suggestion is None else tuple(_draw_strongest(data, channel)),
+            () if suggestion is None or atlas is None else tuple(_show_patches(data.metadata, channel, atlas)),
         )  # fmt: skip
+
+
+def _show_patches(metadata: Metadata, channel: int, atlas: Atlas) -> Iterator[Picture]:
+    class_id, slot = divmod(channel, metadata.prototypes_per_class)
+    # a slot that --restore gives back has none
+    patches = atlas.patches(class_id, slot) if (class_id, slot) in atlas.entries else []
+    for patch in patches[:_PATCHES]:
+        image = atlas.load_patch(patch)
+        image.thumbnail((_PATCH_SIDE, _PATCH_SIDE))
+        yield Picture(_encode(image), f"patch of {patch.image}")
 
 
 def _draw_strongest(data: ScoredData, channel: int) -> Iterator[Picture]:
@@ -153,11 +183,19 @@ def _draw(data: ScoredData, row: int, channels: NDArray[np.int64]) -> Picture:
     for channel in channels.tolist():
         y, x = divmod(int(data.cells[row, channel]), grid[1])
         width, height = image.width / grid[1], image.height / grid[0]
-        box = (x * width, y * height, (x + 1) * width - 1, (y + 1) * height - 1)
-        draw.rectangle(box, outline=(20, 20, 20), width=3)
+        # around the cell, which may be a few pixels wide
+        box = [
+            max(0, round(x * width) - 3), max(0, round(y * height) - 3),
+            min(image.width, round((x + 1) * width) + 3) - 1, min(image.height, round((y + 1) * height) + 3) - 1,
+        ]  # fmt: skip
+        draw.rectangle(box, outline=INK, width=3)
         draw.rectangle(box, outline=slot_color(channel % data.metadata.prototypes_per_class), width=2)
+    cells = ", ".join(name_slot(channel, data.metadata) for channel in channels.tolist())
+    return Picture(_encode(image), f"{data.samples[row].path.name} with the cell of {cells}")
+
+
+def _encode(image: Image.Image) -> str:
+    """Return an image as a data URL."""
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=_QUALITY)
-    cells = ", ".join(name_slot(channel, data.metadata) for channel in channels.tolist())
-    url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    return Picture(url, f"{data.samples[row].path.name} with the cell of {cells}")
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

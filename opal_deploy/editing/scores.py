@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import DoubleArray, FloatArray, embedding
 from opal_deploy.artifact.slots import KL_EPSILON, Slots
+from opal_deploy.editing.drops import SlotName, check_drops, parse_slots
 
 # smallest argument of a root, as in the network (`model.distances`)
 _TINY = 1e-12
@@ -105,8 +106,14 @@ class Scores:
         classes: NDArray[np.int64] = self.logits(slots).astype(np.float32).argmax(axis=1)
         return classes
 
-    def try_drop(self, channels: Sequence[int]) -> Effect:
-        """Return the effect of dropping slots, given by their channels, too."""
+    def try_drop(self, slots: Sequence[SlotName]) -> Effect:
+        """Return the effect of dropping slots, too, such as "Gull/2" or ("Gull", 2).
+
+        Raises:
+            UsageError: the model lacks a slot or has dropped it, one is given twice, or a class has no other slot left.
+        """
+        channels = parse_slots(slots, self.metadata, "try_drop")
+        check_drops(channels, (), self.metadata)
         return self.compare(self.metadata.slots, self.metadata.slots.drop(channels))
 
     def compare(self, before: Slots, after: Slots) -> Effect:
@@ -115,31 +122,36 @@ class Scores:
 
     def try_each(self) -> Iterator[tuple[int, Effect]]:
         """Yield, for every slot that is left and not its class's last, its channel and the effect of dropping it."""
+        before = self.predict(self.metadata.slots)
+        answers = self._answers_without_norm() if self.metadata.distance == "l2" else self._answers_from_logits()
+        for channel, after in answers:
+            yield channel, Effect(before, after, self.labels)
+
+    def _droppable(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield each class that has several slots left, with their channels."""
         slots = self.metadata.slots
-        predict = self._predict_without if self.metadata.distance == "l2" else self._run_without
-        before = self.predict(slots)
         for class_id in np.flatnonzero(slots.counts > 1).tolist():
-            for channel, after in zip(slots.channels(class_id).tolist(), predict(class_id), strict=True):
-                yield channel, Effect(before, after, self.labels)
+            yield class_id, slots.channels(class_id).tolist()
 
-    def _run_without(self, class_id: int) -> Iterator[NDArray[np.int64]]:
-        slots = self.metadata.slots
-        for channel in slots.channels(class_id).tolist():
-            yield self.predict(slots.drop([channel]))
+    def _answers_from_logits(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        for _, channels in self._droppable():
+            for channel in channels:
+                yield channel, self.predict(self.metadata.slots.drop([channel]))
 
-    def _predict_without(self, class_id: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the answers without each slot of a class; the norm, which all classes share, decides nothing."""
+    def _answers_without_norm(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield the answers without each slot by their cosines; the norm, which all classes share, decides nothing."""
         slots = self.metadata.slots
         sums = self.values.reshape(len(self.values), -1, slots.per_class).sum(axis=2, dtype=np.float64)
         cosines = sums / np.sqrt(slots.counts)
-        others = cosines.copy()
-        others[:, class_id] = -np.inf
-        best = others.argmax(axis=1)
-        highest = others[np.arange(len(best)), best]
-        for channel in slots.channels(class_id).tolist():
-            own = (sums[:, class_id] - self.values[:, channel]) / math.sqrt(slots.counts[class_id] - 1)
-            wins = (own > highest) | ((own == highest) & (class_id < best))
-            yield np.where(wins, class_id, best)
+        for class_id, channels in self._droppable():
+            others = cosines.copy()
+            others[:, class_id] = -np.inf
+            best = others.argmax(axis=1)
+            highest = others[np.arange(len(best)), best]
+            for channel in channels:
+                own = (sums[:, class_id] - self.values[:, channel]) / math.sqrt(slots.counts[class_id] - 1)
+                wins = (own > highest) | ((own == highest) & (class_id < best))
+                yield channel, np.where(wins, class_id, best)
 
 
 def compute_logits(scores: FloatArray, slots: Slots, distance: str, epsilon: float) -> DoubleArray:

@@ -5,6 +5,9 @@ do. Images count by their score: a slot that finds nothing in an image reads som
 
     background   it fires on images without an object as strongly as on half of its class's images
     object       less of its score comes from the object than the object has of the image
+    parts        less of its score comes from the annotated parts than they have of the image; of images cropped to the
+                 object
+    source       it fires on the images of one camera, program, size or folder, and less on the others of its class
     corner       most of its score comes from the image's corners: stamps, logos, time codes
     border       nearly all of its score comes from the outermost rows and columns: frames, captions, scale bars
     wrong        without it significantly more answers are right
@@ -24,6 +27,7 @@ from numpy.typing import NDArray
 from opal_deploy.editing.data import ScoredData
 from opal_deploy.editing.drops import name_slot
 from opal_deploy.editing.scores import Effect
+from opal_deploy.editing.sources import compare_groups, group_by_source, read_sources
 
 REDUNDANT = "redundant"
 # images of a class that a share of them needs
@@ -34,6 +38,8 @@ _CORNER_SHARE, _BORDER_SHARE, _SHARED_SHARE = 0.5, 0.75, 0.95
 # side of a corner as a share of the grid's
 _CORNER_SIDE = 1 / 8
 _SIGNIFICANCE = 0.05
+# area under the ROC curve with which a slot tells images of a source from others
+_TELLS_SOURCE = 0.9
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ def suggest_slots(data: ScoredData) -> list[Suggestion]:
     """Return the slots that look at the wrong thing, those with most reasons first, then the redundant ones."""
     metadata, slots = data.metadata, data.metadata.slots
     effects = dict(data.scores.try_each())
+    from_sources = _compare_sources(data)
     found = []
     for class_id in range(metadata.num_classes):
         # answered right or not: a class that leans on a shortcut loses the images without it
@@ -81,6 +88,7 @@ def suggest_slots(data: ScoredData) -> list[Suggestion]:
             reasons = []
             if len(rows) >= _MIN_IMAGES:
                 reasons += [*_find_places(data, rows, channel), *on_object.get(channel, ())]
+                reasons += from_sources.get(channel, ())
                 reasons += [*_find_background(data, rows, channel), *_find_redundancy(data, rows, class_id, channel)]
             effect = effects.get(channel)
             if effect is not None and effect.gained > effect.lost and effect.p_value < _SIGNIFICANCE:
@@ -110,22 +118,54 @@ def _find_places(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Ite
 
 
 def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: int) -> dict[int, list[Reason]]:
-    """Return, by channel, the slots whose cells lie off the object more often than random cells."""
-    known = [row for row in rows.tolist() if data.annotations.known and data.annotations.images[row].has_object]
-    if len(known) < _MIN_IMAGES:
+    """Return, by channel, the slots whose cells lie off the object, or its parts, more often than random cells."""
+    if not data.annotations.known:
         return {}
     grid, channels = data.metadata.grid, data.metadata.slots.channels(class_id)
-    inside = np.stack(
-        [data.annotations.images[row].in_object(data.geometries[row].cell_centres(grid)) for row in known]
-    )  # [n, H * W]
-    on_object = np.take_along_axis(inside, data.cells[known][:, channels], axis=1)  # [n, m_c]
-    hits = np.average(on_object, axis=0, weights=data.scores.values[known][:, channels].astype(np.float64))
-    by_chance = float(inside.mean())
+    inside: dict[int, NDArray[np.bool_]] = {}
+    kind, place = "object", "the object"
+    if any(data.annotations.images[row].has_object for row in rows.tolist()):
+        for row in rows.tolist():
+            if data.annotations.images[row].has_object:
+                inside[row] = data.annotations.images[row].in_object(data.geometries[row].cell_centres(grid))
+    else:
+        kind, place = "parts", "the annotated parts"
+        for row in rows.tolist():
+            if data.annotations.images[row].parts:
+                geometry = data.geometries[row]
+                inside[row] = data.annotations.images[row].on_parts(geometry.cell_centres(grid), geometry).any(axis=1)
+    if len(inside) < _MIN_IMAGES:
+        return {}
+    known, cells = [*inside], np.stack([*inside.values()])  # [n, H * W]
+    hit = np.take_along_axis(cells, data.cells[known][:, channels], axis=1)  # [n, m_c]
+    shares = np.average(hit, axis=0, weights=data.scores.values[known][:, channels].astype(np.float64))
+    by_chance = float(cells.mean())
     return {
-        channel: [Reason("object", f"{hit:.0%} of its score comes from the object ({by_chance:.0%} of the cells)")]
-        for channel, hit in zip(channels.tolist(), hits.tolist(), strict=True)
-        if hit < by_chance
+        channel: [Reason(kind, f"{share:.0%} of its score comes from {place} ({by_chance:.0%} of the cells)")]
+        for channel, share in zip(channels.tolist(), shares.tolist(), strict=True)
+        if share < by_chance
     }
+
+
+def _compare_sources(data: ScoredData) -> dict[int, list[Reason]]:
+    """Return, by channel, the slots that tell images of one source from the others of their class."""
+    sources = read_sources(data.samples)
+    candidates = []
+    for class_id in range(data.metadata.num_classes):
+        rows = np.flatnonzero(data.scores.labels == class_id)
+        groups = group_by_source([sources[row] for row in rows.tolist()], _MIN_IMAGES)
+        channels = data.metadata.slots.channels(class_id).tolist()
+        candidates += [(channel, rows, name, group) for name, group in groups.items() for channel in channels]
+    found: dict[int, list[Reason]] = {}
+    for channel, rows, name, group in candidates:
+        scores = data.scores.values[rows, channel]
+        area, p_value = compare_groups(scores, group)
+        # Bonferroni: as many tests as candidates
+        if area >= _TELLS_SOURCE and p_value * len(candidates) < _SIGNIFICANCE:
+            text = f"its mean score is {scores[group].mean():.2f} on the {group.sum()} images with {name}"
+            text += f" and {scores[~group].mean():.2f} on the {(~group).sum()} others of its class"
+            found.setdefault(channel, []).append(Reason("source", text))
+    return found
 
 
 def _find_background(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Iterator[Reason]:

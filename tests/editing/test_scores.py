@@ -47,7 +47,7 @@ def test_each_slot_alone_has_the_effect_of_dropping_it(distance):
     effects = dict(scores.try_each())
     assert sorted(effects) == list(range(12))
     for channel, effect in effects.items():
-        expected = scores.try_drop([channel])
+        expected = scores.try_drop([("abcd"[channel // 3], channel % 3)])
         assert effect.before.tolist() == expected.before.tolist()
         assert effect.after.tolist() == expected.after.tolist()
 
