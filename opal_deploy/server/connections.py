@@ -33,6 +33,8 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REPORT_SECONDS = 60.0
 # a scope's state has this key where the connection is over the limit
 CROWDED = "crowded"
+# bytes of chunk sizes, extensions and trailers per byte of body: a chunk of one byte needs five
+_MOST_FRAMING = 16
 
 
 def choose_max_connections(requested: int | None) -> int:
@@ -84,11 +86,45 @@ class ConnectionLimit:
             loop.default_exception_handler(context)
 
 
+class _BoundedConnection(h11.Connection):
+    """The server's side of HTTP/1.1, which refuses chunked bodies that consist of extensions and trailers.
+
+    h11 itself limits these only while they are incomplete, so not if they arrive at once.
+
+    Args:
+        most_bytes: of a request that is not its body, besides `_MOST_FRAMING` times the size of the body.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(h11.SERVER, most_bytes)
+        self._most_bytes = most_bytes
+        self._excess = 0
+
+    def receive_data(self, data: bytes) -> None:
+        self._excess += len(data)
+        super().receive_data(data)
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        excess = 0
+        if isinstance(event, h11.Data):
+            self._excess -= (1 + _MOST_FRAMING) * len(event.data)
+        elif isinstance(event, h11.EndOfMessage):
+            next_request = len(self.trailing_data[0])
+            excess, self._excess = self._excess - next_request, next_request
+        elif event is h11.NEED_DATA and self.their_state is h11.SEND_BODY:
+            excess = self._excess
+        if excess > self._most_bytes:
+            raise h11.RemoteProtocolError("too many bytes of chunk extensions and trailers")
+        return event
+
+
 class HttpProtocol(H11Protocol):
     """uvicorn's protocol, with a limit on connections and deadlines for a request's head, its body and its reader."""
 
     def __init__(self, *arguments: Any, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.conn = _BoundedConnection(self.config.h11_max_incomplete_event_size or 0)
         self._limit = limit
         self._refused = False
         self._head_timer: asyncio.TimerHandle | None = None
@@ -114,13 +150,19 @@ class HttpProtocol(H11Protocol):
             self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP as JSON, and leave the client time to read it."""
-        body = json.dumps({"error": f"{msg.rstrip('.')} (not HTTP/1.1, or the head is too large)"}).encode()
-        headers = [
-            ("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close"),
-        ]  # fmt: skip
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        """Answer invalid HTTP as JSON, unless the request has its answer, and leave the client time to read it."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            problem = f"{msg.rstrip('.')} (not HTTP/1.1, or too large a head, chunk extension or trailer)"
+            body = json.dumps({"error": problem}).encode()
+            headers = [
+                ("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close"),
+            ]  # fmt: skip
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:
+            # the application's answer, if it is still to come, has no place after this one
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         # closing a connection with unread bytes would reset it, and the client would lose the answer
         self._refused = True
         self.transport.write_eof()
