@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from opal_deploy.artifact.files import read_text
+from opal_deploy.artifact.files import read_toml
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import UsageError, suggest_names
 
@@ -66,10 +65,10 @@ def read_drops(path: Path) -> list[str]:
         UsageError: the file cannot be read, is not TOML, or has another form.
     """
     try:
-        document = tomllib.loads(read_text(path))
+        document = read_toml(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); {_EXPECTED}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path}: not TOML ({error}); {_EXPECTED}") from None
     drops = document.get("drop")
     if document.keys() != {"drop"} or not isinstance(drops, list) or not all(isinstance(each, str) for each in drops):
