@@ -10,9 +10,11 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +28,8 @@ ENGINE_SUFFIX = ".engine"
 ModelKind = Literal["checkpoint", "onnx", "engine"]
 _KINDS: dict[str, ModelKind] = {".pt": "checkpoint", ".pth": "checkpoint", ONNX_SUFFIX: "onnx", ENGINE_SUFFIX: "engine"}
 
+# a key of TOML, such as a.b.c, that begins with 100 parts
+_LONG_KEY = re.compile(r"""(?<!["'\w-])(?:["'\w-]++[ \t]*+\.[ \t]*+){100}""")
 # some file systems of clusters have no locks: work goes on without one there
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -62,6 +66,23 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(read_text(path))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_toml(path: Path, errors: str = "strict") -> dict[str, Any]:
+    """Return the document of a TOML file.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is not TOML in UTF-8, or nested too deeply.
+    """
+    text = read_text(path, errors)
+    # the parser's time grows with the square of the parts
+    if _LONG_KEY.search(text):
+        raise ValueError("a key has 100 or more parts")
+    try:
+        return tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

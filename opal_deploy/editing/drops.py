@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import reprlib
-import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from opal_deploy.artifact.files import read_text
+from opal_deploy.artifact.files import read_toml
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import UsageError, suggest_names
 
@@ -77,10 +76,10 @@ def read_drops(path: Path) -> list[str]:
         UsageError: the file cannot be read, is not TOML, or has another form.
     """
     try:
-        document = tomllib.loads(read_text(path))
+        document = read_toml(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); {_EXPECTED}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path}: not TOML ({error}); {_EXPECTED}") from None
     if document.keys() != {"drop"}:
         raise UsageError(f"{path}: found the keys {reprlib.repr(list(document))}; {_EXPECTED} and nothing else")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -113,13 +112,13 @@ def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class
         UsageError: the file cannot be read or is not TOML, a class or slot is not the model's, or a name is not text.
     """
     # `schema` works without numpy
-    from opal_deploy.artifact.files import read_text
+    from opal_deploy.artifact.files import read_toml
 
     try:
-        document = tomllib.loads(read_text(path))
+        document = read_toml(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); expected a TOML file of names") from None
-    except (ValueError, RecursionError) as error:  # ValueError: also of a number with too many digits
+    except ValueError as error:  # also of a number with too many digits
         raise UsageError(f'{path}: not TOML ({error}); expected lines such as 0 = "beak" under ["class"]') from None
     ids = {name: class_id for class_id, name in reversed(list(enumerate(class_names)))}
     names: dict[tuple[int, int], str] = {}

@@ -23,6 +23,8 @@ from opal_deploy.options import (
 )
 
 TOKEN_VARIABLE = "OPAL_DEPLOY_TOKEN"
+# of a token and the line end after it
+_MOST_CHARACTERS = 10_000
 LogFormat = Literal["text", "json", "off"]
 
 
@@ -91,7 +93,9 @@ def read_token(path: StrPath | None) -> str | None:
     token = os.environ.get(TOKEN_VARIABLE)
     if path is not None:
         try:
-            token = Path(path).read_text("utf-8")
+            # a pipe is a way to hand over a token, so more than regular files are read, but no endless device
+            with Path(path).open(encoding="utf-8") as stream:
+                token = stream.read(_MOST_CHARACTERS)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{origin}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
     if token is None:

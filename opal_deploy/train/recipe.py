@@ -21,7 +21,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from opal_deploy.artifact.files import read_text
+from opal_deploy.artifact.files import read_toml
 from opal_deploy.errors import UsageError, require
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, require_stride
 
@@ -203,23 +203,20 @@ def load_recipe(name: str) -> Sections:
     """
     names = recipe_names()
     if name in names:
-        text, origin = (resources.files("opal_deploy.train") / "recipes" / f"{name}.toml").read_text("utf-8"), name
-    else:
-        path = Path(name)
-        if not path.is_file():
-            raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(names)}; give a .toml file")
+        raw = tomllib.loads((resources.files("opal_deploy.train") / "recipes" / f"{name}.toml").read_text("utf-8"))
+    elif Path(name).is_file():
         try:
             # a path to weights may hold bytes that are not UTF-8
-            text, origin = read_text(path, "surrogateescape"), str(path)
+            raw = read_toml(Path(name), "surrogateescape")
         except OSError as error:
-            raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
-    try:
-        raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"recipe {origin}: not TOML ({error})") from None
+            raise UsageError(f"recipe {name}: cannot be read ({error.strerror or error})") from None
+        except ValueError as error:
+            raise UsageError(f"recipe {name}: not TOML ({error})") from None
+    else:
+        raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(names)}; give a .toml file")
     problems = _find_problems(raw)
     if problems:
-        raise UsageError(f"recipe {origin}: {'; '.join(problems)}")
+        raise UsageError(f"recipe {name}: {'; '.join(problems)}")
     return raw
 
 

@@ -141,6 +141,8 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
             read_token(file)
     with pytest.raises(UsageError, match="cannot be read"):
         read_token(tmp_path / "none")
+    with pytest.raises(UsageError, match="no valid token found"):
+        read_token("/dev/zero")
 
 
 @pytest.mark.parametrize(

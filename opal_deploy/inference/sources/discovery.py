@@ -41,6 +41,9 @@ from opal_deploy.preprocess.video import Sampling
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url
 
+# of a line in a list of images: longer than any path or URL
+_MOST_CHARACTERS = 1 << 20
+
 STDIN, LIST_MARK = "-", "@"
 
 
@@ -307,14 +310,14 @@ def stdin_lines(stdin: TextIO | None) -> Iterator[str]:
     if isinstance(stdin, io.TextIOWrapper):
         # names are bytes; a file name need not be UTF-8
         stdin.reconfigure(errors="surrogateescape", newline="\n")
-    yield from _read_names(stdin)
+    yield from _read_names(stdin, "-")
 
 
 def file_lines(path: Path) -> Iterator[str]:
     """Yield the paths in a UTF-8 text file, one per line, relative to the working directory; raise UsageError."""
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
-            yield from _read_names(stream)
+            yield from _read_names(stream, f"@{path}")
     except OSError as error:
         raise UsageError(
             f"@{path}: the list cannot be read ({error.strerror or error}); expected a text file with one path per line"
@@ -325,7 +328,7 @@ def remote_lines(file: RemoteFile) -> Iterator[str]:
     """Yield the paths and URLs in a remote text file, as `file_lines` does; raise UsageError or StoppedEarly."""
     try:
         with io.TextIOWrapper(file.open(), encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
-            yield from _read_names(stream)
+            yield from _read_names(stream, f"@{file}")
     except ImageError as error:
         if error.code == "storage_unavailable":
             raise StoppedEarly(f"@{file}: {error}") from None
@@ -334,8 +337,11 @@ def remote_lines(file: RemoteFile) -> Iterator[str]:
         ) from None
 
 
-def _read_names(stream: TextIO) -> Iterator[str]:
-    for line in stream:
+def _read_names(stream: TextIO, called: str) -> Iterator[str]:
+    # a device that never ends its line would fill the memory
+    while line := stream.readline(_MOST_CHARACTERS):
+        if len(line) == _MOST_CHARACTERS:
+            raise UsageError(f"{called}: a line of {len(line):,} characters or more; expected one path per line")
         name = line.removesuffix("\n")
         # a list written on Windows, unless a file has exactly that name
         if name.endswith("\r") and not os.path.lexists(name):

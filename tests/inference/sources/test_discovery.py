@@ -163,6 +163,11 @@ def test_a_misspelt_input_is_refused_before_anything_begins(tmp_path, monkeypatc
         check_inputs(inputs)
 
 
+def test_a_list_without_an_end_of_its_line_is_refused():
+    with pytest.raises(UsageError, match=r"^@/dev/zero: a line of 1,048,576 characters or more; expected one path"):
+        list(discover(["@/dev/zero"], Skipped()))
+
+
 def test_folders_and_lists_are_read_as_they_are_needed(tmp_path, monkeypatch):
     touch(tmp_path / "in/a/1.jpg", tmp_path / "in/b/2.jpg")
     listed = []
