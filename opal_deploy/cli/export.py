@@ -135,4 +135,4 @@ def _print_repository(repository: WrittenRepository) -> None:
 
 def _print_site(site: WrittenSite) -> None:
     print_message(f"Wrote {site.folder} ({site.size / 1e6:.1f} MB): serve it with any web server, such as")
-    print_message(f"Next: python -m http.server --directory {site.folder} 8000, and open http://localhost:8000")
+    print_message(f"Next: cd {site.folder}; python -m http.server 8000; open http://localhost:8000")
