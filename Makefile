@@ -18,7 +18,11 @@ TRITON_INSTALLED := $(TRITON_VENV)/.installed
 GPU_STUBS_VENV := .venv-gpu-stubs
 GPU_STUBS_INSTALLED := $(GPU_STUBS_VENV)/.installed
 
-.PHONY: help demo triton-venv gpu-stubs-venv test test-all check docs format clean
+# ONNX Runtime Web, which `export --web` copies and tests run in Chromium
+ORT_WEB := .ort-web
+ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
+
+.PHONY: help demo triton-venv gpu-stubs-venv ort-web test test-all check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +30,7 @@ help:
 	@echo "make test      the tests (about 6 minutes on 2 cores)"
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
 	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
+	@echo "make ort-web   ONNX Runtime Web by npm, for the tests of the page that runs a model (170 MB)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
@@ -61,13 +66,20 @@ $(GPU_STUBS_INSTALLED): $(INSTALLED)
 
 gpu-stubs-venv: $(GPU_STUBS_INSTALLED)
 
+$(ORT_WEB_INSTALLED): opal_deploy/web/site.py | $(INSTALLED)
+	@npm install --silent --no-audit --no-fund --no-save --prefix $(ORT_WEB) \
+	  "$$($(BIN)/python -c 'from opal_deploy.web.site import ORT_WEB; print(ORT_WEB)')"
+	@touch $@
+
+ort-web: $(ORT_WEB_INSTALLED)
+
 demo: $(INSTALLED)
 	$(BIN)/opal-deploy demo --out runs/demo --overwrite
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network" --ignore tests/gpu_stubs
 
-test-all: $(INSTALLED) $(TRITON_INSTALLED) $(GPU_STUBS_INSTALLED)
+test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED) $(GPU_STUBS_INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/gpu_stubs
 	$(GPU_STUBS_VENV)/bin/python -m pytest tests/gpu_stubs
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from opal_deploy.export.files import ExportedEngine, ExportedOnnx
     from opal_deploy.runtime.verification import Comparison
     from opal_deploy.triton.repository import WrittenRepository
+    from opal_deploy.web.site import WrittenSite
 
 
 def export(
@@ -46,6 +47,9 @@ def export(
     if result.repository is not None:
         _print_repository(result.repository)
         document = result.repository.to_dict()
+    elif result.site is not None:
+        _print_site(result.site)
+        document = result.site.to_dict()
     elif result.engines:
         # the best model of the working directory is found without a name
         _print_next(result.engines[0].sidecar.metadata, "")
@@ -127,3 +131,8 @@ def _print_repository(repository: WrittenRepository) -> None:
             f"{explain} (image files to records)"
         )
     print_message(f"Next: tritonserver --model-repository={repository.folder.absolute()}")
+
+
+def _print_site(site: WrittenSite) -> None:
+    print_message(f"Wrote {site.folder} ({site.size / 1e6:.1f} MB): serve it with any web server, such as")
+    print_message(f"Next: cd {site.folder}; python -m http.server 8000; open http://localhost:8000")

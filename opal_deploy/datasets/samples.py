@@ -101,6 +101,7 @@ class DataSet:
         }
 
 
+_IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 # the share of the second part of a stratified split, and the seed of its shuffle
 SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
 
@@ -204,3 +205,10 @@ def shorten_list(names: list[str]) -> str:
     """Return the first names separated by commas, and how many more there are."""
     more = f" and {len(names) - MAX_LISTED:,} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more
+
+
+def list_images(folder: Path) -> list[Path]:
+    """Return the files below a folder with an image format's suffix, sorted; UsageError for a missing folder."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder of images")
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)

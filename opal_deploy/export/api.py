@@ -12,12 +12,13 @@ from opal_deploy.export.files import EngineTargets, ExportResult, plan_targets
 from opal_deploy.export.options import CheckpointOptions, EngineOptions, ExportOptions
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.triton.repository import Repository
+from opal_deploy.web.site import Site
 
 if TYPE_CHECKING:
     from opal_deploy.export.candidate import ExportSource
 
 # options that apply where a file is served as it is
-_SERVING = ("triton", "name", "overwrite", "verify", "threads")
+_SERVING = ("triton", "name", "web", "ort_web", "examples", "overwrite", "verify", "threads")
 
 
 @keywords(ExportOptions)
@@ -43,9 +44,12 @@ def export_model(source: StrPath, options: ExportOptions) -> ExportResult:
     if not source.is_file():
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an exported ONNX file")
     kind = model_kind(source)
-    repository = _open_repository(options)
-    if repository is not None and (kind == "engine" or (kind == "onnx" and options.precision is None)):
+    repository, site = _open_repository(options), _open_site(options)
+    as_is = kind == "onnx" and options.precision is None
+    if repository is not None and (kind == "engine" or as_is):
         return _serve_as_is(source, repository, options)
+    if site is not None and as_is:
+        return _serve_as_is(source, site, options)
     if kind not in ("checkpoint", "onnx"):
         hint = "; pretrained weights go to train --weights" if source.suffix == ".safetensors" else ""
         raise UsageError(f"{source}: expected a checkpoint (.pt, .pth) or an exported .onnx file{hint}")
@@ -63,6 +67,8 @@ def export_model(source: StrPath, options: ExportOptions) -> ExportResult:
         check_repository(repository, export_source, options)
     out = None if options.out is None else Path(options.out)
     result = export(export_source, plan_targets(export_source, options.precision, out=out), options)
+    if site is not None:
+        return replace(result, site=site.write(result.path))
     return result if repository is None else replace(result, repository=repository.write(result.path))
 
 
@@ -132,8 +138,28 @@ def _open_repository(options: ExportOptions) -> Repository | None:
     return repository
 
 
-def _serve_as_is(source: Path, repository: Repository, options: ExportOptions) -> ExportResult:
-    """Write the repository of an ONNX file or an engine as it is.
+def _open_site(options: ExportOptions) -> Site | None:
+    """Return the site after checking that it can be written; None without --web.
+
+    Raises:
+        UsageError: the folder holds something else, ONNX Runtime Web is missing, or other options do not fit.
+    """
+    if options.web is None:
+        if options.ort_web is not None or options.examples is not None:
+            raise UsageError("--ort-web, --examples: only for a site; add --web")
+        return None
+    if options.trt or options.triton is not None:
+        raise UsageError("--web: a site by itself; leave out --trt and --triton")
+    if options.precision not in (None, "fp32") or options.input != "uint8" or options.outputs == "topk":
+        raise UsageError("--web: browsers run fp32 files with uint8 input and all outputs; leave out other settings")
+    ort_web, examples = (None if path is None else Path(path) for path in (options.ort_web, options.examples))
+    site = Site(Path(options.web), ort_web, examples, overwrite=options.overwrite)
+    site.check()
+    return site
+
+
+def _serve_as_is(source: Path, target: Repository | Site, options: ExportOptions) -> ExportResult:
+    """Write the repository or site of an ONNX file, or the repository of an engine, as it is.
 
     An ONNX file's test vectors run first. An engine's digest is checked when it is written; the server, which has its
     GPU, checks the rest.
@@ -145,7 +171,7 @@ def _serve_as_is(source: Path, repository: Repository, options: ExportOptions) -
     if unused := options.changed(but=_SERVING):
         raise UsageError(f"{source}: served as it is; leave out {unused}")
     if options.verify and model_kind(source) == "onnx":
-        require("onnxruntime", "cpu", "export --triton, to verify what it serves,")
+        require("onnxruntime", "cpu", "export, to verify what it serves,")
         from opal_deploy.runtime.onnx_session import OnnxSession
         from opal_deploy.runtime.verification import verify_test_vectors
 
@@ -154,4 +180,6 @@ def _serve_as_is(source: Path, repository: Repository, options: ExportOptions) -
         if session.metadata.unverified:
             options.log(f"NOT VERIFIED: {source.name} was {session.metadata.unverified}")
         verify_test_vectors(session, str(source))
-    return ExportResult(source, [], [], repository.write(source))
+    if isinstance(target, Site):
+        return ExportResult(source, [], [], site=target.write(source))
+    return ExportResult(source, [], [], target.write(source))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from opal_deploy.runtime.devices import Driver
     from opal_deploy.runtime.verification import Comparison
     from opal_deploy.triton.repository import WrittenRepository
+    from opal_deploy.web.site import WrittenSite
 
 # what a file's stem ends in for every precision but fp32
 _PRECISION_ENDINGS = tuple(f".{precision}" for precision in get_args(Precision) if precision != "fp32")
@@ -144,12 +145,14 @@ class ExportResult:
         onnx: ONNX files; none where engines or a repository were made from an ONNX file as it is.
         engines: engines, built from the last ONNX file or from the source.
         repository: the models for Triton; None without.
+        site: the folder for browsers; None without.
     """
 
     source: Path
     onnx: list[ExportedOnnx]
     engines: list[ExportedEngine]
     repository: WrittenRepository | None = None
+    site: WrittenSite | None = None
 
     @property
     def path(self) -> Path:
@@ -162,4 +165,5 @@ class ExportResult:
             "files": [exported.to_dict() for exported in self.onnx],
             "engines": [engine.to_dict() for engine in self.engines],
         }
-        return document if self.repository is None else {**document, **self.repository.to_dict()}
+        written = self.repository or self.site
+        return document if written is None else {**document, **written.to_dict()}

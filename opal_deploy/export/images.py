@@ -16,7 +16,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.datasets.registry import find_recorded_dataset
-from opal_deploy.datasets.samples import DataSet, Sample
+from opal_deploy.datasets.samples import DataSet, Sample, list_images
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.preprocess.decode import decode
@@ -37,7 +37,6 @@ MAX_CALIBRATION_IMAGES = 128
 MIN_CALIBRATION_IMAGES = 16
 # share of a folder for calibration where the rest of it has to judge the result
 _CALIBRATION_SHARE = 2 / 3
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 _SPLITS = {"val": "validation", "test": "test", "train": "training"}
 
 
@@ -207,13 +206,6 @@ def _interleave(samples: Sequence[Sample], sizes: Sequence[int] = SAMPLE_SIZES) 
         ordered += [left[index] for index in sorted(chosen)]
         left = [sample for index, sample in enumerate(left) if index not in chosen]
     return ordered + left
-
-
-def list_images(folder: Path) -> list[Path]:
-    """Return the files below a folder with an image format's suffix, sorted; UsageError for a missing folder."""
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder of images")
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
 
 
 def run_in_batches(run: Callable[[Pixels], Result], pixels: Pixels, join: Callable[[list[Result]], Result]) -> Result:

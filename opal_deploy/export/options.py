@@ -18,6 +18,7 @@ ArgmaxForm = Literal["operator", "compare"]
 
 _ENGINES = "TensorRT engines (--trt)"
 _AUTHORS = "Checkpoints of the OPAL authors, which do not record these"
+_WEB = "Static site for browsers (--web)"
 _TRITON = "Triton model repository (--triton)"
 # buffers for the largest batch stay allocated on the device and in page-locked memory
 _MAX_BATCH = 4096
@@ -182,6 +183,21 @@ class ExportOptions(CheckpointOptions, EngineOptions):
     name: Annotated[
         str, Option("Name of the model that takes pixels; NAME_explain takes image files.", panel=_TRITON)
     ] = "opal"
+    web: Annotated[
+        StrPath | None,
+        Option("Folder; gets a page that runs the model in the visitor's browser.", panel=_WEB, cli=Path),
+    ] = None
+    ort_web: Annotated[
+        StrPath | None,
+        Option(
+            "ONNX Runtime Web: npm's package onnxruntime-web.", default="node_modules/onnxruntime-web", panel=_WEB,
+            cli=Path,
+        ),
+    ] = None  # fmt: skip
+    examples: Annotated[
+        StrPath | None,
+        Option("Folder of pictures to try, the first six.", default="generated ones", panel=_WEB, cli=Path),
+    ] = None
     overwrite: Annotated[bool, Option("Replace different files or models that exist.")] = False
     threads: Threads = None
     log: Log = log_line

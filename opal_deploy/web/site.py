@@ -1,0 +1,206 @@
+"""Write the folder of static files that `export --web` makes.
+
+    index.html, site.js, site.css    the page, which asks no other host for anything
+    model.onnx, model.json           the graph, and what a browser cannot read of it: metadata, test vectors, digest
+    ort/                             ONNX Runtime Web
+    examples/                        pictures to try
+
+ONNX Runtime Web is copied from its npm package: its WebAssembly is 14 MB, too much for a Python package, and only the
+files that were tried with the page are taken.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.datasets.samples import list_images
+from opal_deploy.errors import ArtifactError, ImageError, UsageError
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.resize import to_display
+from opal_deploy.runtime.gates import GATES, Gate
+from opal_deploy.synthetic import example_images
+from opal_deploy.visualization.report.page import load_templates
+from opal_deploy.visualization.style import COLORS
+
+ORT_WEB = "onnxruntime-web@1.30.0"
+# of that version's files; others were never tried with the page
+_ORT_FILES = {
+    "ort.wasm.bundle.min.mjs": "11e64bd8ffe11bd1a2a2f0d6275fdfbbba7262f0b76b99b53d228a8a22ef3d90",
+    "ort-wasm-simd-threaded.wasm": "3398c10d07d229bd91b364548e130e0e51a8e5704b88c7c083ebbeb78842dee2",
+}
+_DEFAULT_ORT = Path("node_modules/onnxruntime-web")
+_KIND = "opal-web"
+_MODEL, _DOCUMENT, _PAGE = "model.onnx", "model.json", "index.html"
+_EXAMPLES, _GENERATED = 6, 3
+
+
+@dataclass(frozen=True)
+class Site:
+    """The folder to write.
+
+    Attributes:
+        folder: new, empty, or written by an earlier export.
+        ort_web: the npm package, or its folder `dist`; None: in `node_modules` of the working directory.
+        examples: a folder of pictures to try, of which the first six are taken; None: generated ones.
+        overwrite: replace another site.
+    """
+
+    folder: Path
+    ort_web: Path | None = None
+    examples: Path | None = None
+    overwrite: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError unless the folder can be written and all that it needs is there."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UsageError(f"--web {self.folder}: found a file; expected a folder to write")
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            if not _is_ours(self.folder):
+                raise UsageError(f"--web {self.folder}: holds other files; give a new or an empty folder")
+            if not self.overwrite:
+                raise UsageError(f"--web {self.folder}: exists already; replace it with --overwrite")
+        self._find_ort()
+        self._list_examples()
+
+    def write(self, model: Path) -> WrittenSite:
+        """Write the site of an exported ONNX file, which the caller has verified.
+
+        Raises:
+            ArtifactError: the file was not exported by opal-deploy, or is damaged.
+            UsageError: a browser cannot run and explain it, or the disk refuses the files; nothing was changed.
+        """
+        self.check()
+        metadata = onnx_file.read_metadata(model)
+        _check_model(model, metadata)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryDirectory(prefix=f".{self.folder.name}.", dir=self.folder.parent) as staging:
+                new = Path(staging, "site")
+                self._write_files(new, model, metadata)
+                if self.folder.exists():
+                    self.folder.rename(Path(staging, "old"))
+                new.rename(self.folder)
+        except OSError as error:
+            raise UsageError(
+                f"--web {self.folder}: cannot be written ({error.strerror or error}); give another folder"
+            ) from None
+        return WrittenSite(self.folder, metadata, sum(path.stat().st_size for path in self.folder.rglob("*")))
+
+    def _write_files(self, folder: Path, model: Path, metadata: Metadata) -> None:
+        (folder / "ort").mkdir(parents=True)
+        for source in self._find_ort():
+            # some web servers do not know .mjs, and browsers run no script of an unknown type
+            shutil.copyfile(source, folder / "ort" / source.name.replace(".mjs", ".js"))
+        shutil.copyfile(model, folder / _MODEL)
+        examples = list(self._write_examples(folder))
+        own = files(__package__)
+        for name in ("site.js", "site.css"):
+            (folder / name).write_bytes(own.joinpath(name).read_bytes())
+        page = load_templates(__package__).get_template("site.html.jinja")
+        text = page.render(
+            title=f"Ask {metadata.checkpoint_name}", classes=f"{metadata.num_classes:,}",
+            slots=metadata.prototypes_per_class, examples=examples, cropped=metadata.crop == "boxes",
+        )  # fmt: skip
+        (folder / _PAGE).write_text(text, encoding="utf-8")
+        document = json.dumps(_describe(model, metadata), ensure_ascii=False, allow_nan=False)
+        (folder / _DOCUMENT).write_text(document + "\n", encoding="utf-8")
+
+    def _find_ort(self) -> list[Path]:
+        """Return the files of ONNX Runtime Web; UsageError where they are missing or not those that were tried."""
+        root = self.ort_web or _DEFAULT_ORT
+        found = []
+        for name, sha256 in _ORT_FILES.items():
+            path = next((path for path in (root / name, root / "dist" / name) if path.is_file()), None)
+            if path is None:
+                place = f"--ort-web {root}" if self.ort_web else f"--web: {root}"
+                raise UsageError(
+                    f"{place}: no {name}; get it with: npm install {ORT_WEB}, then give --ort-web {_DEFAULT_ORT}"
+                )
+            if compute_sha256(path) != sha256:
+                raise UsageError(f"{path}: not the file of {ORT_WEB}; npm install that version, which the page fits")
+            found.append(path)
+        return found
+
+    def _list_examples(self) -> list[Path]:
+        if self.examples is None:
+            return []
+        if not (pictures := list_images(self.examples)):
+            raise UsageError(f"--examples {self.examples}: no pictures there; expected JPEG or PNG files")
+        return pictures[:_EXAMPLES]
+
+    def _write_examples(self, folder: Path) -> Iterator[str]:
+        """Write the pictures, upright and no larger than a screen, and yield their paths in the site."""
+        (folder / "examples").mkdir()
+        chosen = self._list_examples()
+        try:
+            pictures = [to_display(decode(path).convert("RGB")) for path in chosen]
+        except ImageError as error:
+            raise UsageError(f"--examples {self.examples}: {error}; remove what is not a picture") from None
+        if not chosen:
+            pictures = [Image.fromarray(image) for image in example_images(_GENERATED, 320, 320)]
+        for number, picture in enumerate(pictures, 1):
+            name = f"examples/{number}.png" if not chosen else f"examples/{number}.jpg"
+            picture.save(folder / name, quality=92)
+            yield name
+
+
+@dataclass(frozen=True)
+class WrittenSite:
+    """A site that was written, the metadata of its model, and its size in bytes."""
+
+    folder: Path
+    metadata: Metadata
+    size: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the folder and the size for JSON."""
+        return {"site": str(self.folder), "bytes": self.size}
+
+
+def _is_ours(folder: Path) -> bool:
+    with suppress(OSError, ValueError, AttributeError):
+        return bool(json.loads((folder / _DOCUMENT).read_text("utf-8")).get("kind") == _KIND)
+    return False
+
+
+def _check_model(path: Path, metadata: Metadata) -> None:
+    wanted = {
+        "evidence exact": metadata.evidence == "exact",
+        "distance l2": metadata.distance == "l2",
+        "precision fp32": metadata.precision == "fp32",
+        "input uint8": metadata.input_kind == "uint8",
+        "all classes as outputs": metadata.top_k is None,
+    }
+    if missing := [name for name, has in wanted.items() if not has]:
+        raise UsageError(f"{path}: --web needs a model with {', '.join(missing)}; export it so")
+    if not metadata.test_vectors:
+        raise ArtifactError(f"{path}: it has no test vectors, which the page checks the browser with; export it again")
+
+
+def _describe(path: Path, metadata: Metadata) -> dict[str, Any]:
+    described = json.loads(metadata.to_json())
+    vectors = described.pop("test_vectors")
+    recorded = metadata.verification.get("gate")
+    return {
+        "kind": _KIND,
+        "source": path.name,
+        "model_sha256": compute_sha256(path),
+        "gate": asdict(Gate(**recorded) if recorded else GATES[metadata.precision]),
+        "temperature": metadata.temperature,
+        "colors": [f"rgb({red}, {green}, {blue})" for red, green, blue in COLORS],
+        "vectors": vectors,
+        "metadata": described,
+    }

@@ -1,0 +1,174 @@
+"""The site for browsers: what is written, and what a real browser answers."""
+
+import functools
+import http.server
+import json
+import re
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import expect, sync_playwright
+
+import opal_deploy
+from opal_deploy.artifact import onnx_file
+from opal_deploy.synthetic import example_images
+
+ORT_WEB = Path(__file__).parents[2] / ".ort-web/node_modules/onnxruntime-web"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_ort_web = pytest.mark.skipif(not ORT_WEB.is_dir(), reason="no ONNX Runtime Web: `make ort-web`")
+
+
+@pytest.fixture(scope="module")
+def site(exact_model, tmp_path_factory):
+    """The folder of a site."""
+    folder = tmp_path_factory.mktemp("web") / "site"
+    opal_deploy.export_model(exact_model, web=folder, ort_web=ORT_WEB, threads=1, log=lambda text: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def visit():
+    """Open a folder in a browser, from a server on this machine; fails if the page asks another one."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
+        )
+        elsewhere, servers = [], []
+
+        def open_page(folder, width=1280):
+            handler = functools.partial(Quiet, directory=str(folder))
+            servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+            own = f"http://localhost:{servers[-1].server_port}/"
+            page = browser.new_page(viewport={"width": width, "height": 800})
+            page.set_default_timeout(60_000)
+            page.on("pageerror", lambda error: elsewhere.append(str(error)))
+            page.on("request", lambda request: elsewhere.append(request.url))
+            page.goto(own)
+            page.wait_for_selector("html[data-ready], #status.alert")
+            return page
+
+        yield open_page
+        assert [url for url in elsewhere if not url.startswith(("http://localhost:", "blob:", "data:"))] == []
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+        browser.close()
+
+
+def ask(page, path):
+    """Return the record that the page shows for a picture."""
+    page.locator("#file").set_input_files(path)
+    expect(page.locator("#status")).to_contain_text(re.compile("Answered|No answer|not a picture"))
+    return json.loads(page.locator("#record").text_content())
+
+
+@needs_ort_web
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+class TestPage:
+    @pytest.mark.parametrize(("size", "mode"), [((211, 130), "RGB"), ((60, 40), "L"), ((300, 96), "RGBA")])
+    def test_a_picture_has_the_record_that_infer_writes(self, site, exact_model, visit, tmp_path, size, mode):
+        page = visit(site)
+        expect(page.locator("#checked")).to_contain_text("cells as in PyTorch")
+        pixels = example_images(3, size[1], size[0])[len(mode) - 1 if mode != "RGBA" else 2]
+        picture = Image.fromarray(pixels).convert(mode)
+        if mode == "RGBA":
+            # wholly transparent or not at all: what lies between is rounded differently
+            picture.putalpha(Image.fromarray(np.where(pixels[..., 0] > 100, 255, 0).astype(np.uint8)))
+        path = tmp_path / "picture.png"
+        picture.save(path)
+        record = ask(page, path)
+        expected = opal_deploy.load(exact_model, device="cpu", threads=1).explain(path)
+        for key in ("cosine", "logit"):
+            assert record["prediction"].pop(key) == pytest.approx(expected["prediction"].pop(key), abs=1e-5)
+        assert record["prediction"] == expected["prediction"]
+
+    def test_slots_are_switched_off_in_closed_form(self, site, visit):
+        page = visit(site, width=360)
+        page.locator("#examples button").first.click()
+        expect(page.locator("#status")).to_contain_text("Answered")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        record = json.loads(page.locator("#record").text_content())
+        first = record["evidence"][0]
+        page.locator(f"[data-switch='{first['channel']}']").focus()
+        page.keyboard.press("Space")
+        expect(page.locator("#permanent")).to_contain_text("opal-deploy edit exact.onnx --drop")
+        shown = page.locator("#classes section", has_text=record["prediction"]["label"]).locator("p").inner_text()
+        left = [slot["score"] for slot in record["evidence"][1:]]
+        # the norm of all scores but this one's: contribution = score / norm / sqrt(m)
+        norm = first["score"] / first["contribution"] / np.sqrt(3)
+        expected = sum(left) / np.sqrt(norm**2 - first["score"] ** 2) / np.sqrt(2)
+        assert float(shown.removeprefix("cosine ")) == pytest.approx(expected, abs=1e-3)
+        page.keyboard.press("Space")
+        expect(page.locator("#permanent")).to_be_hidden()
+
+    def test_a_covered_picture_is_asked_again(self, site, visit):
+        page = visit(site)
+        page.locator("#examples button").first.click()
+        expect(page.locator("#status")).to_contain_text("Answered")
+        page.locator("#brush").check()
+        page.locator("#picture").click(position={"x": 100, "y": 100})
+        expect(page.locator("#status")).to_contain_text("Covered: ")
+        page.locator("#uncover").click()
+        expect(page.locator("#status")).to_contain_text("Answered")
+
+    def test_a_damaged_model_answers_nothing_and_a_text_is_no_picture(self, site, visit, tmp_path):
+        (tmp_path / "note.jpg").write_text("no picture")
+        page = visit(site)
+        page.locator("#file").set_input_files(tmp_path / "note.jpg")
+        expect(page.locator("#status.alert")).to_have_text(re.compile("note.jpg: not a picture"))
+        damaged = shutil.copytree(site, tmp_path / "damaged")
+        with (damaged / "model.onnx").open("r+b") as stream:
+            stream.seek(-1000, 2)
+            byte = stream.read(1)
+            stream.seek(-1, 1)
+            stream.write(bytes([byte[0] ^ 1]))
+        page = visit(damaged)
+        expect(page.locator("#status.alert")).to_contain_text("model.onnx is damaged")
+        expect(page.locator("#file")).to_be_disabled()
+
+
+@needs_ort_web
+def test_only_a_site_of_ours_is_replaced_and_only_when_asked(site, exact_model, opal, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years")
+    options = ("--ort-web", ORT_WEB, "--threads", "1")
+    done = opal("export", exact_model, "--web", other, *options, "--overwrite")
+    assert (done.returncode, [path.name for path in other.iterdir()]) == (2, ["thesis.txt"])
+    assert "holds other files; give a new or an empty folder" in done.stderr
+    assert "replace it with --overwrite" in opal("export", exact_model, "--web", site, *options).stderr
+    assert opal("export", exact_model, "--web", site, *options, "--overwrite").returncode == 0
+
+
+@needs_ort_web
+def test_what_a_page_cannot_do_is_refused_in_one_line(exact_model, opal, tmp_path):
+    other = Path(shutil.copy(exact_model, tmp_path / "other.onnx"))
+    onnx_file.rewrite_metadata(other, replace(onnx_file.read_metadata(other), precision="fp16"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "ort").mkdir()
+    shutil.copy(ORT_WEB / "dist/ort.wasm.bundle.min.mjs", tmp_path / "ort")
+    for arguments, message in [
+        ((other, "--web", "site", "--ort-web", ORT_WEB), "--web needs a model with precision fp32"),
+        ((exact_model, "--web", "site"), "npm install onnxruntime-web@1.30.0, then give --ort-web"),
+        ((exact_model, "--web", "site", "--ort-web", tmp_path / "ort"), "no ort-wasm-simd-threaded.wasm"),
+        ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--examples", tmp_path / "empty"), "no pictures there"),
+        ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--triton", "models"), "leave out --trt and --triton"),
+        ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--outputs", "topk"), "uint8 input and all outputs"),
+        ((exact_model, "--examples", tmp_path / "empty"), "only for a site; add --web"),
+    ]:
+        done = opal("export", *arguments, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr.splitlines()[-1]
+        assert not (tmp_path / "site").exists()
