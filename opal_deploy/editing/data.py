@@ -12,7 +12,7 @@ from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, IntArray
 from opal_deploy.artifact.slots import Slots
-from opal_deploy.datasets.samples import Sample
+from opal_deploy.datasets.samples import Sample, list_images
 from opal_deploy.editing.api import EditOptions
 from opal_deploy.editing.scores import Scores
 from opal_deploy.errors import UsageError
@@ -20,7 +20,6 @@ from opal_deploy.evaluation.annotations import Annotations
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.inputs import read_inputs
 from opal_deploy.evaluation.session import evaluate_session
-from opal_deploy.export.images import list_images
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
