@@ -181,10 +181,10 @@ class _TrainingRun:
         model: Any = group.wrap_ddp(AttentionTerms(network, agreement=options.agreement > 0) if has_terms else network)
         if options.compile:
             model = torch.compile(model)
-        keep_off = None if options.keep_off is None else options.keep_off_weight
         train_step = TrainStep(
-            model, optimizer, amp, group, network.config.mean, network.config.std, options.agreement, keep_off, frozen
-        )
+            model, optimizer, amp, group, network.config.mean, network.config.std,
+            options.agreement, options.kept_off_weight(), frozen,
+        )  # fmt: skip
         # what edits dropped is still dropped, unless it starts anew
         edits = () if start is None or options.reset_dropped else start.edits
         self.checkpoints = CheckpointManager(run_dir, self.data, group, network, full_config, edits)

@@ -171,7 +171,8 @@ class TrainRunOptions(RecipeOverrides):
         ),
     ] = None  # fmt: skip
     keep_off_weight: Annotated[
-        float | None, Option("Weight of the attention in these regions in the loss.", min=0, default="10")
+        float | None,
+        Option("Weight of the attention in these regions.", min=0, default="10, for outside 3"),
     ] = None
     seed: Annotated[int | None, Option("Seed of weights, order and augmentation.", min=0, default="0")] = None
     tf32: Annotated[bool | None, Option("Allow TF32 on the GPU.", flag="--tf32/--no-tf32", panel=_MACHINE)] = None

@@ -37,6 +37,8 @@ Sections = dict[str, dict[str, Any]]
 IMAGENET, RANDOM = "imagenet", "none"
 # `keep_off` without a file: everything outside the objects
 OUTSIDE = "outside"
+# measured (docs/howto/train.md): small regions need more, most of an image less
+_REGION_WEIGHT, _OUTSIDE_WEIGHT = 10.0, 3.0
 
 # these change how fast and where a run computes, not what
 MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
@@ -68,7 +70,7 @@ class TrainOptions:
     schedule: Schedule = "constant"
     agreement: float = 0.0
     keep_off: str | None = None
-    keep_off_weight: float = 10.0
+    keep_off_weight: float | None = None
     start_from: str | None = None
     freeze_backbone: bool = False
     reset_dropped: bool = False
@@ -90,6 +92,13 @@ class TrainOptions:
         """Return the learning rate after a share `progress` of all steps, 0 ... 1."""
         return self.lr if self.schedule == "constant" else self.lr * (1 + math.cos(math.pi * progress)) / 2
 
+    def kept_off_weight(self) -> float | None:
+        """Return the weight of the attention in kept-off regions; None without regions."""
+        if self.keep_off is None:
+            return None
+        default = _OUTSIDE_WEIGHT if self.keep_off == OUTSIDE else _REGION_WEIGHT
+        return default if self.keep_off_weight is None else self.keep_off_weight
+
     def check(self) -> None:
         """Raise UsageError for values that no run can have."""
         if self.epochs < 1 or self.batch_size < 1 or not self.lr > 0 or not math.isfinite(self.lr):
@@ -108,7 +117,7 @@ class TrainOptions:
                 "agreement is about the cells that slots choose, and this head has none; leave it out or train the "
                 "whole OPAL head"
             )
-        if not 0 <= self.keep_off_weight < math.inf:
+        if self.keep_off_weight is not None and not 0 <= self.keep_off_weight < math.inf:
             raise UsageError(f"keep_off_weight {self.keep_off_weight}: expected a weight of at least 0")
         if self.keep_off is not None and self.head.evidence != "exact":
             raise UsageError(

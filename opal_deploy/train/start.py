@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.artifact.files import model_kind
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.inputs import check_classes
@@ -23,12 +24,14 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
     """Return the checkpoint of `options.start_from`; None without one.
 
     Raises:
-        CheckpointError: the file is damaged or no checkpoint.
-        UsageError: there is no such file, or its network is another than that of the options and the data set.
+        CheckpointError: the file is damaged.
+        UsageError: there is no such checkpoint, or its network is another than that of the options and the data set.
     """
     if options.start_from is None:
         return None
     path = Path(options.start_from)
+    if model_kind(path) != "checkpoint":
+        raise UsageError(f"--start-from {path}: only checkpoints can be trained; give the .pt file that it came from")
     found = checkpoint.load(path)
     theirs = found.network.config
     values = {
@@ -62,26 +65,21 @@ def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | N
         CheckpointError: the weights do not fit.
         UsageError: the options fit no network, or there are no such weights.
     """
-    library = get_library(options.backbone)
-    pretrained = library.get_pretrained_config(options.backbone, options.weights) if start is None else None
-    theirs = None if start is None else start.network.config
-    normalisation = pretrained or theirs
-    assert normalisation is not None  # one of both
-    head = options.head
-    if theirs is not None and not options.reset_dropped:
-        head = replace(head, dropped=theirs.head.dropped)
     config = NetworkConfig(
-        options.backbone, num_classes, options.input_size, head,
-        stride=options.stride, keep_layers=options.keep_layers, mean=normalisation.mean, std=normalisation.std,
+        options.backbone, num_classes, options.input_size, options.head,
+        stride=options.stride, keep_layers=options.keep_layers,
     )  # fmt: skip
     if start is None:
-        return OpalNetwork(config, weights=options.weights)
-    network = OpalNetwork(config)
+        pretrained = get_library(options.backbone).get_pretrained_config(options.backbone, options.weights)
+        return OpalNetwork(replace(config, mean=pretrained.mean, std=pretrained.std), weights=options.weights)
+    theirs = start.network.config
+    dropped = theirs.head.dropped
+    head = config.head if options.reset_dropped else replace(config.head, dropped=dropped)
+    network = OpalNetwork(replace(config, head=head, mean=theirs.mean, std=theirs.std))
     state, new = start.network.state_dict(), network.state_dict()
     if options.reset_dropped:
-        channels = list(start.network.config.head.dropped)
         for key in _PROJECTION:
-            state[key][channels] = new[key][channels]
+            state[key][list(dropped)] = new[key][list(dropped)]
     network.load_state_dict(state)
     return network
 

@@ -86,6 +86,7 @@ def test_a_run_is_resumed_only_from_the_same_start(squares, runs, tmp_path):
 
 REFUSED = [
     (["--start-from", "nowhere.pt"], "nowhere.pt: no such checkpoint"),
+    (["--start-from", "model.onnx"], "only checkpoints can be trained"),
     (["--start-from", "{0}/edited.pt", "--stride", "16"], "stride is None there and 16 here"),
     (["--start-from", "{0}/edited.pt", "--prototypes", "3"], "prototypes_per_class is 2 there and 3 here"),
     (["--start-from", "{0}/edited.pt", "--backbone", "resnet18"], "backbone is shufflenet_v2_x0_5 there"),
