@@ -28,6 +28,8 @@ SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
 # one of them would be markup if anybody forgot to escape it
 CLASSES = ["ash", "birch", "<script>alert(1)</script>", "Übersee-Eiche"]
 INPUT_SIZE = (96, 96)
+# slots of `edited_model`
+LEFT = dict(zip(CLASSES, ([0, 2], [1], [0, 1, 2], [1, 2]), strict=True))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,6 +45,17 @@ def pytest_runtest_setup() -> None:
 def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`exact.onnx`, with its checkpoint `exact.pt` beside it: 4 classes, m = 3, random weights."""
     return _exported(tmp_path_factory, "exact")
+
+
+@pytest.fixture(scope="session")
+def edited_model(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`exact_model` with `LEFT`, the slots that each class has left."""
+    from opal_deploy.editing.api import edit_model
+
+    drop = [(label, slot) for label, left in LEFT.items() for slot in range(3) if slot not in left]
+    path = tmp_path_factory.mktemp("edited") / "edited.onnx"
+    edit_model(exact_model, drop=drop, out=path, threads=1)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -49,11 +49,13 @@ class ImageChange:
 
     Attributes:
         image, image_index: name and index in the record; None without an index.
-        kind: the largest change: `error` (from or to an error, or another error), `class`, `cell` of a slot,
-            `contribution` of a slot or `margin` by more than the tolerance (or abstained and not).
+        kind: the largest change: `error` (from or to an error, or another error), `class`, `cell` of a slot (or slots
+            that only one record has, such as dropped ones), `contribution` of a slot or `margin` by more than the
+            tolerance (or abstained and not).
         before, after: label or error code.
         moved: slots that moved; None if the classes differ or a model shows no cells.
         slots: number of slots compared.
+        unmatched: number of slots that only one of the records has.
         contribution: largest change of a slot's contribution; None if `moved` is.
         margin: margin after minus before; None if a record has none.
         image_changed: whether the image file differs.
@@ -66,6 +68,7 @@ class ImageChange:
     after: str
     moved: tuple[int, ...] | None
     slots: int
+    unmatched: int
     contribution: float | None
     margin: float | None
     image_changed: bool
@@ -88,6 +91,7 @@ class ImageChange:
             text = f"{self.after}: no change"
         else:
             moved = f", {len(self.moved)} of {self.slots} cells moved" if self.moved else ""
+            moved += f", {count_of(self.unmatched, 'slot')} in only one model" if self.unmatched else ""
             contribution = f", largest contribution change {self.contribution:.2g}" if self.contribution else ""
             text = f"{self.after}{moved}{contribution}"
         margin = "" if self.margin is None else f", margin {self.margin:+.4f}"
@@ -104,6 +108,7 @@ class DiffReport:
         unpaired: number of records without a name.
         image_changed: number of images whose file differs, so that their changes say nothing about the models.
         slots, moved: number of slots compared, and of those that moved.
+        unmatched: number of slots that only one of two records has.
         largest_contribution: largest change of a contribution.
         worst: the requested number of largest changes with both records, largest first.
     """
@@ -115,6 +120,7 @@ class DiffReport:
     image_changed: int = 0
     slots: int = 0
     moved: int = 0
+    unmatched: int = 0
     largest_contribution: float = 0.0
     worst: list[tuple[ImageChange, Record, Record]] = field(default_factory=list)
 
@@ -141,7 +147,13 @@ class DiffReport:
         self.image_changed += change.image_changed
         self.slots += change.slots
         self.moved += len(change.moved or ())
+        self.unmatched += change.unmatched
         self.largest_contribution = max(self.largest_contribution, change.contribution or 0.0)
+
+    def describe_slots(self) -> str:
+        """Return how many slots moved, and how many only one of two records has."""
+        unmatched = f", {self.unmatched:,} in only one model" if self.unmatched else ""
+        return f"{self.moved:,} of {self.slots:,} slots moved{unmatched}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
@@ -153,6 +165,7 @@ class DiffReport:
             **counts,
             "slots": self.slots,
             "slots_moved": self.moved,
+            "slots_unmatched": self.unmatched,
             "largest_contribution_change": self.largest_contribution,
             "worst": [asdict(change) for change, _, _ in self.worst],
         }
@@ -188,7 +201,7 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
     margin = None if margins[0] is None or margins[1] is None else margins[1] - margins[0]
     moved: tuple[int, ...] | None = None
     largest: float | None = None
-    slots = 0
+    slots = unmatched = 0
     if "prediction" not in old or "prediction" not in new:
         kind: Kind = "same" if before == after and old["status"] == new["status"] else "error"
     elif before != after:
@@ -198,12 +211,12 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
         by_number = {slot["slot"]: slot for slot in new_slots}
         # slots that only one of the models has, such as dropped ones, are no pairs
         pairs = [(slot, by_number[slot["slot"]]) for slot in old_slots if slot["slot"] in by_number]
-        slots = len(pairs)
+        slots, unmatched = len(pairs), len(old_slots) + len(new_slots) - 2 * len(pairs)
         moved = tuple(one["slot"] for one, other in pairs if _is_moved(one, other)) if pairs else None
         parts = [(one["contribution"], other["contribution"]) for one, other in pairs]
         changes = [abs(other - one) for one, other in parts if one is not None and other is not None]
         largest = max(changes, default=None)
-        if moved or len(old_slots) != len(new_slots):
+        if moved or unmatched:
             kind = "cell"
         elif largest is not None and largest > tolerance:
             kind = "contribution"
@@ -213,7 +226,7 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
             kind = "same"
     digests = old.get("image_sha256"), new.get("image_sha256")
     return ImageChange(
-        new["image"] or "", new.get("image_index"), kind, before, after, moved, slots, largest, margin,
+        new["image"] or "", new.get("image_index"), kind, before, after, moved, slots, unmatched, largest, margin,
         image_changed=None not in digests and digests[0] != digests[1],
     )  # fmt: skip
 
@@ -241,7 +254,7 @@ def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable
     counts = "".join(f"<tr><th scope='row'>{kind}</th><td>{report.kinds[kind]}</td></tr>" for kind in KINDS)
     rest = (
         f"{count_of(report.only_before, 'image')} only before, {report.only_after:,} only after; "
-        f"{report.moved:,} of {report.slots:,} slots moved; {count_of(report.image_changed, 'image file')} changed"
+        f"{report.describe_slots()}; {count_of(report.image_changed, 'image file')} changed"
     )
     before, after = (name.removeprefix(find_common_folder(names)) for name in names)
     folder = find_common_folder(change.image for change, _, _ in report.worst)

@@ -51,7 +51,7 @@ def _print_report(report: DiffReport) -> None:
         if count and kind != "same":
             print_message(f"  {kind}: {count}")
     if report.slots:
-        print_message(f"  {report.moved} of {report.slots} slots moved")
+        print_message(f"  {report.describe_slots()}")
         print_message(f"  largest change of a contribution: {report.largest_contribution:.2g}")
     for count, text in (
         (report.only_before, "images only in A"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -112,7 +112,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     assumed = f"; assumed {source['assumed']}" if source.get("assumed") else ""
     quantised = made.get("quantised")
     metrics = metadata.training.get("metrics", {})
-    dropped = f", {len(metadata.slots.dropped)} slots dropped" if metadata.slots.dropped else ""
+    dropped = _count_dropped(metadata.slots.dropped)
     head = f"m = {metadata.prototypes_per_class}{dropped}, distance {metadata.distance}"
     if metadata.evidence == "none":
         head = "its own classifier" if metadata.head.get("plain") else "a dense layer"
@@ -226,7 +226,9 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
 
     config, metrics = index["config"], index.get("metrics") or {}
     head = config["head"]
-    parts = [f"{name} {value}" for name, value in head.items() if name != "plain" and value != []]
+    # `edit` below names the dropped slots
+    parts = [f"{name} {value}" for name, value in head.items() if name not in ("plain", "dropped")]
+    dropped = _count_dropped(head.get("dropped") or ())
     risk = metrics.get("val_risk")
     cut = f", {'all layers' if config.get('keep_layers') else 'cut'} at stride {config.get('stride')}"
     cut = cut if config.get("stride") else ""
@@ -236,7 +238,7 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
         ("written by", f"opal-deploy {index.get('version')}"),
         ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}{cut}"),
         ("normalised", _format_normalisation(config)),
-        ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts)),
+        ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts) + dropped),
         ("classes", _list_names(list(index["class_names"]))),
         *_describe_weights(index.get("training") or {}),
         *_describe_start(index.get("training") or {}),
@@ -247,6 +249,10 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
         *([("evaluation", describe_evaluation(index.get("evaluation") or {}, path))] if exact else []),
         *_describe_receptive_field(index.get("receptive_field") or {}, config["input_size"]),
     ]
+
+
+def _count_dropped(dropped: Sequence[int]) -> str:
+    return f", {len(dropped)} slot{'s' * (len(dropped) != 1)} dropped" if dropped else ""
 
 
 def _describe_receptive_field(raw: dict[str, Any], input_size: tuple[int, int]) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ def files(tmp_path_factory):
     """A folder with `data`, `model.pt` of its classes, that answers some images right, and `model.onnx`."""
     folder = tmp_path_factory.mktemp("edit")
     data = generate_dataset(
-        folder / "data", num_species=3, train_per_class=1, val_per_class=8, test_per_class=1, size=(64, 64)
+        folder / "data", num_species=3, train_per_class=1, val_per_class=17, test_per_class=1, size=(64, 64)
     )
     torch.manual_seed(0)
     head = HeadConfig(prototypes_per_class=3)

@@ -3,16 +3,22 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from opal_deploy.artifact import onnx_file
+from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.editing.api import edit_model
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.api import evaluate_model
+from opal_deploy.evaluation.calibration import calibrate
+from opal_deploy.evaluation.session import prepared_batches
 from opal_deploy.export.api import export_model
 from opal_deploy.inference.api import load
+from opal_deploy.model import checkpoint
+from opal_deploy.model.checkpoint import save
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.synthetic import example_images
 
@@ -43,9 +49,10 @@ def test_an_edited_onnx_file_is_the_export_of_the_edited_checkpoint(files, names
     assert (edit["dropped"], edit["reason"], edit["parent"]["file"]) == (
         [f"{names[0]}/1", f"{names[2]}/0"], "stamps", "model.onnx"
     )  # fmt: skip
-    shown = opal("inspect", outs[0]).stderr
-    assert f"{names[0]}/1" in shown
-    assert "stamps" in shown
+    for out in outs:
+        shown = opal("inspect", out).stderr
+        assert ", 2 slots dropped" in shown
+        assert f"dropped {names[0]}/1, {names[2]}/0: stamps; from model{out.suffix}" in shown
 
 
 def test_records_of_an_edited_model_show_the_slots_that_are_left(files, names, tmp_path):
@@ -85,6 +92,43 @@ def test_edits_add_up_and_a_restored_slot_is_what_it_was(files, names, tmp_path)
         open_sessions(path, device="cpu", threads=1)[0].run(images) for path in (files / "model.pt", third)
     )
     assert (before.logits == after.logits).all()
+
+
+def test_the_temperature_is_fitted_again_on_validation_images_or_marked_as_the_parents(files, names, tmp_path):
+    parent = tmp_path / "parent.pt"
+    labels = np.arange(200) % 3
+    noise = np.random.default_rng(0).normal(size=(200, 3))
+    old = calibrate((noise + np.eye(3)[labels]).astype(np.float32), labels)
+    assert old.temperature is not None
+    save(parent, replace(checkpoint.load(files / "model.pt"), calibration=old))
+    keywords = {"drop": [(names[0], 1)], "device": "cpu", "threads": 1, "log": print}
+    for number, (data, split) in enumerate([({}, "val"), ({"data": files / "data"}, "test")]):
+        out = tmp_path / f"{number}.pt"
+        edit_model(parent, out=out, split=split, **data, **keywords)
+        kept = checkpoint.load(out).calibration
+        assert (kept.temperature, kept.split) == (old.temperature, "val (before the edit)")
+    result = edit_model(parent, out=tmp_path / "fitted.pt", data=files / "data", **keywords)
+    ((pixels, _),) = prepared_batches(read_dataset(files / "data").val, (64, 64), batch=51)
+    logits = open_sessions(tmp_path / "fitted.pt", device="cpu", threads=1)[0].run(pixels).logits
+    fitted = checkpoint.load(tmp_path / "fitted.pt").calibration
+    expected = calibrate(logits, result.scores.labels).temperature
+    assert (fitted.images, fitted.split, fitted.temperature) == (51, "val", pytest.approx(expected, rel=1e-4))
+
+
+def test_diff_says_what_was_edited_and_counts_slots_of_only_one_model(files, names, tmp_path, opal):
+    out = tmp_path / "edited.onnx"
+    drop = [f"{name}/1" for name in names]
+    edit_model(files / "model.onnx", drop=drop, out=out, reason="the stamp", threads=1, log=print)
+    done = opal("diff", files / "model.onnx", out, files / "data" / "val")
+    assert f"edited.onnx was edited: dropped {', '.join(drop)}: the stamp; from model.onnx" in done.stderr
+    assert "slots moved, " in done.stderr
+    assert "1 slot in only one model" in done.stderr
+
+
+def test_python_takes_pairs_and_the_file_names_them_as_the_command_does(files, names, tmp_path):
+    edited = edit_model(files / "model.pt", drop=[(names[0], 1)], out=tmp_path / "x.pt", log=print)
+    (edit,) = edited.metadata.edits
+    assert f" --drop {names[0]}/1 --out " in edit["command"]
 
 
 REFUSED = [
@@ -165,4 +209,4 @@ def test_figures_are_json(files, names, opal):
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["model"] is None
-    assert document["effect"]["images"] == 24
+    assert document["effect"]["images"] == 51

@@ -11,6 +11,7 @@ from PIL import Image
 
 import opal_deploy
 from opal_deploy.server.inference import FORMATS
+from tests.conftest import LEFT
 from tests.inference.bright import BrightSession, wait_until
 
 
@@ -42,6 +43,15 @@ def test_a_picture_gives_the_record_of_explain(server, picture, exact_model):
     form = httpx.post(f"{server.url}/explain", params={"model": "trees"}, files={"image": ("../a.png", data)})
     # it is called as the client says, and no file of that name is ever opened
     assert form.json() == {**expected, "image": "../a.png"}
+
+
+def test_an_edited_model_answers_with_the_slots_that_are_left(serving, edited_model, picture):
+    expected = opal_deploy.load(edited_model, device="cpu", threads=1)
+    with serving({"edited": expected.sessions[0]}, path=edited_model) as running:
+        body = httpx.post(f"{running.url}/explain", content=picture.read_bytes())
+    record = expected.explain(picture)
+    assert body.json()["evidence"] == record["evidence"]
+    assert sorted(slot["slot"] for slot in record["evidence"]) == LEFT[record["prediction"]["label"]]
 
 
 @pytest.mark.parametrize(

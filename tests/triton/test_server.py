@@ -19,12 +19,14 @@ PROTOCOLS = pytest.mark.parametrize("protocol", [http, grpc], ids=["http", "grpc
 
 
 @pytest.fixture(scope="module")
-def server(exact_model, opal, tmp_path_factory):
-    """A server with the models of `exact_model`, and two more that must be refused."""
+def server(exact_model, edited_model, opal, tmp_path_factory):
+    """A server with the models of `exact_model` and `edited_model`, and two more that must be refused."""
     folder = tmp_path_factory.mktemp("triton")
     repository = folder / "models"
-    for name in ("opal", "other", "newer"):
-        assert opal("export", exact_model, "--triton", repository, "--name", name, "--no-verify").returncode == 0
+    for name, model in (
+        ("opal", exact_model), ("other", exact_model), ("newer", exact_model), ("edited", edited_model),
+    ):  # fmt: skip
+        assert opal("export", model, "--triton", repository, "--name", name, "--no-verify").returncode == 0
     # as if the tensor model were another one than the one that was exported with it
     path = repository / "other_explain/1/metadata.json"
     metadata = json.loads(path.read_text("utf-8"))
@@ -32,7 +34,9 @@ def server(exact_model, opal, tmp_path_factory):
     path.write_text(json.dumps(metadata))
     path = repository / "newer_explain/1/metadata.json"
     path.write_text(path.read_text("utf-8").replace('"schema": 1', '"schema": 2'))
-    with run_server(repository, ["opal", "opal_explain", "other", "other_explain"], folder) as running:
+    with run_server(
+        repository, ["opal", "opal_explain", "other", "other_explain", "edited", "edited_explain"], folder
+    ) as running:
         yield running
 
 
@@ -90,6 +94,15 @@ def test_concurrent_clients_get_the_records_of_infer(protocol, server, exact_mod
 
     assert [record["status"] for record in found].count("error") == 2
     assert found == expected
+
+
+def test_an_edited_model_answers_with_the_slots_that_are_left(server, edited_model, make_pictures, tmp_path):
+    import opal_deploy
+
+    files = [path.read_bytes() for path in make_pictures(tmp_path, 3)]
+    with server.client(grpc) as client:
+        found = explain(client, grpc, files, model="edited_explain")
+    assert found == opal_deploy.load(edited_model, threads=1).explain(files)
 
 
 def test_images_may_have_no_names_and_boxes(server, exact_model, make_pictures, tmp_path):

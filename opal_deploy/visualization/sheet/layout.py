@@ -224,14 +224,15 @@ class _Page:
         if content.differences is not None:
             self.text(_MIDDLE, self.y + 22, "difference", _SMALL, FAINT, anchor="middle")
         self.y += 42
-        count = len(content.predicted.slots)
+        # a class whose slots were dropped has fewer than the other
+        count = max(len(view.slots) for view in content.views)
         tall = 96 if count <= 5 else 62
         max_attention = self._max_attention()
         differences = content.round_differences()
         for rank in range(count):
-            self._slot(content.predicted.slots[rank], _LEFT, _LEFT_END, tall, max_attention)
-            if content.runner_up is not None:
-                self._slot(content.runner_up.slots[rank], _RIGHT, _RIGHT_END, tall, max_attention)
+            for view, left, end in zip(content.views, (_LEFT, _RIGHT), (_LEFT_END, _RIGHT_END), strict=False):
+                if rank < len(view.slots):
+                    self._slot(view.slots[rank], left, end, tall, max_attention)
             if differences:
                 text = format_difference(differences[rank])
                 self.text(_MIDDLE, self.y + tall // 2 + 17, text, _BODY, anchor="middle")

@@ -48,14 +48,24 @@ def photograph(size):
 
 
 def content(
-    m=5, size=(700, 490), labels=("ash", "birch"), *, heatmap=False, crop=None, distance="l2", field=None, **options
-):
+    m=5, size=(700, 490), labels=("ash", "birch"), *, heatmap=False, crop=None, distance="l2", field=None, dropped=(),
+    **options,
+):  # fmt: skip
     channels = m * len(labels)
     attention = np.random.default_rng(m).dirichlet(np.full(channels, 0.1), size=49).T[None].astype(np.float32)
-    scores, cells = attention.max(axis=2), attention.argmax(axis=2).astype(np.int32)
-    logits = -np.sqrt(2 - 2 * cosines(scores, Slots(scores.shape[1] // m, m), 1e-8)).astype(np.float32)
+    slots = Slots(len(labels), m, dropped)
+    scores, cells = attention.max(axis=2) * slots.kept.flatten(), attention.argmax(axis=2).astype(np.int32)
+    logits = -np.sqrt(2 - 2 * cosines(scores, slots, 1e-8)).astype(np.float32)
     outputs = Outputs(logits, cells, scores, attention.reshape(1, channels, *GRID) if heatmap else None)
-    metadata = Metadata(labels, m, {"distance": distance, "epsilon": 1e-8}, "exact", "resnet18", GRID, (224, 224))
+    metadata = Metadata(
+        labels,
+        m,
+        {"distance": distance, "epsilon": 1e-8, "dropped": list(dropped)},
+        "exact",
+        "resnet18",
+        GRID,
+        (224, 224),
+    )
     if field is not None:
         metadata = replace(metadata, receptive_field={"stride": 32, "effective": field, "effective_offset": 16})
     geometry = Geometry(*size, crop or (0, 0, *size))
@@ -74,6 +84,8 @@ CASES = {
     "heat maps": (content(heatmap=True), None),
     "one slot": (content(1), exemplars(1)),
     "ten slots": (content(10, heatmap=True), exemplars(10)),
+    "slots of one class dropped": (content(dropped=(0, 2, 3)), exemplars(5)),
+    "slots of the other class dropped": (content(dropped=(5, 6), heatmap=True), None),
     "no image in the atlas": (content(3), exemplars(3, 0)),
     "tall": (content(size=(70, 700)), exemplars(5)),
     "wide": (content(size=(1400, 70), heatmap=True), exemplars(5)),
