@@ -34,18 +34,18 @@ def make_killer(path):
 
 
 class Infer:
-    """`infer` on some images, which the folder `cwd` has under the name `in`."""
+    """`infer` on some images, which the folder `cwd` has under the name `in`; `fixed`: what each run is given."""
 
     def __init__(self, cwd, model, images):
         self.cwd = cwd
         self.processes = []
         (cwd / "in").symlink_to(images)
-        self._fixed = ["in", "--model", str(model), "--threads", "1", "--workers", "1", "--batch", "2"]
+        self.fixed = ["in", "--model", str(model), "--threads", "1", "--workers", "1", "--batch", "2"]
 
     def start(self, out, *arguments, **environment):
         """Start a process with these environment variables."""
         process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, "infer", *self._fixed, "--out", out, *arguments],
+            [sys.executable, "-c", MAIN, "infer", *self.fixed, "--out", out, *arguments],
             cwd=self.cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
             stdout=subprocess.PIPE,

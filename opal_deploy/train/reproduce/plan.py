@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from opal_deploy.artifact.files import read_json
+from opal_deploy.artifact.files import is_finite_number, read_json
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.train.recipe import MACHINE_OPTIONS, Sections, TrainOptions, load_recipe, resolve_recipe
@@ -184,7 +184,8 @@ class Run:
             CheckpointError: the stored configuration is damaged.
         """
         config = read_config(self.files) or {}
-        return config if isinstance(config.get("options"), dict) else {}
+        options = config.get("options")
+        return config if isinstance(options, dict) and isinstance(options.get("head"), dict) else {}
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,7 @@ def _measured_rate(out: Path, options: TrainOptions) -> float | None:
     """Return the training images per second of a finished GPU run with the same backbone and settings."""
     for path in sorted(out.glob(f"*/{_backbone_folder_name(options)}-*/summary.json")):
         try:
-            rate = float(read_json(path)["images_per_second"])
+            rate = read_json(path)["images_per_second"]
             stored = read_json(path.parent / "config.json")
             same = stored["options"]["input_size"] == list(options.input_size)
             for name in ("stride", "keep_layers", "precision", "batch_size"):
@@ -332,8 +333,8 @@ def _measured_rate(out: Path, options: TrainOptions) -> float | None:
             same &= stored["device"].startswith("cuda")
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
-        if same and rate > 0:
-            return rate
+        if same and is_finite_number(rate) and rate > 0:
+            return float(rate)
     return None
 
 
@@ -356,8 +357,9 @@ def _find_deviations(run: Run) -> list[str]:
     pairs += [(key, ours.get("head", {}).get(key), paper["head"][key]) for key in paper["head"]]
     lines = [f"{key} {found} instead of {expected}" for key, found, expected in pairs if found != expected]
     size, data = official_size(run.dataset), stored.get("data")
-    if size is not None and isinstance(data, dict):
-        classes, train, test = data.get("classes"), data.get("train", 0) + data.get("val", 0), data.get("test")
+    counts = [data.get(name, 0) for name in ("classes", "train", "val", "test")] if isinstance(data, dict) else []
+    if size is not None and counts and all(type(count) is int for count in counts):
+        classes, train, test = counts[0], counts[1] + counts[2], counts[3]
         if (classes, train, test) != (size.classes, size.train + size.val, size.test):
             lines.append(
                 f"{run.dataset} has {classes} classes, {train:,} training and validation images and {test:,} test "

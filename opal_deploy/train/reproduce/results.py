@@ -6,13 +6,13 @@ columns in the plan, and is known once every one of them is.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from opal_deploy.artifact.files import read_json, write_json
+from opal_deploy.artifact.files import is_finite_number, read_json, write_json
 from opal_deploy.datasets.cub import has_parts, read_parts
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet
@@ -142,10 +142,10 @@ def collect_metric(plan: TrainingPlan, row: PaperRow, column: Column) -> Measure
 def _read_metric(run: Run, name: MetricName) -> tuple[float | None, float | None]:
     """Return a run's metric and its standard deviation over images, both in per cent."""
     if name in _PART_METRICS:
-        return _read_json(run.folder / PARTS_FILE).get(_PART_METRICS[name]), None
-    summary = _read_json(run.files.summary)
-    value = summary.get({"accuracy": "test_accuracy", "collapse": "spatial_prototype_collapse"}[name])
-    spread = summary.get("spatial_prototype_collapse_std") if name == "collapse" else None
+        return _read_figure(run.folder / PARTS_FILE, _PART_METRICS[name]), None
+    key = {"accuracy": "test_accuracy", "collapse": "spatial_prototype_collapse"}[name]
+    value = _read_figure(run.files.summary, key)
+    spread = _read_figure(run.files.summary, f"{key}_std") if name == "collapse" else None
     return (None if value is None else 100.0 * value), (None if spread is None else 100.0 * spread)
 
 
@@ -161,15 +161,18 @@ def _measure_parts(run: Run, data: DataSet) -> None:
     write_json(run.folder / PARTS_FILE, result.parts.to_dict() if result.parts else {})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON file of a run, empty without such a file."""
+def _read_figure(path: Path, key: str) -> float | None:
+    """Return a number in a JSON file of a run; None without such a file or number."""
     if not path.is_file():
-        return {}
+        return None
     try:
-        document: dict[str, Any] = read_json(path)
+        document = read_json(path)
+        value: float | None = document.get(key) if isinstance(document, dict) else math.nan
+        if value is not None and not is_finite_number(value):
+            raise ValueError(f"{key} is not a number")
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable ({error}); remove its folder and reproduce again") from None
-    return document
+    return value
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """`infer --processes` writes the files of one process, whatever dies, and leaves no process behind."""
 
+import functools
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.options import InferOptions
 from opal_deploy.inference.parallel.backend import plan_processes
+from tests.builders import build_checkpoint, export_onnx
 from tests.cli.calls import one_line, read_results
 from tests.inference.runs import KILLER, Infer, make_killer
 
@@ -25,11 +27,33 @@ def images(tmp_path_factory, make_pictures):
     return folder
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny.onnx"
+    export_onnx(build_checkpoint(), path)
+    return path
+
+
 @pytest.fixture
-def infer(tmp_path, exact_model, images):
-    infer = Infer(tmp_path, exact_model, images)
+def infer(tmp_path, model, images):
+    infer = Infer(tmp_path, model, images)
     yield infer
     infer.end()
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, opal, model, images):
+    """Return the folder of a run in this process; the same options run once."""
+    infer = Infer(tmp_path_factory.mktemp("one"), model, images)
+
+    @functools.cache
+    def run(*options):
+        out = "-".join(["out", *map(os.path.basename, options)])
+        done = opal("infer", *infer.fixed, "--out", out, *options, cwd=infer.cwd)
+        assert done.returncode in (0, 3), done.stderr
+        return infer.cwd / out
+
+    return run
 
 
 def find_descendants(pid):
@@ -40,12 +64,12 @@ def find_descendants(pid):
 
 
 @pytest.mark.data
-def test_photographs_get_the_files_of_one_process(infer, photographs):
+def test_photographs_get_the_files_of_one_process(infer, one_process, photographs):
     (infer.cwd / "list.txt").write_text("\n".join(map(str, photographs[:8])))
-    options = ("@list.txt", "--explain", "--sheets", "--format", "csv", "--shard", "1/3")
-    one, two = infer("one", *options), infer("two", *options, "--processes", "2")
-    assert (one.returncode, two.returncode) == (0, 0), two.stderr
-    assert infer.files("two") == infer.files("one")
+    options = (f"@{infer.cwd}/list.txt", "--explain", "--sheets", "--format", "csv", "--shard", "1/3")
+    two = infer("two", *options, "--processes", "2")
+    assert two.returncode == 0, two.stderr
+    assert infer.files("two") == infer.files(one_process(*options))
     assert (infer.cwd / "two/report.html").read_text().count("<article") == 16
     summary = infer.summary("two")
     assert summary["processes"] == {"count": 2, "lost": 0, "chunks_retried": 0}
@@ -53,8 +77,7 @@ def test_photographs_get_the_files_of_one_process(infer, photographs):
     assert stages["decode"] == 16
 
 
-def test_a_worker_that_is_killed_costs_no_record(infer):
-    infer("one", "--explain")
+def test_a_worker_that_is_killed_costs_no_record(infer, one_process):
     process = infer.start("two", "--explain", "--processes", "2")
     infer.wait_for("two", 1, process)
     # the workers come first
@@ -62,12 +85,13 @@ def test_a_worker_that_is_killed_costs_no_record(infer):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 3, stderr
     assert "A worker process was ended by SIGKILL; its " in stderr
-    assert infer.files("two") == infer.files("one")
+    assert infer.files("two") == infer.files(one_process("--explain"))
     assert infer.summary("two")["processes"]["lost"] == 1
 
 
-def test_an_image_that_kills_its_worker_gets_a_record_and_the_others_their_answers(infer, images, monkeypatch):
-    infer("one")
+def test_an_image_that_kills_its_worker_gets_a_record_and_the_others_their_answers(
+    infer, one_process, images, monkeypatch
+):
     (infer.cwd / "modules").mkdir()
     (infer.cwd / "modules/sitecustomize.py").write_text(KILLER)
     monkeypatch.setenv("PYTHONPATH", str(infer.cwd / "modules"), prepend=os.pathsep)
@@ -76,19 +100,23 @@ def test_an_image_that_kills_its_worker_gets_a_record_and_the_others_their_answe
     make_killer(infer.cwd / "in/021.png")
     done = infer("two", "--no-isolate", "--processes", "2")
     assert done.returncode == 3, done.stderr
-    records, expected = read_results(infer.cwd / "two"), read_results(infer.cwd / "one")
+    records, expected = read_results(infer.cwd / "two"), read_results(one_process())
     assert (records[21]["error"]["code"], records[21]["image_index"]) == ("worker_died", 21)
     assert records[:21] + records[22:] == expected[:21] + expected[22:]
     # its chunk of 8 twice, then 4, 2 and 1
     assert infer.summary("two")["processes"]["lost"] == 5
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_that_was_ended_leaves_no_process_and_goes_on_with_another_number(infer, end):
-    # more images than are in work at a time
-    images = ("in", "in", "--explain")
-    infer("one", *images)
-    process = infer.start("out", *images, "--processes", "2")
+@pytest.mark.parametrize(
+    ("end", "options", "then"),
+    [
+        (signal.SIGKILL, ("--explain",), "3"),
+        # six times the images: more than are read ahead of a slow chunk
+        (signal.SIGINT, ("in",) * 5, "1"),
+    ],
+)
+def test_a_run_that_was_ended_leaves_no_process_and_goes_on_with_another_number(infer, one_process, end, options, then):
+    process = infer.start("out", *options, "--processes", "2")
     infer.wait_for("out", 1, process)
     started = find_descendants(process.pid)
     assert len(started) >= 2
@@ -99,16 +127,16 @@ def test_a_run_that_was_ended_leaves_no_process_and_goes_on_with_another_number(
     while any(Path(f"/proc/{pid}").exists() for pid in started):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    done = infer("out", *images, "--processes", "3")
+    done = infer("out", *options, "--processes", then)
     assert done.returncode == 3, done.stderr
     assert " records are there already" in done.stderr
-    assert infer.files("out") == infer.files("one")
+    assert infer.files("out") == infer.files(one_process(*options))
 
 
-def test_a_model_that_cannot_be_opened_is_one_line_and_the_earlier_run_stays(infer, exact_model):
-    infer("out")
+def test_a_model_that_cannot_be_opened_is_one_line_and_the_earlier_run_stays(infer, one_process, model):
+    shutil.copytree(one_process(), infer.cwd / "out")
     before = infer.files("out")
-    data = bytearray(exact_model.read_bytes())
+    data = bytearray(model.read_bytes())
     data[len(data) // 2] ^= 1
     (infer.cwd / "damaged.onnx").write_bytes(data)
     assert "damaged.onnx" in one_line(infer("out", "--overwrite", "--processes", "2", "--model", "damaged.onnx"))

@@ -123,14 +123,26 @@ def test_a_finished_run_of_other_options_is_refused(tmp_path):
         run_plan(plan, {}, progress=no_progress, log=lambda line: None)
 
 
-def test_a_damaged_summary_is_named(tmp_path):
+@pytest.mark.parametrize("text", ["{", "[]", '{"test_accuracy": [1]}', '{"test_accuracy": 1' + "0" * 400 + "}"])
+def test_a_damaged_summary_is_named(tmp_path, text):
     plan = _plan("methods", tmp_path)
     run = _run(plan, "OPAL")
     _finish(run)
-    (run.folder / "summary.json").write_text("{")
+    (run.folder / "summary.json").write_text(text)
     with pytest.raises(UsageError, match=r"summary\.json: .*remove its folder and reproduce again"):
         render.to_text(plan)
     assert estimate_hours(run, tmp_path, 10) is not None
+
+
+@pytest.mark.parametrize(
+    "stored", [{"options": {"head": 7}}, {"data": {"classes": "ten", "train": None}}, {"data": []}, {"options": []}]
+)
+def test_a_damaged_configuration_is_no_departure(tmp_path, stored):
+    plan = _plan("methods", tmp_path)
+    run = _run(plan, "OPAL")
+    _finish(run, stored, test_accuracy=0.5, images_per_second=10**400)
+    assert plan.deviations == ()
+    assert not estimate_hours(run, tmp_path, 10).measured
 
 
 def test_means_and_spreads_are_over_seeds(tmp_path):
