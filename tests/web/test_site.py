@@ -77,7 +77,9 @@ def ask(page, path):
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 class TestPage:
-    @pytest.mark.parametrize(("size", "mode"), [((211, 130), "RGB"), ((60, 40), "L"), ((300, 96), "RGBA")])
+    @pytest.mark.parametrize(
+        ("size", "mode"), [((211, 130), "RGB"), ((110, 300), "RGB"), ((60, 40), "L"), ((300, 96), "RGBA")]
+    )
     def test_a_picture_has_the_record_that_infer_writes(self, site, exact_model, visit, tmp_path, size, mode):
         page = visit(site)
         expect(page.locator("#checked")).to_contain_text("cells as in PyTorch")
