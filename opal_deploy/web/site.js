@@ -27,29 +27,31 @@ function bilinearWeights(size, out) {
   });
 }
 
-/** Antialiased bilinear with Pillow's arithmetic: RGBA pixels of w x h to RGB of outW x outH. A canvas' differs. */
-export function resize(pixels, w, h, outW, outH) {
-  const half = 1 << 21;
-  let across = new Uint8Array(h * outW * 3);
-  bilinearWeights(w, outW).forEach(([first, weights], x) => {
-    for (let y = 0; y < h; y++) {
-      let r = half, g = half, b = half, from = (y * w + first) * 4;
-      for (const weight of weights) {
-        r += pixels[from] * weight; g += pixels[from + 1] * weight; b += pixels[from + 2] * weight;
-        from += 4;
+/** Resize the rows, or the columns, of RGB pixels of w x h to a length of `out`. */
+function resizeSide(pixels, w, h, out, isRow) {
+  const [newW, newH] = isRow ? [out, h] : [w, out], step = isRow ? 3 : w * 3, half = 1 << 21;
+  const resized = new Uint8Array(newW * newH * 3);
+  bilinearWeights(isRow ? w : h, out).forEach(([first, weights], i) => {
+    for (let other = 0; other < (isRow ? h : w); other++) {
+      const start = isRow ? (other * w + first) * 3 : (first * w + other) * 3;
+      const to = isRow ? (other * out + i) * 3 : (i * w + other) * 3;
+      for (let channel = 0; channel < 3; channel++) {
+        let sum = half, from = start + channel;
+        for (const weight of weights) { sum += pixels[from] * weight; from += step; }
+        resized[to + channel] = sum >> 22;
       }
-      across.set([r >> 22, g >> 22, b >> 22], (y * outW + x) * 3);
-    }
-  });
-  const resized = new Uint8Array(outH * outW * 3), stride = outW * 3;
-  bilinearWeights(h, outH).forEach(([first, weights], y) => {
-    for (let x = 0; x < stride; x++) {
-      let sum = half, from = first * stride + x;
-      for (const weight of weights) { sum += across[from] * weight; from += stride; }
-      resized[y * stride + x] = sum >> 22;
     }
   });
   return resized;
+}
+
+/** Antialiased bilinear with the arithmetic of Pillow 13: RGB pixels of w x h to outW x outH. A canvas' differs. */
+export function resize(pixels, w, h, outW, outH) {
+  const rows = (from, height) => w === outW ? from : resizeSide(from, w, height, outW, true);
+  const columns = (from, width) => h === outH ? from : resizeSide(from, width, h, outH, false);
+  // Pillow's order, which changes what is rounded
+  const columnsFirst = h > outH && h - outH > (w - outW) * 2;
+  return columnsFirst ? rows(columns(pixels, w), outH) : columns(rows(pixels, h), outW);
 }
 
 /** Decode a file: upright, colour profiles not applied, transparency over white, as `infer` does. */
@@ -67,7 +69,15 @@ async function decode(blob) {
   return context;
 }
 
-const toInput = ({ data, width: w, height: h }) => resize(data, w, h, width, height);
+function toInput({ data, width: w, height: h }) {
+  const pixels = new Uint8Array(w * h * 3);
+  for (let i = 0, j = 0; i < pixels.length; i += 3, j += 4) {
+    pixels[i] = data[j];
+    pixels[i + 1] = data[j + 1];
+    pixels[i + 2] = data[j + 2];
+  }
+  return resize(pixels, w, h, width, height);
+}
 
 // ---- the forward pass ---------------------------------------------------------------------------------------------
 

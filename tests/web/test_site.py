@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
 from PIL import Image
 from playwright.sync_api import expect, sync_playwright
@@ -20,6 +21,10 @@ from opal_deploy.synthetic import example_images
 
 ORT_WEB = Path(__file__).parents[2] / ".ort-web/node_modules/onnxruntime-web"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+RESIZE = """async ([pixels, width, height]) => {
+  const { resize } = await import("/site.js");
+  return [...resize(pixels, width, height, 96, 96)];
+}"""
 needs_ort_web = pytest.mark.skipif(not ORT_WEB.is_dir(), reason="no ONNX Runtime Web: `make ort-web`")
 
 
@@ -77,11 +82,11 @@ def ask(page, path):
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 class TestPage:
-    @pytest.mark.parametrize(("size", "mode"), [((211, 130), "RGB"), ((60, 40), "L"), ((300, 96), "RGBA")])
-    def test_a_picture_has_the_record_that_infer_writes(self, site, exact_model, visit, tmp_path, size, mode):
+    @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
+    def test_a_picture_has_the_record_that_infer_writes(self, site, exact_model, visit, tmp_path, mode):
         page = visit(site)
         expect(page.locator("#checked")).to_contain_text("cells as in PyTorch")
-        pixels = example_images(3, size[1], size[0])[len(mode) - 1 if mode != "RGBA" else 2]
+        (pixels,) = example_images(1, 130, 211)
         picture = Image.fromarray(pixels).convert(mode)
         if mode == "RGBA":
             # wholly transparent or not at all: what lies between is rounded differently
@@ -90,9 +95,21 @@ class TestPage:
         picture.save(path)
         record = ask(page, path)
         expected = opal_deploy.load(exact_model, device="cpu", threads=1).explain(path)
-        for key in ("cosine", "logit"):
-            assert record["prediction"].pop(key) == pytest.approx(expected["prediction"].pop(key), abs=1e-5)
-        assert record["prediction"] == expected["prediction"]
+        assert record.keys() == {*expected, "image_sha256", "model_sha256"}
+        for answer, one in zip(record["top"] + record["evidence"], expected["top"] + expected["evidence"], strict=True):
+            for key in one.keys() & {"cosine", "logit", "score", "contribution"}:
+                assert answer.pop(key) == pytest.approx(one.pop(key), abs=1e-5)
+            assert answer == one
+
+    def test_pictures_are_resized_as_pillow_does_it(self, site, visit):
+        page = visit(site)
+        for width, height in [(330, 500), (500, 330), (60, 40), (96, 300), (96, 96), (97, 95)]:
+            pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+            resized = page.evaluate(RESIZE, [pixels.ravel().tolist(), width, height])
+            expected = np.asarray(Image.fromarray(pixels).resize((96, 96), Image.Resampling.BILINEAR))
+            # older ones never take the columns first
+            if int(PIL.__version__.split(".")[0]) >= 13 or height <= width:
+                assert resized == expected.ravel().tolist()
 
     def test_slots_are_switched_off_in_closed_form(self, site, visit):
         page = visit(site, width=360)
