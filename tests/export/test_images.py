@@ -30,7 +30,7 @@ def trained(fp32, tmp_path):
 
 def _trained_on(data, fp32):
     metadata = onnx_file.read_metadata(fp32)
-    return replace(metadata, class_names=tuple(data.class_names), training={"data": data.summary()})
+    return replace(metadata, class_names=tuple(data.class_names), crop=data.crop, training={"data": data.summary()})
 
 
 def test_the_models_own_validation_images_come_first_and_others_fill_up(trained):
@@ -72,4 +72,8 @@ def test_photographs_are_cropped_to_the_boxes_that_the_model_was_trained_on(fp32
         _trained_on(data, fp32), ExportOptions(images=cub_mini / "images"), calibrate=False
     ).verification.first(192)
     place = whole.names.index(next(name for name in whole.names if name in images.names))
-    assert (whole.pixels[place] != images.pixels[images.names.index(whole.names[place])]).any()
+    number = images.names.index(whole.names[place])
+    assert (whole.pixels[place] != images.pixels[number]).any()
+    # train --no-boxes
+    choice = choose_images(_trained_on(data.without_crops(), fp32), ExportOptions(), calibrate=False, torchvision=False)
+    assert (choice.verification.first(64).pixels[number] == whole.pixels[place]).all()
