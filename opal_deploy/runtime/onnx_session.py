@@ -26,7 +26,7 @@ import numpy as np
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, TensorSpec, tensor_specs
+from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, TensorSpec, check_tensors, tensor_specs
 from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, first_line, require
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda import Cuda, CudaOptions, Graph, Stream, diagnose_gpu, load_cuda_libraries
@@ -52,6 +52,10 @@ BATCH_SIZES = (1, 8, 16, 32, 64, 256)
 _RUNS_BEFORE_GRAPH = 2
 # ONNX Runtime's number of the severity
 _ERROR = 3
+# of an exported graph's inputs and outputs
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "tensor(uint8)": np.dtype(np.uint8), "tensor(int32)": np.dtype(np.int32), "tensor(float)": np.dtype(np.float32),
+}  # fmt: skip
 # where bound memory lies, in ONNX Runtime's words
 _DEVICE_TYPE = "cuda"
 
@@ -140,7 +144,15 @@ class OnnxSession:
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         try:
             # its own fallback to the CPU prints on stdout, where records go
-            return onnxruntime.InferenceSession(str(self._path), options, providers=providers, enable_fallback=0)
+            session = onnxruntime.InferenceSession(str(self._path), options, providers=providers, enable_fallback=0)
+            tensors = {
+                each.name: (tuple(each.shape[1:]), _DTYPES.get(each.type, np.dtype(object)))
+                for each in (*session.get_inputs(), *session.get_outputs())
+            }
+            check_tensors(self.metadata, tensors)
+            return session
+        except ArtifactError as error:
+            raise ArtifactError(f"{self._path}: {error}; export it again") from None
         except Exception as error:  # ONNX Runtime exports no base class of its exceptions
             if self.metadata.precision == "bf16":
                 raise UsageError(
