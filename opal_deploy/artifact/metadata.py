@@ -39,6 +39,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),
     "input_kind": get_args(InputKind),
 }
+# bounds what is allocated before the graph is opened and compared
+_MOST_PROTOTYPES = 10_000
+_DISTANCES = ("l1", "l2", "l3", "linf", "kl", "tropical")
 # fields that hold a fixed number of values (None: any but 0), what each must be, and how to say so
 _SEQUENCES: tuple[tuple[str, int | None, Callable[[Any], bool], str], ...] = (
     ("grid", 2, lambda value: type(value) is int and value > 0, "two positive integers"),
@@ -236,8 +239,10 @@ class Metadata:
                 raise ArtifactError(f"{name} {_SHORT.repr(values)} is not {expected}")
         if not isinstance(self.keep_layers, bool):
             raise ArtifactError(f"keep_layers {self.keep_layers!r} is not true or false")
-        if type(self.prototypes_per_class) is not int or self.prototypes_per_class < 1:
-            raise ArtifactError(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
+        if type(self.prototypes_per_class) is not int or not 1 <= self.prototypes_per_class <= _MOST_PROTOTYPES:
+            raise ArtifactError(
+                f"prototypes_per_class {_SHORT.repr(self.prototypes_per_class)} is not 1 to {_MOST_PROTOTYPES}"
+            )
         listed = [name for name in TOP_OUTPUTS if name in self.outputs]
         if len(listed) != (0 if self.top_k is None else len(TOP_OUTPUTS)) or not (listed or "logits" in self.outputs):
             raise ArtifactError(f"outputs {', '.join(self.outputs)} are not those of a model with top_k {self.top_k!r}")
@@ -248,8 +253,10 @@ class Metadata:
                 raise ArtifactError(f"{each.name} is not an object")
         if not isinstance(self.test_vectors.get("images", []), list):
             raise ArtifactError("its test_vectors are not those of an export")
-        if not {"distance", "epsilon"} <= self.head.keys():
-            raise ArtifactError("its head lacks distance or epsilon")
+        if any(cells > pixels for cells, pixels in zip(self.grid, self.input_size, strict=True)):
+            raise ArtifactError(f"grid {self.grid} has more cells than input_size {self.input_size} has pixels")
+        if self.head.get("distance") not in _DISTANCES or not is_finite_number(self.head.get("epsilon")):
+            raise ArtifactError(f"its head lacks distance, {' or '.join(_DISTANCES)}, or epsilon, a number")
         if not isinstance(self.edits, tuple) or not all(isinstance(edit, dict) for edit in self.edits):
             raise ArtifactError("edits is not a list of objects")
         dropped = self.head.get("dropped", [])

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
 from opal_deploy.artifact.slots import Slots
+from opal_deploy.errors import ArtifactError
 
 FloatArray = NDArray[np.float32]
 DoubleArray = NDArray[np.float64]
@@ -117,7 +118,7 @@ class Outputs:
 
 
 def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
-    """Return shape per image and dtype of every input and output that the metadata promises."""
+    """Return shape per image and dtype of every input and output that the metadata promises; raise ArtifactError."""
     height, width = metadata.input_size
     channels, k, m = metadata.num_prototypes, metadata.max_top, metadata.prototypes_per_class
     shapes: dict[str, tuple[int, ...]] = {
@@ -135,8 +136,37 @@ def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
     if metadata.input_kind == "float32":
         specs[INPUT] = (3, height, width), np.dtype(np.float32)
     for name in metadata.outputs:
+        if name not in shapes:
+            raise ArtifactError(f"its metadata promises an unknown output, {name!r}")
         specs[name] = shapes[name], np.dtype(np.int32 if name in ("argmax", "top_classes", "top_cells") else np.float32)
     return specs
+
+
+def check_tensors(metadata: Metadata, actual: Mapping[str, tuple[tuple[Any, ...], np.dtype[Any]]]) -> None:
+    """Check that a model's tensors are those that its metadata promises.
+
+    Args:
+        metadata: of the model.
+        actual: shape per image and dtype of the model's inputs and outputs; a dimension that is no integer fits any.
+
+    Raises:
+        ArtifactError: they differ.
+    """
+    expected = tensor_specs(metadata)
+    fits = actual.keys() == expected.keys() and all(
+        dtype == actual[name][1]
+        and len(shape) == len(actual[name][0])
+        and all(size == found or not isinstance(found, int) for size, found in zip(shape, actual[name][0], strict=True))
+        for name, (shape, dtype) in expected.items()
+    )
+    if not fits:
+        raise ArtifactError(
+            f"its tensors are {_format_specs(actual)}, and its metadata promises {_format_specs(expected)}"
+        )
+
+
+def _format_specs(specs: Mapping[str, tuple[tuple[Any, ...], np.dtype[Any]]]) -> str:
+    return ", ".join(f"{name} {dtype} {['N', *shape]}" for name, (shape, dtype) in sorted(specs.items()))
 
 
 def select_top(outputs: Outputs, prototypes_per_class: int, k: int) -> TopOutputs:

@@ -15,7 +15,7 @@ import numpy as np
 
 from opal_deploy.artifact.engine_file import Check, Sidecar, find_passed_check, load_engine, record_check
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import FloatArray, Outputs, TensorSpec, tensor_specs
+from opal_deploy.artifact.outputs import FloatArray, Outputs, TensorSpec, check_tensors, tensor_specs
 from opal_deploy.errors import ArtifactError, OutOfMemory, UsageError, VerificationError
 from opal_deploy.runtime import tensorrt
 from opal_deploy.runtime.cuda import Cuda, number_gpu
@@ -230,17 +230,15 @@ class EngineSession(PipelineSession):
 
     def _check_tensors(self, engine: Any) -> None:
         """Compare the engine's tensors with the metadata's, by which buffers are allocated."""
-        expected = tensor_specs(self.metadata)
         actual: dict[str, TensorSpec] = {}
         for index in range(engine.num_io_tensors):
             name = engine.get_tensor_name(index)
             dtype = np.dtype(self._library.module.nptype(engine.get_tensor_dtype(name)))
             actual[name] = (tuple(engine.get_tensor_shape(name))[1:], dtype)
-        if actual != expected:
-            raise ArtifactError(
-                f"{self._path}: the engine's tensors are {_format_specs(actual)}, and its sidecar promises "
-                f"{_format_specs(expected)}; rebuild it with: {self._rebuild}"
-            )
+        try:
+            check_tensors(self.metadata, actual)
+        except ArtifactError as error:
+            raise ArtifactError(f"{self._path}: {error}; rebuild it with: {self._rebuild}") from None
 
     def _verify_once(self) -> str:
         """Run the test vectors unless this machine passed them before, and keep the outcome beside the engine."""
@@ -256,7 +254,3 @@ class EngineSession(PipelineSession):
             raise VerificationError(f"{error}; rebuild it with: {self._rebuild}") from None
         recorded = record_check(self._path, Check(sha256, self._machine, now, True, report))
         return "checked now" if recorded else "checked now (its folder is read-only: checked at every start)"
-
-
-def _format_specs(specs: dict[str, TensorSpec]) -> str:
-    return ", ".join(f"{name} {dtype} {['N', *shape]}" for name, (shape, dtype) in sorted(specs.items()))

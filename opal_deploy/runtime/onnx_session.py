@@ -17,7 +17,7 @@ import numpy as np
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import INPUT, Outputs
+from opal_deploy.artifact.outputs import INPUT, Outputs, check_tensors, tensor_specs
 from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, first_line, require
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda import diagnose_gpu
@@ -38,6 +38,10 @@ _OUT_OF_MEMORY = (
 )
 # ONNX Runtime's number of the severity
 ERROR_SEVERITY = 3
+# of an exported graph's inputs and outputs
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "tensor(uint8)": np.dtype(np.uint8), "tensor(int32)": np.dtype(np.int32), "tensor(float)": np.dtype(np.float32),
+}  # fmt: skip
 
 
 class OnnxSession:
@@ -126,7 +130,15 @@ class OnnxSession:
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         try:
             # its own fallback to the CPU prints on stdout, where records go
-            return onnxruntime.InferenceSession(str(self._path), options, providers=providers, enable_fallback=0)
+            session = onnxruntime.InferenceSession(str(self._path), options, providers=providers, enable_fallback=0)
+            tensors = {
+                each.name: (tuple(each.shape[1:]), _DTYPES.get(each.type, np.dtype(object)))
+                for each in (*session.get_inputs(), *session.get_outputs())
+            }
+            check_tensors(self.metadata, tensors)
+            return session
+        except ArtifactError as error:
+            raise ArtifactError(f"{self._path}: {error}; export it again") from None
         except Exception as error:  # ONNX Runtime exports no base class of its exceptions
             if self.metadata.precision == "bf16":
                 raise UsageError(

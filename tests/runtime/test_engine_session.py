@@ -204,7 +204,7 @@ class TestFailures:
         stand = make_stand(float_input)
         stand.onnx = tiny_fp16
         stand.describe()
-        with pytest.raises(ArtifactError, match=r"the engine's tensors are .*images float32.*promises .*images uint8"):
+        with pytest.raises(ArtifactError, match=r"its tensors are .*images float32.*promises .*images uint8"):
             stand.open()
 
     def test_the_cpu_is_no_device_for_an_engine(self, stand):
