@@ -17,7 +17,7 @@ import numpy as np
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import INPUT, Outputs, check_tensors, tensor_specs
+from opal_deploy.artifact.outputs import INPUT, Outputs, check_tensors
 from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, first_line, require
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda import diagnose_gpu
