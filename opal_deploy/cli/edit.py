@@ -48,8 +48,11 @@ def _describe(model: Path, result: EditResult, options: EditOptions) -> Iterator
             yield f"  {each.name}: {'; '.join(reason.text for reason in each.reasons)}"
             if each.effect is not None:
                 yield f"    dropped alone: {_format(each.effect)}"
-        if suspected and not options.drop:
-            yield f"Try: {shlex.join(options.repeat(model, [each.name for each in suspected if each.effect]))}"
+        kept = [each.name.rpartition("/")[0] for each in suspected if each.name not in result.suggested]
+        for class_name in dict.fromkeys(kept):
+            yield f"{class_name}: every slot is suspected, and one must stay; train again with --keep-off"
+        if result.suggested and not options.drop:
+            yield f"Try: {shlex.join(options.repeat(model, result.suggested))}"
     if result.effect is not None:
         yield f"{len(result.effect.labels):,} {options.split} images: {_format(result.effect)}"
         classes = list(result.effect.by_class())
@@ -89,6 +92,7 @@ def _to_json(result: EditResult) -> dict[str, Any]:
         "model": None if result.path is None else str(result.path),
         "dropped": list(result.metadata.slots.dropped),
         "effect": figures(result.effect),
+        "suggested": result.suggested,
         "suggestions": [
             {
                 "slot": each.name, "channel": each.channel, "images": each.images, "suspected": each.suspected,

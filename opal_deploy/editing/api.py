@@ -111,6 +111,7 @@ class EditResult:
         scores: of the images of `data`, with which other sets of drops can be tried; None without data.
         effect: what the edit changes on the images of `data`; None without data or without drops.
         suggestions: slots that look at the wrong thing, the most harmful first.
+        suggested: names of those to drop together: the suspected slots of classes that have other slots, too.
         page: the page; None if none was asked for.
     """
 
@@ -119,6 +120,7 @@ class EditResult:
     scores: Scores | None
     effect: Effect | None
     suggestions: list[Suggestion]
+    suggested: list[str]
     page: Path | None
 
 
@@ -150,7 +152,9 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     check_drops(drop, restore, metadata)
     _check_options(path, kind, options, bool(drop or restore))
     slots = replace(metadata.slots, dropped=tuple(sorted({*metadata.slots.dropped, *drop} - {*restore})))
-    data, effect, suggestions, atlas = None, None, [], None
+    data, effect, atlas = None, None, None
+    suggestions: list[Suggestion] = []
+    suggested: list[str] = []
     if options.atlas is not None:
         from opal_deploy.inference.setup import fingerprint_model
         from opal_deploy.inference.sheets import load_atlas
@@ -159,13 +163,14 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     if options.data is not None:
         require("torch", "train", "reading a data set")
         from opal_deploy.editing.data import score_data
-        from opal_deploy.editing.suggestions import suggest_slots
+        from opal_deploy.editing.suggestions import choose_drops, suggest_slots
 
         data = score_data(path, kind, metadata, options, restore)
         if drop or restore:
             effect = data.scores.compare(metadata.slots, slots)
         if options.suggest:
             suggestions = suggest_slots(data)
+            suggested = choose_drops(suggestions, data.metadata.slots)
     edited = metadata
     out = None if options.out is None else Path(options.out)
     if out is not None:
@@ -176,7 +181,7 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
         from opal_deploy.editing.page import write_page
 
         write_page(page, path, data, drop, effect, suggestions, atlas, options)
-    return EditResult(out, edited, None if data is None else data.scores, effect, suggestions, page)
+    return EditResult(out, edited, None if data is None else data.scores, effect, suggestions, suggested, page)
 
 
 def _read_model(path: Path) -> tuple[ModelKind, Metadata]:

@@ -1,12 +1,13 @@
 """Slots that look at the wrong thing, and why they are suspected.
 
 Each reason compares where a slot's score comes from, over the images of its class, with what a slot of an object would
-do. Images count by their score: a slot that finds nothing in an image reads some cell, too.
+do. Images count by their score: a slot that finds nothing in an image reads some cell, too. Slots that find nothing in
+any image of their class are not judged: where they read is chance, and they carry no answer.
 
     background   it fires on images without an object as strongly as on half of its class's images
-    object       less of its score comes from the object than the object has of the image
-    parts        less of its score comes from the annotated parts than they have of the image; of images cropped to the
-                 object
+    object       significantly less of its score comes from the object than the object has of the image
+    parts        significantly less of its score comes from the annotated parts than they have of the image; of images
+                 cropped to the object
     source       it fires on the images of one camera, program, size or folder, and less on the others of its class
     corner       most of its score comes from the image's corners: stamps, logos, time codes
     border       nearly all of its score comes from the outermost rows and columns: frames, captions, scale bars
@@ -18,12 +19,14 @@ A slot that nearly always shares its cell with a stronger slot of its class is `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.slots import Slots
 from opal_deploy.editing.data import ScoredData
 from opal_deploy.editing.drops import name_slot
 from opal_deploy.editing.scores import Effect
@@ -40,6 +43,10 @@ _CORNER_SIDE = 1 / 8
 _SIGNIFICANCE = 0.05
 # area under the ROC curve with which a slot tells images of a source from others
 _TELLS_SOURCE = 0.9
+# standard errors below the expectation that only a twentieth of random shares reach
+_STANDARD_ERRORS = 1.645
+# a slot finds nothing where its score is less than twice the 1/K of an even attention
+_SILENT = 2.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,8 @@ def suggest_slots(data: ScoredData) -> list[Suggestion]:
         on_object = _compare_with_object(data, rows, class_id) if len(rows) >= _MIN_IMAGES else {}
         for channel in slots.channels(class_id).tolist():
             reasons = []
-            if len(rows) >= _MIN_IMAGES:
+            found_anything = data.scores.values[rows, channel].max(initial=0) >= _SILENT / metadata.num_prototypes
+            if len(rows) >= _MIN_IMAGES and found_anything:
                 reasons += [*_find_places(data, rows, channel), *on_object.get(channel, ())]
                 reasons += from_sources.get(channel, ())
                 reasons += [*_find_background(data, rows, channel), *_find_redundancy(data, rows, class_id, channel)]
@@ -98,6 +106,20 @@ def suggest_slots(data: ScoredData) -> list[Suggestion]:
                 name = name_slot(channel, metadata)
                 found.append(Suggestion(channel, name, len(rows), tuple(reasons), effect))
     return sorted(found, key=lambda each: (not each.suspected, -len(each.reasons), each.channel))
+
+
+def choose_drops(suggestions: Sequence[Suggestion], slots: Slots) -> list[str]:
+    """Return the names of the suspected slots of all classes that have other slots, too.
+
+    A class whose slots are all suspected must be trained again: the one that stays would read the shortcut.
+    """
+    suspected = [each for each in suggestions if each.suspected]
+    counts = Counter(each.channel // slots.per_class for each in suspected)
+    return [
+        each.name
+        for each in suspected
+        if counts[each.channel // slots.per_class] < slots.counts[each.channel // slots.per_class]
+    ]
 
 
 def _find_places(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Iterator[Reason]:
@@ -118,7 +140,7 @@ def _find_places(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Ite
 
 
 def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: int) -> dict[int, list[Reason]]:
-    """Return, by channel, the slots whose cells lie off the object, or its parts, more often than random cells."""
+    """Return, by channel, the slots that read the object, or its parts, significantly less than random cells."""
     if not data.annotations.known:
         return {}
     grid, channels = data.metadata.grid, data.metadata.slots.channels(class_id)
@@ -138,12 +160,16 @@ def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: in
         return {}
     known, cells = [*inside], np.stack([*inside.values()])  # [n, H * W]
     hit = np.take_along_axis(cells, data.cells[known][:, channels], axis=1)  # [n, m_c]
-    shares = np.average(hit, axis=0, weights=data.scores.values[known][:, channels].astype(np.float64))
+    weights = data.scores.values[known][:, channels].astype(np.float64)
+    shares = np.average(hit, axis=0, weights=weights)
     by_chance = float(cells.mean())
+    # of a weighted mean of shares: Kish's effective number of images
+    images = weights.sum(axis=0) ** 2 / (weights**2).sum(axis=0)
+    limits = by_chance - _STANDARD_ERRORS * np.sqrt(by_chance * (1 - by_chance) / images)
     return {
         channel: [Reason(kind, f"{share:.0%} of its score comes from {place} ({by_chance:.0%} of the cells)")]
-        for channel, share in zip(channels.tolist(), shares.tolist(), strict=True)
-        if share < by_chance
+        for channel, share, limit in zip(channels.tolist(), shares.tolist(), limits.tolist(), strict=True)
+        if share < limit
     }
 
 

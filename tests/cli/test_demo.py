@@ -6,6 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from opal_deploy.cli.demo import MARKER
+from opal_deploy.model.checkpoint import load
 from tests.cli.calls import check
 
 COMMANDS = ("train", "evaluate", "export", "infer", "verify")
@@ -14,6 +15,10 @@ COMMANDS = ("train", "evaluate", "export", "infer", "verify")
 def run_demo(opal, out, *options):
     done = check(opal("demo", "--out", out, *options))
     return done.stderr, json.loads((out / MARKER).read_text())
+
+
+def list_commands(printed):
+    return [line.split()[2:] for line in printed.splitlines() if line.startswith("$ opal-deploy")]
 
 
 def test_a_folder_with_other_things_is_left_alone(opal, tmp_path):
@@ -40,7 +45,7 @@ def legends(monkeypatch):
 def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, tmp_path, legends):
     out = tmp_path / "demo"
     printed, figures = run_demo(opal, out, "--epochs", 2, "--train-per-class", 8)
-    assert [line.split()[2] for line in printed.splitlines() if line.startswith("$ opal-deploy")] == [*COMMANDS]
+    assert [command[0] for command in list_commands(printed)] == [*COMMANDS]
     assert figures["pointing_game"]["distinguishing_part"]["count"] == figures["pointing_game"]["images"]
     records = [json.loads(line) for line in (out / "explanations" / "results.jsonl").read_text().splitlines()]
     assert len(records) == 8 * 15
@@ -55,6 +60,34 @@ def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, 
     # what comes next is said with these very files: one of the commands, as printed
     explain = next(line for line in printed.splitlines() if line.startswith("  opal-deploy explain"))
     check(opal(*explain.split()[1:]))
+
+
+def test_the_shortcut_is_found_dropped_and_trained_away_by_printed_commands(opal, tmp_path):
+    out = tmp_path / "demo"
+    printed, figures = run_demo(opal, out, "--shortcut", "--epochs", 3, "--train-per-class", 40)
+    evaluations = ["evaluate"] * 3
+    commands = list_commands(printed)
+    assert [command[0] for command in commands] == [
+        "train", *evaluations, "edit", "edit", *evaluations, "train", *evaluations
+    ]  # fmt: skip
+    assert commands[9][4:9] == [
+        "--start-from", str(out / "edited.pt"), "--reset-dropped", "--keep-off", str(out / "stamped" / "stamps.json")
+    ]  # fmt: skip
+    # what was suggested was dropped
+    (edit,) = load(out / "edited.pt").edits
+    assert edit["dropped"] == figures["dropped"]
+    assert all(len(row) == 3 for row in figures["accuracies"].values())
+    assert (out / "slots.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_without_the_suggested_slots_the_stamps_change_nothing(opal, tmp_path):
+    _, figures = run_demo(opal, tmp_path / "demo", "--shortcut")
+    before, dropped, cured = figures["accuracies"].values()
+    assert before[0] >= before[2] + 0.3
+    assert max(dropped) - min(dropped) <= 0.02
+    assert min(cured) >= max(before)
 
 
 @pytest.mark.slow

@@ -30,6 +30,8 @@ def test_each_kind_of_shortcut_is_named_and_slots_on_the_object_are_left_alone()
     cells[::5, 1], scores[:, 1] = CORNER, 0.05
     scores[::5, 1] = 0.9
     cells[:, 2] = BORDER
+    # b/0 reads a corner, but finds nothing
+    cells[:, 4], scores[:, 4], scores[:, 7] = CORNER, 0.2, 0.8
     # a/3 sees what a/0 sees, b/1 fires on empty images, and b/2 makes half of class a wrong
     scores[:, 3] = 0.4
     cells[:, 5:] = [MIDDLE + 1, MIDDLE + 8, MIDDLE + 9]
@@ -44,7 +46,7 @@ def test_each_kind_of_shortcut_is_named_and_slots_on_the_object_are_left_alone()
     )  # fmt: skip
     found = {each.name: {reason.kind for reason in each.reasons} for each in suggest_slots(data)}
     assert found == {
-        "a/1": {"corner", "object"}, "a/2": {"border", "object"}, "a/3": {"redundant"},
+        "a/1": {"corner"}, "a/2": {"border", "object"}, "a/3": {"redundant"},
         "b/1": {"background"}, "b/2": {"wrong"},
     }  # fmt: skip
     assert [each.suspected for each in suggest_slots(data)] == [True] * 4 + [False]
@@ -53,7 +55,7 @@ def test_each_kind_of_shortcut_is_named_and_slots_on_the_object_are_left_alone()
 def test_slots_off_the_parts_of_cropped_images_are_suspected():
     cells = np.full((IMAGES, 8), MIDDLE, np.int32)
     cells[:, 2] += 2
-    part = Part("beak", ((28.0, 28.0),))
+    part = Part("beak", ((16.0, 16.0, 40.0, 40.0),))
     data = ScoredData(
         Scores(METADATA, np.full((IMAGES, 8), 0.5, np.float32), np.zeros(IMAGES, np.int64)), cells,
         [Sample(Path("x"), 0)] * IMAGES, [Geometry.whole(64, 64)] * IMAGES,
