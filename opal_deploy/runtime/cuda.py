@@ -272,9 +272,7 @@ def find_free_gpu() -> int | None:
 
     A GPU in exclusive mode is tried with a context that is freed at once; no other GPU gets one.
     """
-    gpus = visible_driver().gpus
-    free = (gpu for gpu in gpus if gpu.compute_mode == "default" or _takes_process(gpu))
-    return next((gpu.index for gpu in free), None)
+    return next((gpu.index for gpu in visible_driver().gpus if _takes_process(gpu)), None)
 
 
 def number_gpu(device: str) -> int:
@@ -284,8 +282,8 @@ def number_gpu(device: str) -> int:
 
 
 def _takes_process(gpu: Gpu) -> bool:
-    if gpu.compute_mode == "prohibited" or not is_importable("cuda.bindings"):
-        return False
+    if gpu.compute_mode != "exclusive" or not is_importable("cuda.bindings"):
+        return gpu.compute_mode == "default"
     from cuda.bindings import driver
 
     _, device = driver.cuDeviceGet(gpu.index)
@@ -329,7 +327,8 @@ def _diagnose_visibility() -> tuple[str, str]:
         return hidden
     error, text = start_cuda() if is_importable("cuda.bindings") else (0, "")
     if error == 0:
-        if not is_importable("cuda.bindings") or find_free_gpu() is not None:
+        gpus = visible_driver().gpus
+        if not gpus or any(_takes_process(gpu) for gpu in gpus):
             return "", ""
         advice = "wait for its end, or let others in: sudo nvidia-smi -c 0"
         return "another process has the GPU for itself (compute mode exclusive)", advice

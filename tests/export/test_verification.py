@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from opal_deploy.errors import VerificationError
+from opal_deploy.errors import ArtifactError, VerificationError
 from opal_deploy.export.candidate import Float64Comparison
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import stage_onnx
@@ -129,7 +129,6 @@ FAULTS = {
     "batch reversed": lambda g: _insert(g, "logits", "Slice", _REVERSED),
     "cells counted from one": lambda g: _insert(g, "argmax", "Add", [np.array(1, np.int32)]),
     "scores averaged": _scores_averaged,
-    "argmax as int64": _argmax_as_int64,
     "not a number": _edit("projection.bias", _set(0, np.nan)),
 }
 # a network so noisy that the gate is as wide as it may become
@@ -177,6 +176,13 @@ def test_a_fault_is_rejected_however_noisy_the_network_and_leaves_what_was_there
     with pytest.raises(VerificationError):
         _write(replace(faulty, compare_in_float64=lambda model: NOISIEST), out)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("m.onnx", b"good")]
+
+
+def test_a_graph_with_other_tensors_than_its_metadata_promises_is_not_written(candidate, tmp_path):
+    faulty = replace(_with(candidate, _argmax_as_int64), compare_in_float64=None)
+    with pytest.raises(ArtifactError, match=r"its tensors are argmax .* and its metadata promises argmax int32"):
+        _write(faulty, tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_float64_is_computed_only_when_the_plain_gate_fails(candidate, tmp_path):

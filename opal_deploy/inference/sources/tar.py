@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import lzma
 import os
 import sys
@@ -37,17 +36,16 @@ from opal_deploy.inference.sources.members import (
     parents,
     resolve_link,
 )
+from opal_deploy.inference.sources.xz import XZ_MEMORY, open_xz
 from opal_deploy.inference.types import InputImage, Location
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.records.names import escape_name
 from opal_deploy.storage.files import FileFingerprint
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+    pass
 
 Decompressor = Callable[[BinaryIO], object]
-# for an xz stream's dictionary: xz -9 needs 65 MiB, and a header may claim 4 GiB
-_XZ_MEMORY = 256 << 20
 # bytes in a header for a long name or attributes
 _MAX_TAR_HEADER = 1 << 20
 # bytes of linked images in a compressed tar
@@ -56,63 +54,7 @@ _MAX_LINKED = 1 << 30
 _CHUNK = 1 << 20
 
 
-class _XzReader(io.RawIOBase):
-    """The decompressed bytes of an xz file, in bounded memory, which `lzma.open` does not offer."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._restart()
-
-    def _restart(self) -> None:
-        self._file.seek(0)
-        self._position = 0
-        self._decompressor: lzma.LZMADecompressor | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence != os.SEEK_SET:
-            raise io.UnsupportedOperation("seeks from the beginning only")
-        if offset < self._position:
-            self._restart()
-        while self._position < offset and self.read(min(_CHUNK, offset - self._position)):
-            pass
-        return self._position
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer).cast("B")
-        data = b""
-        while not data:
-            decompressor, packed = self._decompressor, b""
-            if decompressor is None or decompressor.eof:
-                # zeros may stand between streams
-                packed = (b"" if decompressor is None else decompressor.unused_data).lstrip(b"\0")
-                while not packed and (chunk := self._file.read(_CHUNK)):
-                    packed = chunk if decompressor is None else chunk.lstrip(b"\0")
-                if not packed:
-                    return 0
-                decompressor = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
-            elif decompressor.needs_input and not (packed := self._file.read(_CHUNK)):
-                raise EOFError("it ends inside an xz stream")
-            data = decompressor.decompress(packed, len(view))
-            self._decompressor = decompressor
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-
-def _open_xz(file: BinaryIO) -> BinaryIO:
-    return cast(BinaryIO, io.BufferedReader(_XzReader(file)))
-
-
-DECOMPRESSORS: dict[str, Decompressor] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": _open_xz}
+DECOMPRESSORS: dict[str, Decompressor] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": open_xz}
 _XZ_SIGNATURE = b"\xfd7zXZ\0"
 # of what they read
 _SIGNATURES = (b"\x1f\x8b", b"BZh", _XZ_SIGNATURE)
@@ -150,7 +92,7 @@ def is_tar(stream: BinaryIO, decompress: Decompressor | None) -> bool:
             raise ArchiveError("its first member has thousands of names or attributes") from None
         if isinstance(error, lzma.LZMAError) and "limit" in str(error):
             raise ArchiveError(
-                f"to decompress it takes more than {_XZ_MEMORY >> 20} MiB of memory; pack it again with xz -9 or less"
+                f"to decompress it takes more than {XZ_MEMORY >> 20} MiB of memory; pack it again with xz -9 or less"
             ) from None
         return False
     return True
