@@ -26,6 +26,7 @@ BLANK_DIGEST = "0" * 64
 
 Evidence = Literal["exact", "map", "none"]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
+Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
 InputKind = Literal["uint8", "float32"]
 
 # outputs of a graph that lists only its best classes; see `artifact.outputs.TopOutputs`
@@ -39,9 +40,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),
     "input_kind": get_args(InputKind),
 }
+DISTANCES: tuple[str, ...] = get_args(Distance)
 # bounds what is allocated before the graph is opened and compared
 _MOST_PROTOTYPES = 10_000
-_DISTANCES = ("l1", "l2", "l3", "linf", "kl", "tropical")
 # fields that hold a fixed number of values (None: any but 0), what each must be, and how to say so
 _SEQUENCES: tuple[tuple[str, int | None, Callable[[Any], bool], str], ...] = (
     ("grid", 2, lambda value: type(value) is int and value > 0, "two positive integers"),
@@ -255,8 +256,8 @@ class Metadata:
             raise ArtifactError("its test_vectors are not those of an export")
         if any(cells > pixels for cells, pixels in zip(self.grid, self.input_size, strict=True)):
             raise ArtifactError(f"grid {self.grid} has more cells than input_size {self.input_size} has pixels")
-        if self.head.get("distance") not in _DISTANCES or not is_finite_number(self.head.get("epsilon")):
-            raise ArtifactError(f"its head lacks distance, {' or '.join(_DISTANCES)}, or epsilon, a number")
+        if self.head.get("distance") not in DISTANCES or not is_finite_number(self.head.get("epsilon")):
+            raise ArtifactError(f"its head lacks distance, {' or '.join(DISTANCES)}, or epsilon, a number")
         if not isinstance(self.edits, tuple) or not all(isinstance(edit, dict) for edit in self.edits):
             raise ArtifactError("edits is not a list of objects")
         dropped = self.head.get("dropped", [])

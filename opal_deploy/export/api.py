@@ -45,11 +45,10 @@ def export_model(source: StrPath, options: ExportOptions) -> ExportResult:
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an exported ONNX file")
     kind = model_kind(source)
     repository, site = _open_repository(options), _open_site(options)
-    as_is = kind == "onnx" and options.precision is None
-    if repository is not None and (kind == "engine" or as_is):
-        return _serve_as_is(source, repository, options)
-    if site is not None and as_is:
-        return _serve_as_is(source, site, options)
+    target = repository or site
+    as_is = (kind == "onnx" and options.precision is None) or (kind == "engine" and repository is not None)
+    if target is not None and as_is:
+        return _serve_as_is(source, target, options)
     if kind not in ("checkpoint", "onnx"):
         hint = "; pretrained weights go to train --weights" if source.suffix == ".safetensors" else ""
         raise UsageError(f"{source}: expected a checkpoint (.pt, .pth) or an exported .onnx file{hint}")
@@ -67,9 +66,14 @@ def export_model(source: StrPath, options: ExportOptions) -> ExportResult:
         check_repository(repository, export_source, options)
     out = None if options.out is None else Path(options.out)
     result = export(export_source, plan_targets(export_source, options.precision, out=out), options)
-    if site is not None:
-        return replace(result, site=site.write(result.path))
-    return result if repository is None else replace(result, repository=repository.write(result.path))
+    return result if target is None else _write_target(result, target)
+
+
+def _write_target(result: ExportResult, target: Repository | Site) -> ExportResult:
+    """Return the result with the repository or site that is made of its file."""
+    if isinstance(target, Site):
+        return replace(result, site=target.write(result.path))
+    return replace(result, repository=target.write(result.path))
 
 
 def _check_options(source: Path, options: ExportOptions) -> None:
@@ -180,6 +184,4 @@ def _serve_as_is(source: Path, target: Repository | Site, options: ExportOptions
         if session.metadata.unverified:
             options.log(f"NOT VERIFIED: {source.name} was {session.metadata.unverified}")
         verify_test_vectors(session, str(source))
-    if isinstance(target, Site):
-        return ExportResult(source, [], [], site=target.write(source))
-    return ExportResult(source, [], [], target.write(source))
+    return _write_target(ExportResult(source, [], []), target)

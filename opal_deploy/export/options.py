@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from opal_deploy.artifact.engine_file import BatchRange
-from opal_deploy.artifact.metadata import InputKind, Precision
+from opal_deploy.artifact.metadata import Distance, InputKind, Precision
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, Progress, log_line
 from opal_deploy.options import Option, Options, StrPath, Threads, default_of, option_fields, parse_size
@@ -120,7 +120,7 @@ class CheckpointOptions(Options):
         StrPath | None, Option("File of class names, one per line.", default="those in the source", cli=Path)
     ] = None
     distance: Annotated[
-        Literal["l1", "l2", "l3", "linf", "kl", "tropical"] | None,
+        Distance | None,
         Option("Distance to the anchors.", default="l2", panel=_AUTHORS),
     ] = None
     pooling: Annotated[

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opal_deploy.artifact.metadata import Distance
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones, torchvision_backbones
-from opal_deploy.model.config import LINEAR_BASELINE, Distance, HeadConfig, NetworkConfig, Pooling
+from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig, Pooling
 from opal_deploy.model.head import build_anchors
 
 # the paper's nine backbones; other torchvision networks are tried after these

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Evidence
+from opal_deploy.artifact.metadata import DISTANCES, IMAGENET_MEAN, IMAGENET_STD, Distance, Evidence
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import UsageError
 
 Pooling = Literal["max", "avg"]
-Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
 HeadKind = Literal["opal", "linear", "plain"]
-DISTANCES: tuple[str, ...] = get_args(Distance)
 
 PAPER_PROTOTYPES = 5
 EPSILON = 1e-8

@@ -1,4 +1,4 @@
-"""What training can ask of the attention, besides the right answer. The exported graph stays the same.
+"""Terms of the training loss that act on the attention; the exported graph stays the same.
 
 Mirror agreement asks an image and its mirror image for the same cells. A slot's score comes from the cell where its
 attention is largest. Where several cells would do, the maximum jumps between them when the image hardly changes, and

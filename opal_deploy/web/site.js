@@ -112,6 +112,7 @@ function softmax(logits, temperature) {
   return powers.map((power) => power / sum);
 }
 
+/** The slots of a class that are left without those that are off. */
 function findSlots(classId, { scores, cells }, norm, off, imageWidth, imageHeight) {
   const left = ofClass(classId).filter((channel) => !dropped.has(channel) && !off.has(channel));
   return left.map((channel) => {
@@ -242,14 +243,18 @@ function highlight(channel) {
     marked.classList.toggle("faded", channel !== null && marked.dataset.channel !== String(channel));
 }
 
-/** A class with a bar and a switch for each slot; the bars add up to the cosine. */
-function showClass(section, classId, cosine, norm, longest) {
-  const { outputs, off, picture } = current;
-  const nothing = new Set(), shown = findSlots(classId, outputs, norm, nothing, picture.width, picture.height);
-  const left = shown.filter((slot) => !off.has(slot.channel));
-  const list = shown.map((slot) => {
-    const isOff = off.has(slot.channel);
-    const part = isOff ? 0 : slot.score / norm / Math.sqrt(left.length);
+/** `findSlots` for the picture that is shown. */
+function slotsOf(classId, off, norm) {
+  const { outputs, picture } = current;
+  return findSlots(classId, outputs, norm, off, picture.width, picture.height);
+}
+
+/** Return a class with a bar and a switch for each slot; the bars of those left add up to the cosine. */
+function buildClass(classId, cosine, norm, left, longest) {
+  const { off } = current;
+  const parts = new Map(left.map((slot) => [slot.channel, slot.contribution]));
+  const list = slotsOf(classId, new Set(), norm).map((slot) => {
+    const isOff = off.has(slot.channel), part = parts.get(slot.channel) ?? 0;
     const box = element("input", { type: "checkbox", checked: !isOff, disabled: !isOff && left.length === 1 });
     box.addEventListener("change", () => {
       off[box.checked ? "delete" : "add"](slot.channel);
@@ -275,10 +280,9 @@ function showClass(section, classId, cosine, norm, longest) {
     item.addEventListener("focusout", () => highlight(null));
     return item;
   });
-  section.replaceChildren(
+  return element("section", { className: "class" },
     element("h3", {}, labels[classId]), element("p", { className: "soft" }, `cosine ${format(cosine)}`),
     element("ul", {}, ...list));
-  return left;
 }
 
 const quote = (text) => /^[\w./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\"'\"'")}'`;
@@ -302,17 +306,11 @@ function showAnswer() {
   // classes with a switched slot stay, so that it can be switched on again
   const touched = [...off].map((channel) => Math.floor(channel / m));
   const classes = [...new Set([first, second, was, ...touched])].filter((classId) => classId !== undefined);
-  const longest = Math.max(...classes.flatMap((classId) => {
-    const left = ofClass(classId).filter((channel) => !off.has(channel) && !dropped.has(channel));
-    return left.map((channel) => outputs.scores[channel] / norm / Math.sqrt(left.length));
-  }), 1e-9);
-  const sections = classes.map((classId) => {
-    const section = element("section", { className: "class" });
-    const left = showClass(section, classId, cosines[classId], norm, longest);
-    if (classId === first) drawBoxes(left);
-    return section;
-  });
-  byId("classes").replaceChildren(...sections);
+  const left = classes.map((classId) => slotsOf(classId, off, norm));
+  const longest = Math.max(...left.flat().map((slot) => slot.contribution), 1e-9);
+  drawBoxes(left[0]); // of the answer
+  byId("classes").replaceChildren(
+    ...classes.map((classId, i) => buildClass(classId, cosines[classId], norm, left[i], longest)));
   const drops = [...off].map((channel) => `--drop ${quote(`${labels[Math.floor(channel / m)]}/${channel % m}`)}`);
   byId("permanent").hidden = !off.size;
   byId("command").textContent = `opal-deploy edit ${quote(model.source)} ${drops.join(" ")}`;

@@ -65,6 +65,11 @@ class Site:
 
     def check(self) -> None:
         """Raise UsageError unless the folder can be written and all that it needs is there."""
+        self._check_folder()
+        self._find_ort()
+        self._list_examples()
+
+    def _check_folder(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"--web {self.folder}: found a file; expected a folder to write")
         if self.folder.is_dir() and any(self.folder.iterdir()):
@@ -72,8 +77,6 @@ class Site:
                 raise UsageError(f"--web {self.folder}: holds other files; give a new or an empty folder")
             if not self.overwrite:
                 raise UsageError(f"--web {self.folder}: exists already; replace it with --overwrite")
-        self._find_ort()
-        self._list_examples()
 
     def write(self, model: Path) -> WrittenSite:
         """Write the site of an exported ONNX file, which the caller has verified.
@@ -82,7 +85,7 @@ class Site:
             ArtifactError: the file was not exported by opal-deploy, or is damaged.
             UsageError: a browser cannot run and explain it, or the disk refuses the files; nothing was changed.
         """
-        self.check()
+        self._check_folder()
         metadata = onnx_file.read_metadata(model)
         _check_model(model, metadata)
         self.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What this package uses of the Python bindings of TensorRT and TensorRT for RTX, compared with a wheel."""
+"""The names of TensorRT's and TensorRT for RTX's Python bindings that this package uses, compared with a wheel."""
 
 import re
 

@@ -33,7 +33,7 @@ from opal_deploy.runtime.session import Session
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What a process needs to open the model.
+    """The settings with which a process opens the model.
 
     Attributes:
         open_sessions: opens it; pickled.
