@@ -18,7 +18,8 @@ TRITON_INSTALLED := $(TRITON_VENV)/.installed
 GPU_STUBS_VENV := .venv-gpu-stubs
 GPU_STUBS_INSTALLED := $(GPU_STUBS_VENV)/.installed
 
-# ONNX Runtime Web, which `export --web` copies and tests run in Chromium
+# ONNX Runtime Web, which `export --web` copies and tests run in Chromium, and axe, which looks for what keeps people with
+# disabilities from using a page
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
@@ -30,7 +31,7 @@ help:
 	@echo "make test      the tests (about 6 minutes on 2 cores)"
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
 	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
-	@echo "make ort-web   ONNX Runtime Web by npm, for the tests of the page that runs a model (170 MB)"
+	@echo "make ort-web   ONNX Runtime Web by npm, and axe, for the tests of pages (170 MB)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
@@ -68,7 +69,7 @@ gpu-stubs-venv: $(GPU_STUBS_INSTALLED)
 
 $(ORT_WEB_INSTALLED): opal_deploy/web/site.py | $(INSTALLED)
 	@npm install --silent --no-audit --no-fund --no-save --prefix $(ORT_WEB) \
-	  "$$($(BIN)/python -c 'from opal_deploy.web.site import ORT_WEB; print(ORT_WEB)')"
+	  "$$($(BIN)/python -c 'from opal_deploy.web.site import ORT_WEB; print(ORT_WEB)')" axe-core@4.11.0
 	@touch $@
 
 ort-web: $(ORT_WEB_INSTALLED)

@@ -7,7 +7,6 @@ import io
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,14 @@ from opal_deploy.editing.scores import Effect
 from opal_deploy.editing.suggestions import Suggestion
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.visualization.atlas.entries import Atlas
-from opal_deploy.visualization.report.page import content_digest, json_script, load_templates, mark_safe
+from opal_deploy.visualization.pages import (
+    content_digest,
+    json_script,
+    load_templates,
+    mark_safe,
+    read_asset,
+    read_style,
+)
 from opal_deploy.visualization.style import INK, slot_color
 
 _PATCHES, _CHANGED = 4, 60
@@ -92,7 +98,7 @@ def write_page(
         ArtifactError: a patch of the atlas is missing or damaged.
         UsageError: the file cannot be written.
     """
-    script, style = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("edit.js", "edit.css"))
+    script, style = read_asset(__package__, "edit.js"), read_style(__package__, "edit.css")
     policy = (
         f"default-src 'none'; img-src data:; script-src '{content_digest(script)}'; "
         f"style-src '{content_digest(style)}'; base-uri 'none'; form-action 'none'"

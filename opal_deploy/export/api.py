@@ -17,8 +17,9 @@ from opal_deploy.web.site import Site
 if TYPE_CHECKING:
     from opal_deploy.export.candidate import ExportSource
 
+_SITE_ONLY = ("ort_web", "examples", "atlas", "min_margin", "webgpu")
 # options that apply where a file is served as it is
-_SERVING = ("triton", "name", "web", "ort_web", "examples", "overwrite", "verify", "threads")
+_SERVING = ("triton", "name", "web", *_SITE_ONLY, "overwrite", "verify", "threads")
 
 
 @keywords(ExportOptions)
@@ -149,15 +150,20 @@ def _open_site(options: ExportOptions) -> Site | None:
         UsageError: the folder holds something else, ONNX Runtime Web is missing, or other options do not fit.
     """
     if options.web is None:
-        if options.ort_web is not None or options.examples is not None:
-            raise UsageError("--ort-web, --examples: only for a site; add --web")
+        if given := [name for name in _SITE_ONLY if getattr(options, name) not in (None, False)]:
+            raise UsageError(f"--{', --'.join(given).replace('_', '-')}: only for a site; add --web")
         return None
     if options.trt or options.triton is not None:
         raise UsageError("--web: a site by itself; leave out --trt and --triton")
     if options.precision not in (None, "fp32") or options.input != "uint8" or options.outputs == "topk":
         raise UsageError("--web: browsers run fp32 files with uint8 input and all outputs; leave out other settings")
-    ort_web, examples = (None if path is None else Path(path) for path in (options.ort_web, options.examples))
-    site = Site(Path(options.web), ort_web, examples, overwrite=options.overwrite)
+    ort_web, examples, atlas = (
+        None if path is None else Path(path) for path in (options.ort_web, options.examples, options.atlas)
+    )
+    site = Site(
+        Path(options.web), ort_web, examples, atlas, options.min_margin, webgpu=options.webgpu,
+        overwrite=options.overwrite,
+    )  # fmt: skip
     site.check()
     return site
 

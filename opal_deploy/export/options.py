@@ -198,6 +198,16 @@ class ExportOptions(CheckpointOptions, EngineOptions):
         StrPath | None,
         Option("Folder of pictures to try, the first six.", default="generated ones", panel=_WEB, cli=Path),
     ] = None
+    atlas: Annotated[
+        StrPath | None, Option("Atlas folder; its patches are shown beside each slot.", panel=_WEB, cli=Path)
+    ] = None
+    min_margin: Annotated[
+        float | str | None,
+        Option("Margin below which the page is not sure, or an error rate such as 5%.", panel=_WEB, cli=str),
+    ] = None
+    webgpu: Annotated[
+        bool, Option("Also copy the WebGPU runtime (27 MB), for large models; used where it is exact.", panel=_WEB)
+    ] = False
     overwrite: Annotated[bool, Option("Replace different files or models that exist.")] = False
     threads: Threads = None
     log: Log = log_line

@@ -18,12 +18,13 @@ from opal_deploy.inference.sheets import SheetBuilder, get_image
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Result
 from opal_deploy.preprocess.decode import no_claim
+from opal_deploy.preprocess.resize import to_display
 from opal_deploy.records.record import Problem
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import make_thumbnail
 
-# a JPEG, the report's small JPEG of it, and a PNG
-Part: TypeAlias = Literal["overlay", "thumbnail", "sheet"]
+# a JPEG, the report's small JPEG of it, a PNG, and a JPEG of the image alone
+Part: TypeAlias = Literal["overlay", "thumbnail", "sheet", "picture"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class DrawTask:
                     add("overlay", encode_jpeg(overlay))
                     if "thumbnail" in parts:
                         add("thumbnail", make_thumbnail(overlay, result.record))
+                if "picture" in parts:
+                    add("picture", encode_jpeg(to_display(get_image(result.prepared))))
                 if "sheet" in parts and self.sheets is not None:
                     add("sheet", self.sheets.build(result).encode())
         except ImageError as error:

@@ -6,9 +6,7 @@ Around every request: its id, authentication, log line and metrics, and how its 
 from __future__ import annotations
 
 from http import HTTPStatus
-from importlib.resources import files
 
-from jinja2 import Environment
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -34,13 +32,16 @@ from opal_deploy.server.middleware import RequestMiddleware
 from opal_deploy.server.models import ServedModel, ServerState
 from opal_deploy.server.telemetry import CONTENT_TYPE
 from opal_deploy.server.tensors import BadRequest, build_response, parse_request
+from opal_deploy.visualization.pages import load_templates, read_asset, read_evidence_script, read_style
 
 VERSION = "1"
 _MAX_DIGITS = 15
 _JSON_SIZE = "Inference-Header-Content-Length"
-_FILES = files("opal_deploy.server")
-# how the page shows a model's evidence
-_PAGE_FORMATS = {"exact": "sheet", "map": "overlay", "none": "record"}
+_PACKAGE = "opal_deploy.server"
+# class names on the page of an open server
+_CLASSES_LISTED = 1000
+# what the page shows of a model's evidence, with scripts and without
+_PAGE_FORMATS = {"exact": ("picture", "sheet"), "map": ("overlay", "overlay"), "none": ("record", "record")}
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' blob: data:; "
@@ -68,6 +69,7 @@ def create_app(state: ServerState, *, draw_workers: int = 2) -> ASGIApp:
         Route("/", people.page),
         Route("/page.css", people.style),
         Route("/page.js", people.script),
+        Route("/evidence.js", people.script),
         Route("/explain", people.explain, methods=["POST"]),
     ]
     app = Starlette(
@@ -165,15 +167,20 @@ class _PageHandlers:
         self._state, self._drawings = state, DrawingQueue(draw_workers)
 
     async def page(self, request: Request) -> Response:
-        template = Environment(autoescape=True).from_string((_FILES / "page.html.jinja").read_text("utf-8"))
-        html = template.render(models=self._state.models, formats=_PAGE_FORMATS)
+        html = load_templates(_PACKAGE).get_template("page.html.jinja").render(
+            models=self._state.models, formats=_PAGE_FORMATS,
+            # without a token nobody learns the names
+            listed=_CLASSES_LISTED if self._state.token is None else 0,
+        )  # fmt: skip
         return Response(html, headers=_PAGE_HEADERS, media_type="text/html")
 
     async def style(self, request: Request) -> Response:
-        return Response((_FILES / "page.css").read_bytes(), headers=_PAGE_HEADERS, media_type="text/css")
+        return Response(read_style(_PACKAGE, "page.css"), headers=_PAGE_HEADERS, media_type="text/css")
 
     async def script(self, request: Request) -> Response:
-        return Response((_FILES / "page.js").read_bytes(), headers=_PAGE_HEADERS, media_type="text/javascript")
+        shared = request.url.path.endswith("/evidence.js")
+        text = read_evidence_script() if shared else read_asset(_PACKAGE, "page.js")
+        return Response(text, headers=_PAGE_HEADERS, media_type="text/javascript")
 
     async def explain(self, request: Request) -> Response:
         name = request.query_params.get("model", self._state.models[0].name)

@@ -30,8 +30,14 @@ from opal_deploy.server.models import ServedModel
 from opal_deploy.server.tensors import BadRequest, InferRequest, Tensor
 
 T = TypeVar("T")
-Format = Literal["record", "overlay", "sheet"]
-FORMATS: dict[Format, str] = {"record": "application/json", "overlay": "image/jpeg", "sheet": "image/png"}
+Format = Literal["record", "overlay", "sheet", "picture"]
+# of two formats of one type, a header Accept takes the first; a picture is the image as the model saw it, upright
+FORMATS: dict[Format, str] = {
+    "record": "application/json",
+    "overlay": "image/jpeg",
+    "sheet": "image/png",
+    "picture": "image/jpeg",
+}
 # an image that waits to be drawn takes about 6 MB
 _WAITING_PER_WORKER = 8
 _QUALITY = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?")
@@ -148,7 +154,7 @@ class DrawingQueue:
             self._free += count
 
     async def draw(
-        self, model: ServedModel, result: Result, chosen: Literal["overlay", "sheet"], seconds: float
+        self, model: ServedModel, result: Result, chosen: Literal["overlay", "sheet", "picture"], seconds: float
     ) -> bytes:
         """Return the encoded drawing; raise HttpError if drawing failed or took too long."""
         # the file's bytes are no longer needed and would be sent to the drawing process

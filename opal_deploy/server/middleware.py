@@ -26,7 +26,7 @@ _REQUEST_ID = "X-Request-ID"
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
 # health, and the page that asks for the token, need no token
-_OPEN = (*_HEALTH, "/", "/page.css", "/page.js")
+_OPEN = (*_HEALTH, "/", "/page.css", "/page.js", "/evidence.js")
 # names and values of the headers, path and query
 MAX_HEAD_BYTES = 32 << 10
 # load balancers and Prometheus poll these: logged only when they fail

@@ -1,9 +1,9 @@
 "use strict";
-// shows the record first, then its drawing; without scripts, the form shows only the drawing
+// shows the record first, then the picture with its boxes; without scripts, the form shows only a drawing
 const byId = (id) => document.getElementById(id);
 const file = byId("file"), model = byId("model"), token = byId("token"), drop = byId("drop"), send = byId("send");
 // the answer to an outdated request is not shown
-let current = 0, drawing = "";
+let current = 0;
 
 function say(text, isError) {
   byId("status").textContent = text;
@@ -25,40 +25,62 @@ async function post(image, format) {
   throw new Error(reason);
 }
 
-function addFact(name, value) {
-  const term = document.createElement("dt"), text = document.createElement("dd");
-  term.textContent = name;
-  text.textContent = value;
-  byId("facts").append(term, text);
-}
-
 function showRecord(record) {
-  const { prediction, margin, top, status } = record;
+  const { prediction, status, evidence: slots } = record;
   byId("label").textContent = prediction.label;
-  byId("facts").replaceChildren();
-  if (status === "abstained") addFact("status", "abstained: the margin is too small");
-  if (prediction.cosine !== null) addFact("cosine", prediction.cosine.toFixed(4));
-  if (prediction.calibrated_probability !== undefined)
-    addFact("calibrated probability", prediction.calibrated_probability.toFixed(3));
-  if (margin !== null) addFact("margin", `${margin.toFixed(4)} ahead of ${top.length > 1 ? top[1].label : "the runner-up"}`);
+  byId("flag").hidden = status !== "abstained";
+  byId("figures").replaceChildren(...evidence.summary(record));
+  byId("slots").replaceChildren(...(slots?.length
+    ? [evidence.evidenceTable(record, (slot, row) => evidence.link(row, slot.channel))] : []));
   byId("record").textContent = JSON.stringify(record, null, 2);
-  byId("figure").hidden = true;
+  byId("figure").hidden = byId("drawn").hidden = true;
   byId("answer").hidden = false;
 }
 
-function showDrawing(blob, format, record) {
-  URL.revokeObjectURL(drawing);
-  drawing = URL.createObjectURL(blob);
-  byId("image").src = byId("open").href = byId("save").href = drawing;
-  byId("image").alt = `${format === "sheet" ? "Evidence sheet" : "Overlay"}: why ${record.prediction.label}`;
-  byId("save").download = `${format}.${format === "sheet" ? "png" : "jpg"}`;
+/** Show a blob in an image; the address of the one before is given back. */
+function showImage(id, blob, alt) {
+  const image = byId(id);
+  URL.revokeObjectURL(image.src);
+  image.src = URL.createObjectURL(blob);
+  image.alt = alt;
+}
+
+function showPicture(blob, format, record) {
+  showImage("image", blob, `The picture, predicted ${record.prediction.label}; the table says where each slot looks`);
+  // an overlay has its boxes
+  if (format === "picture") evidence.drawBoxes(byId("boxes"), record.evidence, record.width, record.height);
+  else byId("boxes").replaceChildren();
   byId("figure").hidden = false;
+}
+
+async function drawSheet(image, record) {
+  const number = current;
+  byId("sheet").disabled = true;
+  say("Drawing …");
+  try {
+    const blob = await (await post(image, "sheet")).blob();
+    if (number !== current) return;
+    showImage("drawing", blob, `Evidence sheet: why ${record.prediction.label}`);
+    byId("open").href = byId("save").href = byId("drawing").src;
+    byId("save").download = "sheet.png";
+    byId("drawn").hidden = false;
+    byId("sheet").hidden = true;
+    say("");
+  } catch (error) {
+    if (number === current) say(describeError(image, error), true);
+  } finally {
+    byId("sheet").disabled = false;
+  }
+}
+
+function describeError(image, error) {
+  return `${image.name}: ${error instanceof TypeError ? "cannot reach the server" : error.message}`;
 }
 
 async function explain(image) {
   const number = ++current;
   const option = model.selectedOptions ? model.selectedOptions[0] : model;
-  const format = option.dataset.format;
+  const [format, drawing] = option.dataset.formats.split(" ");
   byId("answer").hidden = true;
   send.disabled = true;
   say("Classifying …");
@@ -66,17 +88,17 @@ async function explain(image) {
     const record = await (await post(image, "record")).json();
     if (number !== current) return;
     showRecord(record);
+    byId("sheet").hidden = drawing !== "sheet";
+    byId("sheet").onclick = () => drawSheet(image, record);
     if (format !== "record") {
-      say("Drawing …");
       const blob = await (await post(image, format)).blob();
       if (number !== current) return;
-      showDrawing(blob, format, record);
+      showPicture(blob, format, record);
     }
     say("");
   } catch (error) {
     if (number !== current) return;
-    const reason = error instanceof TypeError ? "cannot reach the server" : error.message;
-    say(`${image.name}: ${reason}`, true);
+    say(describeError(image, error), true);
   } finally {
     if (number === current) send.disabled = false;
   }

@@ -1,9 +1,11 @@
 """Write the folder of static files that `export --web` makes.
 
-    index.html, site.js, site.css    the page, which asks no other host for anything
+    index.html, site.css             the page, which asks no other host for anything
+    site.js, model.js, evidence.js   its scripts: the page, the model, and the drawing that all pages share
     model.onnx, model.json           the graph, and what a browser cannot read of it: metadata, test vectors, digest
     ort/                             ONNX Runtime Web
     examples/                        pictures to try
+    patches/                         of training images, from an atlas
 
 ONNX Runtime Web is copied from its npm package: its WebAssembly is 14 MB, too much for a Python package, and only the
 files that were tried with the page are taken.
@@ -17,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +30,33 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import list_images
 from opal_deploy.errors import ArtifactError, ImageError, UsageError
+from opal_deploy.inference.setup import fingerprint_model, parse_min_margin
+from opal_deploy.inference.sheets import load_atlas
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
 from opal_deploy.runtime.gates import GATES, Gate
 from opal_deploy.synthetic import example_images
-from opal_deploy.visualization.report.page import load_templates
-from opal_deploy.visualization.style import COLORS
+from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch
+from opal_deploy.visualization.atlas.storage import load_atlas as load_atlas_folder
+from opal_deploy.visualization.pages import load_templates, read_asset, read_evidence_script, read_style
 
 ORT_WEB = "onnxruntime-web@1.30.0"
-# of that version's files; others were never tried with the page
+# that version's files, script first, by execution provider; others were never tried with the page
 _ORT_FILES = {
-    "ort.wasm.bundle.min.mjs": "11e64bd8ffe11bd1a2a2f0d6275fdfbbba7262f0b76b99b53d228a8a22ef3d90",
-    "ort-wasm-simd-threaded.wasm": "3398c10d07d229bd91b364548e130e0e51a8e5704b88c7c083ebbeb78842dee2",
+    "wasm": {
+        "ort.wasm.bundle.min.mjs": "11e64bd8ffe11bd1a2a2f0d6275fdfbbba7262f0b76b99b53d228a8a22ef3d90",
+        "ort-wasm-simd-threaded.wasm": "3398c10d07d229bd91b364548e130e0e51a8e5704b88c7c083ebbeb78842dee2",
+    },
+    "webgpu": {
+        "ort.webgpu.bundle.min.mjs": "0730816731ce2cdfb06f273da065d4a1c7091eb9d1756a83b2916c8a89d015e2",
+        "ort-wasm-simd-threaded.asyncify.wasm": "39f9f0894d478800487ed9f7dbe92618498db320cf55c8e3d89adff8dce658da",
+    },
 }
 _DEFAULT_ORT = Path("node_modules/onnxruntime-web")
 _KIND = "opal-web"
 _MODEL, _DOCUMENT, _PAGE = "model.onnx", "model.json", "index.html"
 _EXAMPLES, _GENERATED = 6, 3
+_PATCHES, _PATCH_SIDE = 3, 96
 
 
 @dataclass(frozen=True)
@@ -55,12 +67,18 @@ class Site:
         folder: new, empty, or written by an earlier export.
         ort_web: the npm package, or its folder `dist`; None: in `node_modules` of the working directory.
         examples: a folder of pictures to try, of which the first six are taken; None: generated ones.
+        atlas: the model's atlas, whose best three patches of each slot are shown beside it.
+        min_margin: the margin below which the page is not sure, or an error rate such as `5%`; None: always sure.
+        webgpu: also take ONNX Runtime's files for WebGPU, which the page prefers where they answer right.
         overwrite: replace another site.
     """
 
     folder: Path
     ort_web: Path | None = None
     examples: Path | None = None
+    atlas: Path | None = None
+    min_margin: float | str | None = None
+    webgpu: bool = False
     overwrite: bool = False
 
     def check(self) -> None:
@@ -68,6 +86,8 @@ class Site:
         self._check_folder()
         self._find_ort()
         self._list_examples()
+        if self.atlas is not None:
+            load_atlas_folder(self.atlas)
 
     def _check_folder(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
@@ -88,11 +108,13 @@ class Site:
         self._check_folder()
         metadata = onnx_file.read_metadata(model)
         _check_model(model, metadata)
+        atlas = None if self.atlas is None else load_atlas(model, metadata, fingerprint_model(model), self.atlas)
+        described = self._describe(model, metadata, atlas)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             with tempfile.TemporaryDirectory(prefix=f".{self.folder.name}.", dir=self.folder.parent) as staging:
                 new = Path(staging, "site")
-                self._write_files(new, model, metadata)
+                self._write_files(new, model, metadata, described, atlas)
                 if self.folder.exists():
                     self.folder.rename(Path(staging, "old"))
                 new.rename(self.folder)
@@ -102,30 +124,39 @@ class Site:
             ) from None
         return WrittenSite(self.folder, metadata, sum(path.stat().st_size for path in self.folder.rglob("*")))
 
-    def _write_files(self, folder: Path, model: Path, metadata: Metadata) -> None:
+    def _write_files(
+        self, folder: Path, model: Path, metadata: Metadata, described: dict[str, Any], atlas: Atlas | None
+    ) -> None:
         (folder / "ort").mkdir(parents=True)
         for source in self._find_ort():
-            # some web servers do not know .mjs, and browsers run no script of an unknown type
-            shutil.copyfile(source, folder / "ort" / source.name.replace(".mjs", ".js"))
+            shutil.copyfile(source, folder / "ort" / _served_name(source.name))
         shutil.copyfile(model, folder / _MODEL)
         examples = list(self._write_examples(folder))
-        own = files(__package__)
-        for name in ("site.js", "site.css"):
-            (folder / name).write_bytes(own.joinpath(name).read_bytes())
+        texts = {"evidence.js": read_evidence_script(), "site.css": read_style(__package__, "site.css")}
+        texts |= {name: read_asset(__package__, name) for name in ("site.js", "model.js")}
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        if atlas is not None:
+            _write_patches(folder, atlas)
         page = load_templates(__package__).get_template("site.html.jinja")
         text = page.render(
-            title=f"Ask {metadata.checkpoint_name}", classes=f"{metadata.num_classes:,}",
+            model=metadata.checkpoint_name, classes=metadata.class_names,
             slots=metadata.prototypes_per_class, examples=examples, cropped=metadata.crop == "boxes",
         )  # fmt: skip
         (folder / _PAGE).write_text(text, encoding="utf-8")
-        document = json.dumps(_describe(model, metadata), ensure_ascii=False, allow_nan=False)
+        document = json.dumps(described, ensure_ascii=False, allow_nan=False)
         (folder / _DOCUMENT).write_text(document + "\n", encoding="utf-8")
+
+    @property
+    def _providers(self) -> tuple[str, ...]:
+        return ("wasm", "webgpu") if self.webgpu else ("wasm",)
 
     def _find_ort(self) -> list[Path]:
         """Return the files of ONNX Runtime Web; UsageError where they are missing or not those that were tried."""
         root = self.ort_web or _DEFAULT_ORT
         found = []
-        for name, sha256 in _ORT_FILES.items():
+        wanted = {name: sha256 for provider in self._providers for name, sha256 in _ORT_FILES[provider].items()}
+        for name, sha256 in wanted.items():
             path = next((path for path in (root / name, root / "dist" / name) if path.is_file()), None)
             if path is None:
                 place = f"--ort-web {root}" if self.ort_web else f"--web: {root}"
@@ -158,6 +189,30 @@ class Site:
             name = f"examples/{number}.png" if not chosen else f"examples/{number}.jpg"
             picture.save(folder / name, quality=92)
             yield name
+
+    def _describe(self, path: Path, metadata: Metadata, atlas: Atlas | None) -> dict[str, Any]:
+        """Return the content of model.json."""
+        described = json.loads(metadata.to_json())
+        vectors = described.pop("test_vectors")
+        recorded = metadata.verification.get("gate")
+        chosen = _choose_patches(atlas).items() if atlas else ()
+        m = metadata.prototypes_per_class
+        margin = self.min_margin
+        return {
+            "kind": _KIND,
+            "source": path.name,
+            "model_sha256": compute_sha256(path),
+            "gate": asdict(Gate(**recorded) if recorded else GATES[metadata.precision]),
+            "temperature": metadata.temperature,
+            "min_margin": None if margin is None else parse_min_margin(margin, path, metadata),
+            "runtimes": {
+                provider: dict(zip(("script", "wasm"), map(_served_name, _ORT_FILES[provider]), strict=True))
+                for provider in self._providers
+            },
+            "patches": {class_id * m + slot: [patch.file for patch in best] for (class_id, slot), best in chosen},
+            "vectors": vectors,
+            "metadata": described,
+        }
 
 
 @dataclass(frozen=True)
@@ -193,17 +248,19 @@ def _check_model(path: Path, metadata: Metadata) -> None:
         raise ArtifactError(f"{path}: it has no test vectors, which the page checks the browser with; export it again")
 
 
-def _describe(path: Path, metadata: Metadata) -> dict[str, Any]:
-    described = json.loads(metadata.to_json())
-    vectors = described.pop("test_vectors")
-    recorded = metadata.verification.get("gate")
-    return {
-        "kind": _KIND,
-        "source": path.name,
-        "model_sha256": compute_sha256(path),
-        "gate": asdict(Gate(**recorded) if recorded else GATES[metadata.precision]),
-        "temperature": metadata.temperature,
-        "colors": [f"rgb({red}, {green}, {blue})" for red, green, blue in COLORS],
-        "vectors": vectors,
-        "metadata": described,
-    }
+def _choose_patches(atlas: Atlas) -> dict[tuple[int, int], list[AtlasPatch]]:
+    """Return the best patches by (class, slot)."""
+    return {key: atlas.patches(*key)[:_PATCHES] for key in atlas.entries}
+
+
+def _write_patches(folder: Path, atlas: Atlas) -> None:
+    for patch in chain(*_choose_patches(atlas).values()):
+        image = atlas.load_patch(patch)
+        image.thumbnail((_PATCH_SIDE, _PATCH_SIDE))
+        (folder / patch.file).parent.mkdir(parents=True, exist_ok=True)
+        image.save(folder / patch.file, quality=85)
+
+
+def _served_name(name: str) -> str:
+    # some web servers do not know .mjs, and browsers run no script of an unknown type
+    return name.replace(".mjs", ".js")

@@ -1,15 +1,13 @@
 """The page of an edit, in a real browser."""
 
 import itertools
-import shutil
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from opal_deploy.editing.api import edit_model
 from opal_deploy.inference.atlas import create_atlas
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from tests.browser import CHROMIUM
 
 
 @pytest.fixture(scope="module")

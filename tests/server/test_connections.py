@@ -19,8 +19,8 @@ from opal_deploy.errors import UsageError
 from opal_deploy.server import connections
 from opal_deploy.server.connections import RESERVED_CONNECTIONS, choose_max_connections
 from opal_deploy.server.telemetry import ServerLog
+from tests.browser import CHROMIUM, needs_chromium
 from tests.inference.bright import BrightSession, wait_until
-from tests.server.test_page import CHROMIUM
 
 CHUNKED = b"Transfer-Encoding: chunked"
 ANNOUNCED = b"Content-Length: 1000000"
@@ -190,7 +190,7 @@ class OtherSite(BaseHTTPRequestHandler):
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@needs_chromium
 def test_a_page_of_another_site_makes_no_local_server_work(serving: Callable) -> None:
     session = BrightSession()
     with (

@@ -1,14 +1,12 @@
 """The page for people, in a real browser."""
 
-import shutil
-
 import httpx
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from tests.browser import AXE, CHROMIUM, find_violations, needs_chromium
 from tests.inference.bright import BrightSession
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NAME = "<img src=x onerror=hit()>.png"
 DROP = """([name, bytes]) => {
   const data = new DataTransfer();
@@ -28,7 +26,7 @@ def browser():
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@needs_chromium
 @pytest.mark.parametrize("width", [1280, 360])
 def test_a_dropped_picture_is_explained(serving, exact_session, make_pictures, tmp_path, browser, width):
     data = make_pictures(tmp_path, 1)[0].read_bytes()
@@ -36,7 +34,7 @@ def test_a_dropped_picture_is_explained(serving, exact_session, make_pictures, t
     elsewhere = []
     with (
         serving({"trees": exact_session, "light": BrightSession()}, token="s3cret") as running,
-        browser.new_context(viewport={"width": width, "height": 800}) as context,
+        browser.new_context(viewport={"width": width, "height": 800}, bypass_csp=True) as context,
     ):
         page = context.new_page()
         page.set_default_timeout(20_000)
@@ -55,7 +53,18 @@ def test_a_dropped_picture_is_explained(serving, exact_session, make_pictures, t
         record = httpx.post(f"{running.url}/explain", content=data, headers={"Authorization": "Bearer s3cret"}).json()
         # one of the class names would be markup too
         expect(page.locator("#label")).to_have_text(record["prediction"]["label"])
-        assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1200
+        size = image.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])")
+        assert size == [record["width"], record["height"]]
+        tags = page.locator("#boxes .tag, #slots .tag").all_inner_texts()
+        assert sorted(tags) == sorted(2 * [str(slot["slot"]) for slot in record["evidence"]])
+        page.locator("#slots tbody tr").first.hover()
+        expect(page.locator("#boxes .box.faded")).to_have_count(len(record["evidence"]) - 1)
+        page.locator("#sheet").click()
+        sheet = page.locator("#drawing")
+        expect(sheet).to_be_visible()
+        assert sheet.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1200
+        if AXE.is_file():
+            assert find_violations(page) == []
         assert record["prediction"]["label"] in (image.get_attribute("alt") or "")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.locator("#file").set_input_files(

@@ -1,7 +1,5 @@
 """Records made by hand: what each slot scored and where, for an image of a given size; reports of them; a browser."""
 
-import shutil
-
 import numpy as np
 import pytest
 from playwright.sync_api import sync_playwright
@@ -11,9 +9,9 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import ImageInfo, build_records
 from opal_deploy.visualization.report import ReportWriter
+from tests.browser import CHROMIUM
 
 GRID = (5, 5)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"

@@ -17,15 +17,19 @@ from playwright.sync_api import expect, sync_playwright
 
 import opal_deploy
 from opal_deploy.artifact import onnx_file
+from opal_deploy.inference.atlas import create_atlas
 from opal_deploy.synthetic import example_images
+from tests.browser import AXE, CHROMIUM, ORT_WEB, find_violations, needs_chromium, needs_ort_web
 
-ORT_WEB = Path(__file__).parents[2] / ".ort-web/node_modules/onnxruntime-web"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+# a GPU and a camera of software
+FLAGS = (
+    "--no-sandbox --disable-background-networking --enable-unsafe-webgpu --use-webgpu-adapter=swiftshader "
+    "--use-fake-device-for-media-stream --use-fake-ui-for-media-stream"
+)
 RESIZE = """async ([pixels, width, height]) => {
-  const { resize } = await import("/site.js");
+  const { resize } = await import("/model.js");
   return [...resize(pixels, width, height, 96, 96)];
 }"""
-needs_ort_web = pytest.mark.skipif(not ORT_WEB.is_dir(), reason="no ONNX Runtime Web: `make ort-web`")
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +49,7 @@ def visit():
             pass
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
-        )
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
         elsewhere, servers = [], []
 
         def open_page(folder, width=1280):
@@ -80,7 +82,7 @@ def ask(page, path):
 
 @needs_ort_web
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@needs_chromium
 class TestPage:
     @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
     def test_a_picture_has_the_record_that_infer_writes(self, site, exact_model, visit, tmp_path, mode):
@@ -103,7 +105,7 @@ class TestPage:
 
     def test_pictures_are_resized_as_pillow_does_it(self, site, visit):
         page = visit(site)
-        for width, height in [(330, 500), (500, 330), (60, 40), (96, 300), (96, 96), (97, 95)]:
+        for width, height in [(130, 211), (211, 130), (60, 40), (96, 300), (96, 96), (97, 95)]:
             pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
             resized = page.evaluate(RESIZE, [pixels.ravel().tolist(), width, height])
             expected = np.asarray(Image.fromarray(pixels).resize((96, 96), Image.Resampling.BILINEAR))
@@ -116,6 +118,8 @@ class TestPage:
         page.locator("#examples button").first.click()
         expect(page.locator("#status")).to_contain_text("Answered")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        if AXE.is_file():
+            assert find_violations(page) == []
         record = json.loads(page.locator("#record").text_content())
         first = record["evidence"][0]
         page.locator(f"[data-switch='{first['channel']}']").focus()
@@ -139,6 +143,41 @@ class TestPage:
         expect(page.locator("#status")).to_contain_text("Covered: ")
         page.locator("#uncover").click()
         expect(page.locator("#status")).to_contain_text("Answered")
+        score = json.loads(page.locator("#record").text_content())["evidence"][0]["score"]
+        page.locator("#cover").click()
+        expect(page.locator("#status")).to_contain_text("Covered: ")
+        assert json.loads(page.locator("#record").text_content())["evidence"][0]["score"] != score
+
+    def test_the_camera_takes_a_picture(self, site, visit):
+        page = visit(site)
+        page.locator("#camera").click()
+        expect(page.locator("#shoot")).to_be_visible()
+        expect(page.locator("#video")).to_have_js_property("readyState", 4)
+        page.locator("#shoot").click()
+        expect(page.locator("#status")).to_contain_text("Answered")
+        assert json.loads(page.locator("#record").text_content())["image"] == "camera.png"
+        expect(page.locator("#viewfinder")).to_be_hidden()
+
+    def test_patches_a_margin_and_webgpu(self, site, exact_model, visit, make_pictures, tmp_path):
+        make_pictures(tmp_path / "photos", 12)
+        atlas = create_atlas(
+            tmp_path / "photos", model=exact_model, out=tmp_path / "atlas", plain=True, threads=1
+        ).atlas
+        options = {"atlas": tmp_path / "atlas", "min_margin": 2.0, "webgpu": True}
+        folder = tmp_path / "site"
+        opal_deploy.export_model(exact_model, web=folder, ort_web=ORT_WEB, threads=1, log=lambda text: None, **options)
+        page = visit(folder)
+        expect(page.locator("#checked")).to_contain_text("on this device (WebGPU)")
+        record = ask(page, next((tmp_path / "photos").iterdir()))
+        assert record["status"] == "abstained"
+        expect(page.locator("#flag")).to_have_text("Not sure: the margin is below 2.000")
+        shown = page.locator(f"tr[data-channel='{record['evidence'][0]['channel']}'] .patches img")
+        expect(shown).to_have_count(len(atlas.patches(record["prediction"]["class_id"], 0)[:3]))
+        assert shown.first.evaluate("image => image.decode().then(() => image.naturalWidth > 0)")
+        # where WebGPU fails or answers wrong, WebAssembly answers
+        (folder / "ort/ort-wasm-simd-threaded.asyncify.wasm").write_bytes(b"")
+        page = visit(folder)
+        expect(page.locator("#checked")).to_contain_text(re.compile(r"WebAssembly, 1 thread; WebGPU: "))
 
     def test_a_damaged_model_answers_nothing_and_a_text_is_no_picture(self, site, visit, tmp_path):
         (tmp_path / "note.jpg").write_text("no picture")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.visualization.atlas.entries import FINDING_KINDS, Atlas, format_counts
-from opal_deploy.visualization.report.cards import SLOT_COLORS
-from opal_deploy.visualization.report.page import load_templates
+from opal_deploy.visualization.pages import content_digest, load_templates, mark_safe, read_style
 from opal_deploy.visualization.style import count_of
 
 PAGE_FILE = "atlas.html"
@@ -23,6 +22,7 @@ def write_page(atlas: Atlas) -> None:
             if about.actionable == actionable and (found := [each for each in atlas.findings if each.kind == kind])
         ]
         findings += [(heading, kinds)] if kinds else []
+    style = read_style(__package__, "atlas.css")
     parts = (
         load_templates(__package__)
         .get_template("atlas.html.jinja")
@@ -33,7 +33,8 @@ def write_page(atlas: Atlas) -> None:
             open_findings=_OPEN_FINDINGS,
             shows_fields=any(patch.field is not None for entry in atlas.entries.values() for patch in entry.patches),
             describe_class=_describe_class,
-            colors=SLOT_COLORS,
+            style=mark_safe(style),
+            digest=content_digest(style),
         )
     )
     with (

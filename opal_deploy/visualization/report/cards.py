@@ -20,12 +20,10 @@ from opal_deploy.visualization.overlay import (
     overlay_width,
     photograph_size,
 )
-from opal_deploy.visualization.style import COLORS, escape_unprintable, slot_color, text_color, to_hex
+from opal_deploy.visualization.style import escape_unprintable, slot_color, to_hex
 
 MEANINGS = (COSINE, DISTANCE, SCORE)
 STATUSES = ("ok", "abstained", "error")
-# (tag colour, text colour) of the slots in CSS; they repeat
-SLOT_COLORS = tuple((to_hex(color), to_hex(text_color(color))) for color in COLORS)
 # rows of the tables of classes and of confusions
 CLASSES_LISTED = 30
 PAIRS_LISTED = 60
@@ -93,15 +91,15 @@ class Card:
     message: str = ""
 
     @property
-    def stack(self) -> list[tuple[float, float, str]]:
-        """Contributions that add up to the cosine, side by side: (start, width, colour), where 100 is cosine 1."""
+    def stack(self) -> list[tuple[float, float, int]]:
+        """Contributions that add up to the cosine, side by side: (start, width, slot), where 100 is cosine 1."""
         values = [slot.value for slot in self.slots]
         if MEANINGS[self.meaning] != COSINE or any(value is None or value < 0 for value in values):
             return []
         parts, start = [], 0.0
         for slot in self.slots:
             width = 100 * (slot.value or 0.0)
-            parts.append((round(start, 2), round(width, 2), to_hex(slot_color(slot.slot))))
+            parts.append((round(start, 2), round(width, 2), slot.slot))
             start += width
         return parts
 

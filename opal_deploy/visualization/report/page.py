@@ -6,26 +6,23 @@ fetches are impossible, whatever a file's name contains.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import io
-import json
-import re
 from collections.abc import Sequence
-from functools import cache
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from PIL import Image
 
 from opal_deploy.records.record import Record
 from opal_deploy.visualization.overlay import NO_EVIDENCE, photograph_size
-from opal_deploy.visualization.report.cards import MEANINGS, SLOT_COLORS, Card
-from opal_deploy.visualization.style import count_of, escape_unprintable, format_number
-
-if TYPE_CHECKING:
-    import jinja2
-
+from opal_deploy.visualization.pages import (
+    content_digest,
+    load_templates,
+    mark_safe,
+    read_asset,
+    read_evidence_script,
+    read_style,
+)
+from opal_deploy.visualization.report.cards import MEANINGS, Card
 
 ImageMode = Literal["embed", "files"]
 
@@ -51,8 +48,8 @@ _IMAGE_SOURCES = {"embed": "data:", "files": "'self' file:"}
 
 def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) -> str:
     """Return the page up to the cards."""
-    style = read_asset("style.css") + "".join(_size_rule(card, image_mode) for card in first)
-    script, *styles = (content_digest(text) for text in (read_asset("script.js"), style, _NO_SCRIPT_STYLE))
+    style = read_style(__package__, "style.css") + "".join(_size_rule(card, image_mode) for card in first)
+    script, *styles = (content_digest(text) for text in (_read_script(), style, _NO_SCRIPT_STYLE))
     policy = (
         f"default-src 'none'; img-src {_IMAGE_SOURCES[image_mode]}; script-src '{script}'; "
         f"style-src '{styles[0]}' '{styles[1]}'; base-uri 'none'; form-action 'none'; "
@@ -71,9 +68,7 @@ def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) ->
 def render_card(card: Card, labels: Sequence[str], source: str | None) -> str:
     """Return one card; `source` is the address of its image, None without one."""
     template = load_templates(__package__).get_template("card.html.jinja")
-    return template.render(
-        card=card, labels=labels, source=source, meanings=MEANINGS, colors=SLOT_COLORS, no_evidence=NO_EVIDENCE
-    )
+    return template.render(card=card, labels=labels, source=source, meanings=MEANINGS, no_evidence=NO_EVIDENCE)
 
 
 def render_tables(**content: Any) -> str:
@@ -83,24 +78,11 @@ def render_tables(**content: Any) -> str:
 
 def render_tail() -> str:
     """Return the script and the end of the page."""
-    return f"<script>{read_asset('script.js')}</script>\n</body>\n</html>\n"
+    return f"<script>{_read_script()}</script>\n</body>\n</html>\n"
 
 
-def json_script(name: str, value: object) -> str:
-    """Return a value for the page's script as a data block, which browsers do not run."""
-    return f'<script type="application/json" id="{name}">{to_json(value)}</script>\n'
-
-
-def to_json(value: object) -> str:
-    """Return JSON that can neither end the data block around it nor start a comment."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-@cache
-def read_asset(name: str) -> str:
-    """Return the text of one of the package's files."""
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _read_script() -> str:
+    return read_evidence_script() + read_asset(__package__, "script.js")
 
 
 def _size_rule(card: Card, image_mode: ImageMode) -> str:
@@ -111,49 +93,6 @@ def _size_rule(card: Card, image_mode: ImageMode) -> str:
     size = f"{card.width:d}/{card.height:d}"
     figure = f"#f{card.number:d}"
     return f"{figure}{{aspect-ratio:{size};max-width:calc(18rem*{size})}}{figure} img{{width:{share:.2f}%}}\n"
-
-
-def content_digest(text: str) -> str:
-    """Return the digest of a script or style sheet, as a content security policy names it."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def mark_safe(text: str) -> object:
-    """Return our own text, such as a style sheet, that templates insert as it is."""
-    import markupsafe
-
-    return markupsafe.Markup(text)
-
-
-def _breakable(text: str) -> object:
-    """Return a name that may break after folders and words."""
-    import markupsafe
-
-    return markupsafe.Markup("<wbr>").join(re.split(r"(?<=[/_])", text))
-
-
-@cache
-def load_templates(package: str) -> jinja2.Environment:
-    """Return the templates of a package, which escape all texts, with filters for numbers and names."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: files(package).joinpath(name).read_text(encoding="utf-8")),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {
-        "number": format_number,
-        "breakable": _breakable,
-        "visible": escape_unprintable,
-        "thousands": "{:,}".format,
-        "count": count_of,
-        "share": lambda value: "–" if value is None else f"{value:.0%}",
-    }
-    return environment
 
 
 class Thumbnail(bytes):

@@ -1,4 +1,3 @@
-"use strict";
 // Filters, sorts and shows the cards of this page's own data. Texts become text nodes only: nothing here parses markup.
 (() => {
   const $ = (id) => document.getElementById(id);
@@ -7,7 +6,7 @@
   // columns of the index, in the order of Card.index_row
   const NUMBER = 0, NAME = 1, STATUS = 2, CLASS = 3, LABEL = 4, MARGIN = 5, VALUE = 6, CODE = 7;
   const OK = 0, ABSTAINED = 1, FAILED = 2;
-  const NUMERIC = { class: "n" };
+  const { el, bdi, number, table, NUMERIC } = evidence;
   const SCORE = 2, MEANINGS = config.meanings;
   const cards = $("cards"), sheet = $("sheet"), sheetBody = $("sheet-body"), help = $("help"), tools = $("tools");
   const lower = rows.map((row) => row[NAME].toLowerCase());
@@ -29,43 +28,12 @@
     return block ? "data:image/jpeg;base64," + block.textContent : first.get(number);
   }
 
-  function el(tag, attributes, ...children) {
-    const svg = ["svg", "rect", "text"].includes(tag);
-    const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes || {})) node.setAttribute(name, value);
-    node.append(...children.filter((child) => child !== null));
-    return node;
-  }
-
-  // long names break after folders and words
-  const bdi = (text) => el("bdi", null, ...text.split(/(?<=[/_])/).flatMap((part, i) => i ? [el("wbr"), part] : [part]));
-  const number = (value) => value === null ? "–" : value.toFixed(3).replace(/^-0\.000$/, "0.000");
   const pluralize = (n, one, many) => n.toLocaleString("en") + " " + (n === 1 ? one : many);
 
-  function bar(name, parts) {
-    const rects = parts.map(([x, width, fill]) => el("rect", { x, width: Math.max(0, width), height: 6, fill }));
-    const track = el("rect", { class: "track", width: 100, height: 6 });
-    return el("svg", { class: name, viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true" }, track, ...rects);
-  }
-
-  function table(name, head, body) {
-    const cells = head.map(([text, attributes]) => el("th", { scope: "col", ...attributes }, text));
-    return el("table", { class: name }, el("thead", null, el("tr", null, ...cells)), el("tbody", null, ...body));
-  }
-
   function slotTable(d) {
-    const both = d.meaning !== SCORE;
-    const body = d.slots.map(([slot, row, column, value, score, start, stop, name]) => {
-      const [color, textColor] = config.colors[slot % config.colors.length];
-      const tag = el("svg", { class: "tag", viewBox: "0 0 26 20", role: "img", "aria-label": slot },
-        el("rect", { width: 26, height: 20, rx: 2, fill: color }),
-        el("text", { x: 13, y: 15, fill: textColor, "text-anchor": "middle" }, String(slot)));
-      return el("tr", null, el("td", null, tag, ...(name ? [" ", bdi(name)] : [])),
-        el("td", null, bar("bar", [[start, stop - start, color]])), el("td", { class: "n" }, number(value)),
-        both ? el("td", { class: "n" }, number(score)) : null, el("td", { class: "n" }, row + ", " + column));
-    });
-    const head = [["slot"], [MEANINGS[d.meaning], { colspan: 2 }], ...(both ? [["score", NUMERIC]] : []), ["cell", NUMERIC]];
-    return table("slots", head, body);
+    const names = ["slot", "row", "column", "value", "score", "start", "stop", "name"];
+    const slots = d.slots.map((values) => Object.fromEntries(names.map((name, i) => [name, values[i]])));
+    return evidence.slotTable(slots, MEANINGS[d.meaning], d.meaning !== SCORE);
   }
 
   function topTable(d) {
@@ -109,20 +77,14 @@
     }
     if (row[STATUS] === ABSTAINED) parts.push(el("p", { class: "flag" }, "Abstained: margin below the threshold"));
     if (row[STATUS] === FAILED) return parts;
-    if (d.meaning === 0 && d.slots.length && d.slots.every((slot) => slot[3] !== null && slot[3] >= 0)) {
-      let start = 0;
-      parts.push(bar("sum", d.slots.map(([slot, , , value]) => {
-        start += 100 * value;
-        return [start - 100 * value, 100 * value, config.colors[slot % config.colors.length][0]];
-      })));
-    }
-    const measure = (name, text) => el("div", null, el("dt", null, name), el("dd", null, text));
-    parts.push(el("dl", { class: "measures" }, measure(d.cosine ? "cosine" : "logit", number(row[VALUE])),
-      d.cosine ? measure("margin", number(row[MARGIN])) : null,
-      d.probability !== null ? measure("calibrated probability", number(d.probability)) : null,
-      d.slots.length ? measure("different cells", d.distinct + " of " + d.slots.length) : null));
+    if (d.meaning === 0) parts.push(evidence.sumBar(d.slots.map(([slot, , , value]) => ({ slot, value }))));
+    const figures = [[d.cosine ? "cosine" : "logit", number(row[VALUE])]];
+    if (d.cosine) figures.push(["margin", number(row[MARGIN])]);
+    if (d.probability !== null) figures.push(["calibrated probability", number(d.probability)]);
+    if (d.slots.length) figures.push(["different cells", `${d.distinct} of ${d.slots.length}`]);
+    parts.push(evidence.measures(figures));
     if (d.top.length > 1) parts.push(el("p", { class: "runner" }, "runner-up: ", bdi(labels[d.top[1][0]]), " " + number(d.top[1][1])));
-    return parts;
+    return parts.filter((part) => part !== null);
   }
 
   // most details stay closed: their contents are created on opening

@@ -24,18 +24,17 @@ from PIL import Image
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.record import Record
 from opal_deploy.visualization.overlay import NO_EVIDENCE, get_prediction
-from opal_deploy.visualization.report.cards import CLASSES_LISTED, MEANINGS, SLOT_COLORS, Card, Tables, build_card
+from opal_deploy.visualization.pages import json_script, to_json
+from opal_deploy.visualization.report.cards import CLASSES_LISTED, MEANINGS, Card, Tables, build_card
 from opal_deploy.visualization.report.page import (
     PAGE_SIZE,
     ImageMode,
     Thumbnail,
-    json_script,
     make_thumbnail,
     render_card,
     render_head,
     render_tables,
     render_tail,
-    to_json,
 )
 from opal_deploy.visualization.style import escape_unprintable, format_number
 
@@ -225,7 +224,7 @@ class ReportWriter:
             pages=-(-(self._cards + self._failed_cards) // PAGE_SIZE),
         )
         config = {
-            "labels": labels, "colors": SLOT_COLORS, "meanings": MEANINGS, "no_evidence": NO_EVIDENCE,
+            "labels": labels, "meanings": MEANINGS, "no_evidence": NO_EVIDENCE,
             "image_mode": self._image_mode, "block": _BLOCK, "page": PAGE_SIZE, "typical": typical,
         }  # fmt: skip
         yield json_script("config", config)

@@ -11,8 +11,8 @@ from PIL import Image
 
 from opal_deploy.records.record import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+from opal_deploy.visualization.pages import to_json
 from opal_deploy.visualization.report import ReportWriter, choose_image_mode, make_thumbnail
-from opal_deploy.visualization.report.page import to_json
 
 HOSTILE = "<script>alert(1)</script>\"'&\n\udcff</title><img src=x onerror=alert(2)>.jpg"
 SIZE = (200, 200)

@@ -1,0 +1,113 @@
+"""What all HTML pages share: templates that escape all texts, the style sheet, and the script that draws evidence.
+
+`base.css` has the colours and the controls; `evidence.js` draws boxes, bars and tables of slots. A page's content
+security policy names its inline scripts and style sheets by their digests.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from opal_deploy.visualization.glossary import GLOSSARY
+from opal_deploy.visualization.style import COLORS, count_of, escape_unprintable, format_number, text_color, to_hex
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+@cache
+def load_templates(package: str) -> jinja2.Environment:
+    """Return the templates of a package, which escape all texts, with filters for numbers and names."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: read_asset(package, name)),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "number": format_number,
+        "breakable": _breakable,
+        "visible": escape_unprintable,
+        "thousands": "{:,}".format,
+        "count": count_of,
+        "explained": _explained,
+        "share": lambda value: "–" if value is None else f"{value:.0%}",
+    }
+    environment.globals["slot_class"] = slot_class
+    return environment
+
+
+@cache
+def read_asset(package: str, name: str) -> str:
+    """Return the text of one of a package's files."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def read_style(package: str, name: str) -> str:
+    """Return the style sheet that all pages share, the slots' colours, and a package's own style sheet."""
+    colors = "".join(
+        f".slot-{slot} {{ --slot: {to_hex(color)}; --on-slot: {to_hex(text_color(color))}; }}\n"
+        for slot, color in enumerate(COLORS)
+    )
+    return read_asset(__name__, "base.css") + colors + read_asset(package, name)
+
+
+@cache
+def read_evidence_script() -> str:
+    """Return the script that draws boxes, bars and tables of slots; it defines the global object `evidence`."""
+    return f"const GLOSSARY = {to_json(GLOSSARY)};\n" + read_asset(__name__, "evidence.js")
+
+
+def slot_class(slot: int) -> str:
+    """Return the CSS class with a slot's colours."""
+    return f"slot-{slot % len(COLORS)}"
+
+
+def json_script(name: str, value: object) -> str:
+    """Return a value for the page's script as a data block, which browsers do not run."""
+    return f'<script type="application/json" id="{name}">{to_json(value)}</script>\n'
+
+
+def to_json(value: object) -> str:
+    """Return JSON that can neither end the data block around it nor start a comment."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def content_digest(text: str) -> str:
+    """Return the digest of a script or style sheet, as a content security policy names it."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def mark_safe(text: str) -> object:
+    """Return our own text, such as a style sheet, that templates insert as it is."""
+    import markupsafe
+
+    return markupsafe.Markup(text)
+
+
+def _breakable(text: str) -> object:
+    """Return a name that may break after folders and words."""
+    import markupsafe
+
+    return markupsafe.Markup("<wbr>").join(re.split(r"(?<=[/_])", text))
+
+
+def _explained(text: str) -> object:
+    """Return a text with the glossary's sentences about its first word as a tooltip."""
+    import markupsafe
+
+    if (meaning := GLOSSARY.get(text.split(" ")[0])) is None:
+        return text
+    return markupsafe.Markup('<abbr title="{}">{}</abbr>').format(meaning, text)

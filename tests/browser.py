@@ -1,0 +1,21 @@
+"""The browser that tests drive, what npm brings for them (`make ort-web`), and what axe finds on a page."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_NODE_MODULES = Path(__file__).parents[1] / ".ort-web/node_modules"
+ORT_WEB = _NODE_MODULES / "onnxruntime-web"
+AXE = Path(os.environ.get("AXE_CORE") or _NODE_MODULES / "axe-core/axe.min.js")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+needs_ort_web = pytest.mark.skipif(not ORT_WEB.is_dir(), reason="no ONNX Runtime Web: `make ort-web`")
+needs_axe = pytest.mark.skipif(not AXE.is_file(), reason="no axe-core: `make ort-web`, or AXE_CORE=.../axe.min.js")
+
+
+def find_violations(page):
+    """Return what axe finds; the page's context has to bypass its content security policy."""
+    page.evaluate(AXE.read_text(encoding="utf-8") + "; 0")
+    return page.evaluate("axe.run().then(r => r.violations.map(v => [v.id, v.impact, v.nodes[0].html]))")
