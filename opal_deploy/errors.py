@@ -112,12 +112,16 @@ class OutOfMemory(StoppedEarly):
 
 def require(package: str, extra: str, purpose: str, *, pip_name: str | None = None) -> None:
     """Raise MissingExtra unless `package` is installed; does not import it."""
-    try:
-        found = importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        found = False
-    if not found:
+    if not is_installed(package):
         raise MissingExtra(pip_name or package, extra, purpose)
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def first_line(error: Exception) -> str:

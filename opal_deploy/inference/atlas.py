@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from opal_deploy.errors import ImageError, MissingExtra, UsageError
+from opal_deploy.errors import ImageError, MissingExtra, UsageError, is_installed
 from opal_deploy.logs import Log, Progress, log_line, no_progress, one_line
 from opal_deploy.options import Batch, Devices, MaxPixels, Option, Options, StrPath, Threads, Workers, keywords
 
@@ -179,21 +179,27 @@ class _ImageSet:
 
 
 def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
-    """Read a data set as the trainer does, or as plain folders if the trainer's packages are missing."""
+    """Read a data set as the trainer does; without scikit-learn, no validation images are set aside.
+
+    Raises UsageError if the data set cannot be read, or lacks the split.
+    """
     from opal_deploy.datasets.registry import read_dataset
 
     if options.plain or (options.dataset is None and not data.is_dir()):
         return _read_plain(data)
+    sets_aside = options.split == "val" or (options.split == "train" and is_installed("sklearn"))
     try:
         dataset = read_dataset(
             data, options.dataset, partition=options.partition, skip_missing=options.skip_missing,
-            progress=options.progress or no_progress,
+            needs_validation=sets_aside, progress=options.progress or no_progress,
         )  # fmt: skip
     except MissingExtra as error:
-        if options.dataset is not None:
-            raise
-        options.log(f"{error}; using every image in {data}, labelled by its folder")
-        return _read_plain(data)
+        raise UsageError(f"{error}; or use every image, labelled by its folder, with --plain") from None
+    if options.split == "train" and not (sets_aside or dataset.val):
+        options.log(
+            "warning: the images that training set aside for validation are used too; scikit-learn leaves them out: "
+            "pip install 'opal-deploy[train]'"
+        )
     for line in dataset.warnings:
         options.log(one_line(f"warning: {line}"))
     samples = {"train": dataset.train, "val": dataset.val, "test": dataset.test}[options.split]

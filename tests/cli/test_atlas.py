@@ -17,8 +17,8 @@ TRAINER = ("torch", "torchvision", "sklearn", "scipy", "matplotlib", "onnx")
 PLAIN = ["set", "--plain", "--out", "a"]
 
 
-def read_atlas(root):
-    return json.loads((root / "a/atlas.json").read_text())
+def read_atlas(root, name="a"):
+    return json.loads((root / name / "atlas.json").read_text())
 
 
 def list_slots(document):
@@ -91,16 +91,24 @@ def test_the_patches_are_those_that_infer_says_contributed_most(run, place):
                 assert not of_class or len(kept) == min(3, len(best))
 
 
-def test_a_data_set_that_the_trainer_reads_gives_its_training_images_and_without_its_packages_folders_are_classes(
-    run,
-):
-    done = run("atlas", "set", "--out", "b", "--json", blocked=TRAINER)
-    assert "pip install 'opal-deploy[train]'" in done.stderr
-    assert json.loads(done.stdout)["data"]["images"] == 12
-    pytest.importorskip("sklearn")
-    done = run("atlas", "set", "--out", "c", "--json")
-    assert json.loads(done.stdout)["data"]["images"] < 12
-    assert "train split" in done.stderr
+def test_only_training_images_are_used_with_and_without_the_trainers_packages(run, place):
+    (place / "split").mkdir()
+    shutil.copytree(place / "set", place / "split/train")
+    shutil.copytree(place / "set", place / "split/test")
+    for blocked, images in ((TRAINER, 12), ((), 9)):
+        done = run("atlas", "split", "--out", "b", "--overwrite", "--json", blocked=blocked)
+        assert json.loads(done.stdout)["data"]["images"] == images
+        assert ("warning: the images that training set aside" in done.stderr) == bool(blocked)
+        assert {Path(patch["image"]).parts[0] for patch in list_patches(read_atlas(place, "b"))} == {"train"}
+
+
+def test_a_data_set_whose_lists_cannot_be_read_is_refused(run, place):
+    for name in ("images/a.jpg", "annotations/trainval.txt", "annotations/test.txt"):
+        (place / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "pets" / name).touch()
+    done = run("atlas", "pets", "--out", "b", blocked=TRAINER, code=2)
+    assert "needs torchvision" in done.stderr
+    assert "or use every image, labelled by its folder, with --plain" in done.stderr
 
 
 def test_a_limit_is_one_of_each_label_and_what_was_left_out_is_said(run, opal, exact_model, place):
