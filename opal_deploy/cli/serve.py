@@ -17,11 +17,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def serve(
-    models: Annotated[
-        list[str],
-        typer.Argument(help="Exported models: FILE or NAME=FILE. Default name: the file's, without its suffix."),
-    ],
     options: ServeOptions,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Exported models: FILE or NAME=FILE. Default name: the file's, without its suffix; default model: the "
+            "one in this folder, or of the newest run in runs/."
+        ),
+    ] = None,
 ) -> None:
     """Serve models over HTTP: the Open Inference Protocol, version 2, and a page that explains a dropped image.
 
@@ -31,7 +34,7 @@ def serve(
         require(package, "serve", "serve", pip_name=package.replace("_", "-"))
     from opal_deploy.server.process import serve_models
 
-    serve_models(parse_models(models), options)
+    serve_models(parse_models(models or []), options)
 
 
 def parse_models(models: Sequence[str]) -> dict[str, Path]:

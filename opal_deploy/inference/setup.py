@@ -63,10 +63,13 @@ def add_batch_size(sessions: Sequence[Session], size: int) -> None:
             session.add_batch_size(size)
 
 
-def find_default_model(device: str, runtime: RuntimeName = "auto", log: Log = log_line) -> Path:
+def find_default_model(
+    device: str, runtime: RuntimeName = "auto", log: Log = log_line, *, option: str = "--model"
+) -> Path:
     """Return the best model that this machine and runtime can run, and log which one and why.
 
-    Searches the working directory or, if it has no model, the newest run below `runs`.
+    Searches the working directory or, if it has no model, the newest run below `runs` that has one. Errors name
+    `option` as the way to give a model.
     """
     from opal_deploy.runtime.cuda import number_gpu
     from opal_deploy.runtime.devices import split_devices
@@ -83,9 +86,9 @@ def find_default_model(device: str, runtime: RuntimeName = "auto", log: Log = lo
         return find_incompatibility_here(sidecar, index)
 
     gpu = device != "cpu" and cuda_is_usable()
-    run = find_newest_run(Path())
-    folder, prefix, origin = (Path(), "", "") if run is None else (run, "best.", "of the newest run in runs; ")
-    choice = find_model(folder, gpu=gpu, check_engine=check_engine, runtime=runtime, prefix=prefix)
+    run = find_newest_run(Path(), runtime)
+    folder, prefix, origin = (Path(), "", "") if run is None else (run.folder, "best.", f"{run.describe()}; ")
+    choice = find_model(folder, gpu=gpu, check_engine=check_engine, runtime=runtime, prefix=prefix, option=option)
     log(f"Model: {choice.path} ({origin}{choice.reason})")
     return choice.path
 

@@ -28,6 +28,21 @@ class ModelChoice:
     reason: str
 
 
+@dataclass(frozen=True)
+class RunChoice:
+    """The run whose model is taken, and the newer runs without a model for the runtime, the newest first."""
+
+    folder: Path
+    newer: tuple[Path, ...] = ()
+
+    def describe(self) -> str:
+        """Return in words which run this is."""
+        if not self.newer:
+            return "of the newest run in runs"
+        names = ", ".join(map(str, self.newer))
+        return f"of the newest exported run in runs; newer, but not exported: {names}"
+
+
 def open_sessions(
     path: Path,
     *,
@@ -107,15 +122,22 @@ def check_runtime(path: Path, runtime: RuntimeName) -> None:
         )
 
 
-def find_newest_run(folder: Path) -> Path | None:
-    """Return the folder of the run with the newest `runs/*/best.*` in a working directory of `train`.
+def find_newest_run(folder: Path, runtime: RuntimeName = "auto") -> RunChoice | None:
+    """Return the run with the newest `runs/*/best.*` that the runtime takes, in a working directory of `train`.
 
-    None if there is no run, or if a checkpoint, an ONNX file or an engine lies in `folder` itself.
+    A checkpoint counts only for `torch` and `compiled`: a run that is not exported is chosen if none is. None if there
+    is no run, or if a checkpoint, an ONNX file or an engine lies in `folder` itself.
     """
     if any(model_kind(path) in _KIND_NAMES for path in folder.iterdir()):
         return None
-    files = [path for path in folder.glob("runs/*/best.*") if model_kind(path) in _KIND_NAMES]
-    return max(files, key=lambda path: (path.stat().st_mtime_ns, path)).parent if files else None
+    ages = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/best.*") if model_kind(path) in _KIND_NAMES}
+    newest = sorted(ages, key=lambda path: (ages[path], path), reverse=True)
+    kinds = ("onnx", "engine") if runtime == "auto" else (_KINDS[runtime],)
+    chosen = next((path for path in newest if model_kind(path) in kinds), next(iter(newest), None))
+    if chosen is None:
+        return None
+    newer = dict.fromkeys(path.parent for path in newest[: newest.index(chosen)] if path.parent != chosen.parent)
+    return RunChoice(chosen.parent, tuple(newer))
 
 
 def find_model(
@@ -125,6 +147,7 @@ def find_model(
     check_engine: Callable[[Sidecar], str],
     runtime: RuntimeName = "auto",
     prefix: str = "",
+    option: str = "--model",
 ) -> ModelChoice:
     """Choose the best exported model in a folder that this machine can run, if all come from one checkpoint.
 
@@ -137,25 +160,26 @@ def find_model(
         check_engine: returns why an engine cannot run here, from its sidecar; empty if it can.
         runtime: consider only its models; for `torch` and `compiled` the folder's only checkpoint.
         prefix: consider only files whose names begin with this.
+        option: how a model is given instead, for errors.
 
     Raises:
         UsageError: there is no model, or there are models from several checkpoints.
     """
     if _KINDS.get(runtime) == "checkpoint":
-        return _find_checkpoint(folder, runtime, prefix)
+        return _find_checkpoint(folder, runtime, prefix, option)
     models, others = _list_models(folder, check_engine, prefix)
     if runtime != "auto":
         wanted = [model for model in models if model.engine == (runtime == "tensorrt")]
         others += [f"--runtime {runtime} does not run {model.path.name}" for model in models if model not in wanted]
         models = wanted
     if not models:
-        raise UsageError(_explain_no_model(folder, others, prefix))
+        raise UsageError(_explain_no_model(folder, others, prefix, option))
     origins = {model.metadata.source.get("sha256") or model.path.name for model in models}
     if len(origins) > 1:
         listed = ", ".join(
             f"{model.path.name} (from {model.metadata.source.get('file', 'unknown')})" for model in models
         )
-        raise UsageError(f"several models here, from different checkpoints: {listed}; choose one with --model")
+        raise UsageError(f"several models here, from different checkpoints: {listed}; choose one with {option}")
     usable = sorted((model for model in models if not model.incompatibility), key=lambda model: model.rank(gpu=gpu))
     if not usable:
         reasons = "; ".join(f"{model.path.name}: {model.incompatibility}" for model in models)
@@ -168,11 +192,11 @@ def find_model(
     return ModelChoice(best.path, "; ".join([f"{what}, {where}", *rejected]))
 
 
-def _find_checkpoint(folder: Path, runtime: RuntimeName, prefix: str) -> ModelChoice:
+def _find_checkpoint(folder: Path, runtime: RuntimeName, prefix: str, option: str) -> ModelChoice:
     paths = _list_checkpoints(folder, prefix)
     if len(paths) != 1:
         found = f"several checkpoints here: {', '.join(path.name for path in paths)}" if paths else "no checkpoint here"
-        raise UsageError(f"--runtime {runtime}: {found}; choose one with --model")
+        raise UsageError(f"--runtime {runtime}: {found}; choose one with {option}")
     return ModelChoice(paths[0], "the only checkpoint here")
 
 
@@ -220,10 +244,10 @@ def _list_models(folder: Path, check_engine: Callable[[Sidecar], str], prefix: s
     return models, others
 
 
-def _explain_no_model(folder: Path, others: list[str], prefix: str) -> str:
+def _explain_no_model(folder: Path, others: list[str], prefix: str, option: str) -> str:
     where = "the working directory" if folder == Path() else str(folder)
     checkpoints = _list_checkpoints(folder, prefix)
-    hint = "give one with --model"
+    hint = f"give one with {option}"
     if checkpoints:
         hint = f"export one first: opal-deploy export {checkpoints[0]}"
     seen = f" ({'; '.join(others)})" if others else ""

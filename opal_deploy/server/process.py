@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
-from opal_deploy.inference.setup import check_model, load_model, parse_min_margin
+from opal_deploy.inference.setup import check_model, find_default_model, load_model, parse_min_margin
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.preprocess.decode import parse_decoding
 from opal_deploy.runtime.devices import default_batch, default_workers
@@ -37,10 +37,10 @@ _LAST_CALL_SECONDS = 0.5
 
 
 def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
-    """Serve models by name until SIGTERM or Ctrl-C.
+    """Serve models by name until SIGTERM or Ctrl-C; without a name, the model that `infer` would find.
 
     Raises:
-        UsageError: the address, the token or an option cannot be used.
+        UsageError: no model is found, or the address, the token or an option cannot be used.
         ArtifactError: a model file does not exist or is damaged.
         StoppedEarly: a device was lost.
     """
@@ -50,6 +50,9 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
     with contextlib.ExitStack() as stack:
         # before the models are loaded, which may take minutes
         listener = stack.enter_context(bind(options.host, options.port))
+        if not models:
+            default = find_default_model(options.device, log=log, option="opal-deploy serve FILE")
+            models = {default.stem: default}
         for name, path in models.items():
             model = load_model(path, device=options.device, threads=options.threads, log=log)
             metadata, margin = model.metadata, options.min_margin

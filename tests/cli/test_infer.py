@@ -157,6 +157,13 @@ def test_what_is_no_model_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["infer", "explain"])
+def test_a_model_among_the_images_is_refused(opal, exact_model, pictures, tmp_path, command):
+    for model in (exact_model, exact_model.with_suffix(".pt")):
+        line = one_line(opal(command, pictures, model, cwd=tmp_path))
+        assert line.endswith(f"{model}: looks like a model, not an image; use --model {model}")
+
+
 def test_without_a_model_it_says_how_to_get_one(infer, exact_model, map_model, pictures, tmp_path):
     (tmp_path / "ckpt.pt").write_bytes(b"")
     assert "export one first: opal-deploy export ckpt.pt" in one_line(infer(pictures, model=None))

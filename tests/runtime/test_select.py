@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import read_sidecar, write_sidecar
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.runtime.select import find_model, find_newest_run, open_sessions
+from opal_deploy.runtime.select import RunChoice, find_model, find_newest_run, open_sessions
 from tests.builders import build_sidecar
 
 
@@ -116,12 +116,21 @@ class TestRuns:
 
     def test_the_run_with_the_newest_best_model_is_found(self, runs):
         (runs / "notes.txt").touch()
-        assert find_newest_run(runs) == runs / "runs/a"
+        assert find_newest_run(runs) == RunChoice(runs / "runs/a")
         # a last.pt that grows is no finished model
         (runs / "runs/b/last.pt").touch()
-        assert find_newest_run(runs) == runs / "runs/a"
+        assert find_newest_run(runs) == RunChoice(runs / "runs/a")
         (runs / "runs/b/best.onnx").touch()
-        assert find_newest_run(runs) == runs / "runs/b"
+        assert find_newest_run(runs) == RunChoice(runs / "runs/b")
+
+    def test_a_newer_run_that_is_not_exported_yet_is_passed_over_and_named(self, runs):
+        (runs / "runs/a/best.onnx").unlink()
+        choice = find_newest_run(runs)
+        assert choice == RunChoice(runs / "runs/b", (runs / "runs/a",))
+        assert choice.describe().endswith(f"newer, but not exported: {runs / 'runs/a'}")
+        assert find_newest_run(runs, "compiled") == RunChoice(runs / "runs/a")
+        (runs / "runs/b/best.onnx").unlink()
+        assert find_newest_run(runs) == RunChoice(runs / "runs/a")
 
     def test_other_models_of_the_run_are_passed_over(self, runs, another):
         shutil.copy(another, runs / "runs/a/last.onnx")

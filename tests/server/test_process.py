@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,11 +30,11 @@ MAIN = "import sys; sys.modules['torch'] = None; from opal_deploy.cli import mai
 
 
 @contextmanager
-def serving(*arguments):
+def serving(*arguments, cwd=None):
     """The process, and the address that it prints."""
     command = [sys.executable, "-c", MAIN, "serve", *map(str, arguments), "--port", "0", "--log-format", "json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd) as process:
         try:
             assert process.stderr is not None
             for line in process.stderr:
@@ -60,6 +61,13 @@ def test_a_stopping_server_listens_while_it_is_not_ready_and_a_second_signal_end
             assert httpx.get(f"{url}/v2/health/ready").status_code == 503
             process.terminate()
             assert process.wait(60) == ExitCode.INTERRUPTED
+
+
+def test_without_a_model_the_newest_exported_run_is_served(exact_model, tmp_path):
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    shutil.copy(exact_model, tmp_path / "runs/mine/best.onnx")
+    with serving("--device", "cpu", cwd=tmp_path) as (_, url):
+        assert httpx.get(f"{url}/v2/models/best/ready").status_code == 200
 
 
 def test_a_lost_device_ends_the_process_as_stopped_early():
@@ -149,6 +157,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     ("arguments", "reason"),
     [
         (["none.onnx"], "none.onnx: no such model"),
+        ([], "no exported model in the working directory; give one with opal-deploy serve FILE"),
         (["a.onnx", "--log-format", "xml"], "'--log-format': 'xml' is not one of 'text', 'json', 'off'"),
         (["a.onnx", "--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: cannot listen there"),
     ],

@@ -11,12 +11,14 @@ from __future__ import annotations
 import glob
 import io
 import os
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TextIO, cast
 
+from opal_deploy.artifact.files import model_kind
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.inference.run_files import OVERLAYS, RESULTS, SHEETS
 from opal_deploy.inference.sources import buckets
@@ -97,7 +99,7 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
         sampling: the frames of videos to take; None: only those that are named.
 
     Raises:
-        UsageError: no input, one that does not exist, or a video without a choice of frames.
+        UsageError: no input, one that does not exist, a model file, or a video without a choice of frames.
         MissingExtra: a package for an input is not installed.
     """
     texts = list(inputs)
@@ -110,6 +112,8 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
         if is_url(text.removeprefix(LIST_MARK)):
             buckets.check_input(text, LIST_MARK)
             continue
+        if model_kind(Path(text)) is not None and os.path.isfile(text):
+            raise UsageError(f"{text}: looks like a model, not an image; use --model {shlex.quote(text)}")
         if text == STDIN or os.path.lexists(text) or glob.has_magic(text):
             continue
         if (frame := parse_frame_name(text)) is not None and os.path.lexists(frame.video):
