@@ -44,7 +44,7 @@ from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.tables import TABLES, Format, check_formats
 from opal_deploy.runtime.devices import default_workers
 from opal_deploy.runtime.select import read_model_metadata
-from opal_deploy.storage.buckets import parse_output
+from opal_deploy.storage.buckets import check_output
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url, redact
 
@@ -360,13 +360,13 @@ class _Job:
 
 
 def _parse_out(options: InferOptions) -> tuple[Path | None, RemoteFile | None]:
-    """Return the run directory as a path or as a URL; neither where none was given."""
+    """Return the run directory as a path, or as a URL that can be written to; neither where none was given."""
     if options.out is None:
         if options.overwrite:
             raise UsageError("--overwrite without --out: give the folder whose run is to be replaced")
         return None, None
     out = os.fspath(options.out)
-    return (None, parse_output(out)) if is_url(out) else (Path(out), None)
+    return (None, check_output(out)) if is_url(out) else (Path(out), None)
 
 
 def _open_model(

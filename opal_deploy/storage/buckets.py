@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -121,15 +122,34 @@ def expand_glob(pattern: RemoteFile) -> Iterator[tuple[str, RemoteFile]]:
 # are in memory
 _REMOVED_AT_ONCE = 1000
 _PIECE_BYTES, _PIECES = 32 << 20, 2
+# whether a folder can be written to is seen by writing to it
+_PROBE = ".opal-deploy-can-write"
 # a failed upload restarts from the beginning
 _UPLOAD_PATIENCE_SECONDS = 900.0
 
 
-def parse_output(url: str) -> RemoteFile:
-    """Return the folder of a URL to write to; raise UsageError or MissingExtra if that is not supported."""
+def check_output(url: str) -> RemoteFile:
+    """Return the folder of a URL to write to, after writing and removing an empty object there.
+
+    Raises:
+        UsageError: the storage is not supported, there is no such bucket, or writing to it is refused.
+        MissingExtra: a package for the storage is not installed.
+        StoppedEarly: the storage does not answer.
+    """
     folder = RemoteFile.parse(url)
     if not is_bucket_url(url):
         raise UsageError(f"{folder}: cannot be written to; expected a folder, or one in a bucket: s3://, gs://, az://")
+    probe = folder.child(_PROBE)
+    try:
+        filesystem = open_filesystem(probe.url)
+        retry(lambda: filesystem.pipe_file(probe.url, b""))
+    except ImageError as error:
+        if error.code == "storage_unavailable":
+            raise _failed(folder, error) from None
+        raise UsageError(f"--out {folder}: cannot be written to: {error}; or choose another --out") from None
+    # who may write need not be allowed to remove
+    with suppress(StoppedEarly):
+        remove([probe])
     return folder
 
 

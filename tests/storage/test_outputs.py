@@ -1,7 +1,6 @@
 """Run directories in a bucket: whole at the end, resumed from anywhere, written by one process at a time."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from opal_deploy.inference.run.results import RecordWriter
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.records.record import error_record
 from opal_deploy.storage.files import RemoteFile
+from tests.cli.calls import one_line
 
 RUN = RemoteFile.parse("s3://photos/run")
 # a part whenever the one before is up
@@ -145,10 +145,22 @@ def test_a_missing_part_is_not_passed_over(s3):
         assert _keys(s3) == []
 
 
-def test_output_to_a_bucket_that_is_not_there_is_refused_in_one_line(s3, exact_model, make_pictures, opal, tmp_path):
+@pytest.mark.parametrize(
+    ("bucket", "unset", "reason"),
+    [
+        ("nobucket", (), "no such bucket"),
+        ("photos", (), "access is refused (403)"),
+        ("photos", ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "no credentials were found"),
+    ],
+)
+def test_a_bucket_that_cannot_be_written_to_is_refused_before_the_model_is_opened(
+    s3, make_pictures, opal, tmp_path, monkeypatch, bucket, unset, reason
+):
     make_pictures(tmp_path / "in", 1)
-    result = opal("infer", tmp_path / "in", "--model", exact_model, "--out", "s3://nobucket/run")
-    assert result.returncode in (2, 5)
-    assert "s3://nobucket/run" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
-    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in result.stderr
+    deny = {"Effect": "Deny", "Principal": "*", "Action": "s3:PutObject", "Resource": "arn:aws:s3:::photos/*"}
+    s3.put_bucket_policy(Bucket="photos", Policy=json.dumps({"Version": "2012-10-17", "Statement": [deny]}))
+    for name in unset:
+        monkeypatch.delenv(name)
+    result = opal("infer", tmp_path / "in", "--model", tmp_path / "no.onnx", "--out", f"s3://{bucket}/run")
+    assert f"opal-deploy: --out s3://{bucket}/run: cannot be written to: {reason}" in one_line(result)
+    s3.delete_bucket_policy(Bucket="photos")
