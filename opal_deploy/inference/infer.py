@@ -299,6 +299,8 @@ class _Job:
                 run(self.images, backend, run_options, summary=summary, interrupt=interrupt, report=report_progress)
             if interrupt.stopped:
                 raise KeyboardInterrupt
+            if summary.accuracy is not None:
+                summary.accuracy.unused_rows = self.inputs.unused_labels()
             document = directory.write_summary(summary, self._context())
         except KeyboardInterrupt:
             self._write_early_summary(directory, summary, "interrupted")

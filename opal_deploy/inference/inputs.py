@@ -75,6 +75,13 @@ class Inputs:
         images = itertools.chain([next(images)], images)
         return annotate(discovery.shard(images, *self.shard), self.boxes, self.labels)
 
+    def unused_labels(self) -> list[str]:
+        """Return the images that the file of labels names, and that `find_images` has not yielded.
+
+        Nothing of a shard: the others have its images.
+        """
+        return self.labels.unused() if self.labels is not None and self.shard[1] == 1 else []
+
     def counter(self) -> ImageCounter:
         """Return a counter of these images."""
         videos = self.video.sampling is not None

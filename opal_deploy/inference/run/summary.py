@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,16 @@ from opal_deploy.inference.timing import StageTimes
 from opal_deploy.logs import one_line
 from opal_deploy.records.record import Record
 
-# a percentage of fewer images says little
+# a share of failed images says little below the first number, an accuracy below the second
 _MIN_IMAGES_FOR_PERCENT = 100
+_MIN_JUDGED_FOR_PERCENT = 20
 # names kept as examples
 _MAX_EXAMPLES = 3
+
+
+def _name_first(count: int, names: Sequence[str]) -> str:
+    """Return a number with the first names of what was counted, in one line."""
+    return one_line(f"{count} ({', '.join(names)}{', ...' if count > len(names) else ''})") if names else str(count)
 
 
 @dataclass
@@ -27,7 +33,8 @@ class Accuracy:
         correct, wrong: predictions that are the label, and others; abstained ones count, too.
         failed: images with a label that is a class, and no prediction.
         unknown, unlabelled: images with a label that is not a class, and images without a label.
-        unknown_examples: the first few labels that are not a class.
+        unknown_examples, unlabelled_examples: the first few labels that are not a class, and images without a label.
+        unused_rows: images that the file of labels names and the run lacks; not those of other shards.
     """
 
     class_names: frozenset[str]
@@ -37,6 +44,8 @@ class Accuracy:
     unknown: int = 0
     unlabelled: int = 0
     unknown_examples: list[str] = field(default_factory=list)
+    unlabelled_examples: list[str] = field(default_factory=list)
+    unused_rows: list[str] = field(default_factory=list)
 
     @property
     def value(self) -> float | None:
@@ -49,6 +58,8 @@ class Accuracy:
         label = record.get("label")
         if label is None:
             self.unlabelled += 1
+            if len(self.unlabelled_examples) < _MAX_EXAMPLES and record["image"] is not None:
+                self.unlabelled_examples.append(record["image"])
         elif label not in self.class_names:
             self.unknown += 1
             if len(self.unknown_examples) < _MAX_EXAMPLES and label not in self.unknown_examples:
@@ -63,16 +74,22 @@ class Accuracy:
     def describe(self) -> Iterator[str]:
         """Yield lines for a terminal."""
         judged = self.correct + self.wrong
-        yield "Accuracy: " + (
-            "no prediction could be judged" if self.value is None else f"{self.value:.2%} of {judged} predictions"
-        )
+        if not judged:
+            yield "Accuracy: no prediction could be judged"
+        elif judged < _MIN_JUDGED_FOR_PERCENT:
+            yield f"Accuracy: {self.correct} of {judged}, too few for a percentage"
+        else:
+            yield f"Accuracy: {self.correct:,} of {judged:,} ({self.correct / judged:.2%})"
         if self.failed:
             yield f"  {self.failed} labelled images failed and are not counted"
         if self.unlabelled:
-            yield f"  {self.unlabelled} images have no label"
+            yield f"  images without a label: {_name_first(self.unlabelled, self.unlabelled_examples)}"
         if self.unknown:
             examples = one_line(", ".join(self.unknown_examples))
             yield f"  {self.unknown} images have a label that the model does not know ({examples})"
+        if self.unused_rows:
+            rows = _name_first(len(self.unused_rows), self.unused_rows[:_MAX_EXAMPLES])
+            yield f"  rows of the labels that match no image: {rows}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON value for summary.json."""
@@ -83,6 +100,7 @@ class Accuracy:
             "failed": self.failed,
             "label_is_no_class": self.unknown,
             "without_label": self.unlabelled,
+            "rows_without_image": len(self.unused_rows),
         }
 
 
@@ -153,9 +171,7 @@ class Summary:
         if rates:
             yield f"  {rates}"
         for code, count in self.errors.most_common():
-            names = self.error_examples[code]
-            named = f" ({', '.join(names)}{', ...' if count > len(names) else ''})" if names else ""
-            yield f"  {code}: {count}{one_line(named)}"
+            yield f"  {code}: {_name_first(count, self.error_examples[code])}"
         for code, count in self.drawing_errors.most_common():
             yield f"  predicted, but not drawn: {code}: {count}"
         if self.accuracy is not None:

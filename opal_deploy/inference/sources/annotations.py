@@ -276,6 +276,10 @@ class Labels(Protocol):
         """Return the label of the image at `path`, with `/` between folders; None if it has none."""
         ...
 
+    def unused(self) -> list[str]:
+        """Return the images of a file's rows that were never found, in its order."""
+        ...
+
     @property
     def identity(self) -> str:
         """A text that differs if labels may differ."""
@@ -294,18 +298,30 @@ class FolderLabels:
         folder = path.rpartition("/")[0].rpartition("/")[2]
         return folder if folder not in ("", ".", "..") else None
 
+    def unused(self) -> list[str]:
+        """Return an empty list: folders have no rows."""
+        return []
+
 
 class FileLabels:
     """The labels of a CSV file, found by an image's path as `PathLookup` does."""
 
     def __init__(self, by_name: dict[str, str], identity: str) -> None:
         self._labels = PathLookup(by_name)
+        self._unused = dict.fromkeys(by_name)
         self.identity = identity
 
     def find(self, path: str) -> str | None:
         """Return the label of the only row that may mean the image; None if there is none or several."""
         names = self._labels.matches(path)
-        return self._labels[names[0]] if len(names) == 1 else None
+        if len(names) != 1:
+            return None
+        self._unused.pop(names[0], None)
+        return self._labels[names[0]]
+
+    def unused(self) -> list[str]:
+        """Return the images of the rows that were never found, in the file's order."""
+        return list(self._unused)
 
 
 def read_labels(text: str) -> Labels:

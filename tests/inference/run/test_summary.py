@@ -54,10 +54,23 @@ def test_accuracy_is_of_answers_to_images_whose_label_is_a_class():
     ]  # fmt: skip
     found = summary_of(*records, labels=True).accuracy
     counts = {"correct": 2, "wrong": 1, "failed": 1, "label_is_no_class": 2, "without_label": 1}
-    assert found.to_dict() == {"accuracy": 2 / 3, **counts}
+    assert found.to_dict() == {"accuracy": 2 / 3, **counts, "rows_without_image": 0}
     assert found.unknown_examples == ["lion"]
     nothing = summary_of(failed(label="a"), labels=True).accuracy
     assert nothing.value is None
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "line"),
+    [
+        (0, 0, "Accuracy: no prediction could be judged"),
+        (0, 1, "Accuracy: 0 of 1, too few for a percentage"),
+        (19, 1, "Accuracy: 19 of 20 (95.00%)"),
+    ],
+)
+def test_an_accuracy_says_how_many_images_it_rests_on(right, wrong, line):
+    summary = summary_of(*[answered("a", "a")] * right, *[answered("a", "b")] * wrong, labels=True)
+    assert line in summary.describe()
 
 
 @pytest.mark.parametrize(
