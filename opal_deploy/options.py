@@ -56,7 +56,7 @@ class Option:
         flag: the spelling on the command line, such as `--input` or `--isolate/--no-isolate`; empty: from the name.
         min, max: smallest and largest value of a number.
         default: the default in words, appended to the help, where None stands for something else.
-        panel: title of the group in `--help`; empty: the main group.
+        panel: title of the group in `--help`, see `opal_deploy.cli.help`; empty: the main group.
         cli: type on the command line where it differs from the field's, such as Path or str.
         parse: turns the text of the command line into the field's value; raises UsageError or ValueError.
     """

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from opal_deploy._version import __version__
 from opal_deploy.cli.atlas import atlas
@@ -24,6 +23,7 @@ from opal_deploy.cli.edit import edit
 from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.cli.explain import explain
 from opal_deploy.cli.export import export
+from opal_deploy.cli.help import CommandGroup, GroupedCommand
 from opal_deploy.cli.infer import infer
 from opal_deploy.cli.inspect import inspect
 from opal_deploy.cli.options import expand_options, refuse_urls
@@ -43,7 +43,7 @@ _FOREIGN_COMMANDS = {
 }  # fmt: skip
 
 
-class ErrorHandlingGroup(TyperGroup):
+class ErrorHandlingGroup(CommandGroup):
     """The root command: every failure is one line on stderr and a documented exit code."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -115,6 +115,7 @@ app = typer.Typer(
     "5 stopped early; 130 interrupted; 1 bug in opal-deploy.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -122,7 +123,7 @@ for command in (
     train, evaluate, reproduce, export, infer, serve, explain, atlas, convert, diff, verify, inspect, schema, doctor,
     edit, demo,
 ):  # fmt: skip
-    app.command()(expand_options(command))
+    app.command(cls=GroupedCommand)(expand_options(command))
 app.add_typer(bench)
 for registered in (*app.registered_commands, *bench.registered_commands):
     registered.callback = registered.callback and refuse_urls(registered.callback)

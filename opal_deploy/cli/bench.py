@@ -23,6 +23,7 @@ from opal_deploy.bench.options import (
     ThroughputOptions,
 )
 from opal_deploy.cli.console import Advance, print_json, print_json_line, print_message, progress
+from opal_deploy.cli.help import CommandGroup, GroupedCommand
 from opal_deploy.cli.options import expand_options
 from opal_deploy.errors import UsageError, require
 
@@ -227,10 +228,12 @@ def diff(
 bench = typer.Typer(
     name="bench",
     help="Measure speed, memory and cost; each result records its settings and machine.",
+    cls=CommandGroup,
     no_args_is_help=True,
+    rich_markup_mode=None,
 )
 for command in (overhead, roofline, latency, throughput, compare, pipeline, report, diff):
-    bench.command()(expand_options(command))
+    bench.command(cls=GroupedCommand)(expand_options(command))
 
 
 def _load_targets(options: SweepOptions) -> Iterator[LoadedTarget]:

@@ -13,7 +13,7 @@ from opal_deploy.model.config import HeadKind, Pooling
 from opal_deploy.options import Option, Options, StrPath, parse_size
 from opal_deploy.train.recipe import SECTIONS, Augment, Schedule, Sections, TrainingPrecision
 
-_DATA, _HEAD, _MACHINE = "Data", "Head", "Machine"
+_DATA, _OPTIMISATION, _ADVANCED = "Data", "Optimisation", "Advanced"
 # options that recipes call otherwise
 _RECIPE_KEYS = {"size": "input_size", "head": "kind", "prototypes": "prototypes_per_class"}
 
@@ -49,23 +49,28 @@ class RecipeOverrides(Options):
         Option(
             "With --stride: keep all pretrained layers; those after this stride get stride 1.",
             flag="--keep-layers/--no-keep-layers",
+            panel=_ADVANCED,
         ),
     ] = None
     epochs: Annotated[int | None, Option("Number of epochs.", min=1, default="30")] = None
-    batch_size: Annotated[int | None, Option("Batch size over all processes.", min=1, default="64")] = None
-    lr: Annotated[float | None, Option("Adam's initial learning rate.", default="1e-4")] = None
-    augment: Annotated[Augment | None, Option("Augmentation of the training images.", default="paper")] = None
-    device: Annotated[str | None, Option("auto, cpu, cuda or cuda:N.", default="auto", panel=_MACHINE)] = None
+    batch_size: Annotated[
+        int | None, Option("Batch size over all processes.", min=1, default="64", panel=_OPTIMISATION)
+    ] = None
+    lr: Annotated[float | None, Option("Adam's initial learning rate.", default="1e-4", panel=_OPTIMISATION)] = None
+    augment: Annotated[Augment | None, Option("Augmentation of the training images.", default="paper", panel=_DATA)] = (
+        None
+    )
+    device: Annotated[str | None, Option("auto, cpu, cuda or cuda:N.", default="auto")] = None
     precision: Annotated[
         TrainingPrecision | None,
         Option(
             "Precision of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU.",
             default="fp32 in paper, auto in the other recipes",
-            panel=_MACHINE,
+            panel=_ADVANCED,
         ),
     ] = None
     workers: Annotated[
-        int | None, Option("Processes that prepare images.", min=0, default="by the machine", panel=_MACHINE)
+        int | None, Option("Processes that prepare images.", min=0, default="by the machine", panel=_ADVANCED)
     ] = None
 
     def to_sections(self) -> Sections:
@@ -113,35 +118,35 @@ class TrainRunOptions(RecipeOverrides):
         Option(
             "linear: the paper's baseline, a dense layer on pooled features normalised to length 1. plain: the "
             "network's own classifier, as it is usually fine-tuned.",
-            default="opal", panel=_HEAD,
+            default="opal", panel=_ADVANCED,
         ),
     ] = None  # fmt: skip
-    prototypes: Annotated[int | None, Option("Prototypes per class, m.", min=1, default="5", panel=_HEAD)] = None
+    prototypes: Annotated[int | None, Option("Prototypes per class, m.", min=1, default="5")] = None
     distance: Annotated[
-        Distance | None, Option("Distance between embedding and anchors.", default="l2", panel=_HEAD)
+        Distance | None, Option("Distance between embedding and anchors.", default="l2", panel=_ADVANCED)
     ] = None
     pooling: Annotated[
-        Pooling | None, Option("Pooling over cells.", default="max, for the linear baseline avg", panel=_HEAD)
+        Pooling | None, Option("Pooling over cells.", default="max, for the linear baseline avg", panel=_ADVANCED)
     ] = None
     cws: Annotated[
-        bool | None, Option("Ablation: without channel-wise softmax.", flag="--cws/--no-cws", panel=_HEAD)
+        bool | None, Option("Ablation: without channel-wise softmax.", flag="--cws/--no-cws", panel=_ADVANCED)
     ] = None
     projection: Annotated[
-        bool | None, Option("Ablation: without 1x1 convolution.", flag="--projection/--no-projection", panel=_HEAD)
+        bool | None, Option("Ablation: without 1x1 convolution.", flag="--projection/--no-projection", panel=_ADVANCED)
     ] = None
     anchors: Annotated[
         bool | None,
-        Option("Ablation: a dense layer instead of anchors.", flag="--anchors/--no-anchors", panel=_HEAD),
+        Option("Ablation: a dense layer instead of anchors.", flag="--anchors/--no-anchors", panel=_ADVANCED),
     ] = None
     schedule: Annotated[
         Schedule | None,
-        Option("Learning rate: constant, or falling to 0 along a cosine.", default="constant"),
+        Option("Learning rate: constant, or falling to 0 along a cosine.", default="constant", panel=_OPTIMISATION),
     ] = None
     agreement: Annotated[
         float | None,
         Option(
             "Weight of a term that asks an image and its mirror image for the same cells; doubles the time.",
-            min=0, default="0",
+            min=0, default="0", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
     start_from: Annotated[
@@ -149,18 +154,23 @@ class TrainRunOptions(RecipeOverrides):
         Option(
             "Checkpoint whose backbone and head a new run starts from, such as an edited one, instead of --weights. "
             "--resume, in contrast, continues the same run.",
-            default="none", cli=str,
+            default="none", cli=str, panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
     freeze_backbone: Annotated[
         bool | None,
-        Option("With --start-from: train only the head.", flag="--freeze-backbone/--no-freeze-backbone"),
+        Option(
+            "With --start-from: train only the head.",
+            flag="--freeze-backbone/--no-freeze-backbone",
+            panel=_OPTIMISATION,
+        ),
     ] = None
     reset_dropped: Annotated[
         bool | None,
         Option(
             "With --start-from: train dropped slots anew instead of leaving them dropped.",
             flag="--reset-dropped/--no-reset-dropped",
+            panel=_OPTIMISATION,
         ),
     ] = None
     keep_off: Annotated[
@@ -168,26 +178,28 @@ class TrainRunOptions(RecipeOverrides):
         Option(
             "Regions that the attention is kept off: a COCO file (stamps, borders, scale bars), or `outside` for "
             "everything but the data set's objects.",
-            default="none", cli=str,
+            default="none", cli=str, panel=_DATA,
         ),
     ] = None  # fmt: skip
     keep_off_weight: Annotated[
         float | None,
-        Option("Weight of the attention in these regions.", min=0, default="10, for outside 3"),
+        Option("Weight of the attention in these regions.", min=0, default="10, for outside 3", panel=_DATA),
     ] = None
-    seed: Annotated[int | None, Option("Seed of weights, order and augmentation.", min=0, default="0")] = None
-    tf32: Annotated[bool | None, Option("Allow TF32 on the GPU.", flag="--tf32/--no-tf32", panel=_MACHINE)] = None
+    seed: Annotated[
+        int | None, Option("Seed of weights, order and augmentation.", min=0, default="0", panel=_OPTIMISATION)
+    ] = None
+    tf32: Annotated[bool | None, Option("Allow TF32 on the GPU.", flag="--tf32/--no-tf32", panel=_ADVANCED)] = None
     compile: Annotated[
-        bool | None, Option("Run steps through torch.compile.", flag="--compile/--no-compile", panel=_MACHINE)
+        bool | None, Option("Run steps through torch.compile.", flag="--compile/--no-compile", panel=_ADVANCED)
     ] = None
     cache_megabytes: Annotated[
-        int | None, Option("Memory for decoded images, in megabytes.", min=0, default="1024", panel=_MACHINE)
+        int | None, Option("Memory for decoded images, in megabytes.", min=0, default="1024", panel=_ADVANCED)
     ] = None
     save_every: Annotated[
-        int | None, Option("Steps between saves within an epoch; 0: none.", min=0, default="0", panel=_MACHINE)
+        int | None, Option("Steps between saves within an epoch; 0: none.", min=0, default="0", panel=_ADVANCED)
     ] = None
     tensorboard: Annotated[
-        bool | None, Option("Log for TensorBoard.", flag="--tensorboard/--no-tensorboard", panel=_MACHINE)
+        bool | None, Option("Log for TensorBoard.", flag="--tensorboard/--no-tensorboard", panel=_ADVANCED)
     ] = None
     out: Annotated[StrPath | None, Option("Run directory.", default="runs/<name of DATA>", cli=Path)] = None
     resume: Annotated[bool, Option("Continue the run in --out, or start one.")] = False

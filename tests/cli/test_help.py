@@ -14,13 +14,36 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
 
 
-COMMANDS = sorted(get_command(app).commands)
+ROOT_COMMAND = get_command(app)
+COMMANDS = sorted(ROOT_COMMAND.commands)
+# every command by the words that call it
+CALLS = {
+    "": ROOT_COMMAND,
+    **ROOT_COMMAND.commands,
+    **{f"bench {name}": command for name, command in ROOT_COMMAND.commands["bench"].commands.items()},
+}
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS, "bench pipeline"])
 def test_help_needs_nothing_but_typer(opal, command):
     done = check(opal(*(command.split() if command else []), "--help", blocked=(*HEAVY, "numpy", "PIL")))
     assert "Usage: opal-deploy" in done.stdout
+
+
+@pytest.mark.parametrize(("words", "command"), CALLS.items())
+def test_help_fits_80_columns_and_cuts_no_name_off(opal, monkeypatch, words, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = check(opal(*words.split(), "--help")).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    names = {name for param in command.params for name in (*param.opts, *param.secondary_opts) if name[0] == "-"}
+    assert names <= set(re.findall(r"--?[a-z][a-z0-9-]*", shown))
+    assert set(getattr(command, "commands", {})) <= set(re.findall(r"^ +([a-z]+) ", shown, re.MULTILINE))
+    assert "…" not in shown
+
+
+def test_the_options_of_train_are_in_groups(opal):
+    panels = re.findall(r"^(\w+):$", opal("train", "--help").stdout, re.MULTILINE)
+    assert panels == ["Arguments", "Basic", "Data", "Optimisation", "Advanced"]
 
 
 def test_help_lists_every_command_and_the_exit_codes_and_the_version_is_the_packages(opal):
