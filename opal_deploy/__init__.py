@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from opal_deploy.evaluation.api import evaluate_model, evaluate_models
     from opal_deploy.export.api import export_model
     from opal_deploy.inference.api import Model, load
+    from opal_deploy.inference.explanation import Explanation, Explanations
     from opal_deploy.inference.infer import InferenceRun, run_inference
     from opal_deploy.inference.service import Service
     from opal_deploy.records import json_schema, to_coco, to_label_studio, to_pandas
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ArtifactError",
     "CheckpointError",
+    "Explanation",
+    "Explanations",
     "ImageError",
     "InferenceRun",
     "MissingExtra",
@@ -65,6 +68,7 @@ _LAZY = {
     "evaluation.api": ("evaluate_model", "evaluate_models"),
     "export.api": ("export_model",),
     "inference.api": ("Model", "load"),
+    "inference.explanation": ("Explanation", "Explanations"),
     "inference.infer": ("InferenceRun", "run_inference"),
     "inference.service": ("Service",),
     "records": ("json_schema", "to_coco", "to_label_studio", "to_pandas"),

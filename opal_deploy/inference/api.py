@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import cast, overload
+from typing import Any, cast, overload
 
 import numpy as np
 from PIL import Image
 
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import ImageError
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.executor import predict_stream
-from opal_deploy.inference.explanation import Explanations, load_record_image, to_explanation, to_explanations
+from opal_deploy.inference.explanation import Explanation, Explanations, Origin, load_record_image, save_bytes
 from opal_deploy.inference.service import Service
 from opal_deploy.inference.sources.discovery import check_inputs, discover
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.geometry import Box
-from opal_deploy.records.names import source_name, unescape_name
+from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
@@ -61,7 +62,7 @@ class Model:
         min_margin: float | None = None,
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
-    ) -> Record: ...
+    ) -> Explanation: ...
 
     @overload
     def explain(
@@ -84,7 +85,7 @@ class Model:
         min_margin: float | None = None,
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
-    ) -> Record | Explanations:
+    ) -> Explanation | Explanations:
         """Return the records that `opal-deploy infer` writes, without their index, for one image or many.
 
         Args:
@@ -98,9 +99,10 @@ class Model:
             max_pixels: width times height above which an image gets an error record.
 
         Returns:
-            A record, or a list of records in the order of the images, which print in one line per image and display
-            themselves in a notebook. `image` is the path that was given, else None. An image that cannot be classified
-            has an error record; nothing is raised. See `stream` for folders and globs.
+            A record, or a list of records in the order of the images, which print in one line per image, display
+            themselves in a notebook and save their drawings, see `Explanation`. `image` is the path that was given,
+            else None. An image that cannot be classified has an error record; nothing is raised. See `stream` for
+            folders and globs.
 
         Raises:
             ValueError: not boxes, or not as many as images. StoppedEarly: the device was lost.
@@ -113,8 +115,11 @@ class Model:
         options = InferenceOptions(
             batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels, model_sha256=self.sha256
         )
-        found = (InputImage(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True))
-        records = to_explanations(result.record for result in predict_stream(found, self.sessions, options))
+        found = [InputImage(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True)]
+        records = Explanations(
+            Explanation(result.record, Origin(self, image.source, image.crop, options))
+            for image, result in zip(found, predict_stream(iter(found), self.sessions, options), strict=True)
+        )
         return records[0] if one else records
 
     def stream(
@@ -126,7 +131,7 @@ class Model:
         batch: int = 16,
         workers: int = 2,
         max_pixels: int = MAX_PIXELS,
-    ) -> Iterator[Record]:
+    ) -> Iterator[Explanation]:
         """Yield one record per image, in order, while the next images are decoded; for inputs of any size.
 
         Args:
@@ -150,9 +155,14 @@ class Model:
             several = cast(Iterable[Source], [images] if isinstance(images, bytes | Image.Image) else images)
             found = (InputImage(source_name(source), source) for source in several)
         for result in predict_stream(found, self.sessions, options):
-            yield to_explanation(result.record)
+            source = result.prepared.input.source
+            # pixels of all images that were streamed would fill the memory of a caller who keeps the records
+            kept = source if isinstance(source, str | os.PathLike) else None
+            yield Explanation(result.record, Origin(self, kept, None, options))
 
-    def draw_overlay(self, record: Record, path: str | os.PathLike[str], image: Source | None = None) -> Path:
+    def draw_overlay(
+        self, record: Mapping[str, Any], path: str | os.PathLike[str], image: Source | None = None
+    ) -> Path:
         """Draw the evidence of a record over its image, write a JPEG to `path`, and return the path.
 
         Args:
@@ -163,11 +173,8 @@ class Model:
         Raises:
             ImageError: the record has no prediction, or its image is gone or has changed.
         """
-        source = _find_image(record, image)
-        kept = load_record_image(record, source)
-        if kept is None or "prediction" not in record:
-            raise ImageError("not_found", f"{record['image']}: no prediction, or its image is gone or has changed")
-        return _write(path, encode_jpeg(draw_overlay(kept, record)))
+        plain = cast(Record, record)
+        return save_bytes(path, encode_jpeg(draw_overlay(load_record_image(plain, image), plain)))
 
     def draw_sheet(self, image: Source, path: str | os.PathLike[str], box: Box | None = None) -> Path:
         """Draw the evidence sheet of an image as `opal-deploy explain` does, write it to `path`, and return the path.
@@ -178,16 +185,31 @@ class Model:
             box: (x0, y0, x1, y1) to crop to first.
 
         Raises:
-            ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells.
+            ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells, or the
+                file cannot be written.
         """
-        from opal_deploy.inference.sheets import SheetBuilder
+        return save_bytes(path, self.encode_sheet(InputImage(source_name(image), image, box), path))
 
-        builder = SheetBuilder(self.metadata, model=str(self.path or "the model"))
-        options = InferenceOptions(batch=1, workers=1, keep_images=True, keep_outputs=True)
-        (result,) = predict_stream([InputImage(source_name(image), image, box)], self.sessions[:1], options)
+    def encode_sheet(
+        self, image: InputImage, path: str | os.PathLike[str], options: InferenceOptions | None = None
+    ) -> bytes:
+        """Return the evidence sheet of an image as the bytes of a .png or .svg file, by the suffix of `path`.
+
+        `max_pixels` and `min_margin` of `options` apply. Raises as `draw_sheet`.
+        """
+        from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
+
+        options = options or InferenceOptions()
+        file_format = Path(path).suffix.lower().lstrip(".")
+        if file_format not in ("png", "svg"):
+            raise UsageError(f"{os.fspath(path)}: expected a .png or .svg file")
+        sheets = SheetOptions(min_margin=options.min_margin)
+        builder = SheetBuilder(self.metadata, sheets, model=str(self.path or "the model"))
+        options = replace(options, batch=1, workers=1, keep_images=True, keep_outputs=True)
+        (result,) = predict_stream([image], self.sessions[:1], options)
         if "error" in result.record:
             raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
-        return _write(path, builder.build(result).encode(Path(path).suffix.lstrip(".").lower() or "png"))
+        return builder.build(result).encode(file_format)
 
     def serve(
         self,
@@ -233,21 +255,6 @@ class Model:
     def __repr__(self) -> str:
         metadata = self.metadata
         return f"<opal_deploy.Model {metadata.backbone}, {metadata.num_classes} classes, {self.description}>"
-
-
-def _find_image(record: Record, image: Source | None) -> Source:
-    if image is not None:
-        return image
-    if record["image"] is None:
-        raise ImageError("not_found", "the record names no image; give it as `image`")
-    return unescape_name(record["image"])
-
-
-def _write(path: str | os.PathLike[str], data: bytes) -> Path:
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(data)
-    return target
 
 
 def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:

@@ -1,24 +1,33 @@
-"""Records as the Python API returns them: dictionaries that print in one line and show themselves in a notebook."""
+"""Records as the Python API returns them: dictionaries that print, draw and show themselves in a notebook."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from PIL import Image
 
-from opal_deploy.errors import ImageError
+from opal_deploy.artifact.files import atomic_write
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.prepare import read_small_file
+from opal_deploy.inference.run_files import REPORT, RESULTS, RUN, overlay_name, write_image_file
+from opal_deploy.inference.types import InferenceOptions, InputImage
+from opal_deploy.options import StrPath
 from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
+from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import unescape_name
-from opal_deploy.records.record import Answer, Record, Slot
+from opal_deploy.records.record import Answer, Problem, Record, Slot
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.style import escape_unprintable, slot_color, to_hex
 
 if TYPE_CHECKING:
+    from opal_deploy.inference.api import Model
+    from opal_deploy.inference.run.drawing import ReportOptions
     from opal_deploy.records.tables import Rows
 
 # width of an overlay in a notebook, pixels
@@ -27,19 +36,85 @@ _WIDTH = 420
 _MAX_ROWS = 50
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What draws a record again.
+
+    Attributes:
+        model: made the record.
+        image: as it was given; None if only the record's name says where it is.
+        box, options: the crop and the options of the prediction.
+    """
+
+    model: Model
+    image: Source | None
+    box: Box | None
+    options: InferenceOptions
+
+
 class Explanation(dict[str, Any]):
-    """A record: equal to the plain dictionary, and the same in JSON."""
+    """A record that can draw itself; equal to the plain dictionary, and the same in JSON.
+
+    It refers to its model and to an image that was given as bytes or pixels. A copied or pickled record does not.
+    """
+
+    def __init__(self, record: Record, origin: Origin | None = None) -> None:
+        """Take over the record's fields; without `origin`, the image is the file that the record names."""
+        super().__init__(record)
+        self._origin = origin
+
+    def save_overlay(self, path: StrPath) -> Path:
+        """Draw the evidence over the image, as `opal-deploy infer --explain` does, and return the path.
+
+        Args:
+            path: the JPEG file to write, or to replace; its folder is created.
+
+        Raises:
+            ImageError: there is no prediction, or the image was not kept, is gone or has changed.
+            UsageError: the file cannot be written.
+        """
+        return save_bytes(path, encode_jpeg(self._draw()))
+
+    def save_sheet(self, path: StrPath) -> Path:
+        """Draw the evidence sheet, as `opal-deploy explain` does, and return the path; the model runs again.
+
+        Args:
+            path: the .png or .svg file to write, or to replace; its folder is created.
+
+        Raises:
+            ImageError: as for `save_overlay`.
+            UsageError: the record has no model, its evidence is not single cells, or the file cannot be written.
+        """
+        origin = self._origin
+        if origin is None:
+            raise UsageError("the record was copied or read, so it has no model; use Model.draw_sheet(image, path)")
+        self._load_image()
+        source = unescape_name(self["image"]) if origin.image is None else origin.image
+        request = InputImage(self["image"], source, origin.box, self.get("label"))
+        return save_bytes(path, origin.model.encode_sheet(request, path, origin.options))
+
+    def _load_image(self) -> Image.Image:
+        if self._origin is None:
+            return load_record_image(cast(Record, self))
+        return load_record_image(cast(Record, self), self._origin.image, self._origin.options.max_pixels)
+
+    def _draw(self) -> Image.Image:
+        return draw_overlay(self._load_image(), cast(Record, self))
+
+    def __reduce__(self) -> tuple[type[Explanation], tuple[dict[str, Any]]]:
+        # a model cannot be copied or pickled
+        return type(self), (dict(self),)
 
     def __str__(self) -> str:
         """Return one line of text: image, label and margin, or the error."""
         return format_line(cast(Record, self))
 
     def _repr_html_(self) -> str:
-        """Return the HTML of a notebook: prediction, slots, and the overlay where the file is still the same."""
+        """Return the HTML of a notebook: prediction, slots, and the overlay if the image is still the same."""
         record = cast(Record, self)
         parts = [f"<p><strong>{_safe(format_line(record))}</strong></p>"]
-        if overlay := _overlay_html(record):
-            parts.append(overlay)
+        with suppress(ImageError):
+            parts.append(_embed(self._draw(), alt=format_line(record)))
         if slots := record.get("evidence"):
             rows = "".join(map(_slot_row, slots))
             parts.append(
@@ -49,8 +124,8 @@ class Explanation(dict[str, Any]):
         return f"<div>{''.join(parts)}</div>"
 
 
-class Explanations(list[Record]):
-    """Records of several images; equal to the plain list."""
+class Explanations(list[Explanation]):
+    """Records of several images; equal to the plain list. Also made from any of them: `Explanations(records[:9])`."""
 
     def to_pandas(self, rows: Rows = "images") -> Any:
         """Return `opal_deploy.to_pandas` of the records."""
@@ -58,24 +133,74 @@ class Explanations(list[Record]):
 
         return to_pandas(self, rows)
 
+    def save_report(self, folder: StrPath) -> Path:
+        """Write report.html, overlays/ and results.jsonl, as `infer --explain` does; return the page's path.
+
+        An image that is gone or has changed has a card without an overlay. With a `label` in the records, the report
+        has accuracy and confusions.
+
+        Args:
+            folder: is created; an earlier report in it is replaced.
+
+        Raises:
+            UsageError: the folder holds a run of `infer`, or cannot be written. StoppedEarly: the disk is full.
+        """
+        from opal_deploy.inference.run import drawing
+        from opal_deploy.inference.run.results import RecordWriter
+
+        out = Path(folder)
+        if (out / RUN).exists():
+            raise UsageError(f"{out}: holds a run of `infer`; choose another folder")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another folder") from None
+        drawing.prepare_folders(out, overlays=True, sheets=False, first=0)
+        with RecordWriter(out / RESULTS) as writer:
+            for index, explanation in enumerate(self):
+                writer.write(_save_drawing(out, index, explanation))
+        drawing.write_report(out, self._report_options(), {})
+        return out / REPORT
+
+    def _report_options(self) -> ReportOptions:
+        from opal_deploy.inference.run.drawing import ReportOptions, describe_evidence, report_facts
+
+        model = next((each._origin.model for each in self if each._origin is not None), None)
+        if model is None:
+            return ReportOptions()
+        path, metadata = Path((model.path or Path("model")).name), model.metadata
+        facts = report_facts(path, metadata, model.description, f"opal_deploy.load({path.name!r}).explain(...)")
+        return ReportOptions(facts, evidence=describe_evidence(path, metadata), field=metadata.effective_field)
+
     def __str__(self) -> str:
         """Return one line per image."""
-        return "\n".join(map(format_line, self))
+        return "\n".join(map(str, self))
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td>{_safe(format_line(record))}</td></tr>" for record in self[:_MAX_ROWS])
+        """Return the HTML of a notebook: one line per image, up to 50."""
+        rows = "".join(f"<tr><td>{_safe(str(record))}</td></tr>" for record in self[:_MAX_ROWS])
         more = f"<p>and {len(self) - _MAX_ROWS} more</p>" if len(self) > _MAX_ROWS else ""
         return f"<div><table><tbody>{rows}</tbody></table>{more}</div>"
 
 
-def to_explanation(record: Record) -> Record:
-    """Return the record as an Explanation, which a type checker sees as a `Record`."""
-    return cast(Record, Explanation(record))
+def _save_drawing(out: Path, index: int, explanation: Explanation) -> Record:
+    """Write the overlay of a record, and return the record with its name, or with the reason why there is none."""
+    record = cast(Record, dict(explanation))
+    if "prediction" in record:
+        try:
+            overlay = encode_jpeg(explanation._draw())
+            record["overlay"] = overlay_name(index, record["image"])
+            write_image_file(out, record["overlay"], overlay)
+        except ImageError as error:
+            record["drawing_error"] = Problem(code="drawing_failed", message=str(error))
+    return record
 
 
-def to_explanations(records: Iterable[Record]) -> Explanations:
-    """Return the records as Explanations."""
-    return Explanations(map(to_explanation, records))
+def save_bytes(path: StrPath, data: bytes) -> Path:
+    """Write a file, whole or not at all, and return its path; raise UsageError if it cannot be written."""
+    with atomic_write(Path(path)) as temporary:
+        temporary.write_bytes(data)
+    return Path(path)
 
 
 def format_line(record: Record) -> str:
@@ -109,29 +234,40 @@ def _slot_row(slot: Slot) -> str:
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def _overlay_html(record: Record) -> str:
-    """Return the overlay as an <img> element; empty if the file is gone or has changed."""
-    name = record["image"]
-    if "prediction" not in record or name is None:
-        return ""
-    image = load_record_image(record, unescape_name(name))
-    if image is None:
-        return ""
-    overlay = draw_overlay(image, record)
+def _embed(overlay: Image.Image, alt: str) -> str:
+    """Return an overlay as an <img> element."""
     overlay.thumbnail((2 * _WIDTH, 2 * _WIDTH), Image.Resampling.BILINEAR)
     data = base64.b64encode(encode_jpeg(overlay)).decode()
-    return f'<img alt="{_safe(format_line(record))}" style="max-width:{_WIDTH}px" src="data:image/jpeg;base64,{data}">'
+    return f'<img alt="{_safe(alt)}" style="max-width:{_WIDTH}px" src="data:image/jpeg;base64,{data}">'
 
 
-def load_record_image(record: Record, source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image | None:
-    """Return the image of a record, RGB and oriented; None if its file at `source` is gone or has changed."""
-    if isinstance(source, Image.Image | np.ndarray):
-        return None
+def load_record_image(record: Record, source: Source | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Return the image of a record with a prediction, RGB and oriented.
+
+    Args:
+        record: the record.
+        source: the image; None: the file that the record names.
+        max_pixels: width times height above which the image is refused.
+
+    Raises:
+        ImageError: there is no prediction, the record names no image, or its image is gone or has changed.
+    """
+    name = record["image"]
+    if "prediction" not in record:
+        raise ImageError("not_found", f"{name}: no prediction, so nothing to draw")
+    if source is None:
+        if name is None:
+            raise ImageError("not_found", "the record names no image, and none was kept; use Model.draw_overlay")
+        source = unescape_name(name)
+    changed = ImageError("not_found", f"{name or 'the image'}: is gone or has changed since its record was made")
     try:
-        data, digest = read_small_file(source)
-        if digest is None or digest != record.get("image_sha256"):
-            return None
-        image = decode(data, max_pixels=max_pixels)
+        if not isinstance(source, Image.Image | np.ndarray):
+            source, digest = read_small_file(source)
+            if digest is None or digest != record.get("image_sha256"):
+                raise changed
+        image = decode(source, max_pixels=max_pixels)
     except ImageError:
-        return None
-    return image if image.size == (record.get("width"), record.get("height")) else None
+        raise changed from None
+    if image.size != (record.get("width"), record.get("height")):
+        raise changed
+    return image

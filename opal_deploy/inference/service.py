@@ -23,14 +23,13 @@ from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.decoding.slots import PixelSlots, PreparedBatch
 from opal_deploy.inference.executor import Job, Predicted, SessionRunner
-from opal_deploy.inference.explanation import to_explanation
+from opal_deploy.inference.explanation import Explanation
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared, Result
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name
-from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session, check_batch, pinned
 
 T = TypeVar("T")
@@ -133,7 +132,7 @@ class Service:
         """The number of images in flight, at most `capacity`."""
         return self._in_flight
 
-    def submit(self, image: Source, box: Box | None = None, *, wait: bool = True) -> Future[Record]:
+    def submit(self, image: Source, box: Box | None = None, *, wait: bool = True) -> Future[Explanation]:
         """Begin to classify one image, and return a future of its record.
 
         An image that cannot be classified has an error record. The future raises StoppedEarly if the device was lost,
@@ -149,7 +148,7 @@ class Service:
             queue.Full: `capacity` images are in flight, and `wait` is False. RuntimeError: the service is closed.
         """
         request = InputImage(source_name(image), image, box)
-        return self._submit([request], lambda result: to_explanation(result.record), wait=wait)[0]
+        return self._submit([request], lambda result: Explanation(result.record), wait=wait)[0]
 
     def submit_requests(self, requests: Sequence[InputImage], *, wait: bool = True) -> list[Future[Result]]:
         """Begin to classify images, all or none; return a future of each result; raise ValueError if too many."""

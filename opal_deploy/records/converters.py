@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from opal_deploy.records.names import readable_name
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Categories = Literal["class", "slot"]
 
 
-def to_coco(records: Iterable[Record], categories: Categories = "class") -> dict[str, Any]:
+def to_coco(records: Iterable[Mapping[str, Any]], categories: Categories = "class") -> dict[str, Any]:
     """Return a COCO document (`images`, `annotations`, `categories`) with one annotation per slot.
 
     `bbox` is [x, y, width, height] in pixels of the whole oriented image, `score` the slot's score; `attributes` hold
@@ -31,7 +31,7 @@ def to_coco(records: Iterable[Record], categories: Categories = "class") -> dict
     annotations: list[dict[str, Any]] = []
     used: dict[int, dict[str, Any]] = {}
     failed = 0
-    for record in records:
+    for record in cast("Iterable[Record]", records):
         if "prediction" not in record:
             failed += 1
             continue
@@ -80,7 +80,7 @@ def _build_annotation(number: int, image_id: int, category_id: int, record: Reco
     }
 
 
-def to_label_studio(records: Iterable[Record], prefix: str = "") -> list[dict[str, Any]]:
+def to_label_studio(records: Iterable[Mapping[str, Any]], prefix: str = "") -> list[dict[str, Any]]:
     """Return one task per image, for a project with the labelling interface of `label_config`.
 
     The predicted class is a choice, each slot a rectangle in percent of the whole oriented image, labelled `slot 0`,
@@ -91,7 +91,7 @@ def to_label_studio(records: Iterable[Record], prefix: str = "") -> list[dict[st
         records: records from `Model.explain`, or the lines of a results.jsonl.
         prefix: text before each image's path, such as `/data/local-files/?d=` for Label Studio's local storage.
     """
-    return [_build_task(record, prefix) for record in records]
+    return [_build_task(record, prefix) for record in cast("Iterable[Record]", records)]
 
 
 def label_config(records: Iterable[Record]) -> str:

@@ -7,10 +7,10 @@ empty in CSV. The lists of `LISTS` follow, as lists of structs in Parquet and as
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import StoppedEarly, UsageError, require
@@ -164,7 +164,7 @@ def _escape_surrogates(value: Any) -> Any:
     return value
 
 
-def to_pandas(records: Iterable[Record], rows: Rows = "images") -> Any:
+def to_pandas(records: Iterable[Mapping[str, Any]], rows: Rows = "images") -> Any:
     """Return records as a `pandas.DataFrame`.
 
     Args:
@@ -178,7 +178,7 @@ def to_pandas(records: Iterable[Record], rows: Rows = "images") -> Any:
     require("pandas", "pandas", "to_pandas")
     import pandas
 
-    table = [record_to_row(record) for record in records]
+    table = [record_to_row(record) for record in cast("Iterable[Record]", records)]
     if rows == "images":
         return pandas.DataFrame(table, columns=[*COLUMNS, *LISTS])
     shared = ("image", "image_index", "class_id", "prediction")

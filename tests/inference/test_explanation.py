@@ -2,17 +2,20 @@
 
 import copy
 import json
+import pickle
 from html.parser import HTMLParser
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from PIL import Image
 
 import opal_deploy
-from opal_deploy.inference.explanation import Explanation, to_explanations
-from opal_deploy.records.record import Record, error_record
+from opal_deploy import Explanation, Explanations, ImageError, UsageError
+from opal_deploy.records.record import error_record
 
 ELEMENTS = {"div", "p", "strong", "table", "thead", "tbody", "tr", "th", "td", "span"}
+BOX = (10, 20, 70, 80)
 HOSTILE = "<script>alert(1)</script>\"'\n&.png"
 
 
@@ -65,7 +68,59 @@ def test_a_notebook_shows_the_drawing_and_each_slot_while_the_file_is_the_same(m
     assert [tag for tag, _ in tags].count("tr") == 1 + len(record["evidence"])
     Image.new("RGB", (96, 96)).save(paths[0])
     assert "img" not in [tag for tag, _ in page(record)]
-    assert "img" not in [tag for tag, _ in page(model.explain(Image.new("RGB", (50, 50))))]
+    assert "img" in [tag for tag, _ in page(model.explain(Image.new("RGB", (50, 50))))]
+
+
+@pytest.mark.parametrize("kind", ["path", "bytes", "PIL", "array", "crop"])
+def test_a_record_saves_the_drawings_of_the_commands(model, paths, opal, exact_model, tmp_path, kind):
+    with Image.open(paths[0]) as image:
+        image.load()
+    given = {"bytes": paths[0].read_bytes(), "PIL": image, "array": np.asarray(image)}.get(kind, paths[0])
+    record = model.explain(given, boxes=BOX if kind == "crop" else None)
+    overlay = record.save_overlay(tmp_path / "new/overlay.jpg")
+    assert overlay.read_bytes() == model.draw_overlay(record, tmp_path / "o.jpg", given).read_bytes()
+    sheet = record.save_sheet(tmp_path / "sheet.svg").read_text("utf-8")
+    if kind == "path":
+        done = opal("explain", paths[0], "--model", exact_model, "--out", tmp_path / "cli.svg", "--threads", "1")
+        assert done.returncode == 0, done.stderr
+        assert sheet == (tmp_path / "cli.svg").read_text("utf-8")
+
+
+def test_what_cannot_be_drawn_is_said_in_one_line(model, paths, tmp_path):
+    record, copied = model.explain(paths[0]), copy.deepcopy(model.explain(paths[0]))
+    assert pickle.loads(pickle.dumps(record)) == record  # noqa: S301  # our own
+    assert copied.save_overlay(tmp_path / "a.jpg").is_file()
+    with pytest.raises(UsageError, match="it has no model"):
+        copied.save_sheet(tmp_path / "a.png")
+    with pytest.raises(UsageError, match=r"a\.jpg: expected a \.png or \.svg file"):
+        record.save_sheet(tmp_path / "a.jpg")
+    (streamed,) = model.stream([paths[1].read_bytes()])
+    for lost, name in ((record, str(paths[0])), (streamed, "the record names no image")):
+        paths[0].write_bytes(b"other")
+        for save in (lost.save_overlay, lost.save_sheet):
+            with pytest.raises(ImageError, match=name):
+                save(tmp_path / "b.png")
+    with pytest.raises(ImageError, match="no prediction"):
+        model.explain(tmp_path / "none.png").save_overlay(tmp_path / "c.jpg")
+
+
+def test_records_save_the_report_of_infer(model, paths, opal, exact_model, tmp_path):
+    records = Explanations(model.stream(tmp_path))
+    assert records.save_report(tmp_path / "out") == tmp_path / "out/report.html"
+    written = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text("utf-8").splitlines()]
+    assert [record.pop("overlay") for record in written] == [f"overlays/00000{i}-00{i}.png.jpg" for i in (0, 1)]
+    assert written == records
+    # again, with fewer records, one of which can no longer be drawn
+    paths[0].unlink()
+    some = Explanations([*records[:1], model.explain(Image.new("RGB", (50, 50)))])
+    some[1]["label"] = some[1]["prediction"]["label"]
+    text = some.save_report(tmp_path / "out").read_text("utf-8")
+    assert "Accuracy: 1 of 1" in text
+    assert [path.name for path in (tmp_path / "out/overlays").iterdir()] == ["000001-image.jpg"]
+    (tmp_path / "out/run.json").touch()
+    with pytest.raises(UsageError, match="holds a run of `infer`"):
+        records.save_report(tmp_path / "out")
+    assert Explanations().save_report(tmp_path / "empty").is_file()
 
 
 def test_nothing_from_outside_becomes_markup(model, paths):
@@ -73,11 +128,7 @@ def test_nothing_from_outside_becomes_markup(model, paths):
     record["prediction"] = {**record["prediction"], "label": HOSTILE}
     record["evidence"][0]["name"] = HOSTILE
     failed = cast(dict[str, Any], error_record(HOSTILE, "code", HOSTILE))
-    for shown in (
-        Explanation(record),
-        Explanation(failed),
-        to_explanations([cast(Record, record), cast(Record, failed)]),
-    ):
+    for shown in (Explanation(record), Explanation(failed), Explanations([Explanation(record), Explanation(failed)])):
         assert {tag for tag, _ in page(shown)} <= ELEMENTS
         assert not any(name.startswith("on") for _, attributes in page(shown) for name in attributes)
     assert "\n" not in str(Explanation(record))
