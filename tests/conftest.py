@@ -216,6 +216,12 @@ def cub_mini() -> Path:
 
 
 @pytest.fixture(scope="session")
+def pets_mini() -> Path:
+    """37 breeds of Oxford-IIIT Pet, ten photographs each: `images/Bengal_10.jpg`."""
+    return _data("pets_mini")
+
+
+@pytest.fixture(scope="session")
 def photographs(cub_mini: Path) -> list[Path]:
     """All photographs of cub_mini, sorted."""
     return sorted(cub_mini.rglob("*.jpg"))

@@ -1,0 +1,32 @@
+"""The script of "From Python", as it stands, on real photographs that have neither boxes nor parts."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs/howto/python.md"
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_page_runs_as_it_stands_on_photographs_of_ones_own(pets_mini, shared_weights, tmp_path):
+    for breed in ("Bengal", "pug", "Sphynx"):
+        for number, path in enumerate(sorted((pets_mini / "images").glob(f"{breed}_*.jpg"))):
+            folder = tmp_path / "pets" / ("test" if number % 5 == 0 else "train") / breed
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / path.name).symlink_to(path)
+    code = "".join(re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL))
+    for text, ours in (("photos", "pets"), ("imagenet", str(shared_weights / "resnet18_ktb_small.safetensors"))):
+        assert code.count(f'"{text}"') == 1
+        code = code.replace(f'"{text}"', f'"{ours}"')
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert re.search(r"Test accuracy: \d+\.\d% of 6 images\nNone\n", done.stdout)
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
+    assert {"overlay.jpg", "sheet.png", "report/report.html", "uncertain/report.html"} <= written
+    assert "Accuracy: " in (tmp_path / "report/report.html").read_text("utf-8")
