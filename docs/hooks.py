@@ -59,8 +59,8 @@ def _commands() -> str:
     text = get_docs_for_click(obj=command, ctx=context, name="opal-deploy", title="Commands")
     head, heading, bench = text.partition("## `opal-deploy bench`")
     text = _with_summaries(head, command) + heading + _with_summaries(bench, command.commands["bench"])
-    # escape placeholders such as DATA/<class>/*.jpg
-    return re.sub(r"<(?=[a-z]+>/)", "&lt;", text)
+    # escape placeholders such as DATA/<class>/*.jpg, but not in code
+    return re.sub(r"(`[^`]*`)|<(?=[A-Za-z])", lambda match: match[1] or "&lt;", text)
 
 
 def _with_summaries(text: str, group: Any) -> str:

@@ -26,7 +26,7 @@ def test_the_page_runs_as_it_stands_on_photographs_of_ones_own(pets_mini, shared
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert re.search(r"Test accuracy: \d+\.\d% of 6 images\nNone\n", done.stdout)
+    assert re.search(r"Test: \d+\.\d% of 6 images\nNone\n", done.stdout)
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
-    assert {"overlay.jpg", "sheet.png", "report/report.html", "uncertain/report.html"} <= written
+    assert {"overlay.jpg", "sheet.png", "report/report.html", "close-calls/report.html"} <= written
     assert "Accuracy: " in (tmp_path / "report/report.html").read_text("utf-8")

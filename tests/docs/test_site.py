@@ -69,3 +69,10 @@ def test_copied_code_has_no_prompts_and_no_output(open_page, name, copied):
     assert text.startswith(copied)
     assert "$ " not in text
     assert "temperature" not in text
+
+
+def test_placeholders_of_help_texts_are_shown(site):
+    text = (site / "reference/cli.html").read_text("utf-8")
+    assert "DATA/train/&lt;class&gt; ..." in text
+    assert "runs/&lt;name of DATA&gt;" in text
+    assert "<code>--out &lt;path&gt;</code>" in text
