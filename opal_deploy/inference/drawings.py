@@ -23,8 +23,8 @@ from opal_deploy.records.record import Problem
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import make_thumbnail
 
-# a JPEG, the report's small JPEG of it, a PNG, and a JPEG of the image alone
-Part: TypeAlias = Literal["overlay", "thumbnail", "sheet", "picture"]
+# JPEGs of the overlay, of its small form for the report, and of the image alone; PNGs of the sheet
+Part: TypeAlias = Literal["overlay", "thumbnail", "picture", "sheet", "narrow-sheet"]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ class DrawTask:
                         add("thumbnail", make_thumbnail(overlay, result.record))
                 if "picture" in parts:
                     add("picture", encode_jpeg(to_display(get_image(result.prepared))))
-                if "sheet" in parts and self.sheets is not None:
-                    add("sheet", self.sheets.build(result).encode())
+                for part in parts:
+                    if part in ("sheet", "narrow-sheet") and self.sheets is not None:
+                        add(part, self.sheets.build(result, narrow=part == "narrow-sheet").encode())
         except ImageError as error:
             header["error"] = ["drawing_failed", str(error)]
         except MemoryError:

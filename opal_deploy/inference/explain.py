@@ -45,6 +45,7 @@ class ExplainOptions(Options):
     file_format: Annotated[
         Literal["png", "svg"] | None, Option("File format.", flag="--format", default="by --out, else png")
     ] = None
+    narrow: Annotated[bool, Option("One column, readable on a phone.")] = False
     overwrite: Annotated[bool, Option("Replace existing sheets.")] = False
     heatmap: Annotated[bool, Option("Show attention maps; an export needs --outputs attention.")] = False
     receptive_field: Annotated[bool, Option("Draw the effective receptive field of each cell, dashed.")] = False
@@ -106,7 +107,7 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
             try:
                 path = output.name_sheet(index, name)
                 output.check(path)
-                documents.append({**_write_sheet(result, builder, path, options.log), "sheet": path.as_posix()})
+                documents.append({**_write_sheet(result, builder, path, options), "sheet": path.as_posix()})
             except ImageError as error:
                 if output.single:
                     raise
@@ -147,14 +148,14 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     return sessions, builder
 
 
-def _write_sheet(result: Result, builder: SheetBuilder, path: Path, log: Log) -> dict[str, Any]:
+def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: ExplainOptions) -> dict[str, Any]:
     """Write one sheet and return its content for JSON; raise ImageError if the image cannot be used."""
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.visualization.style import format_number
 
     if "error" in result.record:
         raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
-    sheet = builder.build(result)
+    sheet = builder.build(result, narrow=options.narrow)
     with atomic_write(path) as temporary:
         temporary.write_bytes(sheet.encode(path.suffix.lower().lstrip(".")))
     content = sheet.content
@@ -164,7 +165,7 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path, log: Log) ->
     if (probability := result.record["prediction"].get("calibrated_probability")) is not None:
         facts.append(f"calibrated probability {format_number(probability)}")
     mark = " (abstained)" if content.abstained else ""
-    log(one_line(f"{result.prepared.input.name}: {', '.join(facts)}{mark}: {path}"))
+    options.log(one_line(f"{result.prepared.input.name}: {', '.join(facts)}{mark}: {path}"))
     return content.to_dict()
 
 

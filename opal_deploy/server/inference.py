@@ -30,12 +30,14 @@ from opal_deploy.server.models import ServedModel
 from opal_deploy.server.tensors import BadRequest, InferRequest, Tensor
 
 T = TypeVar("T")
-Format = Literal["record", "overlay", "sheet", "picture"]
+Drawn = Literal["overlay", "sheet", "narrow-sheet", "picture"]
+Format = Literal["record", Drawn]
 # of two formats of one type, a header Accept takes the first; a picture is the image as the model saw it, upright
 FORMATS: dict[Format, str] = {
     "record": "application/json",
     "overlay": "image/jpeg",
     "sheet": "image/png",
+    "narrow-sheet": "image/png",
     "picture": "image/jpeg",
 }
 # an image that waits to be drawn takes about 6 MB
@@ -154,7 +156,7 @@ class DrawingQueue:
             self._free += count
 
     async def draw(
-        self, model: ServedModel, result: Result, chosen: Literal["overlay", "sheet", "picture"], seconds: float
+        self, model: ServedModel, result: Result, chosen: Drawn, seconds: float
     ) -> bytes:
         """Return the encoded drawing; raise HttpError if drawing failed or took too long."""
         # the file's bytes are no longer needed and would be sent to the drawing process
@@ -183,7 +185,7 @@ def choose_format(request: HttpRequest, model: ServedModel) -> Format:
     if text is not None and text not in FORMATS:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"format {text[:20]!r} found; expected {', '.join(FORMATS)}")
     chosen = text if text else _preferred_format(request.headers.get("accept", ""))
-    if chosen == "sheet" and evidence != "exact":
+    if chosen in ("sheet", "narrow-sheet") and evidence != "exact":
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{model.name}: its evidence is not single cells, so it has no sheets")
     if chosen == "overlay" and evidence == "none":
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{model.name}: it has no anchors, so it has no evidence to show")

@@ -23,10 +23,11 @@ Line = tuple[Point, Point]
 
 # share of a slot whose contribution is not known
 _UNKNOWN_SHARE: Final = 0.5
-# font sizes of the strongest and the weakest slot's tags, as shares of the photograph's smaller side, and in pixels
+# font sizes of the strongest and the weakest slot's tags, as shares of the photograph's smaller side
 _LARGE: Final = 1 / 24
 _SMALL: Final = 1 / 40
-_MIN_LARGE, _MIN_SMALL = 11, 9
+# smallest font size of tags, in pixels
+MIN_LETTERS: Final = 9
 # places tried for tags that stand apart: distances in tag heights, and number of directions
 _DISTANCES: Final = (0.8, 1.5, 2.3, 3.2)
 _DIRECTIONS: Final = 16
@@ -70,7 +71,12 @@ def compute_shares(values: Sequence[float | None]) -> list[float | None]:
 
 
 def draw_boxes(
-    draw: ImageDraw.ImageDraw, slots: Sequence[SlotBox], scale: tuple[float, float], size: tuple[int, int]
+    draw: ImageDraw.ImageDraw,
+    slots: Sequence[SlotBox],
+    scale: tuple[float, float],
+    size: tuple[int, int],
+    *,
+    min_letters: int = MIN_LETTERS,
 ) -> None:
     """Draw boxes, and receptive fields if given, on a photograph in the upper left corner of a canvas.
 
@@ -81,6 +87,7 @@ def draw_boxes(
     Args:
         slots: the boxes, in pixels of the image.
         scale: pixels of the photograph per pixel of the image (x, y).
+        min_letters: smallest font size of the tags.
     """
     cells: dict[Rectangle, list[SlotBox]] = {}
     for slot in slots:
@@ -92,7 +99,7 @@ def draw_boxes(
         field = cells[each.box][0].field
         if field is not None:
             _draw_field(draw, pixel_box(field, scale, size), _colors(each), max(2, 2 * line // 3))
-    tags = place_tags(boxes, size, max(1, line // 2))
+    tags = place_tags(boxes, size, max(1, line // 2), min_letters)
     for tag in tags:
         tag.draw_line(draw)
     for each in boxes:
@@ -209,7 +216,9 @@ class Tag:
             draw_text(draw, center, str(slot), text_color(color), self.letters, "mm")
 
 
-def place_tags(boxes: Sequence[TaggedBox], size: tuple[int, int], casing: int) -> list[Tag]:
+def place_tags(
+    boxes: Sequence[TaggedBox], size: tuple[int, int], casing: int, min_letters: int = MIN_LETTERS
+) -> list[Tag]:
     """Return the tags of boxes, strongest first; these choose their places first.
 
     Tags lie inside the photograph and hide as little as possible of boxes and of each other. A tag without room is left
@@ -217,18 +226,24 @@ def place_tags(boxes: Sequence[TaggedBox], size: tuple[int, int], casing: int) -
 
     Args:
         casing: width of the tags' dark edge, in pixels.
+        min_letters: smallest font size.
     """
     tags: list[Tag] = []
     for tagged in sorted(boxes, key=lambda each: -each.share):
-        if tag := _place_tag(tagged, size, casing, [each.box for each in boxes], tags):
+        if tag := _place_tag(tagged, size, casing, [each.box for each in boxes], tags, min_letters):
             tags.append(tag)
     return tags
 
 
 def _place_tag(
-    tagged: TaggedBox, size: tuple[int, int], casing: int, boxes: Sequence[Rectangle], tags: Sequence[Tag]
+    tagged: TaggedBox,
+    size: tuple[int, int],
+    casing: int,
+    boxes: Sequence[Rectangle],
+    tags: Sequence[Tag],
+    min_letters: int,
 ) -> Tag | None:
-    letters, apart = _fit_letters(tagged, size, casing)
+    letters, apart = _fit_letters(tagged, size, casing, min_letters)
     chip_width, chip_height = _chip_size(tagged.slots, letters)
     count = len(tagged.slots)
     per_row = max(1, min(count, (size[0] - casing) // (chip_width + casing)))
@@ -258,10 +273,10 @@ def _place_tag(
     return replace(near, place=around[best], line=lines[best])
 
 
-def _fit_letters(tagged: TaggedBox, size: tuple[int, int], casing: int) -> tuple[int, bool]:
+def _fit_letters(tagged: TaggedBox, size: tuple[int, int], casing: int, min_letters: int) -> tuple[int, bool]:
     """Return a tag's font size, larger for a stronger slot, and whether the box is too small for it."""
-    large = max(_MIN_LARGE, round(min(size) * _LARGE))
-    small = max(_MIN_SMALL, round(min(size) * _SMALL))
+    large = max(min_letters + 2, round(min(size) * _LARGE))
+    small = max(min_letters, round(min(size) * _SMALL))
     x0, y0, x1, y1 = tagged.box
     side, length = sorted((x1 - x0 + 1, y1 - y0 + 1))
     for letters in range(round(small + (large - small) * tagged.share), small - 1, -1):

@@ -18,7 +18,6 @@ from opal_deploy.preprocess.resize import display_size, to_display
 from opal_deploy.records.record import Answer, Record
 from opal_deploy.visualization.boxes import SlotBox, compute_shares, draw_boxes
 from opal_deploy.visualization.style import (
-    ALERT,
     FAINT,
     INK,
     PAPER,
@@ -246,7 +245,7 @@ class _Legend:
         # (text, font size, colour, line height), from the top
         self._lines = [(line, title, INK, round(size * 1.35 * 1.35)) for line in wrap_text(label, title, inner, 2)]
         self._lines += [(line, size, INK, self._line) for line in wrap_text(format_facts(record), size, inner, 3)]
-        self._lines += [(line, size, ALERT, self._line) for line in wrap_text(abstained, size, inner, 2)]
+        self._lines += [(line, size, INK, self._line) for line in wrap_text(abstained, size, inner, 2)]
         self._head = len(self._lines)
         note = note if count else NO_EVIDENCE
         self._lines += [(line, self._small, FAINT, self._line) for line in wrap_text(note, self._small, inner, 4)]

@@ -31,6 +31,11 @@ def test_one_image_gives_one_sheet_beside_the_call_without_torch(run, tmp_path):
     assert done.stdout == ""
 
 
+def test_a_narrow_sheet_is_laid_out_for_a_phone(run, tmp_path):
+    run("explain in/000.png --narrow --out narrow.svg")
+    assert ET.parse(tmp_path / "narrow.svg").getroot().attrib["width"] == "455"
+
+
 def test_the_suffix_of_out_says_which_format_and_a_small_margin_is_marked(run, tmp_path):
     done = run("explain in/000.png --out a/sheet.svg --min-margin 2 --json")
     assert ET.parse(tmp_path / "a/sheet.svg").getroot().tag.endswith("svg")

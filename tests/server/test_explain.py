@@ -71,6 +71,14 @@ def test_a_picture_gives_its_drawing_by_format_or_accept(server, picture, drawin
     assert Image.open(io.BytesIO(by_name.content)).format == kind
 
 
+def test_a_phone_asks_for_the_narrow_sheet(server, picture):
+    sheets = (
+        httpx.post(f"{server.url}/explain", params={"format": name}, content=picture.read_bytes())
+        for name in ("sheet", "narrow-sheet")
+    )
+    assert [Image.open(io.BytesIO(sheet.content)).width for sheet in sheets] == [1200, 910]
+
+
 @pytest.mark.parametrize(
     ("data", "status", "code"),
     [
@@ -133,7 +141,7 @@ def test_a_model_without_evidence_draws_nothing(serving, picture):
     with serving({"linear": session}) as running:
         record = httpx.post(f"{running.url}/explain", content=picture.read_bytes()).json()
         assert record["status"] == "ok"
-        for drawing, reason in (("sheet", "its evidence is not single cells"), ("overlay", "it has no anchors")):
+        for drawing, reason in (("narrow-sheet", "its evidence is not single cells"), ("overlay", "it has no anchors")):
             response = httpx.post(f"{running.url}/explain", params={"format": drawing}, content=picture.read_bytes())
             assert response.status_code == 400
             assert reason in response.json()["error"]

@@ -29,7 +29,7 @@ HEADINGS = {
     "distance": "share of each slot in the distance",
     "score": "score of each slot",
 }
-_SUMS = {"l2": "cosine", "l3": "class's share of the cubed distance"}
+_SUMS = {"l2": "cosine", "l3": "share of the cubed distance"}
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,10 @@ class SheetContent:
 
     def explain_figures(self, *, fields: bool = False) -> list[str]:
         """Return sentences on how to read boxes and bars; `fields`: receptive fields are drawn on the photographs."""
-        sentences = []
+        sentences = [
+            "Each slot looks for one part of its class. The cosine says how well the image matches a class: 1 is a "
+            "perfect match." + (" The margin is the lead over the runner-up." if self.runner_up is not None else "")
+        ]
         if self.crop != (0, 0, self.width, self.height):
             sentences.append("The white frame marks the crop that the model saw.")
         if self.predicted.slots[0].field is not None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
-from opal_deploy.visualization.boxes import SlotBox, draw_boxes
+from opal_deploy.visualization.boxes import MIN_LETTERS, SlotBox, draw_boxes
 from opal_deploy.visualization.overlay import crop_box, encode_jpeg
 from opal_deploy.visualization.sheet.content import ClassView
 from opal_deploy.visualization.style import (
@@ -58,6 +58,8 @@ def draw_class_boxes(
     *,
     largest: float | None = None,
     fields: bool = False,
+    scale: int = 1,
+    min_letters: int = MIN_LETTERS,
 ) -> Image.Image:
     """Return the photograph, scaled to fit `bounds`, with the boxes of one class drawn at that size.
 
@@ -65,40 +67,39 @@ def draw_class_boxes(
         photograph: the whole oriented image, RGB, or its `to_display`.
         size: (width, height) of the whole image.
         largest: the contribution with the widest border; None: all borders are equal.
+        scale: pixels drawn per pixel of `bounds`.
+        min_letters: smallest font size of the slots' numbers, in pixels of `bounds`.
     """
-    drawn = enlarge(photograph, bounds)
-    scale = (drawn.width / size[0], drawn.height / size[1])
+    drawn = enlarge(photograph, bounds, scale)
     slots = sorted(view.slots, key=lambda slot: slot.slot)
     shares = [None if largest is None else max(0.0, slot.value / largest) for slot in slots]
     boxes = [
         SlotBox(slot.slot, slot.box, slot.field if fields else None, share)
         for slot, share in zip(slots, shares, strict=True)
     ]
-    draw_boxes(ImageDraw.Draw(drawn), boxes, scale, drawn.size)
+    factors = drawn.width / size[0], drawn.height / size[1]
+    draw_boxes(ImageDraw.Draw(drawn), boxes, factors, drawn.size, min_letters=scale * min_letters)
     return drawn
 
 
-def enlarge(patch: Image.Image, bounds: tuple[int, int]) -> Image.Image:
-    """Return an image scaled to fit `bounds` (width, height), with its own aspect ratio."""
-    size = fit_size(patch.size, bounds)
+def enlarge(patch: Image.Image, bounds: tuple[int, int], scale: int = 1) -> Image.Image:
+    """Return an image scaled to fit `bounds` (width, height), `scale` pixels each, with its own aspect ratio."""
+    width, height = fit_size(patch.size, bounds)
+    size = width * scale, height * scale
     squares = size[0] >= _SQUARES_FROM * patch.width
     return patch.resize(size, Image.Resampling.NEAREST if squares else Image.Resampling.LANCZOS)
 
 
 def cut_context(
-    photograph: Image.Image, size: tuple[int, int], box: Box, field: Box | None, bounds: tuple[int, int]
-) -> tuple[Image.Image, Rectangle | None]:
+    photograph: Image.Image, size: tuple[int, int], box: Box, field: Box | None, bounds: tuple[int, int], scale: int = 1
+) -> Image.Image:
     """Return a cell's effective receptive field, scaled to fit `bounds`; the cell alone if the field is not known.
 
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
-        bounds: (width, height) in pixels.
-
-    Returns:
-        The pixels, and the cell's place in them; None without a field.
+        bounds: (width, height), `scale` pixels each.
     """
-    drawn = enlarge(crop_box(photograph, field or box, size), bounds)
-    return drawn, None if field is None else locate_cell(box, field, drawn.size)
+    return enlarge(crop_box(photograph, field or box, size), bounds, scale)
 
 
 def locate_cell(box: Box, field: Box, size: tuple[int, int]) -> Rectangle:
@@ -151,12 +152,18 @@ class Text:
 
 @dataclass(frozen=True)
 class Bitmap:
-    """Pixels in their own size; `alt` describes them in words."""
+    """Pixels, `scale` per pixel of the sheet; `alt` describes them in words."""
 
     x: int
     y: int
     image: Image.Image
     alt: str
+    scale: int = 1
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height on the sheet."""
+        return self.image.width // self.scale, self.image.height // self.scale
 
 
 Shape: TypeAlias = Rect | Text | Bitmap
@@ -164,30 +171,34 @@ Shape: TypeAlias = Rect | Text | Bitmap
 
 @dataclass(frozen=True)
 class Drawing:
-    """A laid-out sheet."""
+    """A laid-out sheet; as PNG it has `scale` pixels per pixel of the layout, for the screens of phones."""
 
     width: int
     height: int
     title: str
     description: str
     shapes: tuple[Shape, ...]
+    scale: int = 1
 
 
 def render_png(drawing: Drawing) -> Image.Image:
     """Return the drawing as pixels, RGB."""
-    image = Image.new("RGB", (drawing.width, drawing.height), PAPER)
+    scale = drawing.scale
+    image = Image.new("RGB", (drawing.width * scale, drawing.height * scale), PAPER)
     draw = ImageDraw.Draw(image)
     for shape in drawing.shapes:
         match shape:
             case Rect() if shape.width > 0 and shape.height > 0:
-                corners = (shape.x, shape.y, shape.x + shape.width - 1, shape.y + shape.height - 1)
-                draw.rectangle(corners, fill=shape.fill, outline=shape.edge, width=shape.line)
+                right, bottom = (shape.x + shape.width) * scale - 1, (shape.y + shape.height) * scale - 1
+                corners = (shape.x * scale, shape.y * scale, right, bottom)
+                draw.rectangle(corners, fill=shape.fill, outline=shape.edge, width=shape.line * scale)
             case Text():
-                for x in (shape.x, shape.x + _BOLD_OFFSET) if shape.bold else (shape.x,):
+                x, y, text = shape.x * scale, shape.y * scale, to_drawable(shape.text)
+                for left in (x, x + _BOLD_OFFSET * scale) if shape.bold else (x,):
                     anchor = _PILLOW_ANCHORS[shape.anchor]
-                    draw_text(draw, (x, shape.y), to_drawable(shape.text), shape.color, shape.size, anchor)
+                    draw_text(draw, (left, y), text, shape.color, shape.size * scale, anchor)
             case Bitmap():
-                image.paste(shape.image, (shape.x, shape.y))
+                image.paste(shape.image, (shape.x * scale, shape.y * scale))
     return image
 
 
@@ -249,7 +260,7 @@ def _text_elements(text: Text) -> list[str]:
 
 def _image_element(bitmap: Bitmap) -> str:
     data = base64.b64encode(encode_jpeg(bitmap.image)).decode("ascii")
-    width, height = bitmap.image.size
+    width, height = bitmap.size
     return (
         f'<image x="{bitmap.x}" y="{bitmap.y}" width="{width}" height="{height}" role="img" '
         f'aria-label={quoteattr(escape_unprintable(bitmap.alt))} href="data:image/jpeg;base64,{data}"/>'

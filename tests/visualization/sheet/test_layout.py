@@ -1,6 +1,7 @@
 import base64
 import io
 import itertools
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ from opal_deploy.visualization.sheet.drawing import (
     render_png,
 )
 from opal_deploy.visualization.sheet.layout import layout_sheet
-from opal_deploy.visualization.style import measure_text, slot_color
+from opal_deploy.visualization.style import ALERT, measure_text, slot_color
 
 GRID = (7, 7)
 HOSTILE = "<script>alert(1)</script>\"'&\n\udcff]]></title><img src=x onerror=alert(2)>"
@@ -101,8 +102,12 @@ CASES = {
 }
 
 
-def draw(shown, others=None):
-    return layout_sheet(shown, photograph((shown.width, shown.height)), others)
+def draw(shown, others=None, **how):
+    return layout_sheet(shown, photograph((shown.width, shown.height)), others, **how)
+
+
+def texts_of(page):
+    return [shape.text for shape in page.shapes if isinstance(shape, Text)]
 
 
 def extent(shape):
@@ -111,14 +116,15 @@ def extent(shape):
         width = measure_text(shape.text, shape.size)
         left = {"start": shape.x, "middle": shape.x - width / 2, "end": shape.x - width}[shape.anchor]
         return left, shape.y - 0.7 * shape.size, left + width, shape.y + 0.1 * shape.size
-    width, height = shape.image.size if isinstance(shape, Bitmap) else (shape.width, shape.height)
+    width, height = shape.size if isinstance(shape, Bitmap) else (shape.width, shape.height)
     return shape.x, shape.y, shape.x + width, shape.y + height
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize(("shown", "others"), list(CASES.values()), ids=list(CASES))
-def test_everything_lies_on_the_sheet_and_no_text_over_another_or_a_bitmap(shown, others):
-    page = draw(shown, others)
-    assert page.width == 1200
+def test_everything_lies_on_the_sheet_and_no_text_over_another_or_a_bitmap(shown, others, narrow):
+    page = draw(shown, others, narrow=narrow)
+    assert page.width == (455 if narrow else 1200)
     boxes = [(extent(shape), shape) for shape in page.shapes if not (isinstance(shape, Text) and not shape.text)]
     for (left, top, right, bottom), shape in boxes:
         assert min(left, top, page.width - right, page.height - bottom) >= 0, shape
@@ -127,12 +133,30 @@ def test_everything_lies_on_the_sheet_and_no_text_over_another_or_a_bitmap(shown
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one, two)
 
 
-def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description():
-    page, again = (draw(content(heatmap=True), exemplars(5)) for _ in range(2))
+@pytest.mark.parametrize(("shown", "others"), list(CASES.values()), ids=list(CASES))
+def test_a_narrow_sheet_has_the_same_figures_readable_on_a_phone(shown, others):
+    page = draw(shown, others, narrow=True)
+    assert min(shape.size for shape in page.shapes if isinstance(shape, Text)) * 390 / page.width >= 12
+    figures = [sorted(re.findall(r"[-+]?\d\.\d{3}", " ".join(texts_of(each)))) for each in (draw(shown, others), page)]
+    assert figures[0] == figures[1]
+    assert page.description == draw(shown, others).description
+
+
+@pytest.mark.parametrize(("label", "alarming"), [(None, False), ("birch", False), ("ash", True)])
+def test_only_a_wrong_answer_has_its_notes_in_the_colour_of_an_alert(label, alarming):
+    shown = content(label=label, min_margin=0.99)
+    notes = [shape for shape in draw(shown).shapes if isinstance(shape, Text) and shape.text in shown.cautions()]
+    assert len(notes) == 2
+    assert {note.color == ALERT for note in notes} == {alarming}
+
+
+@pytest.mark.parametrize(("narrow", "width"), [(False, 1200), (True, 910)])
+def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description(narrow, width):
+    page, again = (draw(content(heatmap=True), exemplars(5), narrow=narrow) for _ in range(2))
     assert encode_png(page) == encode_png(again)
     assert encode_svg(page) == encode_svg(again)
     opened = Image.open(io.BytesIO(encode_png(page)))
-    assert opened.size == (page.width, page.height)
+    assert opened.size == (width, page.height * width // page.width)
     assert opened.info["Description"] == page.description
 
 
@@ -191,7 +215,7 @@ def test_boxes_of_both_classes_have_lines_on_one_scale():
 def test_sums_margin_and_names_stand_on_the_sheet_but_not_where_its_image_lies():
     shown = content(names={(content().predicted.class_id, 2): "beak"}, image="/home/ann/birds/1.jpg")
     page = draw(shown)
-    texts = [shape.text for shape in page.shapes if isinstance(shape, Text)]
+    texts = texts_of(page)
     assert page.title.endswith(": evidence in 1.jpg")
     assert "1.jpg" in texts
     assert not any("home" in text for text in texts)
