@@ -22,7 +22,7 @@ from opal_deploy.inference.options import InferOptions
 from opal_deploy.inference.parallel.backend import ProcessPlan, open_processes, plan_processes
 from opal_deploy.inference.run.bucket import acquire_bucket_run_dir
 from opal_deploy.inference.run.directory import IMAGES, RunDirectory, acquire_run_dir
-from opal_deploy.inference.run.drawing import ReportOptions, describe_evidence, report_facts
+from opal_deploy.inference.run.drawing import ReportOptions, describe_evidence, report_facts, report_title
 from opal_deploy.inference.run.interrupt import Interrupt
 from opal_deploy.inference.run.run import Backend, LocalBackend, RunOptions, run
 from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
@@ -334,7 +334,7 @@ class _Job:
         facts = report_facts(path, metadata, self.backend.description, self._format_command(short=True))
         return ReportOptions(
             facts, options.report_limit, options.report_images, evidence, metadata.effective_field,
-            options.receptive_field,
+            options.receptive_field, report_title(self.inputs.images, path), frozenset(metadata.class_names),
         )  # fmt: skip
 
     def _context(self) -> dict[str, Any]:

@@ -155,9 +155,7 @@ class DrawingQueue:
         finally:
             self._free += count
 
-    async def draw(
-        self, model: ServedModel, result: Result, chosen: Drawn, seconds: float
-    ) -> bytes:
+    async def draw(self, model: ServedModel, result: Result, chosen: Drawn, seconds: float) -> bytes:
         """Return the encoded drawing; raise HttpError if drawing failed or took too long."""
         # the file's bytes are no longer needed and would be sent to the drawing process
         prepared = replace(result.prepared, input=replace(result.prepared.input, source=b""))

@@ -66,6 +66,7 @@ def test_failed_and_passed_over_files_are_counted(infer, pictures, exact_model, 
     assert len(read_results(out)) == 6
     page = (out / "report.html").read_text(encoding="utf-8")
     assert page.count('src="overlays/') == 4
+    assert f"<title>{pictures.name}, explained by {exact_model.name}</title>" in page
     # whoever is handed the report learns nothing of the machine's folders
     assert str(tmp_path) not in page
     assert str(exact_model.parent) not in page

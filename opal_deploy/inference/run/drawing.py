@@ -6,7 +6,8 @@ or runs out of memory is missing, and its record says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from opal_deploy.logs import one_line
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Record
 from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.urls import is_url, redact
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
     REPORT_LIMIT,
@@ -152,6 +154,8 @@ class ReportOptions:
         evidence: what was measured of the model's evidence, for the head of the page.
         field: the model's effective receptive field, shown on demand; None if it is unknown.
         draw_field: always draw it on the overlays.
+        title: the page's title.
+        class_names: the labels that the model knows; None: all.
     """
 
     facts: tuple[Fact, ...] = ()
@@ -160,6 +164,24 @@ class ReportOptions:
     evidence: str = ""
     field: EffectiveField | None = None
     draw_field: bool = False
+    title: str = "Explanations"
+    class_names: frozenset[str] | None = None
+
+
+def report_title(inputs: Sequence[str], model: Path) -> str:
+    """Return the title of a report: the first input and the model, each by at most two parts of its path."""
+    more = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
+    return f"{_shorten_path(inputs[0])}{more}, explained by {_shorten_path(str(model))}"
+
+
+def _shorten_path(path: str) -> str:
+    """Return the end of a path or URL, which does not tell where it lies; `standard input` for `-`."""
+    if path == "-":
+        return "standard input"
+    if is_url(path):
+        path = redact(path).partition("://")[2]
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")] or [Path(path).resolve().name or path]
+    return "/".join(parts[-1:] if os.path.isabs(path) else parts[-2:])
 
 
 def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> tuple[Fact, ...]:
@@ -211,12 +233,13 @@ def write_report(
             images = choose_image_mode(min(options.limit, _count_lines(out / RESULTS)))
         with ReportWriter(
             out / REPORT,
-            title="OPAL explanations",
+            title=options.title,
             facts=options.facts,
             limit=options.limit,
             image_mode=images,
             evidence=options.evidence,
             field=None if options.draw_field else options.field,
+            class_names=options.class_names,
             folder=find_common_folder(record["image"] or "" for record in read_records(out / RESULTS)),
         ) as writer:
             for index, record in enumerate(read_records(out / RESULTS)):

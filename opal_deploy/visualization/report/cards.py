@@ -29,6 +29,8 @@ CLASSES_LISTED = 30
 PAIRS_LISTED = 60
 # largest number of labels and classes in a confusion matrix
 MATRIX_LIMIT = 25
+# a percentage of fewer images says little
+_MIN_IMAGES_FOR_PERCENT = 20
 _NO_NAME = "(no name)"
 # digits after the point; results.jsonl has full precision
 _DIGITS = 6
@@ -239,17 +241,25 @@ class Confusion:
     """Labels against predicted classes.
 
     Attributes:
+        labelled: number of answered images whose label the model knows.
         correct: number of these whose predicted class is the label.
+        unknown: number of answered images whose label the model does not know.
         columns: the predicted classes; empty if the matrix would be too large.
         rows: (label, a cell per column); empty if the matrix would be too large.
     """
 
     labelled: int
     correct: int
+    unknown: int
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[ConfusionCell, ...]], ...]
     pairs: tuple[ConfusionCell, ...]
     more: int
+
+    @property
+    def percentage(self) -> float | None:
+        """The accuracy in percent; None for fewer than 20 images."""
+        return 100 * self.correct / self.labelled if self.labelled >= _MIN_IMAGES_FOR_PERCENT else None
 
 
 @dataclass
@@ -258,9 +268,11 @@ class Tables:
 
     Attributes:
         limit: largest number of failures listed.
+        class_names: the labels that the model knows; None: all.
     """
 
     limit: int
+    class_names: frozenset[str] | None = None
     statuses: Counter[str] = field(default_factory=Counter)
     classes: Counter[tuple[int, str]] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
@@ -296,6 +308,8 @@ class Tables:
         """Return labels against classes; None if no answered image has a label."""
         if not self.pairs:
             return None
+        known = {pair: n for pair, n in self.pairs.items() if self.class_names is None or pair[0] in self.class_names}
+        labelled = sum(known.values())
         per_label: Counter[str] = Counter()
         for (label, _), count in self.pairs.items():
             per_label[label] += count
@@ -310,8 +324,9 @@ class Tables:
             columns = []
         wrong = sorted(((n, pair) for pair, n in self.pairs.items() if pair[0] != pair[1]), key=lambda i: (-i[0], i[1]))
         return Confusion(
-            self.pairs.total(),
-            sum(n for (label, predicted), n in self.pairs.items() if label == predicted),
+            labelled,
+            sum(n for (label, predicted), n in known.items() if label == predicted),
+            self.pairs.total() - labelled,
             tuple(map(escape_unprintable, columns)),
             tuple(
                 (escape_unprintable(label), tuple(cell(label, predicted) for predicted in columns))

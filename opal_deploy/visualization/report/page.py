@@ -13,7 +13,8 @@ from typing import Any, Literal
 from PIL import Image
 
 from opal_deploy.records.record import Record
-from opal_deploy.visualization.overlay import NO_EVIDENCE, photograph_size
+from opal_deploy.visualization.glossary import GLOSSARY
+from opal_deploy.visualization.overlay import COSINE, NO_EVIDENCE, photograph_size
 from opal_deploy.visualization.pages import (
     content_digest,
     load_templates,
@@ -61,8 +62,22 @@ def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) ->
         style=mark_safe(style),
         without_scripts=mark_safe(_NO_SCRIPT_STYLE),
         orders=ORDERS,
+        glossary=GLOSSARY,
+        shown=_list_words(first),
         **content,
     )
+
+
+def _list_words(cards: Sequence[Card]) -> set[str]:
+    """Return the words of the glossary that cards show and a reader may not know."""
+    words = set()
+    if any(card.slots for card in cards):
+        words.add("slot")
+    if any(card.slots and MEANINGS[card.meaning] == COSINE for card in cards):
+        words.add("contribution")
+    if any(card.is_cosine and card.value is not None for card in cards):
+        words.add("cosine")
+    return words
 
 
 def render_card(card: Card, labels: Sequence[str], source: str | None) -> str:

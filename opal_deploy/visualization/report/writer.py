@@ -25,7 +25,7 @@ from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.record import Record
 from opal_deploy.visualization.overlay import NO_EVIDENCE, get_prediction
 from opal_deploy.visualization.pages import json_script, to_json
-from opal_deploy.visualization.report.cards import CLASSES_LISTED, MEANINGS, Card, Tables, build_card
+from opal_deploy.visualization.report.cards import CLASSES_LISTED, MEANINGS, Card, Confusion, Tables, build_card
 from opal_deploy.visualization.report.page import (
     PAGE_SIZE,
     ImageMode,
@@ -70,6 +70,7 @@ class ReportWriter:
         image_mode: `embed` puts thumbnails into the page; `files` shows the overlays that records name.
         evidence: a measured statement about the model's evidence, shown at the top; empty: none.
         folder: prefix to leave out of images' names, see `find_common_folder`.
+        class_names: the labels that the model knows, for the accuracy; None: all.
 
     Raises:
         OSError: the folder is missing or cannot be written; from `add` and `close` also if the disk is full.
@@ -86,6 +87,7 @@ class ReportWriter:
         field: EffectiveField | None = None,
         evidence: str = "",
         folder: str = "",
+        class_names: frozenset[str] | None = None,
     ) -> None:
         self._path = Path(path)
         self._title, self._facts, self._limit, self._image_mode = title, list(facts), limit, image_mode
@@ -93,7 +95,7 @@ class ReportWriter:
         if folder:
             self._facts.append(("Image names", "relative to their common folder; results.jsonl has full paths"))
         self._field = field
-        self._tables = Tables(limit)
+        self._tables = Tables(limit, class_names)
         self._labels: dict[str, int] = {}
         self._records = self._cards = self._failed_cards = 0
         self._order = _TypicalOrder()
@@ -214,12 +216,13 @@ class ReportWriter:
         labels = [escape_unprintable(label) for label in self._labels]
         typical = self._order.positions()
         first = [self._read_card(position) for position in typical[:PAGE_SIZE]]
-        yield self._head(facts, [card for card, _ in first])
+        confusion = self._tables.confusion()
+        yield self._head(facts, [card for card, _ in first], confusion)
         for card, span in first:
             yield render_card(card, labels, self._image_source(card, span))
         yield render_tables(
             tables=self._tables,
-            confusion=self._tables.confusion(),
+            confusion=confusion,
             listed=CLASSES_LISTED,
             pages=-(-(self._cards + self._failed_cards) // PAGE_SIZE),
         )
@@ -241,7 +244,7 @@ class ReportWriter:
         number, span, record = json.loads(self._lines.readline())
         return build_card(record, number, self._label_index, self._field), span and (span[0], span[1])
 
-    def _head(self, facts: Sequence[Fact], first: Sequence[Card]) -> str:
+    def _head(self, facts: Sequence[Fact], first: Sequence[Card], confusion: Confusion | None) -> str:
         return render_head(
             self._image_mode,
             first,
@@ -251,7 +254,7 @@ class ReportWriter:
             tables=self._tables,
             cards=self._cards,
             failed_cards=self._failed_cards,
-            confusion=bool(self._tables.pairs),
+            confusion=confusion,
             fields=self._field is not None,
             page_size=PAGE_SIZE,
             order=self._order.describe(),

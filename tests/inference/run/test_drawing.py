@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -11,7 +12,7 @@ from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.atlas import collect_images
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerTimeout
-from opal_deploy.inference.run.drawing import ReportOptions, write_report
+from opal_deploy.inference.run.drawing import ReportOptions, report_title, write_report
 from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.types import InferenceOptions, InputImage
@@ -171,6 +172,23 @@ def test_a_report_that_is_handed_on_does_not_tell_where_its_images_lie(tmp_path)
     assert str(tmp_path) not in page
     assert all(f'"{name}"' in page for name in ("a/0.jpg", "b/1.jpg", "b/2.jpg"))
     assert "relative to their common folder" in page
+
+
+@pytest.mark.parametrize(
+    ("inputs", "model", "title"),
+    [
+        (["photos/"], "runs/pets/best.onnx", "photos, explained by pets/best.onnx"),
+        (["demo/data/test", "b.jpg"], "m.onnx", "data/test and 1 more, explained by m.onnx"),
+        (["/home/ann/birds"], "/home/ann/m.onnx", "birds, explained by m.onnx"),
+        (["https://host/birds.zip?X-Amz-Signature=1"], "m.onnx", "host/birds.zip, explained by m.onnx"),
+        (["-"], "m.onnx", "standard input, explained by m.onnx"),
+        (["."], "m.onnx", "here, explained by m.onnx"),
+    ],
+)
+def test_a_report_is_named_after_its_images_and_model(tmp_path, monkeypatch, inputs, model, title):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert report_title(inputs, Path(model)) == title
 
 
 def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path):

@@ -65,6 +65,23 @@ def test_counts_are_those_of_the_records(write, make_record):
     assert text.index("About this run") < text.index("ckpt.onnx") < text.index("Took")
 
 
+def test_the_accuracy_is_at_the_head(write, make_record):
+    record = make_record(SIZE)
+    wrong, correct = ({**record, "label": label} for label in ("Crested Auklet", record["prediction"]["label"]))
+    tiles = re.findall(r"<b>(.*)</b><span>(.*)</span>", write([correct] * 249 + [wrong]))
+    assert tiles == [("99.6 %", "accuracy (249 of 250)"), ("250", "images")]
+
+
+def test_the_words_on_cards_are_explained_at_the_head(write, make_record, answer_without_evidence):
+    explained = {"slot", "Cosine", "contributions", "Margin"}
+    for record, words in (
+        (make_record(SIZE), explained),
+        (make_record(SIZE, distance="linf"), explained - {"contributions"}),
+        (answer_without_evidence, set()),
+    ):
+        assert set(re.findall(r'<dfn title="[^"]+">(\w+)</dfn>', write([record]))) == words
+
+
 def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_page_says_so(tmp_path, make_record):
     fullness = []
     with ReportWriter(tmp_path / "report.html", title="Run", facts=[], limit=2) as report:
@@ -178,10 +195,11 @@ def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(write, make_r
 def test_labels_are_set_against_classes(write, make_record):
     pairs = [("a", "a"), ("a", "a"), ("a", "b"), ("b", "b"), ("other", "b")]
     records = [{**make_record(SIZE, labels=(predicted, "z")), "label": label} for label, predicted in pairs]
-    page = write([*records, make_record(SIZE)])
+    page = write([*records, make_record(SIZE)], class_names=frozenset("ab"))
     cells = re.findall(r'<td class="(\w+) s\d" data-label="(\w+)" data-class="(\w+)">(\d+)</td>', page)
     assert [" ".join(cell) for cell in cells] == ["agrees a a 2", "differs a b 1", "agrees b b 1", "differs other b 1"]
-    assert "Accuracy: 3 of 5 (60 %)" in text_of(page)
+    assert "Accuracy: 3 of 4, including abstentions. 1 image with a label that the model does not know" in text_of(page)
+    assert "<b>3 of 4</b><span>correct</span>" in page
 
 
 def test_many_classes_have_a_list_of_confusions(write, make_record):
