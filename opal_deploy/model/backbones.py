@@ -25,8 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opal_deploy.errors import CheckpointError, UsageError, first_line
 from opal_deploy.model import timm_backbones, torchvision_backbones
-from opal_deploy.model.config import PretrainedConfig, require_stride
+from opal_deploy.model.config import PretrainedConfig, check_tiling, require_stride
 from opal_deploy.model.feature_graph import Cut, extract_classifier, find_cut, find_unstrided_cut, remove_strides
+from opal_deploy.model.network_names import TIMM_PREFIX, check_weights, is_weights_file
 
 _OUTPUT = "features"
 # not the default of any library: tells which layers depend on the number of classes
@@ -74,12 +75,8 @@ class Backbone(nn.Module):
         Raises:
             UsageError: the size is not a multiple of the stride.
         """
+        check_tiling(self.name, input_size, self.stride)
         height, width = input_size
-        if height < self.stride or width < self.stride or height % self.stride or width % self.stride:
-            raise UsageError(
-                f"input size {height}x{width}: {self.name} needs multiples of its stride {self.stride}, "
-                "or cells would not tile the image"
-            )
         return height // self.stride, width // self.stride
 
 
@@ -96,8 +93,6 @@ class _Library(Protocol):
 
     def get_pretrained_config(self, name: str, weights: str | None) -> PretrainedConfig: ...
 
-    def default_weights(self, name: str) -> str: ...
-
     def download_weights(self, name: str, weights: str) -> tuple[dict[str, Tensor], str]: ...
 
     def find_downloaded(self, name: str, weights: str) -> Path | None: ...
@@ -107,7 +102,7 @@ class _Library(Protocol):
 
 def get_library(name: str) -> _Library:
     """Return a backbone's library, by its name."""
-    if name.startswith(timm_backbones.PREFIX):
+    if name.startswith(TIMM_PREFIX):
         return timm_backbones
     return torchvision_backbones
 
@@ -198,7 +193,8 @@ def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module 
         UsageError: no such file and no such weights, or the download failed.
     """
     path, library = Path(weights), get_library(backbone.name)
-    if path.suffix in (".pth", ".pt", ".safetensors"):
+    check_weights(backbone.name, str(weights))
+    if is_weights_file(str(weights)):
         state, origin = read_state_dict(path), path.name
     else:
         state, origin = library.download_weights(backbone.name, str(weights))
@@ -221,11 +217,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     """Read a state dict (names to tensors) from a `.safetensors` file or a weights-only torch file.
 
     Raises:
-        UsageError: no such file.
         CheckpointError: not a state dict, or one that needs unsafe loading.
     """
-    if not path.is_file():
-        raise UsageError(f"{path}: no such weights file")
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file

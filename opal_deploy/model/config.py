@@ -110,6 +110,16 @@ def require_stride(stride: int | None, keep_layers: bool) -> None:
         )
 
 
+def check_tiling(backbone: str, input_size: tuple[int, int], stride: int) -> None:
+    """Raise UsageError unless cells of `stride` pixels tile an input of (H0, W0)."""
+    height, width = input_size
+    if height < stride or width < stride or height % stride or width % stride:
+        raise UsageError(
+            f"input size {height}x{width}: {backbone} needs multiples of its stride {stride}, "
+            "or cells would not tile the image"
+        )
+
+
 # the paper's: a dense layer on average-pooled features, normalised to length 1 as in the authors' code
 LINEAR_BASELINE = HeadConfig(projection=False, cws=False, pooling="avg", anchors=False)
 # the usual fine-tuning: the library's own network with another number of classes

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.errors import UsageError, first_line, require, suggest_names
+from opal_deploy.errors import UsageError, first_line, require
 from opal_deploy.model.config import PretrainedConfig
+from opal_deploy.model.network_names import TIMM_PREFIX, check_network
 
-PREFIX = "timm:"
 # fields of timm's configuration that records keep
 _DETAILS = ("license", "interpolation", "crop_pct", "crop_mode", "input_size", "hf_hub_id")
 
 
 def list_networks() -> list[str]:
     """Return timm's network names with the prefix `timm:`, including those that `build` refuses (ViT and the like)."""
-    return [PREFIX + name for name in _import_timm().list_models()]
+    return [TIMM_PREFIX + name for name in _import_timm().list_models()]
 
 
 def build_network(name: str, device: str | torch.device = "cpu", num_classes: int | None = None) -> nn.Module:
@@ -136,10 +136,8 @@ def _split_name(name: str) -> tuple[str, str]:
     Raises:
         UsageError: timm has no such network, or no such tag for it.
     """
-    architecture, _, tag = name.removeprefix(PREFIX).partition(".")
-    names = _import_timm().list_models()
-    if architecture not in names:
-        raise UsageError(f"backbone {name!r}: timm has no such network{suggest_names(architecture, names)}")
+    check_network(name)
+    architecture, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
     configs = _configs(architecture)
     if tag and tag not in configs:
         raise UsageError(f"backbone {name!r}: timm has no weights {tag!r} for it; it has {', '.join(configs)}")

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from opal_deploy.errors import UsageError, suggest_names
+from opal_deploy.errors import UsageError
 from opal_deploy.model.config import PretrainedConfig
+from opal_deploy.model.network_names import check_network, check_weights
 
 
 def list_networks() -> list[str]:
@@ -32,7 +33,7 @@ def build_network(name: str, device: str | torch.device = "cpu", num_classes: in
     """
     import torchvision
 
-    _check_name(name)
+    check_network(name)
     options = {} if num_classes is None else {"num_classes": num_classes}
     with torch.device(device), warnings.catch_warnings():
         # GoogLeNet and Inception warn that their default initialisation is slow
@@ -58,20 +59,6 @@ def get_pretrained_config(name: str, weights: str | None) -> PretrainedConfig:
     return PretrainedConfig()
 
 
-def default_weights(name: str) -> str:
-    """Return the ImageNet weights that the paper uses: torchvision's second set for ResNets, else the first.
-
-    Raises:
-        UsageError: torchvision has no such classifier.
-    """
-    import torchvision
-
-    _check_name(name)
-    names = [weights.name for weights in torchvision.models.get_model_weights(name)]
-    preferred = ("IMAGENET1K_V2", "IMAGENET1K_V1") if name.startswith("resnet") else ("IMAGENET1K_V1",)
-    return next((each for each in preferred if each in names), "DEFAULT")
-
-
 def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
     """Return torchvision's weights of a name (`DEFAULT`, `IMAGENET1K_V1`, ...), and their origin.
 
@@ -80,13 +67,8 @@ def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
     """
     import torchvision
 
-    try:
-        chosen = torchvision.models.get_model_weights(name)[weights]
-    except KeyError:
-        known = ", ".join(w.name for w in torchvision.models.get_model_weights(name))
-        raise UsageError(
-            f"weights {weights!r}: no such file (.pth, .safetensors) and not torchvision's for {name} ({known})"
-        ) from None
+    check_weights(name, weights)
+    chosen = torchvision.models.get_model_weights(name)[weights]
     try:
         state: dict[str, Tensor] = chosen.get_state_dict(progress=False, check_hash=True)
     except OSError as error:
@@ -110,12 +92,6 @@ def convert_sync_batch_norm(network: nn.Module) -> nn.Module:
     """Return a network with batch statistics over all processes."""
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
     return converted
-
-
-def _check_name(name: str) -> None:
-    names = list_networks()
-    if name not in names:
-        raise UsageError(f"backbone {name!r}: torchvision has no such classifier{suggest_names(name, names)}")
 
 
 class _ParametersOn(TorchFunctionMode):

@@ -7,7 +7,9 @@ directory with a checkpoint.
     loop                 `fit`: the epochs, the best weights, the test
     epoch                the training step, a pass over the training images, evaluation
     images               batches of decoded and augmented images
-    run_directory        the files of a run, its checkpoints and records
+    checks               refusals before torch is imported and images are read
+    run_directory        the files of a run and its records; imports no torch
+    checkpoints          best.pt and last.pt, and the progress that they hold
     resume               comparing and restoring a stored run
     machine              processes, devices, precision, workers
     reproduce            the paper's tables

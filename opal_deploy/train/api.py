@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from opal_deploy.errors import require
 from opal_deploy.logs import no_progress
 from opal_deploy.options import StrPath, keywords
+from opal_deploy.train.checks import check_run
 from opal_deploy.train.options import TrainRunOptions
 from opal_deploy.train.recipe import load_recipe, resolve_recipe
+from opal_deploy.train.run_directory import TrainRunDirectory
 
 if TYPE_CHECKING:
     from opal_deploy.train.result import TrainResult
@@ -37,25 +39,29 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
         UsageError: data or options are impossible, or `out` holds a run. Messages name options as the command does.
         StoppedEarly: the loss is not finite, or disk or memory are full; the run can be resumed.
     """
-    for package in ("torch", "torchvision", "matplotlib"):
+    for package in ("torch", "torchvision"):
         require(package, "train", "training")
-    from opal_deploy.datasets.registry import read_dataset
-    from opal_deploy.train.loop import fit
-    from opal_deploy.train.machine import is_main_process
-
     recipe = resolve_recipe(load_recipe(os.fspath(options.recipe)), options.to_sections())
     root, progress = Path(data), options.progress or no_progress
+    out = Path("runs") / root.resolve().name if options.out is None else Path(options.out)
+    check_run(recipe.options, TrainRunDirectory(out), overwrite=options.overwrite, resume=options.resume)
+    from opal_deploy.datasets.registry import read_dataset
+
     labelled = read_dataset(
         root, recipe.dataset, partition=recipe.partition, skip_missing=recipe.skip_missing, progress=progress
     )
     if not recipe.boxes:
         labelled = labelled.without_crops()
+    # takes seconds, since it imports torch: after all that can be refused without
+    from opal_deploy.train.loop import fit
+    from opal_deploy.train.machine import is_main_process
+
     # torchrun starts several processes; only one reports
     if is_main_process():
         for line in labelled.warnings:
             options.log(f"warning: {line}")
         options.log(f"read as {labelled.describe()}")
     return fit(
-        labelled, recipe.options, Path("runs") / root.resolve().name if options.out is None else Path(options.out),
-        overwrite=options.overwrite, resume=options.resume, recipe=recipe, progress=progress, log=options.log,
+        labelled, recipe.options, out, overwrite=options.overwrite, resume=options.resume,
+        recipe=recipe, progress=progress, log=options.log,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 
 from opal_deploy.artifact.files import lock_directory
 from opal_deploy.datasets.samples import DataSet
-from opal_deploy.errors import StoppedEarly, UsageError, require
+from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.logs import Log, Progress, no_progress
@@ -25,6 +25,14 @@ from opal_deploy.model.backbones import get_library
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import machine
 from opal_deploy.train.attention import AttentionTerms
+from opal_deploy.train.checkpoints import (
+    CheckpointManager,
+    TrainState,
+    describe_kept,
+    has_finite_weights,
+    load_run_file,
+)
+from opal_deploy.train.checks import check_run
 from opal_deploy.train.epoch import (
     EpochMetrics,
     NonFiniteLossError,
@@ -39,15 +47,7 @@ from opal_deploy.train.recipe import Recipe, TrainOptions
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.result import TrainResult, load_finished_result
 from opal_deploy.train.resume import check_same_run, fingerprint_dataset, restore_run
-from opal_deploy.train.run_directory import (
-    CheckpointManager,
-    EpochRecord,
-    TrainRunDirectory,
-    TrainState,
-    describe_kept,
-    has_finite_weights,
-    load_run_file,
-)
+from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.start import build_network, describe_start, load_start
 
 _MEGABYTE = 1 << 20
@@ -90,14 +90,10 @@ def fit(
         StoppedEarly: disk or memory are full. As after a DivergenceError, last.pt and best.pt are those of earlier
             epochs.
     """
-    require("matplotlib", "train", "training")
-    options.check()
-    if resume and overwrite:
-        raise UsageError("--resume continues a run, --overwrite replaces it: give only one of them")
+    run_dir = TrainRunDirectory(out)
+    check_run(options, run_dir, overwrite=overwrite, resume=resume)
     if not data.train or not data.val:
         raise UsageError(f"{data.root}: training and validation images are needed; add a val/ folder")
-    if options.tensorboard:
-        require("tensorboard", "tensorboard", "--tensorboard")
     with join_process_group(options.device) as group:
         if group.size > 1 and min(options.batch_size, len(data.train)) < 2 * group.size:
             raise UsageError(
@@ -107,7 +103,7 @@ def fit(
         if not group.is_main:
             progress, log = no_progress, lambda line: None
         recipe = Recipe(options) if recipe is None else replace(recipe, options=options)
-        run = _TrainingRun(data, options, TrainRunDirectory(out), group, progress, log)
+        run = _TrainingRun(data, options, run_dir, group, progress, log)
         try:
             return run.run(recipe, overwrite=overwrite, resume=resume)
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -150,8 +146,6 @@ class _TrainingRun:
         }
         if resume and run_dir.is_finished:
             return load_finished_result(run_dir, run_config)
-        if not resume and not overwrite:
-            run_dir.check_free()
 
         # network and batches ------------------------------------------------------------------------------------------
         machine.set_tf32(options.tf32)

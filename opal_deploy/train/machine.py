@@ -27,7 +27,7 @@ from opal_deploy.model.backbones import get_library
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.runtime.torch_session import torch_device
-from opal_deploy.train.recipe import TrainingPrecision
+from opal_deploy.train.recipe import TrainingPrecision, check_precision
 
 # cores that prepare no images: one feeds the GPU, one is left to everything else
 _OTHER_CORES = 2
@@ -176,8 +176,7 @@ class MixedPrecision:
         Raises:
             UsageError: float16 on a CPU, which has no fast float16 arithmetic.
         """
-        if precision == "fp16" and device.type == "cpu":
-            raise UsageError("precision fp16 on a CPU: use bf16 or fp32, or a GPU")
+        check_precision(precision, device.type)
         if precision == "auto":
             if device.type != "cuda":
                 return MixedPrecision(device.type, None)

@@ -23,7 +23,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from opal_deploy.artifact.files import read_toml
 from opal_deploy.errors import UsageError, require
-from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, require_stride
+from opal_deploy.model.config import (
+    LINEAR_BASELINE,
+    PLAIN_CLASSIFIER,
+    HeadConfig,
+    HeadKind,
+    check_tiling,
+    require_stride,
+)
+from opal_deploy.model.network_names import check_network, default_weights
+from opal_deploy.runtime.devices import parse_device
 
 Augment = Literal["paper", "none"]
 # learning rate: fixed, or falling to 0 along half a cosine (Loshchilov and Hutter 2017, without restarts)
@@ -110,6 +119,10 @@ class TrainOptions:
         if math.prod(self.input_size) > _MAX_INPUT_PIXELS:
             raise UsageError(f"the input size {self.input_size} is over the limit of {_MAX_INPUT_PIXELS:,} pixels")
         require_stride(self.stride, self.keep_layers)
+        # networks have strides that are powers of two; any other is refused by name, when the network is built
+        if self.stride is not None and self.stride.bit_count() == 1:
+            check_tiling(self.backbone, self.input_size, self.stride)
+        check_precision(self.precision, parse_device(self.device)[0])
         if not 0 <= self.agreement < math.inf:
             raise UsageError(f"agreement {self.agreement}: expected a weight of at least 0")
         if self.agreement and self.head.evidence != "exact":
@@ -130,6 +143,12 @@ class TrainOptions:
         for name, kind in (("schedule", Schedule), ("augment", Augment), ("precision", TrainingPrecision)):
             if getattr(self, name) not in get_args(kind):
                 raise UsageError(f"{name} {getattr(self, name)!r}: expected one of {', '.join(get_args(kind))}")
+
+
+def check_precision(precision: TrainingPrecision, device_type: str) -> None:
+    """Raise UsageError for float16 on a CPU (`device_type` cpu), which has no fast float16 arithmetic."""
+    if precision == "fp16" and device_type == "cpu":
+        raise UsageError("precision fp16 on a CPU: use bf16 or fp32, or a GPU")
 
 
 @dataclass(frozen=True)
@@ -314,13 +333,10 @@ def _resolve_head(recipe: dict[str, Any], overrides: dict[str, Any]) -> HeadConf
 
 
 def _resolve_weights(name: str, backbone: str) -> str | None:
+    check_network(backbone)
     if name == RANDOM:
         return None
-    if name != IMAGENET:
-        return name
-    from opal_deploy.model.backbones import get_library
-
-    return get_library(backbone).default_weights(backbone)
+    return default_weights(backbone) if name == IMAGENET else name
 
 
 def _parse_input_size(value: Any) -> tuple[int, int]:

@@ -9,8 +9,9 @@ from typing import Any
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import Evaluation
+from opal_deploy.train.checkpoints import load_run_file
 from opal_deploy.train.resume import check_same_run, parse_evaluation
-from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory, load_run_file
+from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +14,12 @@ from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.train.checkpoints import RESUME_ADVICE, RESUME_KEY, TrainState, load_run_file
+from opal_deploy.train.checks import read_keep_off
 from opal_deploy.train.epoch import TrainStep
 from opal_deploy.train.machine import ProcessGroup
 from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME, OUTSIDE
-from opal_deploy.train.run_directory import RESUME_ADVICE, RESUME_KEY, TrainRunDirectory, TrainState, load_run_file
+from opal_deploy.train.run_directory import TrainRunDirectory
 
 
 def parse_evaluation(metrics: dict[str, Any], split: str) -> Evaluation:
@@ -170,12 +171,7 @@ def fingerprint_dataset(data: DataSet, keep_off: str | None = None) -> str:
             digest.update(json.dumps([name, size, sample.label, sample.box]).encode())
         digest.update(b"|")
     if keep_off is not None and keep_off != OUTSIDE:
-        try:
-            digest.update(Path(keep_off).read_bytes())
-        except OSError as error:
-            raise UsageError(
-                f"--keep-off {keep_off}: cannot be read ({error.strerror}); expected a COCO file or {OUTSIDE}"
-            ) from None
+        digest.update(read_keep_off(keep_off))
     return digest.hexdigest()
 
 

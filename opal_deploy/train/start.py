@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import model_kind
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.inputs import check_classes
@@ -30,8 +29,6 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
     if options.start_from is None:
         return None
     path = Path(options.start_from)
-    if model_kind(path) != "checkpoint":
-        raise UsageError(f"--start-from {path}: only checkpoints can be trained; give the .pt file that it came from")
     found = checkpoint.load(path)
     theirs = found.network.config
     values = {

@@ -18,7 +18,7 @@ import torch
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.train import run_directory
+from opal_deploy.train import checkpoints
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.run_directory import TrainRunDirectory
@@ -82,7 +82,7 @@ def ended(_ended, tmp_path):
 @pytest.mark.parametrize("write", [1, 2, 3, 5, 6])
 def test_ending_before_any_write_and_resuming_ends_bit_identical(squares, whole, tmp_path, monkeypatch, write):
     done = 0
-    save = run_directory.save
+    save = checkpoints.save
 
     def save_or_die(*arguments, **options):
         nonlocal done
@@ -92,7 +92,7 @@ def test_ending_before_any_write_and_resuming_ends_bit_identical(squares, whole,
         save(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_directory, "save", save_or_die)
+        patch.setattr(checkpoints, "save", save_or_die)
         options = replace(OPTIONS, save_every=2)
         with pytest.raises(_Killed):
             fit(squares, options, tmp_path / "run", resume=True)
@@ -199,7 +199,7 @@ def test_a_disk_that_is_full_at_once_keeps_nothing_and_says_so(squares, tmp_path
     def full(*arguments, **options):
         raise UsageError("best.pt: cannot be written (No space left on device); choose another place")
 
-    monkeypatch.setattr(run_directory, "save", full)
+    monkeypatch.setattr(checkpoints, "save", full)
     with pytest.raises(StoppedEarly, match=r"\(No space left on device\); nothing was kept yet, "):
         fit(squares, OPTIONS, tmp_path / "run")
 
