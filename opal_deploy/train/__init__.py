@@ -5,6 +5,7 @@ directory with a checkpoint.
 
     options, recipe      options of a run, TOML recipes; plain data, imports no torch
     loop                 `fit`: the epochs, the best weights, the test
+    balance              weights and warnings for unbalanced and small classes
     epoch                the training step, a pass over the training images, evaluation
     images               batches of decoded and augmented images
     checks               refusals before torch is imported and images are read

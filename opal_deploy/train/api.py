@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from opal_deploy.errors import require
 from opal_deploy.logs import no_progress
 from opal_deploy.options import StrPath, keywords
+from opal_deploy.train.balance import balance_warnings
 from opal_deploy.train.checks import check_run
 from opal_deploy.train.options import TrainRunOptions
 from opal_deploy.train.recipe import load_recipe, resolve_recipe
@@ -58,7 +59,8 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
 
     # torchrun starts several processes; only one reports
     if is_main_process():
-        for line in labelled.warnings:
+        weighted = recipe.options.class_weights == "balanced"
+        for line in [*labelled.warnings, *balance_warnings(labelled, weighted=weighted)]:
             options.log(f"warning: {line}")
         options.log(f"read as {labelled.describe()}")
     return fit(

@@ -72,6 +72,7 @@ class TrainStep:
         agreement: weight of the mirror agreement; above 0, `model` is an `AttentionTerms`.
         keep_off: weight of the attention in kept-off regions; None without regions, else `model` is an
             `AttentionTerms` and images have four channels.
+        class_weights: float32 [C] on the device, the loss's weight per class; None weighs all images the same.
         frozen: layers that are not trained and compute as in evaluation, with the batch statistics that they have.
         scaler: the loss scaler, enabled for float16 only.
     """
@@ -84,6 +85,7 @@ class TrainStep:
     std: tuple[float, ...]
     agreement: float = 0.0
     keep_off: float | None = None
+    class_weights: Tensor | None = None
     frozen: nn.Module | None = None
     scaler: torch.amp.GradScaler = field(init=False)
 
@@ -99,8 +101,8 @@ class TrainStep:
             global_batch: N, the number of images over all processes.
 
         Returns:
-            Over the n images the summed cross-entropy, the number of correct predictions and the summed penalty of
-            kept-off regions, scalars on the device.
+            Over the n images the summed, weighted cross-entropy, the number of correct predictions and the summed
+            penalty of kept-off regions, scalars on the device.
         """
         device = self.group.device
         labels = labels.to(device, non_blocking=True)
@@ -116,7 +118,8 @@ class TrainStep:
         logits = logits.float()
         views = len(logits) // len(labels)
         # with mirror agreement the mean over an image and its mirror image
-        loss_sum = functional.cross_entropy(logits, labels.repeat(views), reduction="sum") / views
+        targets, weight = labels.repeat(views), self.class_weights
+        loss_sum = functional.cross_entropy(logits, targets, weight=weight, reduction="sum") / views
         objective = loss_sum + self.agreement * disagreement.sum() + (self.keep_off or 0.0) * penalty.sum()
         self.optimizer.zero_grad(set_to_none=True)
         # gradients are averaged over processes, whose shares may differ by an image: this factor makes them the

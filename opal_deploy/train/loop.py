@@ -25,6 +25,7 @@ from opal_deploy.model.backbones import get_library
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import machine
 from opal_deploy.train.attention import AttentionTerms
+from opal_deploy.train.balance import balanced_weights
 from opal_deploy.train.checkpoints import (
     CheckpointManager,
     TrainState,
@@ -145,7 +146,7 @@ class _TrainingRun:
             "start": None if start is None else describe_start(options, start),
         }
         if resume and run_dir.is_finished:
-            return load_finished_result(run_dir, run_config)
+            return load_finished_result(run_dir, run_config, options)
 
         # network and batches ------------------------------------------------------------------------------------------
         machine.set_tf32(options.tf32)
@@ -177,7 +178,7 @@ class _TrainingRun:
             model = torch.compile(model)
         train_step = TrainStep(
             model, optimizer, amp, group, network.config.mean, network.config.std,
-            options.agreement, options.kept_off_weight(), frozen,
+            options.agreement, options.kept_off_weight(), self._class_weights(), frozen,
         )  # fmt: skip
         # what edits dropped is still dropped, unless it starts anew
         edits = () if start is None or options.reset_dropped else start.edits
@@ -199,6 +200,9 @@ class _TrainingRun:
                 self.log(f"continuing after epoch {state.epoch}, step {state.step}")
             with self._open_summary_writer(state.epoch + 1) as writer:
                 for epoch in range(state.epoch + 1, options.epochs + 1):
+                    if state.best is not None and options.stops_after(state.epoch, state.best[0]):
+                        self.log(f"stopping: no lower validation loss since epoch {state.best[0]}")
+                        break
                     record = self._run_epoch(epoch, state, train_step, train_batches, val_batches)
                     if writer is not None:
                         for name, value in asdict(record).items():
@@ -213,6 +217,11 @@ class _TrainingRun:
 
         writer: AbstractContextManager[Any] = SummaryWriter(str(self.run_dir.tensorboard), purge_step=first_epoch)
         return writer
+
+    def _class_weights(self) -> torch.Tensor | None:
+        if self.options.class_weights == "none":
+            return None
+        return torch.tensor(balanced_weights(self.data), device=self.group.device)
 
     def _build_batches(self) -> tuple[Batches, Batches, dict[str, Any]]:
         """Return training and validation batches, and their entries in config.json."""

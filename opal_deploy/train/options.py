@@ -11,7 +11,7 @@ from opal_deploy.artifact.metadata import Distance
 from opal_deploy.logs import Log, Progress, log_line
 from opal_deploy.model.config import HeadKind, Pooling
 from opal_deploy.options import Option, Options, StrPath, parse_size
-from opal_deploy.train.recipe import SECTIONS, Augment, Schedule, Sections, TrainingPrecision
+from opal_deploy.train.recipe import SECTIONS, Augment, ClassWeights, Schedule, Sections, TrainingPrecision
 
 _DATA, _OPTIMISATION, _ADVANCED = "Data", "Optimisation", "Advanced"
 # options that recipes call otherwise
@@ -137,6 +137,14 @@ class TrainRunOptions(RecipeOverrides):
     anchors: Annotated[
         bool | None,
         Option("Ablation: a dense layer instead of anchors.", flag="--anchors/--no-anchors", panel=_ADVANCED),
+    ] = None
+    patience: Annotated[
+        int | None,
+        Option("Stop after this many epochs without a lower validation loss.", min=1, default="all epochs are trained"),
+    ] = None
+    class_weights: Annotated[
+        ClassWeights | None,
+        Option("balanced: weigh the loss so that all classes count the same, N / (C * n_c).", default="none"),
     ] = None
     schedule: Annotated[
         Schedule | None,

@@ -3,8 +3,8 @@
     [data]      dataset, partition, skip_missing, boxes
     [model]     backbone, weights, input_size, stride, keep_layers
     [head]      kind, projection, cws, pooling, anchors, prototypes_per_class, distance, epsilon
-    [training]  epochs, batch_size, lr, schedule, agreement, keep_off, keep_off_weight, start_from,
-                freeze_backbone, reset_dropped, augment, seed, precision, tf32
+    [training]  epochs, patience, batch_size, lr, schedule, class_weights, agreement, keep_off, keep_off_weight,
+                start_from, freeze_backbone, reset_dropped, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
 Defaults are the paper's, except for `precision`, which is `auto` where a recipe does not say (`paper` says fp32). A run
@@ -35,6 +35,7 @@ from opal_deploy.model.network_names import check_network, default_weights
 from opal_deploy.runtime.devices import parse_device
 
 Augment = Literal["paper", "none"]
+ClassWeights = Literal["none", "balanced"]
 # learning rate: fixed, or falling to 0 along half a cosine (Loshchilov and Hutter 2017, without restarts)
 Schedule = Literal["constant", "cosine"]
 # type of the convolutions while training; `auto` is bfloat16 or float16 on a GPU, float32 on a CPU
@@ -74,9 +75,11 @@ class TrainOptions:
     head: HeadConfig = field(default_factory=HeadConfig)
     weights: str | None = None
     epochs: int = 30
+    patience: int | None = None
     batch_size: int = 64
     lr: float = 1e-4
     schedule: Schedule = "constant"
+    class_weights: ClassWeights = "none"
     agreement: float = 0.0
     keep_off: str | None = None
     keep_off_weight: float | None = None
@@ -108,8 +111,14 @@ class TrainOptions:
         default = _OUTSIDE_WEIGHT if self.keep_off == OUTSIDE else _REGION_WEIGHT
         return default if self.keep_off_weight is None else self.keep_off_weight
 
+    def stops_after(self, epoch: int, best_epoch: int) -> bool:
+        """Return whether `patience` ends the run after an epoch, the best one being `best_epoch`."""
+        return self.patience is not None and epoch - best_epoch >= self.patience
+
     def check(self) -> None:
         """Raise UsageError for values that no run can have."""
+        if self.patience is not None and self.patience < 1:
+            raise UsageError(f"patience {self.patience}: expected at least 1 epoch")
         if self.epochs < 1 or self.batch_size < 1 or not self.lr > 0 or not math.isfinite(self.lr):
             raise UsageError("epochs and batch size must be at least 1 and the learning rate a number above 0")
         if self.seed >= 1 << 63 or not math.isfinite(self.head.epsilon):
@@ -140,7 +149,10 @@ class TrainOptions:
         if self.start_from is None and (self.freeze_backbone or self.reset_dropped):
             name = "--freeze-backbone" if self.freeze_backbone else "--reset-dropped"
             raise UsageError(f"{name} without a trained network; add --start-from CHECKPOINT")
-        for name, kind in (("schedule", Schedule), ("augment", Augment), ("precision", TrainingPrecision)):
+        choices = {
+            "schedule": Schedule, "class_weights": ClassWeights, "augment": Augment, "precision": TrainingPrecision
+        }  # fmt: skip
+        for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise UsageError(f"{name} {getattr(self, name)!r}: expected one of {', '.join(get_args(kind))}")
 

@@ -10,6 +10,7 @@ from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.train.checkpoints import load_run_file
+from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.resume import check_same_run, parse_evaluation
 from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 
@@ -51,7 +52,7 @@ class TrainResult:
         return document
 
 
-def load_finished_result(run_dir: TrainRunDirectory, run_config: dict[str, Any]) -> TrainResult:
+def load_finished_result(run_dir: TrainRunDirectory, run_config: dict[str, Any], options: TrainOptions) -> TrainResult:
     """Return the result of a finished run.
 
     Args:
@@ -63,10 +64,11 @@ def load_finished_result(run_dir: TrainRunDirectory, run_config: dict[str, Any])
     best, last = load_run_file(run_dir.best), load_run_file(run_dir.last)
     # processes and precision matter only to further steps
     check_same_run(run_dir, last, {key: run_config[key] for key in ("options", "fingerprint", "start")})
-    epochs, done = run_config["options"]["epochs"], last["metrics"].get("epoch")
-    if epochs != done:
+    done = last["metrics"].get("epoch")
+    was_stopped = done < options.epochs and options.stops_after(done, best["metrics"]["epoch"])
+    if done != options.epochs and not was_stopped:
         raise UsageError(
-            f"{run_dir.root}: the run is finished after {done} epochs and cannot be extended to {epochs}; "
+            f"{run_dir.root}: the run is finished after {done} epochs and cannot be extended to {options.epochs}; "
             "give another --out, or --overwrite"
         )
     metrics = best["metrics"]

@@ -25,8 +25,8 @@ _FAILURE_FILES = ("nonfinite_batch.txt",)
 class EpochRecord:
     """One line of metrics.csv. Losses are cross-entropies in nats, accuracies 0 ... 1.
 
-    Training loss and accuracy are of the images as trained on (augmented, unless with `--augment none`), measured while
-    the weights still change.
+    The training loss has class weights, if there are any, the validation loss has none. Training loss and accuracy are
+    of the images as trained on (augmented, unless with `--augment none`), measured while the weights still change.
 
     Attributes:
         seconds: duration of training and validation.
