@@ -12,6 +12,7 @@ import typer
 
 from opal_deploy.cli.console import print_line, print_message, progress
 from opal_deploy.errors import ExitCode
+from opal_deploy.model.config import HeadConfig
 from opal_deploy.train.options import TrainRunOptions
 
 if TYPE_CHECKING:
@@ -76,4 +77,7 @@ def _print_result(result: TrainResult) -> None:
 
         boxes = format_box_option(result.config)
         print_message(f"Trained on images cropped to boxes: give infer the boxes of its images too, such as {boxes}")
+    options = result.config["options"]
+    if options["stride"] is None and HeadConfig.from_dict(options["head"]).evidence == "exact":
+        print_message("For boxes that say more, train with --recipe grounded: a ResNet-18 with finer cells")
     print_message(f"Next: opal-deploy export {result.best}")

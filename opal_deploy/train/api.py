@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,7 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
     """
     for package in ("torch", "torchvision"):
         require(package, "train", "training")
-    recipe = resolve_recipe(load_recipe(os.fspath(options.recipe)), options.to_sections())
+    recipe = resolve_recipe(load_recipe(options.recipe_name()), options.to_sections())
     root, progress = Path(data), options.progress or no_progress
     out = Path("runs") / root.resolve().name if options.out is None else Path(options.out)
     check_run(recipe.options, TrainRunDirectory(out), overwrite=options.overwrite, resume=options.resume)

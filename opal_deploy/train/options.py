@@ -89,13 +89,13 @@ class TrainRunOptions(RecipeOverrides):
     """The options of `train_model` and `train`."""
 
     recipe: Annotated[
-        StrPath,
+        StrPath | None,
         Option(
-            "paper, grounded or grounded-resnet50 (finer cells), or a .toml file such as a run's own recipe.toml. "
+            "grounded (finer cells), grounded-resnet50, paper, or a .toml file such as a run's own recipe.toml. "
             "Options override it; their defaults are those of paper.",
-            cli=str,
+            default="grounded; with --backbone or --head, paper", cli=str,
         ),
-    ] = "paper"
+    ] = None  # fmt: skip
     dataset: Annotated[
         str | None,
         Option(
@@ -214,6 +214,12 @@ class TrainRunOptions(RecipeOverrides):
     overwrite: Annotated[bool, Option("Replace the run in --out.")] = False
     log: Log = log_line
     progress: Progress | None = None
+
+    def recipe_name(self) -> str:
+        """Return the recipe's name or path; `grounded` was measured with its own network and head only."""
+        if self.recipe is not None:
+            return os.fspath(self.recipe)
+        return "grounded" if self.backbone is None and self.head is None else "paper"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,9 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
     assert "warning: 1 of 31 files cannot be used, left out: red/bad.jpg (zero bytes)" in done.stderr
     assert f"read as imagefolder from {folder}: 3 classes, 24 training images, 6 validation" in done.stderr
     assert "the data set has no test images" in done.stderr
-    assert done.stderr.endswith(f"Next: opal-deploy export {first / 'best.pt'}\n")
+    recommended, following = done.stderr.splitlines()[-2:]
+    assert recommended.startswith("For boxes that say more, train with --recipe grounded")
+    assert following == f"Next: opal-deploy export {first / 'best.pt'}"
     assert checkpoint.load(first / "best.pt").class_names == ["blue", "green", "red"]
 
     again = opal("train", folder, "--recipe", first / "recipe.toml", "--out", second)

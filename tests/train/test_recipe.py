@@ -8,6 +8,7 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.train import recipe
+from opal_deploy.train.options import TrainRunOptions
 from opal_deploy.train.recipe import Recipe, TrainOptions, load_recipe, resolve_recipe
 
 
@@ -90,7 +91,7 @@ def test_what_is_saved_resolves_to_the_same_run(options, tmp_path):
     ("text", "message"),
     [
         ("epochs = 3", r"unknown section 'epochs'; expected one of data, model, head, training, machine"),
-        ("[training]\nepoch = 3", r"\[training\] has no key 'epoch'; expected one of epochs, batch_size"),
+        ("[training]\nepoch = 3", r"\[training\] has no key 'epoch'; expected one of epochs, patience"),
         ("[training]\nepoch = 3\nlr = 'x'\n[modle]\n", r"'epoch'.*lr = 'x'.*'modle'"),
         ("[training]\nepochs = '3'", r"\[training\] epochs = '3': expected a whole number"),
         ("[training]\nepochs = true", r"epochs = True: expected a whole number"),
@@ -117,6 +118,20 @@ def test_the_grounded_recipe_is_the_papers_head_on_finer_cells():
     )  # fmt: skip
     with pytest.raises(UsageError, match="--keep-layers without --stride"):
         resolve_recipe(load_recipe("paper"), {"model": {"keep_layers": True}})
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "grounded"),
+        ({"weights": "resnet18.pth", "epochs": 3}, "grounded"),
+        ({"backbone": "resnet18"}, "paper"),
+        ({"head": "plain"}, "paper"),
+        ({"recipe": "grounded", "backbone": "resnet34"}, "grounded"),
+    ],
+)
+def test_without_a_recipe_another_network_or_head_takes_the_papers_protocol(options, name):
+    assert TrainRunOptions(**options).recipe_name() == name
 
 
 def test_the_cosine_falls_from_the_rate_to_zero():
