@@ -47,7 +47,7 @@ Sections = dict[str, dict[str, Any]]
 IMAGENET, RANDOM = "imagenet", "none"
 # `keep_off` without a file: everything outside the objects
 OUTSIDE = "outside"
-# measured (docs/howto/train.md): small regions need more, most of an image less
+# measured (docs/reference/measurements-training.md): small regions need more, most of an image less
 _REGION_WEIGHT, _OUTSIDE_WEIGHT = 10.0, 3.0
 
 # these change how fast and where a run computes, not what
