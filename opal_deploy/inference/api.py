@@ -176,26 +176,34 @@ class Model:
         plain = cast(Record, record)
         return save_bytes(path, encode_jpeg(draw_overlay(load_record_image(plain, image), plain)))
 
-    def draw_sheet(self, image: Source, path: str | os.PathLike[str], box: Box | None = None) -> Path:
+    def draw_sheet(
+        self, image: Source, path: str | os.PathLike[str], box: Box | None = None, *, narrow: bool = False
+    ) -> Path:
         """Draw the evidence sheet of an image as `opal-deploy explain` does, write it to `path`, and return the path.
 
         Args:
             image: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB.
             path: the file to write, .png or .svg; its folder is created.
             box: (x0, y0, x1, y1) to crop to first.
+            narrow: one column, readable on a phone.
 
         Raises:
             ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells, or the
                 file cannot be written.
         """
-        return save_bytes(path, self.encode_sheet(InputImage(source_name(image), image, box), path))
+        return save_bytes(path, self.encode_sheet(InputImage(source_name(image), image, box), path, narrow=narrow))
 
     def encode_sheet(
-        self, image: InputImage, path: str | os.PathLike[str], options: InferenceOptions | None = None
+        self,
+        image: InputImage,
+        path: str | os.PathLike[str],
+        options: InferenceOptions | None = None,
+        *,
+        narrow: bool = False,
     ) -> bytes:
         """Return the evidence sheet of an image as the bytes of a .png or .svg file, by the suffix of `path`.
 
-        `max_pixels` and `min_margin` of `options` apply. Raises as `draw_sheet`.
+        `max_pixels` and `min_margin` of `options` apply. `narrow`, and what is raised: see `draw_sheet`.
         """
         from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 
@@ -209,7 +217,7 @@ class Model:
         (result,) = predict_stream([image], self.sessions[:1], options)
         if "error" in result.record:
             raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
-        return builder.build(result).encode(file_format)
+        return builder.build(result, narrow=narrow).encode(file_format)
 
     def serve(
         self,

@@ -75,11 +75,12 @@ class Explanation(dict[str, Any]):
         """
         return save_bytes(path, encode_jpeg(self._draw()))
 
-    def save_sheet(self, path: StrPath) -> Path:
+    def save_sheet(self, path: StrPath, *, narrow: bool = False) -> Path:
         """Draw the evidence sheet, as `opal-deploy explain` does, and return the path; the model runs again.
 
         Args:
             path: the .png or .svg file to write, or to replace; its folder is created.
+            narrow: one column, readable on a phone.
 
         Raises:
             ImageError: as for `save_overlay`.
@@ -91,7 +92,7 @@ class Explanation(dict[str, Any]):
         self._load_image()
         source = unescape_name(self["image"]) if origin.image is None else origin.image
         request = InputImage(self["image"], source, origin.box, self.get("label"))
-        return save_bytes(path, origin.model.encode_sheet(request, path, origin.options))
+        return save_bytes(path, origin.model.encode_sheet(request, path, origin.options, narrow=narrow))
 
     def _load_image(self) -> Image.Image:
         if self._origin is None:
@@ -163,14 +164,21 @@ class Explanations(list[Explanation]):
         return out / REPORT
 
     def _report_options(self) -> ReportOptions:
-        from opal_deploy.inference.run.drawing import ReportOptions, describe_evidence, report_facts
+        from opal_deploy.inference.run.drawing import ReportOptions, describe_evidence, report_facts, report_title
 
         model = next((each._origin.model for each in self if each._origin is not None), None)
         if model is None:
             return ReportOptions()
         path, metadata = Path((model.path or Path("model")).name), model.metadata
         facts = report_facts(path, metadata, model.description, f"opal_deploy.load({path.name!r}).explain(...)")
-        return ReportOptions(facts, evidence=describe_evidence(path, metadata), field=metadata.effective_field)
+        images = [each["image"] for each in self if each["image"] is not None] or ["images"]
+        return ReportOptions(
+            facts,
+            evidence=describe_evidence(path, metadata),
+            field=metadata.effective_field,
+            title=report_title(images, path),
+            class_names=frozenset(metadata.class_names),
+        )
 
     def __str__(self) -> str:
         """Return one line per image."""

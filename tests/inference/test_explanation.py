@@ -80,6 +80,7 @@ def test_a_record_saves_the_drawings_of_the_commands(model, paths, opal, exact_m
     overlay = record.save_overlay(tmp_path / "new/overlay.jpg")
     assert overlay.read_bytes() == model.draw_overlay(record, tmp_path / "o.jpg", given).read_bytes()
     sheet = record.save_sheet(tmp_path / "sheet.svg").read_text("utf-8")
+    assert 'width="455"' in record.save_sheet(tmp_path / "narrow.svg", narrow=True).read_text("utf-8")
     if kind == "path":
         done = opal("explain", paths[0], "--model", exact_model, "--out", tmp_path / "cli.svg", "--threads", "1")
         assert done.returncode == 0, done.stderr
@@ -115,6 +116,7 @@ def test_records_save_the_report_of_infer(model, paths, opal, exact_model, tmp_p
     some = Explanations([*records[:1], model.explain(Image.new("RGB", (50, 50)))])
     some[1]["label"] = some[1]["prediction"]["label"]
     text = some.save_report(tmp_path / "out").read_text("utf-8")
+    assert f"<title>000.png, explained by {exact_model.name}</title>" in text
     assert "Accuracy: 1 of 1" in text
     assert [path.name for path in (tmp_path / "out/overlays").iterdir()] == ["000001-image.jpg"]
     (tmp_path / "out/run.json").touch()
