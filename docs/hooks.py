@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.resources import as_file, files as package_files
 from inspect import Parameter, formatannotation
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -23,7 +25,19 @@ from opal_deploy.records import json_schema
 from opal_deploy.records.tables import COLUMNS
 from opal_deploy.runtime.gates import GATES, WIDEST
 from opal_deploy.train.options import TrainRunOptions
+from opal_deploy.web.site import Site
 
+# of `make ort-web`; without it the page that runs a model is left out
+_ORT_WEB = Path(__file__).parents[1] / ".ort-web/node_modules/onnxruntime-web"
+_TRY_IT = {
+    True: (
+        '<iframe src="demo/index.html" title="A page that runs the model of the demo" allow="camera" '
+        'style="width: 100%; height: 60rem; border: 1px solid var(--md-default-fg-color--lightest)"></iframe>\n\n'
+        '<a href="demo/index.html" target="_blank">Open the page by itself</a>. Browsers run it from a web server only: '
+        "`python -m http.server --directory build/site`."
+    ),
+    False: "This build lacks the page: run `make ort-web`, which needs npm, then `make docs`.",
+}
 # functions by the options class of their keywords
 _FUNCTIONS: dict[str, type[Options]] = {
     "edit_model": EditOptions,
@@ -43,6 +57,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files, "reference/python.md", **{name: _keywords(options) for name, options in _FUNCTIONS.items()}
         ),
         "precision.md": _fill(files, "precision.md", gates=_gates()),
+        "try-it.md": _fill(files, "try-it.md", page=_TRY_IT[_ORT_WEB.is_dir()]),
     }
     for path, text in pages.items():
         existing = files.get_file_from_path(path)
@@ -50,6 +65,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(existing)
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write the page that runs the model of the demo, which try-it.md shows."""
+    if _ORT_WEB.is_dir():
+        with as_file(package_files("opal_deploy.cli.demo") / "creatures.onnx") as model:
+            Site(Path(config.site_dir, "demo"), _ORT_WEB, overwrite=True).write(model)
 
 
 def _commands() -> str:

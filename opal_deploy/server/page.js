@@ -58,7 +58,8 @@ async function drawSheet(image, record) {
   byId("sheet").disabled = true;
   say("Drawing …");
   try {
-    const blob = await (await post(image, "sheet")).blob();
+    // as wide as a phone, or the sheet's own width
+    const blob = await (await post(image, innerWidth < 640 ? "narrow-sheet" : "sheet")).blob();
     if (number !== current) return;
     showImage("drawing", blob, `Evidence sheet: why ${record.prediction.label}`);
     byId("open").href = byId("save").href = byId("drawing").src;

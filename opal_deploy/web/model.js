@@ -52,9 +52,33 @@ export function resize(pixels, w, h, outW, outH) {
   return columnsFirst ? rows(columns(pixels, w), outH) : columns(rows(pixels, h), outW);
 }
 
+/**
+ * A JPEG's or PNG's bytes without its colour profile, which WebKit applies even where it is asked not to; of anything
+ * else, and of a file that ends early, the bytes as they are.
+ */
+function withoutProfile(bytes) {
+  const view = new DataView(bytes), text = (at, length) => String.fromCharCode(...new Uint8Array(bytes, at, length));
+  const isJpeg = view.byteLength > 4 && view.getUint16(0) === 0xffd8;
+  if (!isJpeg && !(view.byteLength > 8 && text(1, 3) === "PNG")) return [bytes];
+  const kept = [];
+  let at = isJpeg ? 2 : 8, from = 0;
+  while (at + 16 <= view.byteLength) {
+    const size = isJpeg ? 2 + view.getUint16(at + 2) : 12 + view.getUint32(at);
+    const isProfile = isJpeg ? view.getUint16(at) === 0xffe2 && text(at + 4, 11) === "ICC_PROFILE" : text(at + 4, 4) === "iCCP";
+    if (isJpeg ? view.getUint8(at) !== 0xff || view.getUint16(at) === 0xffda : text(at + 4, 4) === "IDAT") break;
+    if (isProfile) {
+      kept.push(bytes.slice(from, at));
+      from = at + size;
+    }
+    at += size;
+  }
+  return from > view.byteLength ? [bytes] : [...kept, bytes.slice(from)];
+}
+
 /** Decode a file onto a canvas: upright, colour profiles not applied, transparency over white, as `infer` does. */
 export async function decode(blob, canvas = document.createElement("canvas")) {
-  const bitmap = await createImageBitmap(blob, {
+  const plain = new Blob(withoutProfile(await blob.arrayBuffer()), { type: blob.type });
+  const bitmap = await createImageBitmap(plain, {
     imageOrientation: "from-image", colorSpaceConversion: "none", premultiplyAlpha: "none",
   });
   [canvas.width, canvas.height] = [bitmap.width, bitmap.height];

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import PIL
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 from playwright.sync_api import expect, sync_playwright
 
 import opal_deploy
@@ -84,8 +84,8 @@ def ask(page, path):
 @pytest.mark.browser
 @needs_chromium
 class TestPage:
-    @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
-    def test_a_picture_has_the_record_that_infer_writes(self, site, exact_model, visit, tmp_path, mode):
+    @pytest.mark.parametrize(("mode", "suffix"), [("RGB", "png"), ("L", "png"), ("RGBA", "png"), ("RGB", "jpg")])
+    def test_a_picture_has_the_record_that_infer_writes(self, site, exact_model, visit, tmp_path, mode, suffix):
         page = visit(site)
         expect(page.locator("#checked")).to_contain_text("cells as in PyTorch")
         (pixels,) = example_images(1, 130, 211)
@@ -93,8 +93,10 @@ class TestPage:
         if mode == "RGBA":
             # wholly transparent or not at all: what lies between is rounded differently
             picture.putalpha(Image.fromarray(np.where(pixels[..., 0] > 100, 255, 0).astype(np.uint8)))
-        path = tmp_path / "picture.png"
-        picture.save(path)
+        path = tmp_path / f"picture.{suffix}"
+        # which neither applies
+        profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("XYZ")).tobytes()
+        picture.save(path, icc_profile=profile, quality=95, subsampling=0)
         record = ask(page, path)
         expected = opal_deploy.load(exact_model, device="cpu", threads=1).explain(path)
         assert record.keys() == {*expected, "image_sha256", "model_sha256"}
