@@ -140,12 +140,18 @@ class TrainRunOptions(RecipeOverrides):
     ] = None
     patience: Annotated[
         int | None,
-        Option("Stop after this many epochs without a lower validation loss.", min=1, default="all epochs are trained"),
-    ] = None
+        Option(
+            "Stop after this many epochs without a lower validation loss.",
+            min=1, default="all epochs are trained", panel=_OPTIMISATION,
+        ),
+    ] = None  # fmt: skip
     class_weights: Annotated[
         ClassWeights | None,
-        Option("balanced: weigh the loss so that all classes count the same, N / (C * n_c).", default="none"),
-    ] = None
+        Option(
+            "balanced: weigh the loss so that all classes count the same, N / (C * n_c).",
+            default="none", panel=_OPTIMISATION,
+        ),
+    ] = None  # fmt: skip
     schedule: Annotated[
         Schedule | None,
         Option("Learning rate: constant, or falling to 0 along a cosine.", default="constant", panel=_OPTIMISATION),
