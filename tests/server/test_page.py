@@ -63,7 +63,7 @@ def test_a_dropped_picture_is_explained(serving, exact_session, make_pictures, t
         sheet = page.locator("#drawing")
         expect(sheet).to_be_visible()
         assert sheet.evaluate("image => image.decode().then(() => image.naturalWidth)") == (
-            1200 if width > 640 else 455
+            1200 if width > 640 else 910
         )
         if AXE.is_file():
             assert find_violations(page) == []
