@@ -23,7 +23,11 @@ class RecipeOverrides(Options):
     """Options that override a recipe, in one run or in all runs of a table."""
 
     backbone: Annotated[
-        str | None, Option("A torchvision CNN classifier, or timm:NAME (extra timm).", default="convnext_tiny")
+        str | None,
+        Option(
+            "A torchvision CNN classifier, or timm:NAME (extra timm).",
+            default="resnet18 (grounded), convnext_tiny (paper)",
+        ),
     ] = None
     weights: Annotated[
         StrPath | None,
@@ -41,7 +45,7 @@ class RecipeOverrides(Options):
         int | None,
         Option(
             "Input pixels per cell: 32, 16 or 8. The backbone ends at its last feature map with this stride.",
-            min=1, default="all layers, 32",
+            min=1, default="16 (grounded), all layers (paper)",
         ),
     ] = None  # fmt: skip
     keep_layers: Annotated[
@@ -52,11 +56,14 @@ class RecipeOverrides(Options):
             panel=_ADVANCED,
         ),
     ] = None
-    epochs: Annotated[int | None, Option("Number of epochs.", min=1, default="30")] = None
+    epochs: Annotated[int | None, Option("Number of epochs.", min=1, default="14 (grounded), 30 (paper)")] = None
     batch_size: Annotated[
         int | None, Option("Batch size over all processes.", min=1, default="64", panel=_OPTIMISATION)
     ] = None
-    lr: Annotated[float | None, Option("Adam's initial learning rate.", default="1e-4", panel=_OPTIMISATION)] = None
+    lr: Annotated[
+        float | None,
+        Option("Adam's initial learning rate.", default="2e-4 (grounded), 1e-4 (paper)", panel=_OPTIMISATION),
+    ] = None
     augment: Annotated[Augment | None, Option("Augmentation of the training images.", default="paper", panel=_DATA)] = (
         None
     )
@@ -92,7 +99,7 @@ class TrainRunOptions(RecipeOverrides):
         StrPath | None,
         Option(
             "grounded (finer cells), grounded-resnet50, paper, or a .toml file such as a run's own recipe.toml. "
-            "Options override it; their defaults are those of paper.",
+            "Options override it.",
             default="grounded; with --backbone or --head, paper", cli=str,
         ),
     ] = None  # fmt: skip
