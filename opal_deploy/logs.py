@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
+import time
 from collections.abc import Callable
 
 # receives one line of text
@@ -23,6 +25,27 @@ def log_line(line: str) -> None:
 
 def no_progress(done: int, total: int | None, note: str) -> None:
     """Report nothing."""
+
+
+class Estimate:
+    """Logs once, early in a job, how long the rest will take."""
+
+    def __init__(self, log: Log, *, after: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start to count; log when so many images after those of the first call are done."""
+        self._log, self._after, self._clock = log, after, clock
+        self._since: tuple[float, int] | None = None
+        self._logged = False
+
+    def __call__(self, done: int, total: int) -> None:
+        """Report that `done` of `total` images are done; the first call of a resumed job does not start at 0."""
+        now = self._clock()
+        # the first step is slower than the others: its images do not count
+        self._since = self._since or (now, done)
+        seconds, counted = now - self._since[0], done - self._since[1]
+        if counted >= self._after and seconds and counted and not self._logged:
+            self._logged = True
+            left = datetime.timedelta(seconds=round((total - done) * seconds / counted))
+            self._log(f"about {left} left, at {counted / seconds:.0f} images/s")
 
 
 def one_line(text: str) -> str:

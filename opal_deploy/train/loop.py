@@ -20,7 +20,7 @@ from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
-from opal_deploy.logs import Log, Progress, no_progress
+from opal_deploy.logs import Estimate, Log, Progress, no_progress
 from opal_deploy.model.backbones import get_library
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import machine
@@ -52,6 +52,8 @@ from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.start import build_network, describe_start, load_start
 
 _MEGABYTE = 1 << 20
+# the remaining time is estimated after so many steps, or after an epoch of fewer
+_ESTIMATE_STEPS = 100
 
 
 class DivergenceError(StoppedEarly):
@@ -132,6 +134,7 @@ class _TrainingRun:
     log: Log
     network: OpalNetwork = field(init=False)
     checkpoints: CheckpointManager = field(init=False)
+    estimate: Estimate = field(init=False)
 
     def run(self, recipe: Recipe, *, overwrite: bool, resume: bool) -> TrainResult:
         """Train, or continue the run in the directory, to the result."""
@@ -157,6 +160,8 @@ class _TrainingRun:
             # initial weights are the same in every process, random numbers drawn while training are not
             torch.manual_seed(options.seed + 1_000_003 * group.rank)
         train_batches, val_batches, batch_config = self._build_batches()
+        first_images = min(_ESTIMATE_STEPS * options.batch_size, len(self.data.train))
+        self.estimate = Estimate(self.log, after=first_images - options.batch_size)
         full_config = {
             **run_config,
             "data": self.data.summary(),
@@ -261,9 +266,11 @@ class _TrainingRun:
 
         def after_step(step: int, metrics: EpochMetrics) -> None:
             nonlocal last_saved
+            done, total = (epoch - 1) * images_per_epoch + int(metrics.seen), options.epochs * images_per_epoch
+            self.estimate(done, total)
             self.progress(
-                (epoch - 1) * images_per_epoch + int(metrics.seen),
-                options.epochs * images_per_epoch,
+                done,
+                total,
                 f"epoch {epoch}/{options.epochs}, loss {metrics.loss / metrics.seen:.3f}, "
                 f"{metrics.waited / metrics.seconds:.0%} waiting for data",
             )
