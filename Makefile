@@ -23,11 +23,12 @@ GPU_STUBS_INSTALLED := $(GPU_STUBS_VENV)/.installed
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
-.PHONY: help demo triton-venv gpu-stubs-venv ort-web test test-all check docs format clean
+.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-all check docs format clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      train, export and explain a small model on generated images (minutes, CPU is enough)"
+	@echo "make demo      train, export and explain a small model on generated images (a minute or two, CPU is enough)"
+	@echo "make quick-model  train the model of \`demo --quick\` again"
 	@echo "make test      the tests (about 6 minutes on 2 cores)"
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
 	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
@@ -75,7 +76,12 @@ $(ORT_WEB_INSTALLED): opal_deploy/web/site.py | $(INSTALLED)
 ort-web: $(ORT_WEB_INSTALLED)
 
 demo: $(INSTALLED)
-	$(BIN)/opal-deploy demo --out runs/demo --overwrite
+	$(BIN)/opal-deploy demo --out runs/demo
+
+# the model that `opal-deploy demo --quick` runs
+quick-model: $(INSTALLED)
+	$(BIN)/opal-deploy demo --out runs/quick-model --overwrite
+	cp runs/quick-model/run/best.onnx opal_deploy/cli/demo/creatures.onnx
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network" --ignore tests/gpu_stubs

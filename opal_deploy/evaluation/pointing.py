@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Points
 from opal_deploy.evaluation.metrics import figures_to_dict
-from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.statistics import Mean, mean_with_interval
+
+if TYPE_CHECKING:
+    from opal_deploy.evaluation.session import EvaluationResult
 
 # the most classes whose parts are printed, and the most parts per class
 _MAX_CLASSES, _MAX_PARTS = 20, 3

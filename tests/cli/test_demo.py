@@ -1,31 +1,99 @@
-"""`opal-deploy demo`: the whole job by the commands that it prints."""
+"""`opal-deploy demo`: the whole job by the commands that it prints, and the quick one with the model that ships."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
-from opal_deploy.cli.demo import MARKER
+from opal_deploy.artifact import onnx_file
+from opal_deploy.cli.demo.steps import MARKER
 from opal_deploy.model.checkpoint import load
-from tests.cli.calls import check
+from tests.cli.calls import MAIN, check, one_line, read_results
 
 COMMANDS = ("train", "evaluate", "export", "infer", "verify")
+SHIPPED = Path(str(files("opal_deploy.cli.demo") / "creatures.onnx"))
+ORT_WEB = Path(__file__).parents[2] / ".ort-web/node_modules/onnxruntime-web"
+OWN_FOLDER = "  opal-deploy train photos/ --recipe grounded --out runs/mine"
 
 
 def run_demo(opal, out, *options):
     done = check(opal("demo", "--out", out, *options))
-    return done.stderr, json.loads((out / MARKER).read_text())
+    return done.stderr, json.loads((out / MARKER).read_text())["figures"]
 
 
 def list_commands(printed):
     return [line.split()[2:] for line in printed.splitlines() if line.startswith("$ opal-deploy")]
 
 
-def test_a_folder_with_other_things_is_left_alone(opal, tmp_path):
+@pytest.mark.parametrize("option", ["--overwrite", "--quick"])
+def test_a_folder_with_other_things_is_left_alone(opal, tmp_path, option):
     (tmp_path / "thesis.tex").write_text("years of work")
-    done = opal("demo", "--out", tmp_path, "--overwrite")
-    assert (done.returncode, "nothing there is removed" in done.stderr) == (2, True)
+    assert "nothing there is removed" in one_line(opal("demo", "--out", tmp_path, option))
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_the_quick_demo_explains_new_creatures_without_torch_and_measures_itself(opal, tmp_path):
+    blocked = ("torch", "torchvision", "sklearn", "scipy", "matplotlib", "onnx", "onnxscript", "safetensors", "timm")
+    call = ("demo", "--quick", "--out", "d", "--seed", 3)
+    done = check(opal(*call, cwd=tmp_path, blocked=blocked))
+    assert [command[0] for command in list_commands(done.stderr)] == ["verify", "infer", "explain"]
+    records = read_results(tmp_path / "d/explanations")
+    correct = sum(record["prediction"]["label"] == record["label"] for record in records)
+    assert f"Accuracy: {correct} of {len(records)} images" in done.stderr
+    figures = json.loads((tmp_path / "d" / MARKER).read_text())["figures"]
+    classes = len(onnx_file.read_metadata(SHIPPED).class_names)
+    # what answers have in common with shuffled labels, and evidence with random cells, was measured
+    assert figures["chance"] == pytest.approx(1 / classes, abs=0.02)
+    distinguishing = figures["pointing_game"]["distinguishing_part"]
+    assert figures["accuracy"] >= 0.9
+    assert distinguishing["mean"] >= 2.5 * distinguishing["random"] > 0.3
+    assert (tmp_path / "d/explanations/report.html").is_file()
+    assert len(list((tmp_path / "d/sheets").iterdir())) == 3
+    assert "npm install onnxruntime-web@" in done.stderr
+    assert done.stderr.splitlines()[-1] == OWN_FOLDER
+
+
+@pytest.mark.skipif(not ORT_WEB.is_dir(), reason="no ONNX Runtime Web: `make ort-web`")
+def test_the_quick_demo_writes_the_page_and_replaces_an_earlier_one(opal, tmp_path):
+    for _ in range(2):
+        done = check(opal("demo", "--quick", "--out", tmp_path / "d", "--ort-web", ORT_WEB))
+    assert (tmp_path / "d/web/index.html").is_file()
+    assert "python -m http.server --directory" in done.stderr
+
+
+def test_a_demo_that_was_interrupted_goes_on_where_it_was(opal, tmp_path):
+    """Ctrl-C in the training, then kill -9 in a later step; the third call does the rest."""
+
+    def stop(after, how):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        with subprocess.Popen(
+            [sys.executable, "-c", MAIN, *call], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        ) as process:  # fmt: skip
+            printed = ""
+            for line in process.stderr:
+                printed += line
+                if line.startswith(after):
+                    process.send_signal(how)
+        return process.returncode, printed
+
+    call = ("demo", "--out", "d", "--epochs", "3", "--train-per-class", "8")
+    hint = f"The demo goes on where it was with: opal-deploy {' '.join(call)}\n"
+    code, printed = stop("epoch 1/3: ", signal.SIGINT)
+    assert (code, " left, at " in printed, hint in printed) == (130, True, True)
+    code, printed = stop("$ opal-deploy infer", signal.SIGKILL)
+    assert (code, "continuing after epoch 1" in printed) == (-signal.SIGKILL, True)
+    printed = check(opal(*call, cwd=tmp_path)).stderr
+    assert "Going on with the demo in d: 4 steps are complete" in printed
+    assert "epoch" not in printed.split("$ opal-deploy infer")[0].split("$ opal-deploy train")[1].split("\n", 1)[1]
+    assert printed.splitlines()[-1] == OWN_FOLDER
+    assert "holds a demo of other options" in one_line(opal(*call, "--seed", 1, cwd=tmp_path))
 
 
 @pytest.fixture
@@ -48,13 +116,13 @@ def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, 
     assert [command[0] for command in list_commands(printed)] == [*COMMANDS]
     assert figures["pointing_game"]["distinguishing_part"]["count"] == figures["pointing_game"]["images"]
     records = [json.loads(line) for line in (out / "explanations" / "results.jsonl").read_text().splitlines()]
-    assert len(records) == 8 * 15
+    assert len(records) == 120
     assert all(record["status"] == "ok" and record["model_sha256"] for record in records)
     assert "120 of 120 records match the model" in printed
     assert "was not checked" not in printed
     # so short a training is no success, and is called none
     assert figures["test_accuracy"] < 0.95
-    assert "That is low: 18 epochs on 250 images per species reach 95%" in printed
+    assert "That is low: " in printed
     # they were trained on as they are
     assert legends[0] == ["training", "validation", "best"]
     # what comes next is said with these very files: one of the commands, as printed
@@ -92,8 +160,16 @@ def test_without_the_suggested_slots_the_stamps_change_nothing(opal, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_its_answers_are_right_for_the_right_reason(opal, tmp_path):
+def test_its_answers_are_right_for_the_right_reason_and_those_of_the_model_that_ships(opal, tmp_path):
+    """The model that ships is the one of `make quick-model`: the demo of seed 0."""
     _, figures = run_demo(opal, tmp_path / "demo")
     distinguishing = figures["pointing_game"]["distinguishing_part"]
     assert figures["test_accuracy"] >= 0.95
     assert distinguishing["mean"] >= 2.5 * distinguishing["random"]
+    shipped, trained = map(onnx_file.read_metadata, (SHIPPED, tmp_path / "demo/run/best.onnx"))
+    assert shipped.training["options"] == trained.training["options"]
+    assert shipped.training["fingerprint"] == trained.training["fingerprint"]
+    before, again = shipped.evaluation, trained.evaluation
+    assert before["accuracy"] == pytest.approx(again["accuracy"], abs=0.04)
+    shares = [each["pointing_game"]["distinguishing_part"]["mean"] for each in (before, again)]
+    assert shares[0] == pytest.approx(shares[1], abs=0.1)
