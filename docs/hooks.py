@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.resources import as_file, files as package_files
+from importlib.resources import as_file
+from importlib.resources import files as package_files
 from inspect import Parameter, formatannotation
 from pathlib import Path
 from types import UnionType
@@ -33,8 +34,8 @@ _TRY_IT = {
     True: (
         '<iframe src="demo/index.html" title="A page that runs the model of the demo" allow="camera" '
         'style="width: 100%; height: 60rem; border: 1px solid var(--md-default-fg-color--lightest)"></iframe>\n\n'
-        '<a href="demo/index.html" target="_blank">Open the page by itself</a>. Browsers run it from a web server only: '
-        "`python -m http.server --directory build/site`."
+        '<a href="demo/index.html" target="_blank">Open the page by itself</a>. Browsers run it from a web server '
+        "only: `python -m http.server --directory build/site`."
     ),
     False: "This build lacks the page: run `make ort-web`, which needs npm, then `make docs`.",
 }

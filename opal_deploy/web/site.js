@@ -94,9 +94,10 @@ function queue(work) {
   working = working.then(work).catch((error) => say(`No answer: ${error.message}`, true));
 }
 
-const explain = (blob) => queue(async () => {
-  const name = blob.name ?? null;
+/** Answer for a picture: a blob, or a function that fetches one. */
+const explain = (picture) => queue(async () => {
   say("Looking …");
+  const blob = picture instanceof Blob ? picture : await picture(), name = blob.name ?? null;
   const sha256 = await digest(await blob.arrayBuffer());
   try {
     await decode(blob, canvas);
@@ -163,11 +164,10 @@ byId("uncover").addEventListener("click", () => explain(current.picture.blob));
 // ---- where pictures come from -------------------------------------------------------------------------------------
 
 for (const button of document.querySelectorAll("#examples button")) {
-  button.addEventListener("click", async () => {
-    const source = button.querySelector("img").getAttribute("src");
-    const blob = await (await fetch(source)).blob();
-    explain(new File([blob], source.split("/").pop()));
-  });
+  const source = button.querySelector("img").getAttribute("src");
+  // from the browser's cache, where the image already is
+  const load = async () => new File([await (await fetch(source, { cache: "force-cache" })).blob()], source.split("/").pop());
+  button.addEventListener("click", () => explain(load));
 }
 const file = byId("file");
 file.addEventListener("change", () => { if (file.files.length) explain(file.files[0]); });
