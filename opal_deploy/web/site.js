@@ -108,7 +108,8 @@ const explain = (picture) => queue(async () => {
   const began = performance.now();
   await answer({ name, sha256, width: canvas.width, height: canvas.height, blob });
   byId("uncover").hidden = true;
-  say(`Answered in ${((performance.now() - began) / 1000).toFixed(1)} s; nothing was uploaded.`);
+  const ms = performance.now() - began;
+  say(`Answered in ${ms < 1000 ? `${ms.toFixed(0)} ms` : `${(ms / 1000).toFixed(1)} s`}; nothing was uploaded.`);
 });
 
 // ---- covering parts of the picture --------------------------------------------------------------------------------

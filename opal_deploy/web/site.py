@@ -140,7 +140,7 @@ class Site:
             _write_patches(folder, atlas)
         page = load_templates(__package__).get_template("site.html.jinja")
         text = page.render(
-            model=metadata.checkpoint_name, classes=metadata.class_names,
+            model=model.name, classes=metadata.class_names,
             slots=metadata.prototypes_per_class, examples=examples, cropped=metadata.crop == "boxes",
         )  # fmt: skip
         (folder / _PAGE).write_text(text, encoding="utf-8")
