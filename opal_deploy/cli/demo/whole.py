@@ -22,6 +22,10 @@ WHOLE = Training("timm:test_resnet", size=128, prototypes=2, batch_size=16, lr=5
 
 def show_whole_job(demo: Demo, training: Training) -> None:
     """Train, evaluate, export, infer and verify, and say what the evidence is worth."""
+    import torch
+
+    # in so small a network, a second thread mostly waits: beside other work, two took 159 s where one took 74 to 88
+    torch.set_num_threads(1)
     data, run, evaluation = demo.out / "data", demo.out / "run", demo.out / "evaluation"
     demo.draw(
         data, num_species=SPECIES, train_per_class=training.train_per_class, val_per_class=VAL_PER_CLASS,
