@@ -55,7 +55,9 @@ def test_files_of_a_run_are_plain_values(run):
     with Image.open(out / "curves.png") as image:
         assert image.format == "PNG"
         assert image.width > 500
-    assert [line.split(":")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
+    estimate, *epochs = lines
+    assert " left, at " in estimate
+    assert [line.split(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
     assert 60 in steps  # 24 training and 6 validation images, twice
     config = json.loads((out / "config.json").read_text())
     assert (config["options"]["lr"], config["data"]["train"], config["weights"]) == (1e-3, 24, {"origin": "random"})
