@@ -133,7 +133,7 @@ def image_folder_order(samples: list[Sample], class_names: list[str]) -> tuple[l
     folders: list[set[str]] = [set() for _ in class_names]
     for sample in samples:
         folders[sample.label].add(str(sample.path.parent))
-    alone = all(len(each) <= 1 for each in folders) and len(set.union(*folders)) == sum(map(len, folders))
+    alone = all(len(each) <= 1 for each in folders) and len(set().union(*folders)) == sum(map(len, folders))
     keys = [min(each, default="") if alone else name for each, name in zip(folders, class_names, strict=True)]
     labels = sorted(range(len(keys)), key=keys.__getitem__)
     ranks = sorted(range(len(keys)), key=labels.__getitem__)
