@@ -224,9 +224,9 @@ def test_what_a_page_cannot_do_is_refused_in_one_line(exact_model, opal, tmp_pat
         ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--examples", tmp_path / "empty"), "no pictures there"),
         ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--triton", "models"), "leave out --trt and --triton"),
         ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--outputs", "topk"), "uint8 input and all outputs"),
-        ((exact_model, "--examples", tmp_path / "empty", "--webgpu"), "--examples, --webgpu: only for a site; add --web"),
+        ((exact_model, "--examples", tmp_path / "empty", "--webgpu"), "--webgpu: only for a site; add --web"),
         ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--min-margin", "x%"), "--min-margin"),
-        ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--atlas", tmp_path / "empty"), "build one with `opal-deploy atlas`"),
+        ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--atlas", tmp_path / "empty"), "build one with"),
     ]:
         done = opal("export", *arguments, cwd=tmp_path)
         assert done.returncode == 2, done.stderr
