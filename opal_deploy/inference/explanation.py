@@ -38,7 +38,7 @@ _MAX_ROWS = 50
 
 @dataclass(frozen=True)
 class Origin:
-    """What draws a record again.
+    """The model, image and options that draw a record again.
 
     Attributes:
         model: made the record.

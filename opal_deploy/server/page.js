@@ -1,14 +1,10 @@
 "use strict";
 // shows the record first, then the picture with its boxes; without scripts, the form shows only a drawing
 const byId = (id) => document.getElementById(id);
-const file = byId("file"), model = byId("model"), token = byId("token"), drop = byId("drop"), send = byId("send");
+const file = byId("file"), model = byId("model"), token = byId("token"), send = byId("send");
+const { say } = evidence;
 // the answer to an outdated request is not shown
 let current = 0;
-
-function say(text, isError) {
-  byId("status").textContent = text;
-  byId("status").classList.toggle("alert", Boolean(isError));
-}
 
 async function post(image, format) {
   const query = new URLSearchParams({ model: model.value, format, name: image.name || "pasted" });
@@ -109,17 +105,4 @@ byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (file.files.length) explain(file.files[0]);
 });
-file.addEventListener("change", () => { if (file.files.length) explain(file.files[0]); });
-document.addEventListener("paste", (event) => {
-  const image = [...event.clipboardData.files][0];
-  if (image) explain(image);
-});
-for (const name of ["dragover", "dragleave", "drop"]) {
-  document.addEventListener(name, (event) => {
-    event.preventDefault();
-    drop.classList.toggle("over", name === "dragover");
-    if (name !== "drop" || !event.dataTransfer.files.length) return;
-    file.files = event.dataTransfer.files;
-    explain(file.files[0]);
-  });
-}
+evidence.takePictures(explain, (files) => { file.files = files; });

@@ -2,14 +2,9 @@
 import { buildRecord, computeCosines, decode, digest, findSlots, labels, m, model, rank, run, start } from "./model.js";
 
 const byId = (id) => document.getElementById(id);
-const { el, number } = evidence;
+const { el, number, say } = evidence;
 const canvas = byId("picture");
 let current = null, working = Promise.resolve();
-
-function say(text, isError = false) {
-  byId("status").textContent = text;
-  byId("status").classList.toggle("alert", isError);
-}
 
 // ---- an answer ----------------------------------------------------------------------------------------------------
 
@@ -170,19 +165,7 @@ for (const button of document.querySelectorAll("#examples button")) {
   const load = async () => new File([await (await fetch(source, { cache: "force-cache" })).blob()], source.split("/").pop());
   button.addEventListener("click", () => explain(load));
 }
-const file = byId("file");
-file.addEventListener("change", () => { if (file.files.length) explain(file.files[0]); });
-document.addEventListener("paste", (event) => {
-  const [image] = event.clipboardData.files;
-  if (image) explain(image);
-});
-for (const name of ["dragover", "dragleave", "drop"]) {
-  document.addEventListener(name, (event) => {
-    event.preventDefault();
-    byId("drop").classList.toggle("over", name === "dragover");
-    if (name === "drop" && event.dataTransfer.files.length) explain(event.dataTransfer.files[0]);
-  });
-}
+evidence.takePictures(explain);
 
 const video = byId("video");
 

@@ -108,8 +108,9 @@ class Site:
         self._check_folder()
         metadata = onnx_file.read_metadata(model)
         _check_model(model, metadata)
-        atlas = None if self.atlas is None else load_atlas(model, metadata, fingerprint_model(model), self.atlas)
-        described = self._describe(model, metadata, atlas)
+        fingerprint = fingerprint_model(model)
+        atlas = None if self.atlas is None else load_atlas(model, metadata, fingerprint, self.atlas)
+        described = self._describe(model, fingerprint["sha256"], metadata, atlas)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             with tempfile.TemporaryDirectory(prefix=f".{self.folder.name}.", dir=self.folder.parent) as staging:
@@ -190,7 +191,7 @@ class Site:
             picture.save(folder / name, quality=92)
             yield name
 
-    def _describe(self, path: Path, metadata: Metadata, atlas: Atlas | None) -> dict[str, Any]:
+    def _describe(self, path: Path, digest: str, metadata: Metadata, atlas: Atlas | None) -> dict[str, Any]:
         """Return the content of model.json."""
         described = json.loads(metadata.to_json())
         vectors = described.pop("test_vectors")
@@ -201,7 +202,7 @@ class Site:
         return {
             "kind": _KIND,
             "source": path.name,
-            "model_sha256": compute_sha256(path),
+            "model_sha256": digest,
             "gate": asdict(Gate(**recorded) if recorded else GATES[metadata.precision]),
             "temperature": metadata.temperature,
             "min_margin": None if margin is None else parse_min_margin(margin, path, metadata),

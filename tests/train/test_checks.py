@@ -1,4 +1,4 @@
-"""What `train` refuses before it imports torch and reads images, and the names that it knows without importing them."""
+"""Refusals of `train` before it imports torch and reads images, and network names that it knows without torch."""
 
 import json
 import subprocess

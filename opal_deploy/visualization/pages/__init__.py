@@ -1,4 +1,4 @@
-"""What all HTML pages share: templates that escape all texts, the style sheet, and the script that draws evidence.
+"""Templates that escape all texts, the style sheet and the evidence script that all HTML pages share.
 
 `base.css` has the colours and the controls; `evidence.js` draws boxes, bars and tables of slots. A page's content
 security policy names its inline scripts and style sheets by their digests.
@@ -66,7 +66,7 @@ def read_style(package: str, name: str) -> str:
 @cache
 def read_evidence_script() -> str:
     """Return the script that draws boxes, bars and tables of slots; it defines the global object `evidence`."""
-    return f"const GLOSSARY = {to_json(GLOSSARY)};\n" + read_asset(__name__, "evidence.js")
+    return f"const GLOSSARY = {to_json(GLOSSARY)}, SLOT_COLORS = {len(COLORS)};\n" + read_asset(__name__, "evidence.js")
 
 
 def slot_class(slot: int) -> str:

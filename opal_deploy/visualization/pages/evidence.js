@@ -1,6 +1,6 @@
 "use strict";
-// Draws the evidence of an answer on every page: boxes on the picture, bars, and the table of slots. Texts become text
-// nodes only: nothing here parses markup.
+// Draws the evidence of an answer on every page: boxes on the picture, bars, and the table of slots; and takes pictures on
+// the pages that answer. Texts become text nodes only: nothing here parses markup.
 const evidence = (() => {
   const NUMERIC = { class: "n" };
 
@@ -15,7 +15,7 @@ const evidence = (() => {
   // long names break after folders and words
   const bdi = (text) => el("bdi", null, ...text.split(/(?<=[/_])/).flatMap((part, i) => i ? [el("wbr"), part] : [part]));
   const number = (value) => value === null ? "–" : value.toFixed(3).replace(/^-0\.000$/, "0.000");
-  const slotClass = (slot) => `slot-${slot % 10}`;
+  const slotClass = (slot) => `slot-${slot % SLOT_COLORS}`;
   const tag = (slot) => el("span", { class: `tag ${slotClass(slot)}` }, String(slot));
 
   /** A text with the glossary's sentences about its first word as a tooltip. */
@@ -147,7 +147,33 @@ const evidence = (() => {
     node.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") highlight(null); });
   }
 
+  /** Show what the page does, or what went wrong. */
+  function say(text, isError = false) {
+    const status = document.getElementById("status");
+    status.textContent = text;
+    status.classList.toggle("alert", isError);
+  }
+
+  /** Call `take` with each picture that is chosen, pasted or dropped, after `keep` with the list of dropped files. */
+  function takePictures(take, keep = () => {}) {
+    const file = document.getElementById("file"), drop = document.getElementById("drop");
+    file.addEventListener("change", () => { if (file.files.length) take(file.files[0]); });
+    document.addEventListener("paste", (event) => {
+      const [image] = event.clipboardData.files;
+      if (image) take(image);
+    });
+    for (const name of ["dragover", "dragleave", "drop"]) {
+      document.addEventListener(name, (event) => {
+        event.preventDefault();
+        drop.classList.toggle("over", name === "dragover");
+        if (name !== "drop" || !event.dataTransfer.files.length) return;
+        keep(event.dataTransfer.files);
+        take(event.dataTransfer.files[0]);
+      });
+    }
+  }
+
   document.addEventListener("pointerdown", (event) => { if (!event.target.closest("[data-channel]")) highlight(null); });
 
-  return { el, bdi, number, sumBar, table, slotTable, evidenceTable, summary, measures, drawBoxes, link, NUMERIC };
+  return { el, bdi, number, sumBar, table, slotTable, evidenceTable, summary, measures, drawBoxes, link, say, takePictures, NUMERIC };
 })();
