@@ -217,10 +217,13 @@ class ActorPool(WorkerPool):
         self.statistics.setdefault(address, NodeStatistics(address, opened, time.monotonic()))
 
     def close(self) -> None:
-        """End all actors, those that are open in good order."""
-        closing = [actor.handle.close.remote() for actor in self.actors if actor.is_open and not actor.chunks]
-        if closing:
-            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
+        """End all actors, in good order those that are open or open within seconds: killed ones leave their files."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        opening = [actor.opening for actor in self.actors if actor.opening]
+        opened = ray.wait(opening, num_returns=len(opening), timeout=_CLOSE_SECONDS)[0] if opening else []
+        idle = [actor for actor in self.actors if (actor.is_open or actor.opening in opened) and not actor.chunks]
+        if closing := [actor.handle.close.remote() for actor in idle]:
+            ray.wait(closing, num_returns=len(closing), timeout=max(1.0, deadline - time.monotonic()))
         for actor in self.actors:
             ray.kill(actor.handle)
         self.actors = []
