@@ -88,6 +88,7 @@ class Metadata:
         edits: what each `edit` of the model did, the first one first; see `opal_deploy.editing.history`.
         evaluation: what `evaluate --record` measured of the evidence (`artifact.measurements`); empty if it never did.
         receptive_field: the `ReceptiveField` of a cell; empty where unknown.
+        baseline: the `Baseline` of the answers to validation images; empty where none was measured.
         test_vectors: images with the float32 outputs of the reference; see `artifact.test_vectors`.
         outputs: names of the graph's outputs, in order.
         top_k: number of classes that the graph lists in `TOP_OUTPUTS`; None where it outputs all.
@@ -116,6 +117,7 @@ class Metadata:
     edits: tuple[dict[str, Any], ...] = ()
     evaluation: dict[str, Any] = field(default_factory=dict)
     receptive_field: dict[str, Any] = field(default_factory=dict)
+    baseline: dict[str, Any] = field(default_factory=dict)
     test_vectors: dict[str, Any] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("logits", "argmax", "scores")
     keep_layers: bool = False

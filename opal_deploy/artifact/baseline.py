@@ -1,0 +1,242 @@
+"""A model's baseline: how it answered its validation images, which `drift` and `--unknown` compare others with.
+
+Distributions are kept as quantiles, and places as the share of answers in each ninth of the image, so that the whole
+takes tens of bytes per slot. A class that was predicted for fewer than `MIN_IMAGES` images has no slots of its own: the
+slots of all such classes are pooled, since quantiles of a handful of values say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact.files import is_finite_number
+from opal_deploy.artifact.outputs import DoubleArray
+from opal_deploy.errors import ArtifactError
+
+# answers with a class from which its slots have quantiles of their own
+MIN_IMAGES = 10
+# levels of the quantiles of a slot, and of those of all images
+SLOT_LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
+LEVELS = tuple(step / 20 for step in range(21))
+# side of the coarse grid of places
+_SIDE = 3
+PLACES = (
+    "upper left corner", "upper edge", "upper right corner",
+    "left edge", "centre", "right edge",
+    "lower left corner", "lower edge", "lower right corner",
+)  # fmt: skip
+# quantities of an image, by their names in `Observations`
+QUANTITIES = ("cosine", "margin", "norm", "shared_cells", "strangeness")
+# significant digits of a stored number
+_DIGITS = 4
+
+
+class Observations(NamedTuple):
+    """What a model answered for N images: the part of its records that is compared.
+
+    Attributes:
+        class_ids: int64 [N], the predicted classes.
+        cosine, margin, norm: float64 [N]; NaN where not known. `norm` is |s| over all K channels.
+        shared_cells: float64 [N], share of the predicted class's slots whose cell another of them has, too; 0 ... 1.
+        strangeness: float64 [N]; NaN where not known.
+        scores: float64 [N, m], of the predicted class's slots; NaN for dropped ones.
+        contributions: float64 [N, m]; NaN for dropped slots, and where the distance is not a sum over slots.
+        places: int64 [N, m], index into `PLACES`; -1 for dropped slots.
+    """
+
+    class_ids: NDArray[np.int64]
+    cosine: DoubleArray
+    margin: DoubleArray
+    norm: DoubleArray
+    shared_cells: DoubleArray
+    strangeness: DoubleArray
+    scores: DoubleArray
+    contributions: DoubleArray
+    places: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.class_ids)
+
+    def select(self, rows: NDArray[Any]) -> Observations:
+        """Return the observations of some images, by indices or by bool [N]."""
+        return Observations(*(array[rows] for array in tuple(self)))
+
+    @staticmethod
+    def concatenate(parts: Sequence[Observations]) -> Observations:
+        """Return the observations of consecutive batches of one model as one."""
+        return Observations(*(np.concatenate(arrays) for arrays in zip(*map(tuple, parts), strict=True)))
+
+
+def find_places(cells: NDArray[np.int64], grid: tuple[int, int]) -> NDArray[np.int64]:
+    """Return the places, indices into `PLACES`, of cells [..., 2] (row, col) of a feature map (H, W)."""
+    ninths = [cells[..., axis] * _SIDE // grid[axis] for axis in range(2)]
+    places: NDArray[np.int64] = ninths[0] * _SIDE + ninths[1]
+    return places
+
+
+def share_cells(cells: NDArray[np.int64], kept: NDArray[np.bool_]) -> DoubleArray:
+    """Return the share of slots whose cell another one has, too: float64 [N].
+
+    Args:
+        cells: [N, m], flat cells.
+        kept: [N, m], False for dropped slots, which do not count.
+    """
+    # dropped slots get cells of their own
+    numbered = np.where(kept, cells, -1 - np.arange(cells.shape[1]))
+    same = (numbered[:, :, None] == numbered[:, None, :]).sum(axis=2) > 1
+    shares: DoubleArray = same.sum(axis=1) / kept.sum(axis=1)
+    return shares
+
+
+@dataclass(frozen=True)
+class SlotBaseline:
+    """The distribution of one slot, or of pooled ones, over the answers with its class.
+
+    Attributes:
+        images: answers, of pooled slots the sum over slots.
+        score, contribution: quantiles at `SLOT_LEVELS`; contribution is empty where the distance is not a sum.
+        places: share of the answers with the slot's cell in each of `PLACES`; adds up to 1.
+        share: mean share of the cosine that the slot contributes, 0 ... 1.
+    """
+
+    images: int
+    score: tuple[float, ...]
+    contribution: tuple[float, ...]
+    places: tuple[float, ...]
+    share: float | None
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """How a model answered N validation images.
+
+    Attributes:
+        images: N.
+        split: the data set's split: `val`, or another that was not trained on.
+        stride: input pixels per cell.
+        classes: number of images with each predicted class, [C].
+        quantiles: of each of `QUANTITIES` that is known, at `LEVELS`.
+        slots: by channel, for the classes that were predicted for at least `MIN_IMAGES` images.
+        pooled: of the slots of all other classes; None if there are none.
+    """
+
+    images: int
+    split: str
+    stride: int
+    classes: tuple[int, ...]
+    quantiles: Mapping[str, tuple[float, ...]]
+    slots: Mapping[int, SlotBaseline] = field(default_factory=dict)
+    pooled: SlotBaseline | None = None
+
+    @staticmethod
+    def measure(observations: Observations, split: str, stride: int, num_classes: int) -> Baseline:
+        """Return the baseline of the answers to N validation images, N at least 1."""
+        counts = np.bincount(observations.class_ids, minlength=num_classes)
+        quantiles = {}
+        for name in QUANTITIES:
+            values = getattr(observations, name)
+            if not np.isnan(values).any():
+                quantiles[name] = _round(np.quantile(values, LEVELS))
+        m = observations.scores.shape[1]
+        slots: dict[int, SlotBaseline] = {}
+        for class_id in np.flatnonzero(counts >= MIN_IMAGES).tolist():
+            own = observations.select(observations.class_ids == class_id)
+            for slot in range(m):
+                if (measured := _measure_slots(own, slice(slot, slot + 1))) is not None:
+                    slots[class_id * m + slot] = measured
+        few = observations.select((counts < MIN_IMAGES)[observations.class_ids])
+        pooled = _measure_slots(few, slice(None)) if len(few) else None
+        return Baseline(len(observations), split, stride, tuple(counts.tolist()), quantiles, slots, pooled)
+
+    def find_slot(self, channel: int) -> SlotBaseline | None:
+        """Return the distribution of a slot by its channel, or that of the pooled ones; None if there is neither."""
+        return self.slots.get(channel, self.pooled)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the baseline for JSON, which `from_dict` reads.
+
+        The slots are lists by attribute, with their channels first, so that the keys are not repeated for each.
+        """
+        columns = {name: [getattr(slot, name) for slot in self.slots.values()] for name in _SLOT_FIELDS}
+        return {
+            "images": self.images,
+            "split": self.split,
+            "stride": self.stride,
+            "classes": list(self.classes),
+            "quantiles": {name: list(values) for name, values in self.quantiles.items()},
+            "slots": {"channel": list(self.slots), **columns},
+            "pooled": None if self.pooled is None else {name: getattr(self.pooled, name) for name in _SLOT_FIELDS},
+        }
+
+    @staticmethod
+    def from_dict(raw: Mapping[str, Any]) -> Baseline | None:
+        """Return the baseline that `to_dict` wrote; None for an empty dictionary.
+
+        Raises:
+            ArtifactError: the dictionary is not one of `to_dict`.
+        """
+        if not raw:
+            return None
+        try:
+            columns = raw["slots"]
+            rows = zip(*(columns[name] for name in _SLOT_FIELDS), strict=True)
+            slots = dict(zip(map(int, columns["channel"]), (_read_slot(row) for row in rows), strict=True))
+            pooled = raw["pooled"]
+            quantiles = {str(name): _read(values, len(LEVELS)) for name, values in raw["quantiles"].items()}
+            return Baseline(
+                int(raw["images"]), str(raw["split"]), int(raw["stride"]), tuple(map(int, raw["classes"])), quantiles,
+                slots, None if pooled is None else _read_slot([pooled[name] for name in _SLOT_FIELDS]),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ArtifactError(f"its baseline is not one that `evaluate --record` wrote ({error!r})") from None
+
+
+_SLOT_FIELDS = tuple(SlotBaseline.__dataclass_fields__)
+
+
+def _read_slot(values: Sequence[Any]) -> SlotBaseline:
+    images, score, contribution, places, share = values
+    if share is not None and not is_finite_number(share):
+        raise ValueError(f"share {share!r}")
+    return SlotBaseline(
+        int(images), _read(score, len(SLOT_LEVELS)), _read(contribution, len(SLOT_LEVELS) if contribution else 0),
+        _read(places, len(PLACES)), share,
+    )  # fmt: skip
+
+
+def _read(values: Any, count: int) -> tuple[float, ...]:
+    if len(values) != count or not all(map(is_finite_number, values)):
+        raise ValueError(f"expected {count} numbers")
+    return tuple(map(float, values))
+
+
+def _measure_slots(observations: Observations, slots: slice) -> SlotBaseline | None:
+    """Return the distribution of some slots over all observations; None if they are dropped."""
+    scores = observations.scores[:, slots]
+    kept = ~np.isnan(scores)
+    if not kept.any():
+        return None
+    contributions, places = observations.contributions[:, slots][kept], observations.places[:, slots][kept]
+    share = None
+    if not (known := ~np.isnan(contributions)).all():
+        contributions = contributions[known]
+    else:
+        cosines = np.broadcast_to(observations.cosine[:, None], kept.shape)[kept]
+        share = _round(np.array([np.mean(contributions / cosines)]))[0] if (cosines > 0).all() else None
+    return SlotBaseline(
+        int(kept.sum()),
+        _round(np.quantile(scores[kept], SLOT_LEVELS)),
+        _round(np.quantile(contributions, SLOT_LEVELS)) if len(contributions) else (),
+        _round(np.bincount(places, minlength=len(PLACES)) / len(places)),
+        share,
+    )
+
+
+def _round(values: NDArray[Any]) -> tuple[float, ...]:
+    """Return numbers with few digits: more would only take room."""
+    return tuple(float(f"{value:.{_DIGITS}g}") for value in values)
