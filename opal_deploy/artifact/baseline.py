@@ -7,6 +7,7 @@ slots of all such classes are pooled, since quantiles of a handful of values say
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ PLACES = (
 QUANTITIES = ("cosine", "margin", "norm", "shared_cells", "strangeness")
 # significant digits of a stored number
 _DIGITS = 4
+_MAX_STORED = 1_000
 
 
 class Observations(NamedTuple):
@@ -123,6 +125,8 @@ class Baseline:
         quantiles: of each of `QUANTITIES` that is known, at `LEVELS`.
         slots: by channel, for the classes that were predicted for at least `MIN_IMAGES` images.
         pooled: of the slots of all other classes; None if there are none.
+        strangeness: the images' values in ascending order, or 1,000 of them at even ranks, from which a threshold is
+            chosen; empty where not known.
     """
 
     images: int
@@ -132,6 +136,7 @@ class Baseline:
     quantiles: Mapping[str, tuple[float, ...]]
     slots: Mapping[int, SlotBaseline] = field(default_factory=dict)
     pooled: SlotBaseline | None = None
+    strangeness: tuple[float, ...] = ()
 
     @staticmethod
     def measure(observations: Observations, split: str, stride: int, num_classes: int) -> Baseline:
@@ -151,11 +156,26 @@ class Baseline:
                     slots[class_id * m + slot] = measured
         few = observations.select((counts < MIN_IMAGES)[observations.class_ids])
         pooled = _measure_slots(few, slice(None)) if len(few) else None
-        return Baseline(len(observations), split, stride, tuple(counts.tolist()), quantiles, slots, pooled)
+        strangeness: tuple[float, ...] = ()
+        if "strangeness" in quantiles:
+            ranks = _stored_ranks(len(observations))
+            strangeness = tuple(round(value, 6) for value in np.sort(observations.strangeness)[ranks - 1].tolist())
+        images = len(observations)
+        return Baseline(images, split, stride, tuple(counts.tolist()), quantiles, slots, pooled, strangeness)
 
     def find_slot(self, channel: int) -> SlotBaseline | None:
         """Return the distribution of a slot by its channel, or that of the pooled ones; None if there is neither."""
         return self.slots.get(channel, self.pooled)
+
+    def choose_threshold(self, rate: float) -> float | None:
+        """Return the strangeness that an image exceeds with a probability of at most `rate`; None for too few images.
+
+        Split conformal prediction: of n + 1 exchangeable images, the new one is with probability k / (n + 1) at most
+        the k-th smallest of the others (Vovk, Gammerman and Shafer, "Algorithmic learning in a random world", 2005).
+        """
+        rank = math.ceil((self.images + 1) * (1 - rate) - 1e-9)
+        place = int(np.searchsorted(_stored_ranks(self.images), rank))
+        return self.strangeness[place] if place < len(self.strangeness) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the baseline for JSON, which `from_dict` reads.
@@ -171,6 +191,7 @@ class Baseline:
             "quantiles": {name: list(values) for name, values in self.quantiles.items()},
             "slots": {"channel": list(self.slots), **columns},
             "pooled": None if self.pooled is None else {name: getattr(self.pooled, name) for name in _SLOT_FIELDS},
+            "strangeness": list(self.strangeness),
         }
 
     @staticmethod
@@ -191,12 +212,19 @@ class Baseline:
             return Baseline(
                 int(raw["images"]), str(raw["split"]), int(raw["stride"]), tuple(map(int, raw["classes"])), quantiles,
                 slots, None if pooled is None else _read_slot([pooled[name] for name in _SLOT_FIELDS]),
+                _read(raw["strangeness"], len(_stored_ranks(int(raw["images"]))) if raw["strangeness"] else 0),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"its baseline is not one that `evaluate --record` wrote ({error!r})") from None
 
 
 _SLOT_FIELDS = tuple(SlotBaseline.__dataclass_fields__)
+
+
+def _stored_ranks(images: int) -> NDArray[np.int64]:
+    """Return the ranks, from 1, of the values of strangeness that a baseline of so many images keeps."""
+    kept = min(images, _MAX_STORED)
+    return -(-np.arange(1, kept + 1) * images // kept)
 
 
 def _read_slot(values: Sequence[Any]) -> SlotBaseline:

@@ -56,6 +56,8 @@ class Outputs:
         scores: float32 [N, K], each channel's pooled attention (paper, Eq. 3); None like `argmax`.
         attention: float32 [N, K, H, W], only where the graph was exported with it.
         top: the best classes, where the graph selects them itself.
+        strangeness: float32 [N], in [0, 2]: how far an image's features are from those of the training images; None
+            where the graph does not compute it.
     """
 
     logits: FloatArray
@@ -63,19 +65,23 @@ class Outputs:
     scores: FloatArray | None = None
     attention: FloatArray | None = None
     top: TopOutputs | None = None
+    strangeness: FloatArray | None = None
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> Outputs:
         """Return the outputs of a graph from its arrays by name (docs/contract.md)."""
         top = TopOutputs(*(arrays[name] for name in TOP_OUTPUTS)) if TOP_OUTPUTS[0] in arrays else None
         logits = arrays["logits"] if top is None or "logits" in arrays else np.empty((len(top.logits), 0), np.float32)
-        return Outputs(logits, arrays.get("argmax"), arrays.get("scores"), arrays.get("attention"), top)
+        return Outputs(
+            logits, arrays.get("argmax"), arrays.get("scores"), arrays.get("attention"), top, arrays.get("strangeness")
+        )
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by the names of the graph's outputs, in the graph's order: what `from_arrays` reads."""
+        names = ("logits", "argmax", "scores", "attention") if self.top is None else ()
+        arrays = {name: getattr(self, name) for name in (*names, "strangeness")}
         if self.top is not None:
-            return dict(zip(TOP_OUTPUTS, self.top, strict=True))
-        arrays = {name: getattr(self, name) for name in ("logits", "argmax", "scores", "attention")}
+            arrays = {**dict(zip(TOP_OUTPUTS, self.top, strict=True)), **arrays}
         return {name: array for name, array in arrays.items() if array is not None}
 
     def __len__(self) -> int:
@@ -93,9 +99,12 @@ class Outputs:
         return self._map(lambda array: array[picked])
 
     def is_finite(self) -> NDArray[np.bool_]:
-        """Return bool [N]: whether all logits of an image are finite, or all that the graph lists and the norm."""
+        """Return bool [N]: whether an image's logits (or those listed, and the norm) and strangeness are finite."""
         finite: NDArray[np.bool_] = np.isfinite(self.logits if self.top is None else self.top.logits).min(axis=1)
-        return finite if self.top is None else finite & np.isfinite(self.top.norm)
+        for value in (None if self.top is None else self.top.norm, self.strangeness):
+            if value is not None:
+                finite = finite & np.isfinite(value)
+        return finite
 
     @staticmethod
     def concatenate(parts: Sequence[Outputs]) -> Outputs:
@@ -107,14 +116,17 @@ class Outputs:
 
         tops = [part.top for part in parts if part.top is not None]
         top = TopOutputs(*(np.concatenate(arrays) for arrays in zip(*tops, strict=True))) if tops else None
-        return Outputs(join("logits"), join("argmax"), join("scores"), join("attention"), top)
+        return Outputs(join("logits"), join("argmax"), join("scores"), join("attention"), top, join("strangeness"))
 
     def _map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> Outputs:
         def apply(array: NDArray[Any] | None) -> Any:
             return None if array is None else function(array)
 
         top = None if self.top is None else TopOutputs(*(function(array) for array in self.top))
-        return Outputs(function(self.logits), apply(self.argmax), apply(self.scores), apply(self.attention), top)
+        return Outputs(
+            function(self.logits), apply(self.argmax), apply(self.scores), apply(self.attention), top,
+            apply(self.strangeness),
+        )  # fmt: skip
 
 
 def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
@@ -131,6 +143,7 @@ def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
         "top_scores": (k, m),
         "top_cells": (k, m),
         "score_norm": (),
+        "strangeness": (),
     }
     specs: dict[str, TensorSpec] = {INPUT: ((height, width, 3), np.dtype(np.uint8))}
     if metadata.input_kind == "float32":

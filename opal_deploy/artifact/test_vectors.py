@@ -63,6 +63,7 @@ def pack(reference: Reference) -> dict[str, Any]:
         "argmax": outputs.argmax,
         "scores": outputs.scores,
         "top2_margin": reference.top2_margin,
+        "strangeness": outputs.strangeness,
     }
     return {
         "images": [_encode_png(image) for image in reference.images],
@@ -80,9 +81,11 @@ def unpack(document: dict[str, Any], origin: str) -> Reference:
         raise ArtifactError(f"{origin}: it has no test vectors; export it again")
     try:
         images = np.stack([_decode_png(text) for text in document["images"]])
-        names = ("logits", "argmax", "scores", "top2_margin")
+        names = ("logits", "argmax", "scores", "top2_margin", "strangeness")
         arrays = {name: _decode_array(document[name]) for name in names if name in document}
-        outputs = Outputs(arrays["logits"], arrays.get("argmax"), arrays.get("scores"))
+        outputs = Outputs(
+            arrays["logits"], arrays.get("argmax"), arrays.get("scores"), strangeness=arrays.get("strangeness")
+        )
     except (KeyError, TypeError, ValueError, OSError, SyntaxError, AttributeError, zlib.error) as error:
         raise ArtifactError(f"{origin}: its test vectors are damaged ({error}); export it again") from None
     return Reference(images, outputs, arrays.get("top2_margin"))

@@ -266,7 +266,7 @@ def _describe_edited(
         if options.split == "val" and calibration is not None:
             calibration = data.calibrate(replace(metadata, head=head).slots)
     return replace(
-        metadata, head=head, edits=(*metadata.edits, edit), evaluation={}, risk={},
+        metadata, head=head, edits=(*metadata.edits, edit), evaluation={}, baseline={}, risk={},
         calibration={} if calibration is None else calibration.to_dict(),
         training={name: value for name, value in metadata.training.items() if name != "metrics"},
     )  # fmt: skip

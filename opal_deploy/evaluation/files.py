@@ -305,19 +305,14 @@ def _summarize_faithfulness(measured: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "removal": removal, "same_cell": same_cell}
 
 
-def record_evaluation(
-    path: Path,
-    evaluation: dict[str, Any],
-    receptive_field: dict[str, Any] | None = None,
-    calibration: dict[str, Any] | None = None,
-) -> str:
-    """Store an evaluation in a model's file, atomically; return what changed in one line.
+def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
+    """Store what was measured in a model's file, atomically; return what changed in one line.
 
     The graph, weights or engine stay as they are.
 
     Args:
-        receptive_field: as measured, for a checkpoint that lacks it; None leaves it.
-        calibration: as fitted, for a model that has none; None leaves it.
+        changes: values of `evaluation`, `calibration` and `baseline`, and for a checkpoint also of `receptive_field`
+            and `neighbours`; others stay as they are.
 
     Raises:
         ArtifactError: the file is damaged or not one of ours.
@@ -326,8 +321,12 @@ def record_evaluation(
     kind = model_kind(path)
 
     def update(metadata: Metadata) -> Metadata:
-        kept = metadata.calibration if calibration is None else calibration
-        return replace(metadata, evaluation=evaluation, calibration=kept)
+        return replace(
+            metadata,
+            evaluation=changes.get("evaluation", metadata.evaluation),
+            calibration=changes.get("calibration", metadata.calibration),
+            baseline=changes.get("baseline", metadata.baseline),
+        )
 
     if kind == "onnx":
         metadata = onnx_file.read_metadata(path)
@@ -343,8 +342,7 @@ def record_evaluation(
         changed = engine_file.sidecar_path(path)
         return f"recorded in {changed}: its sha256 is {compute_sha256(changed)}; the engine is unchanged"
     before = compute_sha256(path)
-    changes = {"evaluation": evaluation, "receptive_field": receptive_field, "calibration": calibration}
-    checkpoint.record_evaluation(path, {key: value for key, value in changes.items() if value is not None})
+    checkpoint.record_measurements(path, changes)
     return (
         f"recorded in {path}: its sha256 changed from {before[:16]}... to {compute_sha256(path)[:16]}...; later "
         "exports carry it"

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import model_kind, write_json
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.evaluation import files
 from opal_deploy.evaluation.api import EvaluateOptions
+from opal_deploy.evaluation.baseline import baseline_of, fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import CalibrationFigures, evaluate_calibration, format_calibration
 from opal_deploy.evaluation.faithfulness import (
     Faithfulness,
@@ -27,10 +29,11 @@ from opal_deploy.evaluation.result import ModelEvaluation, format_curve, format_
 from opal_deploy.evaluation.session import EvaluationResult, choose_samples, evaluate_session
 from opal_deploy.logs import Progress
 from opal_deploy.model import checkpoint
+from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.records.names import escape_name
 from opal_deploy.runtime.session import Session
-from opal_deploy.runtime.torch_session import torch_device
+from opal_deploy.runtime.torch_session import TorchSession, torch_device
 from opal_deploy.statistics import Threshold, choose_threshold, compute_risk_curve, smallest_target
 
 # a measurement that takes longer than this logs an estimate of its time
@@ -67,10 +70,16 @@ def measure_models(models: Sequence[EvaluatedModel], data: Path, options: Evalua
             options.log(line)
     documents = [result.to_dict() for result in results]
     if options.record:
-        for path, measured in zip(paths, documents, strict=True):
-            evaluation = files.build_evaluation(measured, inputs.data, options.split)
-            fitted = measured["calibration"].get("fitted")
-            options.log(files.record_evaluation(path, evaluation, measured.get("receptive_field"), fitted))
+        for result, measured in zip(results, documents, strict=True):
+            changes = {
+                "evaluation": files.build_evaluation(measured, inputs.data, options.split),
+                "receptive_field": measured.get("receptive_field"),
+                "calibration": measured["calibration"].get("fitted"),
+                "baseline": None if result.baseline is None else result.baseline.to_dict(),
+                "neighbours": None if result.neighbours is None else result.neighbours.to_dict(),
+            }
+            changed = {name: value for name, value in changes.items() if value is not None}
+            options.log(files.record_measurements(result.path, changed))
     if out is not None:
         write_json(out / files.EVALUATION, documents[0] if len(documents) == 1 else documents)
         options.log(str(out))
@@ -130,11 +139,14 @@ class _ModelMeasurement:
         calibration = self._measure_calibration(evaluation)
         field = self._find_receptive_field()
         threshold = self._measure_risk(evaluation)
+        baseline, neighbours = self._measure_baseline(evaluation) if options.record else (None, None)
         return replace(
             result,
             threshold=threshold,
             calibration=calibration,
             receptive_field=field,
+            baseline=baseline,
+            neighbours=neighbours,
             pointing_game=self._play_pointing_game(evaluation),
             faithfulness=self._measure_faithfulness(field) if options.faithfulness else None,
         )
@@ -145,17 +157,35 @@ class _ModelMeasurement:
 
     def _measure_calibration(self, evaluation: EvaluationResult) -> CalibrationFigures:
         """Measure the calibration, and fit one on validation images for a model that has none."""
-        inputs, metadata = self.inputs, self.session.metadata
-        data = metadata.training.get("data")
-        # the model may have been trained on some of another set of validation images
-        same_images = not isinstance(data, dict) or data.get("val") in (None, len(inputs.samples))
-        same_crop = metadata.crop == (inputs.data.crop if self.options.boxes else None)
-        fit = self.options.split == "val" and same_images and same_crop
+        metadata, fit = self.session.metadata, self._has_validation_images()
         figures = evaluate_calibration(evaluation.outputs.logits, evaluation.labels, metadata, fit=fit)
         self._log(format_calibration(figures, metadata))
         if self.options.split == "val" and not fit and figures.calibrated is None:
             self._log(["no temperature fitted: these images or crops are not the ones that training set aside"])
         return figures
+
+    def _has_validation_images(self) -> bool:
+        """Whether the images and crops are those that training set aside, as far as its record tells."""
+        inputs, metadata = self.inputs, self.session.metadata
+        data = metadata.training.get("data")
+        # the model may have been trained on some of another set of validation images
+        same_images = not isinstance(data, dict) or data.get("val") in (None, len(inputs.samples))
+        same_crop = metadata.crop == (inputs.data.crop if self.options.boxes else None)
+        return self.options.split == "val" and same_images and same_crop
+
+    def _measure_baseline(self, evaluation: EvaluationResult) -> tuple[Baseline | None, Neighbours | None]:
+        """Return the baseline on validation images; for a checkpoint without neighbours fit these first."""
+        if not self._has_validation_images():
+            return None, None
+        metadata, data, boxes = self.session.metadata, self.inputs.data, self.options.boxes
+        if "strangeness" in metadata.outputs or model_kind(self.path) != "checkpoint" or not data.train:
+            return baseline_of(evaluation.outputs, metadata, self.options.split), None
+        loaded = checkpoint.load(self.path)
+        network = loaded.network.to(torch_device(self.options.device))
+        network.neighbours = fit_neighbours(network, data.train, boxes=boxes, progress=self.options.progress)
+        session = TorchSession(loaded, device=self.options.device, threads=self.options.threads)
+        baseline = measure_baseline(session, self.inputs.samples, boxes=boxes, progress=self.options.progress)
+        return baseline, network.neighbours
 
     def _measure_risk(self, evaluation: EvaluationResult) -> Threshold | None:
         if evaluation.margins is None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import pluralize
@@ -16,6 +17,7 @@ from opal_deploy.evaluation.metrics import Agreement, Evaluation, format_columns
 from opal_deploy.evaluation.parts import PartFigures
 from opal_deploy.evaluation.pointing import PointingGame
 from opal_deploy.evaluation.session import EvaluationResult
+from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.statistics import RiskCurve, Threshold
 
 
@@ -35,6 +37,8 @@ class ModelEvaluation:
         receptive_field: of the model's cells; None if unknown.
         pointing_game: whether evidence lies on objects and parts; None if not measured.
         faithfulness: what removing evidence changes; None if not measured.
+        baseline: of the answers to validation images, for `--record`; None if not measured.
+        neighbours: of a checkpoint that had none, as measured for the baseline; None otherwise.
         agreements: path and agreement of each model measured before this one; None if not compared.
         out: the folder of the written files, if any.
     """
@@ -50,6 +54,8 @@ class ModelEvaluation:
     receptive_field: ReceptiveField | None = None
     pointing_game: PointingGame | None = None
     faithfulness: Faithfulness | None = None
+    baseline: Baseline | None = None
+    neighbours: Neighbours | None = None
     agreements: Sequence[tuple[Path, Agreement]] | None = None
     out: Path | None = None
 

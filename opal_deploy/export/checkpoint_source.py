@@ -1,7 +1,8 @@
 """Checkpoints as sources of an export, and the tracing of networks: the only part of the exporter that needs torch.
 
 A traced graph has the contract's shape (docs/contract.md). Input `images`: uint8 [N, H0, W0, 3]. Outputs: logits
-float32 [N, C], argmax int32 [N, K], scores float32 [N, K] and, on request, attention float32 [N, K, H, W].
+float32 [N, C], argmax int32 [N, K], scores float32 [N, K] and, where the checkpoint has neighbours, strangeness float32
+[N]; on request, attention float32 [N, K, H, W].
 """
 
 from __future__ import annotations
@@ -133,8 +134,7 @@ class ExportGraph(InferenceGraph):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         normalised = self.normalise(images)
-        projected = self.project(normalised)
-        values = {**self.explain(projected), BODY_INPUT: normalised, BODY_OUTPUT: projected}
+        values = {**self.explain(normalised), BODY_INPUT: normalised}
         return tuple(values[name] for name in (*self.output_names, *self.marker_names))
 
 

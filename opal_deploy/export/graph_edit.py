@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # names of the values at the two ends of the body
 BODY_INPUT = "normalised"
-BODY_OUTPUT = "projected"
+BODY_OUTPUT = "projected"  # `model.graph.PROJECTED`, without importing torch
 # the head's constants, by their names in the network (`model.head`)
 ANCHORS, KEPT = "network.head.anchors", "network.head.kept"
 # a taken class is never the best again; logits are far above this
@@ -136,12 +136,13 @@ def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
 
 
 def drop_other_outputs(candidate: ExportCandidate) -> ExportCandidate:
-    """Return a candidate of `with_top_classes` that outputs only the best classes."""
+    """Return a candidate of `with_top_classes` that outputs only the best classes, and the strangeness if it has it."""
     model = copy.deepcopy(candidate.model)
-    kept = [value for value in model.graph.output if value.name in TOP_OUTPUTS]
+    names = tuple(name for name in candidate.metadata.outputs if name in (*TOP_OUTPUTS, "strangeness"))
+    values = {value.name: value for value in model.graph.output}
     del model.graph.output[:]
-    model.graph.output.extend(kept)
-    return replace(candidate, model=model, metadata=replace(candidate.metadata, outputs=TOP_OUTPUTS))
+    model.graph.output.extend(values[name] for name in names)
+    return replace(candidate, model=model, metadata=replace(candidate.metadata, outputs=names))
 
 
 def add_top_outputs(model: onnx.ModelProto, num_classes: int, m: int, k: int) -> onnx.ModelProto:

@@ -105,8 +105,13 @@ def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelPro
     outside = {name for node in graph.node if node.output[0] not in body for name in node.input}
     cast_in, cast_out = f"{start}_{to.name}", f"{end}_{to.name}"
     converted: dict[str, str] = {}
+    # features, from which the strangeness is computed
+    inner = {name for node in graph.node if node.output[0] in body for name in node.output if name != end}
     for node in graph.node:
         if node.output[0] not in body:
+            for index, name in enumerate(node.input):
+                if name in inner:
+                    node.input[index] = f"{name}_back"
             continue
         for index, name in enumerate(node.input):
             if name == start:
@@ -125,6 +130,11 @@ def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelPro
     first = min(i for i, node in enumerate(nodes) if cast_in in node.input)
     last = max(i for i, node in enumerate(nodes) if cast_out in node.output)
     nodes.insert(last + 1, helper.make_node("Cast", [cast_out], [end], name=f"{cast_out}_back", to=TensorProto.FLOAT))
+    for name in sorted(inner & outside):
+        made = next(i for i, node in enumerate(nodes) if name in node.output)
+        nodes.insert(
+            made + 1, helper.make_node("Cast", [name], [f"{name}_back"], name=f"{name}_back", to=TensorProto.FLOAT)
+        )
     nodes.insert(first, helper.make_node("Cast", [start], [cast_in], name=cast_in, to=to.onnx_type))
     del graph.node[:]
     graph.node.extend(nodes)

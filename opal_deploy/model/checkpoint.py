@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from opal_deploy._version import __version__
+from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
@@ -21,6 +22,7 @@ from opal_deploy.errors import ArtifactError, CheckpointError, UsageError
 from opal_deploy.model import authors_checkpoint, backbones
 from opal_deploy.model.authors_checkpoint import Assumptions
 from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.receptive_field import compute_receptive_field
 
@@ -43,6 +45,7 @@ class Checkpoint:
         source: file name, sha256, format (`opal-deploy` or `authors`) and, for the latter, the `assumed` settings.
         receptive_field: of the network's cells, if measured.
         calibration: of the logits, if measured.
+        baseline: of the answers to validation images, if measured.
     """
 
     network: OpalNetwork
@@ -55,6 +58,7 @@ class Checkpoint:
     source: dict[str, Any] = field(default_factory=dict)
     receptive_field: ReceptiveField | None = None
     calibration: Calibration | None = None
+    baseline: Baseline | None = None
 
 
 def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = None) -> None:
@@ -81,6 +85,8 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "evaluation": checkpoint.evaluation,
         "receptive_field": checkpoint.receptive_field.to_dict() if checkpoint.receptive_field else {},
         "calibration": checkpoint.calibration.to_dict() if checkpoint.calibration else {},
+        "baseline": checkpoint.baseline.to_dict() if checkpoint.baseline else {},
+        "neighbours": checkpoint.network.neighbours.to_dict() if checkpoint.network.neighbours else {},
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
         **(extra or {}),
     }
@@ -90,16 +96,17 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
 def with_dropped_slots(checkpoint: Checkpoint, dropped: tuple[int, ...]) -> Checkpoint:
     """Return a checkpoint of the same weights in which these slots, given by their channels, and no others are dropped.
 
-    What was measured of the model is left out: metrics, evaluation and calibration.
+    What was measured of the model is left out: metrics, evaluation, calibration and baseline.
     """
     config = checkpoint.network.config
     network = OpalNetwork(replace(config, head=replace(config.head, dropped=dropped)))
     network.load_state_dict(checkpoint.network.state_dict())
-    return replace(checkpoint, network=network.eval(), metrics={}, evaluation={}, calibration=None)
+    network.neighbours = checkpoint.network.neighbours
+    return replace(checkpoint, network=network.eval(), metrics={}, evaluation={}, calibration=None, baseline=None)
 
 
-def record_evaluation(path: Path, changes: dict[str, dict[str, Any]]) -> None:
-    """Write `evaluation`, `receptive_field` or `calibration` into a checkpoint of our format; everything else stays.
+def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> None:
+    """Write `evaluation`, `calibration` and the like into a checkpoint of our format; everything else stays.
 
     Raises:
         CheckpointError: the file is not a checkpoint of our format.
@@ -183,6 +190,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         stored_names, state = list(raw["class_names"]), dict(raw["state_dict"])
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
         calibration = Calibration.from_dict(raw.get("calibration") or {})
+        baseline = Baseline.from_dict(raw.get("baseline") or {})
     except (AttributeError, KeyError, TypeError, ValueError, ArtifactError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     if len(stored_names) != config.num_classes:
@@ -191,6 +199,10 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         )
     network = OpalNetwork(config)
     _load_state(path, network, state)
+    try:
+        network.neighbours = Neighbours.from_dict(raw.get("neighbours") or {}, network.backbone.num_features)
+    except (AttributeError, IndexError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     return Checkpoint(
         network,
         _check_class_names(path, stored_names if class_names is None else class_names, config.num_classes),
@@ -202,6 +214,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         source={"format": "opal-deploy", "version": raw.get("version")},
         receptive_field=receptive_field,
         calibration=calibration,
+        baseline=baseline,
     )
 
 
@@ -240,6 +253,12 @@ def _check_class_names(path: Path, names: list[str], num_classes: int) -> list[s
     return [str(name) for name in names]
 
 
+def _list_outputs(network: OpalNetwork) -> tuple[str, ...]:
+    if network.config.head.evidence == "none":
+        return ("logits",)
+    return ("logits", "argmax", "scores", *(("strangeness",) if network.neighbours else ()))
+
+
 def build_metadata(checkpoint: Checkpoint) -> Metadata:
     """Build the metadata of a checkpoint before its export, without verification report and test vectors."""
     network = checkpoint.network
@@ -266,6 +285,7 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         edits=checkpoint.edits,
         evaluation=checkpoint.evaluation,
         receptive_field=receptive_field.to_dict(),
+        baseline=checkpoint.baseline.to_dict() if checkpoint.baseline else {},
         keep_layers=network.config.keep_layers,
-        outputs=("logits",) if head.evidence == "none" else ("logits", "argmax", "scores"),
+        outputs=_list_outputs(network),
     )

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from opal_deploy.artifact.metadata import InputKind
 from opal_deploy.model.network import OpalNetwork
 
-ATTENTION = "attention"
+ATTENTION, STRANGENESS = "attention", "strangeness"
+PROJECTED = "projected"
 # types of the backbone; `tf32` is float32 whose products a GPU rounds, by a PyTorch setting
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -53,10 +54,11 @@ class InferenceGraph(nn.Module):
         """The contract's outputs, in order."""
         if self.network.config.head.evidence == "none":
             return ("logits",)
-        return ("logits", "argmax", "scores", *((ATTENTION,) if self.with_attention else ()))
+        extra = {ATTENTION: self.with_attention, STRANGENESS: self.network.neighbours is not None}
+        return ("logits", "argmax", "scores", *(name for name, wanted in extra.items() if wanted))
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        values = self.explain(self.project(self.normalise(images)))
+        values = self.explain(self.normalise(images))
         return tuple(values[name] for name in self.output_names)
 
     def normalise(self, images: Tensor) -> Tensor:
@@ -66,14 +68,17 @@ class InferenceGraph(nn.Module):
         # the cast comes first: TensorRT refuses any other first operation on uint8
         return images.float().permute(0, 3, 1, 2) * self.scale - self.shift
 
-    def project(self, normalised: Tensor) -> Tensor:
-        """Return the projection, float32 [N, K, H, W]."""
-        return self.network.head.project(self.network.backbone(normalised))
-
-    def explain(self, projected: Tensor) -> dict[str, Tensor]:
-        """Return the outputs that the head has, by name."""
+    def explain(self, normalised: Tensor) -> dict[str, Tensor]:
+        """Return the outputs that the network has, by name, and the projection, float32 [N, K, H, W]."""
+        features = self.network.backbone(normalised)
+        projected = self.network.head.project(features)
         head = self.network.head.explain(projected)
-        values = {"logits": head.logits, "argmax": head.argmax, "scores": head.scores, ATTENTION: head.attention}
+        values = {
+            "logits": head.logits, "argmax": head.argmax, "scores": head.scores, ATTENTION: head.attention,
+            PROJECTED: projected,
+        }  # fmt: skip
+        if self.network.neighbours is not None:
+            values[STRANGENESS] = self.network.neighbours(features)
         return {name: value for name, value in values.items() if value is not None}
 
 

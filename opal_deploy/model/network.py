@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from opal_deploy.model import backbones
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.head import HeadOutputs, OpalHead
+from opal_deploy.model.neighbours import Neighbours
 
 
 class OpalNetwork(nn.Module):
@@ -21,6 +22,7 @@ class OpalNetwork(nn.Module):
         head: features to logits.
         grid: (H, W) of the feature map.
         weights_origin: origin of the backbone's weights; None for random ones.
+        neighbours: features of training images; None where they were not kept. No part of the state dict.
     """
 
     def __init__(self, config: NetworkConfig, *, weights: str | Path | None = None) -> None:
@@ -45,14 +47,18 @@ class OpalNetwork(nn.Module):
             )
         self.weights_origin = None if weights is None else backbones.load_weights(self.backbone, weights, classifier)
         self.head = OpalHead(self.backbone.num_features, config.num_classes, config.head, classifier)
+        self.neighbours: Neighbours | None = None
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(self.backbone(images))
         return logits
 
     def explain(self, images: Tensor) -> HeadOutputs:
-        """Return logits, scores, argmax and attention of one forward pass."""
-        return self.head.explain(self.head.project(self.backbone(images)))
+        """Return logits, scores, argmax, attention and strangeness of one forward pass."""
+        features = self.backbone(images)
+        outputs = self.head.explain(self.head.project(features))
+        outputs.strangeness = None if self.neighbours is None else self.neighbours(features)
+        return outputs
 
     def channels_last(self) -> OpalNetwork:
         """Lay out the convolutions' weights for NHWC, which is faster on CPU and GPU, and return the network."""

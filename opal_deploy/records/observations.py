@@ -35,7 +35,7 @@ def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
         best.cosines[:, 0] - best.cosines[:, 1] if best.cosines.shape[1] > 1 else unknown,
         best.norms,
         share_cells(flat, kept),
-        unknown,
+        unknown if outputs.strangeness is None else outputs.strangeness.astype(np.float64),
         np.where(kept, evidence.scores, np.nan),
         np.where(kept, parts, np.nan),
         np.where(kept, find_places(evidence.cells, metadata.grid), -1),

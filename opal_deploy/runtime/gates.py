@@ -45,6 +45,7 @@ class Gate:
         tie: relative lead of the best cell under which two cells count as equal.
         cells: share of the predicted class's untied cells that must agree; all untied cells of all classes for 1.0.
         all_cells: share of the untied cells of all classes that must agree: what no rounding explains.
+        strangeness: largest difference of an image's strangeness.
     """
 
     cosine: float
@@ -53,6 +54,7 @@ class Gate:
     tie: float
     cells: float
     all_cells: float = 0.0
+    strangeness: float = 1e-3
 
     def widened_by(self, rounding: Rounding) -> Gate:
         """Return the gate for a runtime on which a network with this float32 error is computed; never over `WIDEST`."""
@@ -140,9 +142,9 @@ WIDEST = Gate(cosine=1e-4, logit=1e-3, score=1e-4, tie=1e-2, cells=1.0)
 
 GATES = {
     "fp32": Gate(cosine=1e-6, logit=1e-4, score=1e-5, tie=1e-4, cells=1.0),
-    "fp16": Gate(cosine=2e-2, logit=5e-2, score=5e-2, tie=NEAR_TIE, cells=0.995, all_cells=0.9),
-    "bf16": Gate(cosine=5e-2, logit=1e-1, score=1e-1, tie=NEAR_TIE, cells=0.995, all_cells=0.7),
-    "int8": Gate(cosine=2e-1, logit=3e-1, score=3e-1, tie=NEAR_TIE, cells=0.97, all_cells=0.3),
+    "fp16": Gate(cosine=2e-2, logit=5e-2, score=5e-2, tie=NEAR_TIE, cells=0.995, all_cells=0.9, strangeness=5e-2),
+    "bf16": Gate(cosine=5e-2, logit=1e-1, score=1e-1, tie=NEAR_TIE, cells=0.995, all_cells=0.7, strangeness=1e-1),
+    "int8": Gate(cosine=2e-1, logit=3e-1, score=3e-1, tie=NEAR_TIE, cells=0.97, all_cells=0.3, strangeness=3e-1),
 }
 
 

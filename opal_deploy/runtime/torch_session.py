@@ -82,7 +82,8 @@ class TorchSession:
             self._network.float()
         argmax = None if tensors.argmax is None else tensors.argmax.cpu().numpy().astype(np.int32)
         scores = None if tensors.scores is None else tensors.scores.cpu().numpy()
-        return Outputs(tensors.logits.cpu().numpy(), argmax, scores)
+        strangeness = None if tensors.strangeness is None else tensors.strangeness.cpu().numpy()
+        return Outputs(tensors.logits.cpu().numpy(), argmax, scores, strangeness=strangeness)
 
     def run_reference(self, images: ImageBatch) -> Reference:
         """Return the outputs with the relative lead of each channel's best cell over its second."""
@@ -138,7 +139,8 @@ def to_outputs(tensors: HeadOutputs, *, attention: bool = False) -> Outputs:
         return Outputs(_numpy(tensors.logits))
     cells = tensors.argmax.cpu().numpy().astype(np.int32)
     maps = _numpy(tensors.attention) if attention else None
-    return Outputs(_numpy(tensors.logits), cells, _numpy(tensors.scores), maps)
+    strangeness = None if tensors.strangeness is None else _numpy(tensors.strangeness)
+    return Outputs(_numpy(tensors.logits), cells, _numpy(tensors.scores), maps, strangeness=strangeness)
 
 
 def _top2_margin(attention: torch.Tensor) -> FloatArray:

@@ -31,7 +31,8 @@ class Comparison:
     """The differences between a candidate and the reference over `images` images; true if the candidate passed.
 
     Attributes:
-        max_cosine, max_logit, max_score: largest absolute differences (None where the model has no such output).
+        max_cosine, max_logit, max_score, max_strangeness: largest absolute differences (None where the model has no
+            such output).
         cells, cells_tied, cells_different: of all K channels of all images: compared, left out as ties, different.
         block_cells, block_cells_different: the same within the reference's predicted class, ties left out.
         block_near_ties: cells within the predicted class that differ and lead by less than NEAR_TIE.
@@ -53,6 +54,7 @@ class Comparison:
     block_near_ties: int = 0
     classes_different: int = 0
     worst: int = 0
+    max_strangeness: float | None = None
     agreement: Agreement | None = None
     failures: tuple[str, ...] = ()
 
@@ -77,7 +79,7 @@ def compare_outputs(
     if failures:
         return Comparison(len(expected), float("nan"), failures=failures)
     if candidate.top is not None and candidate.scores is None:
-        return _compare_top(reference, candidate.top, metadata, gate)
+        return _compare_strangeness(_compare_top(reference, candidate.top, metadata, gate), expected, candidate, gate)
     logit, logit_failure = _logits(expected.logits, candidate.logits, gate)
     other_class = expected.logits.argmax(1) != candidate.logits.argmax(1)
     if expected.scores is None or candidate.scores is None:
@@ -88,10 +90,21 @@ def compare_outputs(
             len(expected), logit, classes_different=int(flipped.sum()), worst=_worst(flipped, distance),
             failures=tuple(f for f in messages if f),
         )  # fmt: skip
-    return _compare_evidence(
+    comparison = _compare_evidence(
         reference, candidate, compute_cosines(candidate, metadata), candidate.logits.argmax(1), metadata, gate,
         confidence=confidence,
     )  # fmt: skip
+    return _compare_strangeness(comparison, expected, candidate, gate)
+
+
+def _compare_strangeness(comparison: Comparison, expected: Outputs, candidate: Outputs, gate: Gate) -> Comparison:
+    if expected.strangeness is None or candidate.strangeness is None:
+        return comparison
+    difference = float(np.abs(expected.strangeness - candidate.strangeness).max())
+    failures = comparison.failures
+    if difference > gate.strangeness:
+        failures += (f"a strangeness differs by {difference:.3g}, more than {gate.strangeness:g}",)
+    return replace(comparison, max_strangeness=difference, failures=failures)
 
 
 def _compare_top(reference: Reference, top: TopOutputs, metadata: Metadata, gate: Gate) -> Comparison:
@@ -178,10 +191,12 @@ def _worst(*criteria: Any) -> int:
 
 def _shape_failures(expected: Outputs, candidate: Outputs, metadata: Metadata) -> tuple[str, ...]:
     failures = []
-    pairs = {name: (getattr(expected, name), getattr(candidate, name)) for name in ("logits", "argmax", "scores")}
+    names = ("logits", "argmax", "scores", "strangeness")
+    pairs = {name: (getattr(expected, name), getattr(candidate, name)) for name in names}
     if candidate.top is not None and candidate.scores is None and expected.scores is not None:
         selected = select_top(expected, metadata.prototypes_per_class, metadata.max_top)
-        pairs = dict(zip(TOP_OUTPUTS, zip(selected, candidate.top, strict=True), strict=True))
+        listed = zip(TOP_OUTPUTS, zip(selected, candidate.top, strict=True), strict=True)
+        pairs = {**dict(listed), "strangeness": pairs["strangeness"]}
     for name, (before, after) in pairs.items():
         if before is None:
             continue

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import remove_temporary_files, write_json
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.datasets.samples import DataSet
@@ -131,10 +132,12 @@ class CheckpointManager:
         self,
         progress: TrainState,
         metrics: dict[str, Any],
+        *,
         receptive_field: ReceptiveField | None,
         calibration: Calibration,
+        baseline: Baseline | None,
     ) -> None:
-        """Write best.pt with its test metrics, receptive field and calibration, then summary.json.
+        """Write best.pt with its test metrics and what was measured of the network, then summary.json.
 
         Expects the best weights in the network.
         """
@@ -149,11 +152,17 @@ class CheckpointManager:
             "images_per_second": records[-1].images_per_second,
         }
         with _stop_when_full(progress):
-            self._save(self.run_dir.best, metrics, receptive_field=receptive_field, calibration=calibration)
+            measured: dict[str, Any] = {
+                "receptive_field": receptive_field,
+                "calibration": calibration,
+                "baseline": baseline,
+            }
+            self._save(self.run_dir.best, metrics, **measured)
             self.write_epochs(progress)
             write_json(self.run_dir.summary, summary)
             # a finished run needs no state for resuming
             self._network.load_state_dict(load_run_file(self.run_dir.last)["state_dict"])
+            self._network.neighbours = None
             self._save(self.run_dir.last, progress.checkpoint_metrics)
 
     def write_nonfinite_batch(self, files: list[Path]) -> str:
@@ -170,7 +179,7 @@ class CheckpointManager:
         path: Path,
         metrics: dict[str, Any],
         extra: dict[str, Any] | None = None,
-        **measurements: Any,  # receptive field and calibration, of a finished run
+        **measurements: Any,  # receptive field, calibration and baseline of a finished run
     ) -> None:
         checkpoint = Checkpoint(
             self._network, self._data.class_names, crop=self._data.crop,

@@ -18,11 +18,14 @@ import torch
 from opal_deploy.artifact.files import lock_directory
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.evaluation.baseline import fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.logs import Estimate, Log, Progress, no_progress
 from opal_deploy.model.backbones import get_library
+from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.train import machine
 from opal_deploy.train.attention import AttentionTerms
 from opal_deploy.train.balance import balanced_weights
@@ -352,10 +355,18 @@ class _TrainingRun:
             batches = Batches(images, options.batch_size, workers=workers, rank=group.rank, size=group.size)
             test = evaluate(self.network, batches, progress=self.progress, group=group)
         metrics = {"epoch": best_epoch, **val.to_dict("val"), **(test.to_dict("test") if test else {})}
-        # only the process that writes it measures it, on a handful of images
-        receptive_field = measure_receptive_field(self.network, self.data.val) if group.is_main else None
+        # only the process that writes them measures them, on a bounded number of images
+        receptive_field = baseline = None
+        if group.is_main:
+            receptive_field = measure_receptive_field(self.network, self.data.val)
+            self.network.neighbours = fit_neighbours(self.network, self.data.train, progress=self.progress)
+            checkpoint = Checkpoint(self.network, self.data.class_names, receptive_field=receptive_field)
+            session = TorchSession(checkpoint, device=str(group.device))
+            baseline = measure_baseline(session, self.data.val, progress=self.progress)
         group.barrier()  # other processes may still be reading best.pt
-        self.checkpoints.finish(state, metrics, receptive_field, calibration)
+        self.checkpoints.finish(
+            state, metrics, receptive_field=receptive_field, calibration=calibration, baseline=baseline
+        )
         group.barrier()
         config = self.checkpoints.run_config
         return TrainResult(run_dir.best, best_epoch, state.records, val, test, calibration, run_dir.last, config)

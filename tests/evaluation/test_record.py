@@ -14,7 +14,7 @@ from opal_deploy.artifact.measurements import describe_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.evaluation.files import build_evaluation, record_evaluation
+from opal_deploy.evaluation.files import build_evaluation, record_measurements
 from opal_deploy.evaluation.inputs import check_recordable
 from opal_deploy.model import checkpoint
 from tests.builders import build_sidecar
@@ -94,9 +94,9 @@ def test_an_onnx_file_keeps_its_graph_and_other_properties(exact_model, tmp_path
     onnx.save(model, path)
     before = onnx_file.read_metadata(path)
     with pytest.raises(ArtifactError, match="do not match the digest"):  # the property was added behind our back
-        record_evaluation(path, EVALUATION)
+        record_measurements(path, {"evaluation": EVALUATION})
     digest = onnx_file.rewrite_metadata(path, before)
-    message = record_evaluation(path, EVALUATION)
+    message = record_measurements(path, {"evaluation": EVALUATION})
     after = onnx_file.read_metadata(path)
     onnx_file.check_digest(path, after)
     assert replace(after, evaluation={}, file_sha256=before.file_sha256) == before
@@ -108,8 +108,8 @@ def test_an_onnx_file_keeps_its_graph_and_other_properties(exact_model, tmp_path
     assert compute_sha256(path) in message
     assert [each.name for each in tmp_path.iterdir()] == ["m.onnx"]
     # a calibration stays when a later evaluation finds none
-    record_evaluation(path, EVALUATION, None, CALIBRATION)
-    record_evaluation(path, EVALUATION)
+    record_measurements(path, {"evaluation": EVALUATION, "calibration": CALIBRATION})
+    record_measurements(path, {"evaluation": EVALUATION})
     assert onnx_file.read_metadata(path).temperature == 0.125
 
 
@@ -117,7 +117,9 @@ def test_a_checkpoint_keeps_everything_else_and_its_metadata_carries_the_evaluat
     path, source = tmp_path / "m.pt", exact_model.with_suffix(".pt")
     checkpoint.save(path, checkpoint.load(source), extra={"optimizer": {"step": torch.arange(3)}})
     before = torch.load(path, weights_only=True)
-    assert compute_sha256(path)[:16] in record_evaluation(path, EVALUATION, {"stride": 32, "effective": 60})
+    assert compute_sha256(path)[:16] in record_measurements(
+        path, {"evaluation": EVALUATION, "receptive_field": {"stride": 32, "effective": 60}}
+    )
     after = torch.load(path, weights_only=True)
     assert after.keys() == before.keys()
     assert torch.equal(after["optimizer"]["step"], torch.arange(3))
@@ -131,7 +133,7 @@ def test_an_engine_keeps_it_in_its_sidecar(exact_model, tmp_path):
     path = tmp_path / "m.engine"
     path.write_bytes(b"a plan")
     engine_file.write_sidecar(path, build_sidecar(path, onnx_file.read_metadata(exact_model)))
-    message = record_evaluation(path, EVALUATION)
+    message = record_measurements(path, {"evaluation": EVALUATION})
     assert engine_file.check_engine(path).metadata.evaluation == EVALUATION
     assert f"its sha256 is {compute_sha256(engine_file.sidecar_path(path))}; the engine is unchanged" in message
 

@@ -1,0 +1,82 @@
+"""A model's baseline on validation images, and the neighbours among its training images.
+
+Both are measured on a bounded number of images, evenly over the classes, so that they cost minutes at most.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from opal_deploy.artifact.baseline import Baseline
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.session import choose_samples, prepared_batches
+from opal_deploy.logs import Progress, no_progress
+from opal_deploy.model.neighbours import MAX_IMAGES, Neighbours
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.records.observations import observe_outputs
+from opal_deploy.runtime.session import Session
+
+# validation images of a baseline
+_MAX_VALIDATION = 5_000
+_BATCH = 16
+
+
+def fit_neighbours(
+    network: OpalNetwork, samples: list[Sample], *, boxes: bool = True, progress: Progress = no_progress
+) -> Neighbours | None:
+    """Return the neighbours of a trained network: features of up to 2,000 training images, not augmented.
+
+    None for a network without single cells as evidence, and for too few images.
+
+    Args:
+        network: left in evaluation mode; computes on its device.
+        samples: the training images.
+        boxes: crop images to their boxes, as in training.
+
+    Raises:
+        UsageError: an image cannot be used.
+    """
+    if network.config.head.evidence != "exact":
+        return None
+    network.eval()
+    config, device = network.config, next(network.parameters()).device
+    chosen = [samples[index] for index in choose_samples(samples, MAX_IMAGES)]
+    parts: list[torch.Tensor] = []
+    done = 0
+    for pixels, _ in prepared_batches(chosen, config.input_size, boxes=boxes, batch=_BATCH):
+        inputs = torch.from_numpy(normalise(pixels, config.mean, config.std)).to(device)
+        with torch.inference_mode():
+            parts.append(network.backbone(inputs).float().mean((2, 3)).cpu())
+        done += len(pixels)
+        progress(done, len(chosen), "keeping features of training images")
+    # of inference mode, whose tensors a module cannot keep
+    features, labels = torch.cat(parts).clone(), torch.tensor([sample.label for sample in chosen])
+    neighbours = Neighbours.fit(features, labels)
+    return None if neighbours is None else neighbours.to(device)
+
+
+def measure_baseline(
+    session: Session, samples: list[Sample], *, boxes: bool = True, split: str = "val", progress: Progress = no_progress
+) -> Baseline | None:
+    """Return the baseline of a model on up to 5,000 validation images; None unless single cells are its evidence.
+
+    Raises:
+        UsageError: an image cannot be used.
+    """
+    metadata = session.metadata
+    if metadata.evidence != "exact":
+        return None
+    chosen = [samples[index] for index in choose_samples(samples, _MAX_VALIDATION)]
+    parts: list[Outputs] = []
+    for pixels, _ in prepared_batches(chosen, metadata.input_size, boxes=boxes, batch=_BATCH):
+        parts.append(session.run(pixels))
+        progress(_BATCH * len(parts), len(chosen), "measuring the baseline")
+    return baseline_of(Outputs.concatenate(parts), metadata, split)
+
+
+def baseline_of(outputs: Outputs, metadata: Metadata, split: str) -> Baseline:
+    """Return the baseline of a model with `exact` evidence from its outputs for validation images."""
+    return Baseline.measure(observe_outputs(outputs, metadata), split, metadata.stride, metadata.num_classes)

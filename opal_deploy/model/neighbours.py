@@ -1,0 +1,102 @@
+"""The strangeness of an image: how far its features are from those of the training images.
+
+Features are pooled over the cells and compared by the cosine in a space in which the spread within classes is the same
+in all directions, as in linear discriminant analysis: there, what tells classes apart counts most. The similarity is
+the mean cosine to the five nearest training images (as Sun, Ming, Zhu and Li, "Out-of-distribution detection with deep
+nearest neighbors", ICML 2022, take the k-th nearest of plain features); the strangeness is 1 minus that, in [0, 2].
+docs/reference/measurements-unknown.md compares it with the alternatives.
+
+The covariance within classes is S = U diag(w) U' + v (I - U U'), of rank r and with equal variance v in the other
+directions (probabilistic PCA), after shrinkage towards its mean variance. Nothing needs a D x D matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+# nearest training images that are averaged over
+NUM_NEAREST = 5
+# training images that are kept, evenly over classes
+MAX_IMAGES = 2_000
+# directions with a variance of their own
+_RANK = 64
+# weight of the mean variance beside the measured covariance
+_SHRINKAGE = 1.0
+_TINY = 1e-12
+_TENSORS = ("mean", "basis", "bank")
+
+
+class Neighbours(nn.Module):
+    """Features of training images, to which others are compared.
+
+    Attributes:
+        mean: float32 [D], of the training features.
+        basis: float32 [D, r], B = U sqrt(1 - v / w), so that v S^-1 = I - B B'.
+        bank: float32 [D, M], S^-1 (t - mean) of each training image, scaled so that its product with x - mean is the
+            cosine times the length of x - mean.
+    """
+
+    mean: Tensor
+    basis: Tensor
+    bank: Tensor
+
+    def __init__(self, mean: Tensor, basis: Tensor, bank: Tensor) -> None:
+        super().__init__()
+        for name, tensor in zip(_TENSORS, (mean, basis, bank), strict=True):
+            # checkpoints keep them beside the state dict, which holds what was learned
+            self.register_buffer(name, tensor.float().contiguous(), persistent=False)
+
+    @staticmethod
+    def fit(features: Tensor, labels: Tensor) -> Neighbours | None:
+        """Return the neighbours for pooled features [M, D] of training images with these labels [M], int64.
+
+        None where they have no spread within classes: too few images, or dead features.
+        """
+        features = features.double()
+        mean = features.mean(0)
+        counts = labels.bincount()
+        sums = torch.zeros(len(counts), features.shape[1], dtype=features.dtype).index_add_(0, labels, features)
+        spread = features - (sums / counts.clamp_min(1)[:, None])[labels]
+        variance = float((spread**2).sum() / spread.numel())
+        if len(features) < NUM_NEAREST or not variance > _TINY:
+            return None
+        _, values, directions = torch.linalg.svd(spread / len(spread) ** 0.5, full_matrices=False)
+        rank = min(_RANK, len(values), features.shape[1] - 1)
+        measured = values[:rank] ** 2
+        others = (variance * features.shape[1] - float(measured.sum())) / (features.shape[1] - rank)
+        own, rest = measured + _SHRINKAGE * variance, others + _SHRINKAGE * variance
+        basis = directions[:rank].T * (1.0 - rest / own).clamp_min(0.0).sqrt()
+        centred = features - mean
+        whitened = centred - (centred @ basis) @ basis.T
+        return Neighbours(mean, basis, (whitened / _length(centred, basis)).T)
+
+    @staticmethod
+    def from_dict(tensors: Mapping[str, Tensor], num_features: int) -> Neighbours | None:
+        """Return the neighbours that `to_dict` wrote; None for an empty dictionary, ValueError for wrong shapes."""
+        if not tensors:
+            return None
+        shapes = [tuple(tensors[name].shape) for name in _TENSORS]
+        rank, images = shapes[1][-1], shapes[2][-1]
+        if shapes != [(num_features,), (num_features, rank), (num_features, images)] or images < NUM_NEAREST:
+            raise ValueError(f"neighbours of shapes {shapes}")
+        return Neighbours(*(tensors[name] for name in _TENSORS))
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Return the tensors for a checkpoint."""
+        return {name: getattr(self, name).cpu() for name in _TENSORS}
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the strangeness, float32 [N], for features [N, D, H, W]."""
+        exact = features if features.dtype == torch.float64 else features.float()
+        centred = exact.mean((2, 3)) - self.mean
+        cosines = (centred @ self.bank) / _length(centred, self.basis)  # [N, M]
+        return 1.0 - cosines.topk(NUM_NEAREST, dim=1).values.mean(1)
+
+
+def _length(centred: Tensor, basis: Tensor) -> Tensor:
+    """Return the length of x - mean [N, D] by S^-1, in units of 1 / sqrt(v): [N, 1]."""
+    squares = (centred * centred).sum(1, keepdim=True) - ((centred @ basis) ** 2).sum(1, keepdim=True)
+    return squares.clamp_min(_TINY).sqrt()
