@@ -209,6 +209,9 @@ MinMargin = Annotated[
         cli=str,
     ),
 ]
+SigningKey = Annotated[
+    StrPath | None, Option("Sign each record with this Ed25519 private key (PEM, PKCS#8).", cli=Path)
+]
 DatasetName = Annotated[str | None, Option("The data set's name, as `train` takes it.", default="by its files")]
 Partition = Annotated[int, Option("Number of the official partition (DTD, SUN-397).", min=1, max=10)]
 SkipMissing = Annotated[bool, Option("Leave out images that the data set lists but lacks.")]

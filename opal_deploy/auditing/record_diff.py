@@ -20,7 +20,7 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.gates import GATES, Gate
 
 # fields that no model computes
-NOT_COMPUTED = frozenset({"image", "image_index", "overlay", "sheet", "drawing_error", "label"})
+NOT_COMPUTED = frozenset({"image", "image_index", "overlay", "sheet", "drawing_error", "label", "signature"})
 _UNREADABLE = ("not_an_image", "truncated_image", "corrupt_image", "unsupported_image")
 _PROBABILITY = "calibrated_probability"
 # relative

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opal_deploy.artifact.files import check_sha256
-from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
+from opal_deploy.errors import OpalError, StoppedEarly, UsageError
 from opal_deploy.inference.cluster.connection import ActorPlan, check_ray_options
 from opal_deploy.inference.cluster.process import open_driver
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
@@ -31,8 +30,7 @@ from opal_deploy.inference.setup import (
     LoadedModel,
     add_batch_size,
     check_model,
-    find_default_model,
-    fingerprint_model,
+    describe_model,
     load_model,
     parse_min_margin,
 )
@@ -41,9 +39,9 @@ from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.options import StrPath, keywords, to_arguments
 from opal_deploy.preprocess.decode import Decoding
+from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, check_formats
 from opal_deploy.runtime.devices import default_workers
-from opal_deploy.runtime.select import read_model_metadata
 from opal_deploy.storage.buckets import check_output
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url, redact
@@ -152,6 +150,7 @@ def _prepare(
     max_errors = None if options.max_errors is None else ErrorLimit.parse(str(options.max_errors))
     out, remote = _parse_out(options)
     check_ray_options(options)
+    signer = None if options.sign is None else Signer(options.sign, options.log)
     is_open = not (model is None or isinstance(model, str | os.PathLike))
     processes = plan_processes(options, model_is_open=is_open)
     raise_pillow_limit(options.max_pixels)
@@ -194,7 +193,7 @@ def _prepare(
         slot_names=sheets.slot_names,
     )
     command = ["opal-deploy", "infer", *texts, *(["--model", str(path)] if model else [])]
-    return _Job(options, inputs, loaded, sheets, backend, inference, tables, max_errors, out, remote, command)
+    return _Job(options, inputs, loaded, sheets, backend, inference, tables, max_errors, out, remote, command, signer)
 
 
 @dataclass
@@ -212,6 +211,7 @@ class _Job:
     out: Path | None
     remote: RemoteFile | None
     command: list[str]
+    signer: Signer | None
 
     def __post_init__(self) -> None:
         self.skipped = Skipped()
@@ -251,6 +251,7 @@ class _Job:
             # its arithmetic differs, and on a GPU it is half precision
             **({"runtime": options.runtime} if options.runtime == "compiled" else {}),
             **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
+            **({"sign": self.signer.fingerprint} if self.signer is not None else {}),
         }
 
     def complete(self, directory: RunDirectory) -> InferenceRun:
@@ -296,7 +297,10 @@ class _Job:
         try:
             # the total is reported before the first batch is done
             with fewer_collections(), counter.notify(lambda total: report(summary.total, total, "")):
-                run(self.images, backend, run_options, summary=summary, interrupt=interrupt, report=report_progress)
+                run(
+                    self.images, backend, run_options, summary=summary, interrupt=interrupt, report=report_progress,
+                    signer=self.signer,
+                )  # fmt: skip
             if interrupt.stopped:
                 raise KeyboardInterrupt
             if summary.accuracy is not None:
@@ -389,9 +393,6 @@ def _open_model(
     device = options.device
     if isinstance(plan, ActorPlan):
         device = "auto" if plan.gpus else "cpu"
-    path = path or find_default_model(device, options.runtime, options.log)
-    if not path.is_file():
-        raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
-    if options.expect_sha256 is not None:
-        check_sha256(path, options.expect_sha256)
-    return LoadedModel(path, [], fingerprint_model(path), read_model_metadata(path))
+    return describe_model(
+        path, device=device, expect_sha256=options.expect_sha256, runtime=options.runtime, log=options.log
+    )

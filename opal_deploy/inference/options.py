@@ -20,6 +20,7 @@ from opal_deploy.options import (
     Option,
     Options,
     RuntimeChoice,
+    SigningKey,
     SlotNameFile,
     StrPath,
     Threads,
@@ -68,6 +69,7 @@ class InferOptions(Options):
         tuple[str, ...],
         Option("Also write a table: parquet or csv; may be repeated.", flag="--format", cli=list[str]),
     ] = ()
+    sign: SigningKey = None
     max_errors: Annotated[
         int | str | None,
         Option("Stop after more failed images than this: a number, or P% (from 100 images on).", cli=str),

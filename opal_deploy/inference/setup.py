@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from opal_deploy.artifact.files import check_sha256, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import Log, log_line
 from opal_deploy.options import RuntimeName, parse_rate
 
@@ -52,6 +52,20 @@ def load_model(
         check_sha256(path, expect_sha256)
     sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs, runtime=runtime)
     return LoadedModel(path, sessions, fingerprint_model(path), sessions[0].metadata)
+
+
+def describe_model(
+    path: Path | None, *, device: str, expect_sha256: str | None, runtime: RuntimeName, log: Log
+) -> LoadedModel:
+    """Return a model that other processes open, without sessions; arguments and errors as of `load_model`."""
+    from opal_deploy.runtime.select import read_model_metadata
+
+    path = path or find_default_model(device, runtime, log)
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
+    if expect_sha256 is not None:
+        check_sha256(path, expect_sha256)
+    return LoadedModel(path, [], fingerprint_model(path), read_model_metadata(path))
 
 
 def add_batch_size(sessions: Sequence[Session], size: int) -> None:

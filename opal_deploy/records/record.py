@@ -77,6 +77,18 @@ class Problem(TypedDict):
     message: str
 
 
+class Signature(TypedDict):
+    """A signature of the rest of the record, see `opal_deploy.records.signatures`.
+
+    `key` is the hex sha256 of the public key in DER, `time` ISO 8601, `value` base64.
+    """
+
+    algorithm: str
+    key: str
+    time: str
+    value: str
+
+
 class Record(TypedDict):
     """One image's record.
 
@@ -95,6 +107,7 @@ class Record(TypedDict):
         overlay, sheet: paths of the drawings, relative to the run's folder.
         drawing_error: why a requested drawing is missing.
         label: the image's label, if labels were given.
+        signature: made of the finished record with `--sign`.
     """
 
     schema: int
@@ -116,6 +129,7 @@ class Record(TypedDict):
     drawing_error: NotRequired[Problem]
     label: NotRequired[str]
     error: NotRequired[Problem]
+    signature: NotRequired[Signature]
 
 
 def is_record(document: Any) -> bool:
@@ -170,6 +184,10 @@ def _is_problem(value: Any) -> bool:
     return _has(value, _PROBLEM, {})
 
 
+def _is_signature(value: Any) -> bool:
+    return _has(value, _SIGNATURE, {})
+
+
 def _are_answers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_answer, value))
 
@@ -187,6 +205,7 @@ _SLOT: _Checks = {
 }  # fmt: skip
 _NAMED: _Checks = {"name": _is_text}
 _PROBLEM: _Checks = {"code": _is_text, "message": _is_text}
+_SIGNATURE: _Checks = dict.fromkeys(("algorithm", "key", "time", "value"), _is_text)
 _ANSWERED: _Checks = {
     "width": _is_size, "height": _is_size, "prediction": _is_answer, "margin": _is_number_or_none, "top": _are_answers,
 }  # fmt: skip
@@ -194,7 +213,7 @@ _FAILED: _Checks = {"error": _is_problem}
 _OPTIONAL: _Checks = {
     "image": _is_text_or_none, "image_index": _is_count, "frame": _is_count, "time": _is_number_or_none,
     "image_sha256": _is_text_or_none, "model_sha256": _is_text_or_none, "evidence": _are_slots, "overlay": _is_text,
-    "sheet": _is_text, "drawing_error": _is_problem, "label": _is_text,
+    "sheet": _is_text, "drawing_error": _is_problem, "label": _is_text, "signature": _is_signature,
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.logs import Log
 from opal_deploy.records.record import Record
+from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import Format, write_table
 from opal_deploy.runtime.devices import default_batch
 from opal_deploy.runtime.session import Session
@@ -181,6 +182,7 @@ def run(
     interrupt: Interrupt | None = None,
     timer: StageTimer | None = None,
     report: Callable[[Summary], None] = lambda _: None,
+    signer: Signer | None = None,
 ) -> Summary:
     """Classify every image, and write exactly one record for each, in order.
 
@@ -194,6 +196,7 @@ def run(
         interrupt: stops the run gracefully on request.
         timer: receives the times of every stage; None: a new one.
         report: is called after each write of records.
+        signer: signs each record before it is written; None: no record is signed.
 
     Raises:
         StoppedEarly: the disk is full, a device was lost, or too many images failed; the records so far are whole.
@@ -231,7 +234,7 @@ def run(
                 count = writer.count
                 try:
                     with timer.waiting("disk"), timer.stage("write"):
-                        writer.write(*chunk)
+                        writer.write(*(chunk if signer is None else map(signer.sign, chunk)))
                 finally:
                     for record in chunk[: writer.count - count]:
                         summary.count(record)

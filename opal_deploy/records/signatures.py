@@ -1,0 +1,194 @@
+"""Signatures of records: Ed25519 over the record's canonical JSON, in the record's field `signature`.
+
+A signature covers every other field of the record, also those that a later version adds, and its own algorithm, key and
+time: only `signature.value` is left out. Light to import: `cryptography` is loaded with a key.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+from json.encoder import encode_basestring
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from opal_deploy.errors import UsageError, require
+from opal_deploy.logs import Log
+from opal_deploy.options import StrPath
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+    from opal_deploy.records.record import Record, Signature
+
+ALGORITHM = "ed25519"
+PASSPHRASE_VARIABLE = "OPAL_DEPLOY_SIGNING_PASSPHRASE"
+# a key has about 120 bytes
+_MAX_KEY_BYTES = 1 << 16
+_MAX_INTEGER = 1 << 53
+_NEW_KEY = "make one with: openssl genpkey -algorithm ed25519 -out key.pem"
+
+
+class Signer:
+    """Signs records with a private key, which cannot be pickled and is shown nowhere.
+
+    Attributes:
+        fingerprint: hex sha256 of the public key in DER (SubjectPublicKeyInfo).
+    """
+
+    def __init__(self, path: StrPath, log: Log) -> None:
+        """Read a PEM file with an Ed25519 private key in PKCS#8; its passphrase is in OPAL_DEPLOY_SIGNING_PASSPHRASE.
+
+        Logs a warning if other users can read the file.
+
+        Raises:
+            UsageError: the file cannot be read, holds no such key, or the passphrase is missing or wrong.
+            MissingExtra: `cryptography` is not installed.
+        """
+        self._key = _read_private_key(path)
+        self.fingerprint = _fingerprint(self._key.public_key())
+        if os.name == "posix" and (mode := Path(path).stat().st_mode & 0o777) & 0o044:
+            log(f"warning: --sign {path}: other users can read this key (mode {mode:04o}); run: chmod 600 {path}")
+
+    def sign(self, record: Record) -> Record:
+        """Return a finished record with its `signature`, made now."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        signature: dict[str, str] = {"algorithm": ALGORITHM, "key": self.fingerprint, "time": now}
+        value = self._key.sign(canonical_json({**record, "signature": signature}))
+        signature["value"] = base64.b64encode(value).decode()
+        return {**record, "signature": cast("Signature", signature)}
+
+    def __repr__(self) -> str:
+        return f"<Signer {self.fingerprint}>"
+
+
+class PublicKeys:
+    """The public keys whose signatures are accepted."""
+
+    def __init__(self, paths: Sequence[StrPath]) -> None:
+        """Read PEM files; raise UsageError or MissingExtra as `Signer` does."""
+        self._keys = {_fingerprint(key): key for key in map(_read_public_key, paths)}
+
+    def find_fault(self, record: Mapping[str, Any]) -> str:
+        """Return why a record has no valid signature by one of the keys; empty if it has one."""
+        from cryptography.exceptions import InvalidSignature
+
+        signature = record.get("signature")
+        if signature is None:
+            return "it is not signed"
+        if signature["algorithm"] != ALGORITHM:
+            return f"signed with {signature['algorithm'][:20]!r}; expected {ALGORITHM}"
+        if (key := self._keys.get(signature["key"])) is None:
+            return f"signed with another key, {signature['key'][:16]}"
+        unsigned = {name: text for name, text in signature.items() if name != "value"}
+        try:
+            value = base64.b64decode(signature["value"], validate=True)
+            key.verify(value, canonical_json({**record, "signature": unsigned}))
+        except (InvalidSignature, ValueError, RecursionError):
+            return "changed after it was signed"
+        return ""
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return a document in the JSON Canonicalization Scheme (RFC 8785); keys must be ASCII.
+
+    NaN and infinities become null and lone surrogates escapes, as in ECMAScript's JSON.stringify; the RFC has neither.
+
+    Raises:
+        ValueError: an integer beyond 2^53, which not every JSON reader keeps.
+    """
+    return _encode(value).encode("utf-8", "backslashreplace")
+
+
+def _encode(value: Any) -> str:
+    if isinstance(value, str):
+        return encode_basestring(value)
+    if isinstance(value, float):
+        return _encode_float(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join([f"{encode_basestring(key)}:{_encode(value[key])}" for key in sorted(value)]) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_encode, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if abs(value) > _MAX_INTEGER:
+        raise ValueError(f"{value}: beyond 2^53")
+    return str(value)
+
+
+def _encode_float(value: float) -> str:
+    """Return a number as ECMAScript prints it; Python has the same digits and another notation."""
+    if not math.isfinite(value):
+        return "null"
+    text = repr(value)
+    if "e" in text:
+        text = f"{Decimal(text):f}" if 1e-6 <= abs(value) < 1e21 else text.replace("e-0", "e-")
+    return "0" if value == 0 else text.removesuffix(".0")
+
+
+def _fingerprint(key: Ed25519PublicKey) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def _read_private_key(path: StrPath) -> Ed25519PrivateKey:
+    require("cryptography", "sign", "--sign")
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    option = f"--sign {path}"
+    data, passphrase = _read_pem(path, option), os.environ.get(PASSPHRASE_VARIABLE)
+    if b"PRIVATE KEY-----" not in data:
+        what = "a public key" if b"PUBLIC KEY-----" in data else "no key"
+        raise UsageError(f"{option}: {what} found; expected an Ed25519 private key; {_NEW_KEY}")
+    encrypted = b"ENCRYPTED" in data
+    if encrypted and not passphrase:
+        raise UsageError(f"{option}: the key has a passphrase; set {PASSPHRASE_VARIABLE}")
+    try:
+        key = load_pem_private_key(data, (passphrase or "").encode("utf-8", "surrogateescape") if encrypted else None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        if encrypted:
+            raise UsageError(f"{option}: damaged, or the passphrase in {PASSPHRASE_VARIABLE} is wrong") from None
+        raise UsageError(f"{option}: damaged, or not in PKCS#8; {_NEW_KEY}") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UsageError(f"{option}: {type(key).__name__} found; expected an Ed25519 private key; {_NEW_KEY}")
+    return key
+
+
+def _read_public_key(path: StrPath) -> Ed25519PublicKey:
+    require("cryptography", "sign", "--public-key")
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    option, hint = f"--public-key {path}", "get it with: openssl pkey -in key.pem -pubout -out public.pem"
+    data = _read_pem(path, option)
+    if b"PUBLIC KEY-----" not in data:
+        what = "a private key" if b"PRIVATE KEY-----" in data else "no key"
+        raise UsageError(f"{option}: {what} found; expected an Ed25519 public key; {hint}")
+    try:
+        key = load_pem_public_key(data)
+    except (ValueError, UnsupportedAlgorithm):
+        raise UsageError(f"{option}: damaged; {hint}") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise UsageError(f"{option}: {type(key).__name__} found; expected an Ed25519 public key; {hint}")
+    return key
+
+
+def _read_pem(path: StrPath, option: str) -> bytes:
+    try:
+        # not only a regular file: a pipe is a way to hand over a key
+        with Path(path).open("rb") as stream:
+            data = stream.read(_MAX_KEY_BYTES)
+    except OSError as error:
+        raise UsageError(f"{option}: cannot be read ({error.strerror or error}); expected a PEM file") from None
+    if b"-----BEGIN " not in data:
+        raise UsageError(f"{option}: not a PEM file; expected a key that begins with -----BEGIN")
+    return data
