@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -77,7 +77,7 @@ async def infer_records(
         requests = build_explain_requests(inputs[IMAGE], inputs.get(NAME), inputs.get(BOX))
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    results = await _run_jobs(lambda: model.service.submit_requests(requests, wait=False), seconds)
+    results = await _classify(model, requests, seconds)
     return {RECORD: [to_json_line(result.record).rstrip(b"\n") for result in results]}, results
 
 
@@ -94,9 +94,16 @@ async def explain_image(model: ServedModel, data: bytes, name: str | None, *, dr
         shown = None if name is None else parse_name(name.encode("utf-8", "replace"))
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    request = InputImage(shown, data, drawn=drawn)
-    (result,) = await _run_jobs(lambda: model.service.submit_requests([request], wait=False), seconds)
+    (result,) = await _classify(model, [InputImage(shown, data, drawn=drawn)], seconds)
     return result
+
+
+async def _classify(model: ServedModel, requests: Sequence[InputImage], seconds: float) -> list[Result]:
+    """Return the results of images, with signed records if the server signs; raise HttpError as `_run_jobs`."""
+    results = await _run_jobs(lambda: model.service.submit_requests(requests, wait=False), seconds)
+    if model.signer is None:
+        return results
+    return [replace(result, record=model.signer.sign(result.record)) for result in results]
 
 
 async def _run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> list[T]:

@@ -25,6 +25,7 @@ from opal_deploy.inference.service import Service, ServiceObserver
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, InputImage
+from opal_deploy.records.signatures import Signer
 from opal_deploy.runtime.session import Session
 from opal_deploy.server.admission import AdmissionLimit, HttpError
 from opal_deploy.server.options import ServeOptions
@@ -42,7 +43,10 @@ _PLATFORMS = {ONNX_SUFFIX: "onnxruntime_onnx", ENGINE_SUFFIX: "tensorrt_plan"}
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model file under its name in URLs, with one session per device, its service, and what draws its evidence."""
+    """A model file under its name in URLs, with one session per device, its service, and what draws its evidence.
+
+    `signer` signs the records that leave the server; None: they are not signed.
+    """
 
     name: str
     path: Path
@@ -50,6 +54,7 @@ class ServedModel:
     options: InferenceOptions
     service: Service
     drawings: DrawingPool
+    signer: Signer | None = None
 
     def close(self) -> None:
         """Finish the images in flight, and end threads and processes."""
@@ -73,6 +78,7 @@ class ServedModel:
             "precision": metadata.precision,
             "backbone": metadata.backbone,
             "unverified": metadata.unverified,
+            "signing_key": "" if self.signer is None else self.signer.fingerprint,
         }
 
     def platform(self, *, explains: bool) -> str:
@@ -127,8 +133,9 @@ def start_model(
     timer: StageTimer = NO_OP_TIMER,
     observer: ServiceObserver | None = None,
     log: Callable[[str], None] = lambda _: None,
+    signer: Signer | None = None,
 ) -> ServedModel:
-    """Warm up a model and start its service; see `Service` for the arguments.
+    """Warm up a model and start its service; see `Service` and `ServedModel` for the arguments.
 
     Raises:
         StoppedEarly: the device was lost, or no decoder can be started.
@@ -148,7 +155,8 @@ def start_model(
     blank = InputImage(None, stream.getvalue())
     for future in service.submit_requests([blank] * min(options.workers, capacity)):
         future.result()
-    return ServedModel(name, path, sessions, options, service, DrawingPool(DrawTask(sheets=sheets), options, timer))
+    drawings = DrawingPool(DrawTask(sheets=sheets), options, timer)
+    return ServedModel(name, path, sessions, options, service, drawings, signer)
 
 
 class ServerState:

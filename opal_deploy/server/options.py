@@ -16,6 +16,7 @@ from opal_deploy.options import (
     MinMargin,
     Option,
     Options,
+    SigningKey,
     StrPath,
     Threads,
     Top,
@@ -63,6 +64,7 @@ class ServeOptions(Options):
             cli=list[str],
         ),
     ] = ()
+    sign: SigningKey = None
     log_format: Annotated[
         LogFormat, Option("Log on stderr: text, json (one line per request), off (no lines for requests).")
     ] = "text"

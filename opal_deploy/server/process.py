@@ -22,6 +22,7 @@ from opal_deploy.inference.decoding.budget import raise_pillow_limit
 from opal_deploy.inference.setup import check_model, find_default_model, load_model, parse_min_margin
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.preprocess.decode import parse_decoding
+from opal_deploy.records.signatures import Signer
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.server.app import create_app
 from opal_deploy.server.connections import READ_SECONDS, ConnectionLimit, HttpProtocol, choose_max_connections
@@ -40,13 +41,14 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
     """Serve models by name until SIGTERM or Ctrl-C; without a name, the model that `infer` would find.
 
     Raises:
-        UsageError: no model is found, or the address, the token or an option cannot be used.
+        UsageError: no model is found, or the address, the token, the key or an option cannot be used.
         ArtifactError: a model file does not exist or is damaged.
         StoppedEarly: a device was lost.
     """
     raise_pillow_limit(options.max_pixels)
     state = ServerState(options, token=read_token(options.token_file), log=ServerLog(options.log_format))
     log, workers = state.log.message, options.workers or default_workers()
+    signer = None if options.sign is None else Signer(options.sign, log)
     with contextlib.ExitStack() as stack:
         # before the models are loaded, which may take minutes
         listener = stack.enter_context(bind(options.host, options.port))
@@ -67,13 +69,15 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
             served = start_model(
                 name, path, model.sessions, inference, max_wait=options.max_wait / 1e3,
                 capacity=options.queue or _QUEUED_BATCHES * inference.batch, timer=MetricsTimer(state.metrics, name),
-                observer=state.observer(name), log=log,
+                observer=state.observer(name), log=log, signer=signer,
             )  # fmt: skip
             stack.callback(served.close)
             state.add(served)
             log(f"{name}: {path} in {model.sessions[0].description}, batches of {inference.batch}")
         if state.token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
             log("Anyone who can reach this address can send requests: set --token-file, or use an authenticating proxy")
+        if signer is not None:
+            log(f"Signing records with the key {signer.fingerprint}")
         host = f"[{options.host}]" if ":" in options.host else options.host
         log(f"Listening on http://{host}:{listener.getsockname()[1]}")
         run_server(create_app(state, draw_workers=workers), state, listener)
