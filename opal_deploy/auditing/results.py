@@ -24,18 +24,18 @@ from opal_deploy.inference.run_files import RESULTS, RUN
 from opal_deploy.inference.sources.archives import is_archive_name
 from opal_deploy.inference.types import InputImage
 from opal_deploy.records.names import escape_name, unescape_name
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Record, is_record
 from opal_deploy.storage.files import RemoteFile, parse_source
 from opal_deploy.storage.urls import is_url
 
-SUFFIX = ".jsonl"
+SUFFIX, SINGLE_SUFFIX = ".jsonl", ".json"
 # a damaged file may have no line breaks
 _MAX_LINE = 16 << 20
 
 
 def is_results(path: Path) -> bool:
     """Return whether a path stands for results rather than a model."""
-    return path.suffix == SUFFIX or (path / RESULTS).is_file()
+    return path.suffix in (SUFFIX, SINGLE_SUFFIX) or (path / RESULTS).is_file()
 
 
 def find_results(path: Path) -> Path:
@@ -73,11 +73,29 @@ def read_all_records(path: Path) -> Iterator[Record]:
 def read_numbered_records(path: Path) -> Iterator[tuple[int, Record | None]]:
     """Yield line numbers, from 1, with their records; None for a line that is not a record.
 
+    A .json file is one record, on any number of lines: the answer that `serve` gave for an image.
+
     Raises:
         UsageError: the file cannot be read.
     """
+    if path.suffix == SINGLE_SUFFIX:
+        yield 1, _read_single(path)
+        return
     for line_number, _, record in _read_lines(path):
         yield line_number, record
+
+
+def _read_single(path: Path) -> Record | None:
+    try:
+        document = read_json(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except ValueError:
+        return None
+    if isinstance(document, dict) and isinstance(document.get("record"), dict):
+        # the answer for an image with an error
+        document = document["record"]
+    return document if is_record(document) else None
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, int, Record | None]]:
@@ -164,7 +182,8 @@ class RecordSources:
 
     A record matches the image with its name; of several, one with its digest, preferably at its index, as inputs may be
     fewer or in another order than in the run. A record without such an image matches the one at its index, if that has
-    the same path within its folder or archive, as inputs may have moved.
+    the same path within its folder or archive, as inputs may have moved. A record without an index is not from a run:
+    its name is a label that a client of `serve` chose, if any, and it matches the image with its digest.
     """
 
     def __init__(self, items: Iterable[InputImage] = (), records: Iterable[Record] | None = None) -> None:
@@ -172,11 +191,14 @@ class RecordSources:
         wanted = None if records is None else list(records)
         names = None if wanted is None else {record["image"] for record in wanted}
         indices = None if wanted is None else {record.get("image_index") for record in wanted}
+        # of these only the digest may say which image it is
+        by_digest = indices is not None and None in indices
         self._by_name: dict[str, list[InputImage]] = {}
         self._by_index: dict[int, InputImage] = {}
+        self._by_digest: dict[str | None, InputImage] | None = None
         self._spool: BinaryIO | None = None
         for item in items:
-            named = names is None or item.name in names
+            named = names is None or by_digest or item.name in names
             indexed = item.index is not None and (indices is None or item.index in indices)
             if isinstance(item.source, bytes) and (named or indexed):
                 item = replace(item, source=self._write(item.source))
@@ -208,21 +230,26 @@ class RecordSources:
         return _SpooledImage(self._spool, offset, len(content))
 
     def _find(self, record: Record) -> InputImage | None:
-        name, index = record["image"], record.get("image_index")
-        if not isinstance(name, str):
-            return None
+        name, index = record["image"] or "", record.get("image_index")
         if same := sorted(self._by_name.get(name, []), key=lambda item: item.index != index):
             # files with the same name are the same file
             if len(same) == 1 or all(isinstance(item.source, Path | RemoteFile) for item in same):
                 return same[0]
             digest = record.get("image_sha256")
             return next((item for item in same if _hash(item) == digest), same[0])
-        moved = self._by_index.get(index) if isinstance(index, int) else None
+        if index is None:
+            return self._find_by_digest(record.get("image_sha256"))
+        moved = self._by_index.get(index)
         if moved is None:
             return None
         relative = moved.relative if is_url(moved.relative) else str(Path(moved.relative))
         tail = escape_name(relative).lstrip("/")
         return moved if f"/{name}".endswith(f"/{tail}") else None
+
+    def _find_by_digest(self, digest: str | None) -> InputImage | None:
+        if self._by_digest is None:
+            self._by_digest = {_hash(item): item for items in self._by_name.values() for item in items}
+        return None if digest is None else self._by_digest.get(digest)
 
 
 def _hash(item: InputImage) -> str | None:

@@ -42,6 +42,13 @@ class VerifyOptions(Options):
         str | None, Option("Check labels too: `folders`, or a CSV file (image,label).", panel=_RESULTS)
     ] = None
     min_margin: Annotated[float | None, Option("The run's --min-margin, without run.json.", panel=_RESULTS)] = None
+    public_key: Annotated[
+        tuple[StrPath, ...],
+        Option(
+            "Check the signatures of all records by this public key (PEM); repeatable: any of them.", cli=list[Path],
+            panel=_RESULTS,
+        ),
+    ] = ()  # fmt: skip
     batch: Annotated[int | None, Option("The run's --batch.", min=1, panel=_RESULTS)] = None
     device: Device = "auto"
     threads: Threads = None
@@ -64,7 +71,7 @@ def verify(target: StrPath, model: StrPath | None, options: VerifyOptions) -> Ve
     """Check a model against its test vectors, or a sample of recorded explanations against their model.
 
     Args:
-        target: an exported model; or results.jsonl, or its folder.
+        target: an exported model; or results.jsonl, or its folder; or a .json file with an answer of `serve`.
         model: the model that the results are said to come from; None to check a model.
 
     Raises:
@@ -78,8 +85,8 @@ def verify(target: StrPath, model: StrPath | None, options: VerifyOptions) -> Ve
         if model is None:
             raise UsageError(f"{target}: records are checked against a model; specify it with --model")
         return _verify_results(target, Path(model), options)
-    if options.images or model is not None:
-        raise UsageError(f"{target}: not a results.jsonl; --model and images are only for results")
+    if options.images or options.public_key or model is not None:
+        raise UsageError(f"{target}: not a results.jsonl; --model, --public-key and images are only for results")
     return _verify_model(target, options)
 
 
@@ -115,9 +122,11 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
     from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
     from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.inference.sources.annotations import read_boxes, read_labels
+    from opal_deploy.records.signatures import PublicKeys
     from opal_deploy.runtime.select import open_sessions
 
     path = find_results(target)
+    public_keys = PublicKeys(options.public_key) if options.public_key else None
     run = read_run_options(path)
     if options.boxes is None and run.get("boxes") is not None:
         raise UsageError(f"{path}: the run cropped to boxes ({run['boxes']}); specify the file with --boxes")
@@ -142,6 +151,7 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
         sources=sources,
         boxes=read_boxes(Path(options.boxes)) if options.boxes else None,
         labels=read_labels(options.labels) if options.labels else None,
+        public_keys=public_keys,
         inference=inference,
     )
     count = len(lines or ()) or total
@@ -151,12 +161,12 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
         "path": str(path), "model": str(model), "model_sha256": sha256, "session": session.description,
         "seed": None if lines is None else seed, **report.to_dict(),
     }  # fmt: skip
-    failure = ""
+    failures = []
+    if report.signatures_bad:
+        failures.append(f"{report.signatures_bad} of {report.records} records have no valid signature")
     if report.different:
-        failure = (
-            f"{path}: {report.different} of {report.checked} checked records differ from what this model computes; "
-            f"the first: {report.findings[0]}"
-        )
+        failures.append(f"{report.different} of {report.checked} checked records differ from what this model computes")
+    failure = f"{path}: {', '.join(failures)}; the first: {report.findings[0]}" if failures else ""
     return Verification(document, failure)
 
 
@@ -225,6 +235,10 @@ def _find_sources(
 def _log_report(report: RecordsReport, log: Log) -> None:
     equal = max(report.checked - report.different, 0)
     log(f"{equal} of {report.checked} records match the model, {report.identical} of them bit for bit")
+    if report.signatures_valid:
+        log(f"The signatures of {report.signatures_valid} of {report.records} records are valid")
+    if report.signatures_unchecked:
+        log(f"{report.signatures_unchecked} records are signed; their signatures were not checked: give --public-key")
     for finding in report.findings[:_LISTED]:
         log(one_line(f"DIFFERENT: {finding}"))
     if report.different > _LISTED:

@@ -20,6 +20,7 @@ from opal_deploy.inference.sources.video import FrameReader, find_frame, undivid
 from opal_deploy.inference.types import InferenceOptions, InputImage, Result
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
+from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.runtime.session import Session
 from opal_deploy.storage.urls import is_url
 
@@ -33,21 +34,23 @@ _MAX_FINDINGS = 100
 
 @dataclass(frozen=True)
 class Finding:
-    """A record that differs from what was computed, by its line in the file, from 1.
+    """A record that differs from what was computed, or has no valid signature, by its line in the file, from 1.
 
-    `image` is None for a line that is not a record; `why` is the reason if fields were not compared.
+    `image` is None for a line that is not a record; `why` is the reason if fields were not compared; `signature` says
+    what is wrong with the signature.
     """
 
     line: int
     image: str | None
     differences: tuple[FieldDifference, ...]
     why: str = ""
+    signature: str = ""
 
     def __str__(self) -> str:
         """Return the finding in one line."""
-        text = self.why or str(self.differences[0])
+        why = self.why or "".join(map(str, self.differences[:1]))
         more = f" (and {len(self.differences) - 1} more fields)" if len(self.differences) > 1 else ""
-        return f"line {self.line}, {self.image}: {text}{more}"
+        return f"line {self.line}, {self.image}: {'; '.join(filter(None, (self.signature, why)))}{more}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding for JSON."""
@@ -55,6 +58,7 @@ class Finding:
             "line": self.line,
             "image": self.image,
             "why": self.why or None,
+            "signature": self.signature or None,
             "differences": [
                 {"field": d.field, "recorded": _to_json(d.recorded), "computed": _to_json(d.computed)}
                 for d in self.differences
@@ -71,6 +75,8 @@ class RecordsReport:
         checked: computed again.
         identical: equal to the last bit.
         different: records that differ, and lines that are not records.
+        signatures_valid, signatures_bad: of all records, if public keys were given.
+        signatures_unchecked: signed records, if no public key was given.
         not_repeatable: errors of crashed, slow or missing decoders that did not occur again, which is no difference.
         labels_unchecked: records whose `label` was not checked, as no labels were given.
         findings: the first differences.
@@ -80,13 +86,16 @@ class RecordsReport:
     checked: int = 0
     identical: int = 0
     different: int = 0
+    signatures_valid: int = 0
+    signatures_bad: int = 0
+    signatures_unchecked: int = 0
     not_repeatable: int = 0
     labels_unchecked: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, finding: Finding) -> None:
         """Count a finding, and keep it if it is one of the first."""
-        self.different += 1
+        self.different += bool(finding.why or finding.differences)
         if len(self.findings) < _MAX_FINDINGS:
             self.findings.append(finding)
 
@@ -103,6 +112,7 @@ class CheckOptions:
         top: number of classes that a record should list; None: not checked.
         root: the folder that image names are relative to.
         sources: the given images; others are looked up below `root`.
+        public_keys: those whose signatures are accepted; None: signatures are not checked.
     """
 
     model_sha256: str
@@ -111,6 +121,7 @@ class CheckOptions:
     sources: RecordSources = field(default_factory=RecordSources)
     boxes: Boxes | None = None
     labels: Labels | None = None
+    public_keys: PublicKeys | None = None
     inference: InferenceOptions = field(default_factory=InferenceOptions)
 
 
@@ -131,6 +142,8 @@ def verify_records(
 ) -> RecordsReport:
     """Compute the records of some lines (None: all) again and compare them, in order and in bounded memory.
 
+    The signatures of all records are checked.
+
     `progress` is called with the number of records checked.
 
     Raises:
@@ -141,39 +154,54 @@ def verify_records(
     tolerance = Tolerance.for_model(session.metadata)
     # all classes that the model lists, so that any class in a record can be compared
     options = replace(inference, top=session.metadata.max_top, model_sha256=check.model_sha256, keep_pixels=True)
-    pending: list[tuple[int, Record]] = []
+    pending: list[tuple[int, Record, str]] = []
 
     def requests() -> Iterator[InputImage]:
         timeout = inference.decode_timeout
         with FrameReader(inference.max_pixels, isolate=inference.isolate, timeout=timeout) as frames:
-            for number, record in _select_records(path, lines, report):
-                pending.append((number, record))
+            for number, record, fault in _select_records(path, lines, check.public_keys, report):
+                pending.append((number, record, fault))
                 yield _build_request(record, check, frames)
 
     for result in predict_stream(requests(), [session], options):
-        number, record = pending.pop(0)
+        number, record, fault = pending.pop(0)
         report.checked += 1
-        _compare(number, record, result, session, check, tolerance, report)
+        why, differences = _compare(number, record, result, session, check, tolerance, report)
+        if fault or why or differences:
+            report.add(Finding(number, record["image"], tuple(differences), why, fault))
         progress(report.checked)
+    report.findings.sort(key=lambda finding: finding.line)
     return report
 
 
-def _select_records(path: Path, lines: frozenset[int] | None, report: RecordsReport) -> Iterator[tuple[int, Record]]:
-    """Yield the records to check; lines that are not records are always reported."""
+def _select_records(
+    path: Path, lines: frozenset[int] | None, public_keys: PublicKeys | None, report: RecordsReport
+) -> Iterator[tuple[int, Record, str]]:
+    """Yield the records to compute again, each with what is wrong with its signature; report what is not a record."""
     for number, record in read_numbered_records(path):
         report.records += 1
         if record is None:
             report.add(Finding(number, None, (), "not a complete record"))
-        elif lines is None or number in lines:
-            yield number, record
+            continue
+        fault = ""
+        if public_keys is None:
+            report.signatures_unchecked += "signature" in record
+        else:
+            fault = public_keys.find_fault(record)
+            report.signatures_bad += bool(fault)
+            report.signatures_valid += not fault
+        if lines is None or number in lines:
+            yield number, record, fault
+        elif fault:
+            report.add(Finding(number, record["image"], (), "", fault))
 
 
 def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> InputImage:
-    name = record["image"]
-    if not isinstance(name, str):
+    name, item = record["image"], check.sources.find(record)
+    if item is None and name is None:
         return InputImage(None, b"", error=ImageError("not_found", "the record has no image name"))
-    item = check.sources.find(record)
     if item is None:
+        assert name is not None
         try:
             path = locate(unescape_name(name), Path())
         except ImageError as error:
@@ -204,39 +232,34 @@ def _compare(
     check: CheckOptions,
     tolerance: Tolerance,
     report: RecordsReport,
-) -> None:
+) -> tuple[str, list[FieldDifference]]:
+    """Return why a record's fields were not compared, if so, and the differences; count the record in the report."""
     computed = result.record
-    name = recorded["image"] if isinstance(recorded["image"], str) else None
-
-    def add(why: str, *differences: FieldDifference) -> None:
-        report.add(Finding(number, name, differences, why))
-
     if recorded.get("model_sha256") != check.model_sha256:
         digest = FieldDifference("model_sha256", recorded.get("model_sha256"), check.model_sha256)
-        add("made by another model, or without a model digest", digest)
-        return
+        return "made by another model, or without a model digest", [digest]
     code = computed["error"]["code"] if "error" in computed else ""
     if recorded["status"] == "error":
         recorded_code = recorded["error"].get("code")
         if recorded_code in _NOT_REPEATABLE or (recorded_code == _UNSUPPORTED and not code):
             report.not_repeatable += recorded_code != code
-            return
+            return "", []
     if recorded.get("image_sha256") != computed.get("image_sha256"):
         digest = FieldDifference("image_sha256", recorded.get("image_sha256"), computed.get("image_sha256"))
-        if code == "not_found":
+        if code == "not_found" and recorded["image"] is None:
+            why = "the record names no image: list the image after the results"
+        elif code == "not_found":
             why = "the image is missing"
         elif computed.get("image_sha256") is None:
             why = f"the image cannot be read now ({code})"
         else:
             why = "the image differs from the one that was explained"
-        add(why, digest)
-        return
+        return why, [digest]
     differences = diff_records(recorded, computed, tolerance, _build_tie_test(result, session, tolerance))
     differences += _compare_not_computed(number, recorded, check, report)
-    if differences:
-        add("", *differences)
-    elif _is_identical(recorded, computed):
+    if not differences and _is_identical(recorded, computed):
         report.identical += 1
+    return "", differences
 
 
 def _compare_not_computed(

@@ -110,7 +110,7 @@ def _encode(value: Any) -> str:
         return encode_basestring(value)
     if isinstance(value, float):
         return _encode_float(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return "{" + ",".join([f"{encode_basestring(key)}:{_encode(value[key])}" for key in sorted(value)]) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_encode, value)) + "]"
