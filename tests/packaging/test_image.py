@@ -56,9 +56,12 @@ def test_hadolint_finds_nothing(dockerfile):
     [
         (
             "gpu.txt",
-            [PROJECT["project"]["dependencies"], *(EXTRAS[name] for name in ("gpu", "trt", "trt-rtx", "serve"))],
+            [
+                PROJECT["project"]["dependencies"],
+                *(EXTRAS[name] for name in ("gpu", "trt", "trt-rtx", "serve", "sign")),
+            ],
         ),
-        ("cpu.txt", [PROJECT["project"]["dependencies"], EXTRAS["cpu"], EXTRAS["serve"]]),
+        ("cpu.txt", [PROJECT["project"]["dependencies"], *(EXTRAS[name] for name in ("cpu", "serve", "sign"))]),
         ("build.txt", [PROJECT["build-system"]["requires"]]),
     ],
 )
