@@ -44,11 +44,8 @@ class VerifyOptions(Options):
     min_margin: Annotated[float | None, Option("The run's --min-margin, without run.json.", panel=_RESULTS)] = None
     public_key: Annotated[
         tuple[StrPath, ...],
-        Option(
-            "Check the signatures of all records by this public key (PEM); repeatable: any of them.", cli=list[Path],
-            panel=_RESULTS,
-        ),
-    ] = ()  # fmt: skip
+        Option("Check all signatures with this public key (PEM); repeatable.", cli=list[Path], panel=_RESULTS),
+    ] = ()
     batch: Annotated[int | None, Option("The run's --batch.", min=1, panel=_RESULTS)] = None
     device: Device = "auto"
     threads: Threads = None

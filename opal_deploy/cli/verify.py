@@ -16,7 +16,9 @@ from opal_deploy.errors import VerificationError
 
 
 def verify(
-    target: Annotated[Path, typer.Argument(help="Exported model; or results.jsonl of `infer`, or its folder.")],
+    target: Annotated[
+        Path, typer.Argument(help="Exported model; results.jsonl of `infer` or its folder; a .json answer of `serve`.")
+    ],
     options: VerifyOptions,
     images: Annotated[
         list[str] | None,
@@ -31,8 +33,8 @@ def verify(
     """Check a model, or recorded explanations.
 
     A model is checked by its digest and by the test vectors that it carries, on this machine, without the checkpoint
-    and without PyTorch. For results, a sample of the records is computed again from model and images; a record that
-    differs ends in exit code 4.
+    and without PyTorch. For results, a sample of the records is computed again from model and images, and --public-key
+    checks the signatures of all; a record that differs, or has no valid signature, ends in exit code 4.
     """
     with progress("records") if model is not None else nullcontext() as advance:
         options = replace(options, images=tuple(images or ()), log=print_message, progress=advance)

@@ -38,7 +38,8 @@ def folder(tmp_path_factory, make_pictures):
 def infer(opal, exact_model, folder):
     def run(out, *arguments, key="key.pem", code=3):
         signs = ("--sign", key) if key else ()
-        call = opal("infer", "in", "--model", exact_model, *CPU, "--out", out, *signs, *arguments, cwd=folder)
+        device = () if "--ray" in arguments else CPU
+        call = opal("infer", "in", "--model", exact_model, *device, "--out", out, *signs, *arguments, cwd=folder)
         assert call.returncode == code, call.stderr
         return call
 
@@ -60,8 +61,8 @@ def verify(opal, exact_model, folder):
     return run
 
 
-def faults(out, folder, key="key-public.pem"):
-    public = PublicKeys([folder / key])
+def faults(out, folder):
+    public = PublicKeys([folder / "key-public.pem"])
     return [public.find_fault(record) for record in read_results(out)]
 
 
@@ -71,12 +72,12 @@ def test_signed_results_are_what_the_model_computed_and_the_key_signed(signed, v
     assert "4 of 4 records match the model" in done.stderr
     unchecked = check(verify(signed, key=None))
     assert "4 records are signed; their signatures were not checked: give --public-key" in unchecked.stderr
-    assert "4 of 4 records have no valid signature" in one_line_of_many(verify(signed, key="other-public.pem"))
+    assert "4 of 4 records have no valid signature" in last_line(verify(signed, key="other-public.pem"))
     # after a rotation both keys are good
     assert "4 of 4 records are valid" in check(verify(signed, "--public-key", "other-public.pem")).stderr
 
 
-def one_line_of_many(done, code=4):
+def last_line(done, code=4):
     assert done.returncode == code, done.stderr
     return done.stderr.splitlines()[-1]
 
@@ -142,16 +143,23 @@ def test_every_change_is_found_and_named(signed, verify, exact_model, exact_sess
 def test_an_unsigned_run_is_not_taken_for_a_signed_one(infer, verify, folder):
     infer("plain", key=None)
     assert "4 of 4 records have no valid signature; the first: line 1, in/ash/000.png: it is not signed" in (
-        one_line_of_many(verify(folder / "plain"))
+        last_line(verify(folder / "plain"))
     )
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--processes", "2"), ("--shard", "2/2"), ("--explain", "--sheets", "--format", "parquet")],
+    [
+        ("--processes", "2"),
+        ("--shard", "2/2"),
+        ("--explain", "--sheets", "--format", "parquet"),
+        pytest.param(("--ray", "local", "--ray-cpus", "1"), marks=pytest.mark.slow),
+    ],
     ids=" ".join,
 )
-def test_every_way_of_running_signs_the_same_records(infer, folder, arguments):
+def test_every_way_of_running_signs_its_records(infer, folder, monkeypatch, arguments):
+    # the path of a socket has 107 characters at most
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
     out = "-".join(arguments).replace("/", "of")
     infer(out, *arguments)
     assert set(faults(folder / out, folder)) == {""}
