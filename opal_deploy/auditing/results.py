@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.prepare import content_sha256
-from opal_deploy.inference.run.results import parse_record
+from opal_deploy.inference.run.results import parse_json, parse_record
 from opal_deploy.inference.run_files import RESULTS, RUN
 from opal_deploy.inference.sources.archives import is_archive_name
 from opal_deploy.inference.types import InputImage
@@ -87,11 +87,10 @@ def read_numbered_records(path: Path) -> Iterator[tuple[int, Record | None]]:
 
 def _read_single(path: Path) -> Record | None:
     try:
-        document = read_json(path)
+        with path.open("rb") as stream:
+            document = parse_json(stream.read(_MAX_LINE))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except ValueError:
-        return None
     if isinstance(document, dict) and isinstance(document.get("record"), dict):
         # the answer for an image with an error
         document = document["record"]

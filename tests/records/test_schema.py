@@ -6,6 +6,7 @@ from typing import NotRequired, get_origin, get_type_hints, is_typeddict
 import pytest
 
 import opal_deploy
+from opal_deploy.inference.run.results import parse_record
 from opal_deploy.records import json_schema
 from opal_deploy.records import record as records
 
@@ -69,6 +70,12 @@ def test_a_line_with_a_wrong_value_is_not_a_record(key, value):
     assert records.is_record(OK)
     assert records.is_record(FAILED)
     assert not records.is_record({**OK, key: value})
+
+
+def test_a_line_with_a_key_twice_is_not_a_record():
+    line = json.dumps(OK).encode() + b"\n"
+    assert parse_record(line) == OK
+    assert parse_record(line.replace(b'"label": "ash"', b'"label": "oak", "label": "ash"')) is None
 
 
 BAD = {

@@ -175,11 +175,23 @@ def parse_record(line: bytes) -> Record | None:
     """Return the record in a line of results.jsonl; None if it is not a whole one."""
     if not line.endswith(b"\n"):
         return None
+    record = parse_json(line)
+    return cast(Record, record) if is_record(record) else None
+
+
+def parse_json(data: bytes) -> Any:
+    """Return a document of JSON; None if it is not one, or if a key occurs twice: readers differ in which they take."""
     try:
-        record: Any = json.loads(line)
+        return json.loads(data, object_pairs_hook=_build_object)
     except (ValueError, RecursionError):
         return None
-    return cast(Record, record) if is_record(record) else None
+
+
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    built = dict(pairs)
+    if len(built) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return built
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
