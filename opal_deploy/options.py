@@ -209,6 +209,14 @@ MinMargin = Annotated[
         cli=str,
     ),
 ]
+Unknown = Annotated[
+    float | str | None,
+    Option(
+        "Status `unknown` above this strangeness, or above that which a share of the validation images, such as 5%, "
+        "exceeds.",
+        cli=str,
+    ),
+]
 SigningKey = Annotated[
     StrPath | None, Option("Sign each record with this Ed25519 private key (PEM, PKCS#8).", cli=Path)
 ]

@@ -20,7 +20,7 @@ from opal_deploy.artifact.outputs import DoubleArray
 from opal_deploy.errors import ArtifactError
 
 # answers with a class from which its slots have quantiles of their own
-MIN_IMAGES = 10
+MIN_IMAGES = 5
 # levels of the quantiles of a slot, and of those of all images
 SLOT_LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
 LEVELS = tuple(step / 20 for step in range(21))

@@ -12,12 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.measurements import EVALUATION_KEYS, Calibration, EffectiveField, ReceptiveField
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import ArtifactError, UsageError
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.baseline import Baseline
 
 SCHEMA = 1
 METADATA_KEY = "opal"
@@ -176,6 +179,18 @@ class Metadata:
         """The effective receptive field of a cell; None where it was not measured."""
         field = ReceptiveField.from_dict(self.receptive_field)
         return None if field is None else field.in_cells(self.grid)
+
+    @cached_property
+    def known_baseline(self) -> Baseline | None:
+        """The baseline of the answers to validation images; None where none was measured.
+
+        Raises:
+            ArtifactError: it is damaged.
+        """
+        # needs numpy, which the command line does without
+        from opal_deploy.artifact.baseline import Baseline
+
+        return Baseline.from_dict(self.baseline)
 
     @property
     def unverified(self) -> str:

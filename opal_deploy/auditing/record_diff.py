@@ -49,6 +49,7 @@ class Tolerance:
         logit: relative to max(1, |logit|).
         score: absolute.
         tie: relative lead of a cell under which another one counts as equal.
+        strangeness: absolute.
         temperature: of calibrated probabilities, which follow from logits that may differ; None for a model without.
     """
 
@@ -56,6 +57,7 @@ class Tolerance:
     logit: float
     score: float
     tie: float
+    strangeness: float
     temperature: float | None = None
 
     @staticmethod
@@ -69,7 +71,7 @@ class Tolerance:
             return replace(_LOW_PRECISION[metadata.precision], temperature=metadata.temperature)
         recorded = metadata.verification.get("gate")
         gate = (Gate(**recorded) if recorded else GATES["fp32"]).relaxed_for_machine()
-        return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie, metadata.temperature)
+        return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie, gate.strangeness, metadata.temperature)
 
     def of_logit(self, logit: float) -> float:
         """Return the largest accepted difference of a logit, absolute."""
@@ -86,9 +88,9 @@ class Tolerance:
 
 # ten units in the last place of the body's format, at values near 1; int8 kernels differ in how they saturate
 _LOW_PRECISION = {
-    "fp16": Tolerance(cosine=5e-3, logit=1e-2, score=1e-2, tie=1e-2),
-    "bf16": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2),
-    "int8": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2),
+    "fp16": Tolerance(cosine=5e-3, logit=1e-2, score=1e-2, tie=1e-2, strangeness=1e-2),
+    "bf16": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, strangeness=4e-2),
+    "int8": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, strangeness=4e-2),
 }
 
 
@@ -140,6 +142,8 @@ def _compare_records(
             yield from _compare_object(key, old, new, {"code": _compare_code, "message": lambda *_: iter(())})
         elif key == "margin":
             yield from _compare_number(key, old, new, 2 * tolerance.cosine)
+        elif key == "strangeness":
+            yield from _compare_number(key, old, new, tolerance.strangeness)
         elif old != new or type(old) is not type(new):
             yield FieldDifference(key, old, new)
 

@@ -46,6 +46,9 @@ class VerifyOptions(Options):
         tuple[StrPath, ...],
         Option("Check all signatures with this public key (PEM); repeatable.", cli=list[Path], panel=_RESULTS),
     ] = ()
+    max_strangeness: Annotated[
+        float | None, Option("The strangeness of the run's --unknown, without run.json.", panel=_RESULTS)
+    ] = None
     batch: Annotated[int | None, Option("The run's --batch.", min=1, panel=_RESULTS)] = None
     device: Device = "auto"
     threads: Threads = None
@@ -174,15 +177,18 @@ def _inference_options(run: dict[str, Any], options: VerifyOptions, session: Ses
     from opal_deploy.runtime.devices import default_batch, default_workers
 
     decode, max_pixels = run.get("decode"), run.get("max_pixels")
-    min_margin, run_margin = options.min_margin, run.get("min_margin")
-    if min_margin is None and isinstance(run_margin, int | float):
-        min_margin = float(run_margin)
+
+    def choose(name: str) -> float | None:
+        given, recorded = getattr(options, name), run.get(name)
+        return float(recorded) if given is None and isinstance(recorded, int | float) else given
+
     return InferenceOptions(
         batch=options.batch or default_batch(session),
         fixed_batch=True,
         workers=default_workers(),
         max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
-        min_margin=min_margin,
+        min_margin=choose("min_margin"),
+        max_strangeness=choose("max_strangeness"),
         decode=Decoding(decode) if decode in list(Decoding) else Decoding.default,
         isolate=True,
     )

@@ -17,7 +17,7 @@ from opal_deploy.web.site import Site
 if TYPE_CHECKING:
     from opal_deploy.export.candidate import ExportSource
 
-_SITE_ONLY = ("ort_web", "examples", "atlas", "min_margin", "webgpu")
+_SITE_ONLY = ("ort_web", "examples", "atlas", "min_margin", "unknown", "webgpu")
 # options that apply where a file is served as it is
 _SERVING = ("triton", "name", "web", *_SITE_ONLY, "overwrite", "verify", "threads")
 
@@ -161,7 +161,7 @@ def _open_site(options: ExportOptions) -> Site | None:
         None if path is None else Path(path) for path in (options.ort_web, options.examples, options.atlas)
     )
     site = Site(
-        Path(options.web), ort_web, examples, atlas, options.min_margin, webgpu=options.webgpu,
+        Path(options.web), ort_web, examples, atlas, options.min_margin, options.unknown, webgpu=options.webgpu,
         overwrite=options.overwrite,
     )  # fmt: skip
     site.check()

@@ -205,6 +205,13 @@ class ExportOptions(CheckpointOptions, EngineOptions):
         float | str | None,
         Option("Margin below which the page is not sure, or an error rate such as 5%.", panel=_WEB, cli=str),
     ] = None
+    unknown: Annotated[
+        float | str | None,
+        Option(
+            "Strangeness above which the page says `perhaps none of the classes`, or a rate such as 5%.", panel=_WEB,
+            cli=str,
+        ),
+    ] = None  # fmt: skip
     webgpu: Annotated[
         bool, Option("Also copy the WebGPU runtime (27 MB), for large models; used where it is exact.", panel=_WEB)
     ] = False

@@ -60,6 +60,7 @@ class Model:
         boxes: Box | Sequence[Box | None] | None = None,
         top: int = 5,
         min_margin: float | None = None,
+        max_strangeness: float | None = None,
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
     ) -> Explanation: ...
@@ -72,6 +73,7 @@ class Model:
         boxes: Sequence[Box | None] | None = None,
         top: int = 5,
         min_margin: float | None = None,
+        max_strangeness: float | None = None,
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
     ) -> Explanations: ...
@@ -83,6 +85,7 @@ class Model:
         boxes: Sequence[Box | None] | Box | None = None,
         top: int = 5,
         min_margin: float | None = None,
+        max_strangeness: float | None = None,
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
     ) -> Explanation | Explanations:
@@ -95,6 +98,7 @@ class Model:
                 crop. For one image a sequence of one box is accepted.
             top: maximum number of classes in the record's `top`.
             min_margin: predictions with a smaller margin have the status `abstained`; None: none.
+            max_strangeness: images with a larger strangeness have the status `unknown`; None: none.
             batch: batch size.
             max_pixels: width times height above which an image gets an error record.
 
@@ -113,7 +117,12 @@ class Model:
         sources = [cast(Source, images)] if one else list(cast(Sequence[Source], images))
         box_list = _parse_boxes(boxes, len(sources), one=one)
         options = InferenceOptions(
-            batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels, model_sha256=self.sha256
+            batch=batch,
+            top=top,
+            min_margin=min_margin,
+            max_strangeness=max_strangeness,
+            max_pixels=max_pixels,
+            model_sha256=self.sha256,
         )
         found = [InputImage(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True)]
         records = Explanations(
@@ -128,6 +137,7 @@ class Model:
         *,
         top: int = 5,
         min_margin: float | None = None,
+        max_strangeness: float | None = None,
         batch: int = 16,
         workers: int = 2,
         max_pixels: int = MAX_PIXELS,
@@ -137,15 +147,15 @@ class Model:
         Args:
             images: a folder, a glob, an archive or their URL, searched as `opal-deploy infer` does; or any iterable of
                 images as `explain` takes them, which may be endless.
-            top, min_margin, batch, max_pixels: see `explain`.
+            top, min_margin, max_strangeness, batch, max_pixels: see `explain`.
             workers: images decoded in parallel.
 
         Raises:
             UsageError: the input does not exist or holds no image. StoppedEarly: the device was lost.
         """
         options = InferenceOptions(
-            batch=batch, workers=workers, top=top, min_margin=min_margin, max_pixels=max_pixels,
-            model_sha256=self.sha256,
+            batch=batch, workers=workers, top=top, min_margin=min_margin, max_strangeness=max_strangeness,
+            max_pixels=max_pixels, model_sha256=self.sha256,
         )  # fmt: skip
         if isinstance(images, str | os.PathLike):
             inputs = [os.fspath(images)]
@@ -203,7 +213,8 @@ class Model:
     ) -> bytes:
         """Return the evidence sheet of an image as the bytes of a .png or .svg file, by the suffix of `path`.
 
-        `max_pixels` and `min_margin` of `options` apply. `narrow`, and what is raised: see `draw_sheet`.
+        `max_pixels`, `min_margin` and `max_strangeness` of `options` apply. `narrow`, and what is raised: see
+        `draw_sheet`.
         """
         from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 
@@ -211,7 +222,7 @@ class Model:
         file_format = Path(path).suffix.lower().lstrip(".")
         if file_format not in ("png", "svg"):
             raise UsageError(f"{os.fspath(path)}: expected a .png or .svg file")
-        sheets = SheetOptions(min_margin=options.min_margin)
+        sheets = SheetOptions(min_margin=options.min_margin, max_strangeness=options.max_strangeness)
         builder = SheetBuilder(self.metadata, sheets, model=str(self.path or "the model"))
         options = replace(options, batch=1, workers=1, keep_images=True, keep_outputs=True)
         (result,) = predict_stream([image], self.sessions[:1], options)
@@ -228,6 +239,7 @@ class Model:
         workers: int = 2,
         top: int = 5,
         min_margin: float | None = None,
+        max_strangeness: float | None = None,
         max_pixels: int = MAX_PIXELS,
         decode: Decoding = Decoding.default,
         decode_timeout: float | None = 30.0,
@@ -242,7 +254,7 @@ class Model:
             max_wait_ms: longest time that an image waits for its batch to fill, in milliseconds.
             capacity: maximum in-flight images; `submit` waits or raises beyond that.
             workers: parallel decode threads or processes.
-            top, min_margin, max_pixels: see `explain`.
+            top, min_margin, max_strangeness, max_pixels: see `explain`.
             decode: the decode path.
             decode_timeout: seconds per image, with `isolate`; None: no limit.
             isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
@@ -253,6 +265,7 @@ class Model:
             max_pixels=max_pixels,
             top=top,
             min_margin=min_margin,
+            max_strangeness=max_strangeness,
             decode=decode,
             decode_timeout=decode_timeout,
             isolate=isolate,

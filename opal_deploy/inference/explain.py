@@ -22,6 +22,7 @@ from opal_deploy.options import (
     SlotNameFile,
     StrPath,
     Threads,
+    Unknown,
     keywords,
 )
 
@@ -55,6 +56,7 @@ class ExplainOptions(Options):
     boxes: CropFile = None
     labels: LabelSource = None
     min_margin: Annotated[float | None, Option("Mark answers below this margin as abstained.")] = None
+    unknown: Unknown = None
     device: Device = "auto"
     threads: Threads = None
     expect_sha256: ExpectSha256 = None
@@ -134,12 +136,13 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     metadata = sessions[0].metadata
     if options.receptive_field:
         sheets.check_effective_field(metadata, str(path))
+    limit = None if options.unknown is None else setup.parse_unknown(options.unknown, path, metadata, options.log)
     folder = None if options.atlas is None else Path(options.atlas)
     atlas = None if folder is None else sheets.load_atlas(path, metadata, setup.fingerprint_model(path), folder)
     named = None if options.slot_names is None else Path(options.slot_names)
     names = sheets.load_slot_names(metadata, sheets.find_names_file(named, folder))
     shown = sheets.SheetOptions(
-        options.heatmap, atlas, options.rows, names, options.min_margin, options.receptive_field
+        options.heatmap, atlas, options.rows, names, options.min_margin, limit, options.receptive_field
     )
     builder = sheets.SheetBuilder(metadata, shown, model=str(path))
     if options.heatmap:
@@ -164,7 +167,7 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: Exp
         facts.append(f"margin {format_number(content.margin)}")
     if (probability := result.record["prediction"].get("calibrated_probability")) is not None:
         facts.append(f"calibrated probability {format_number(probability)}")
-    mark = " (abstained)" if content.abstained else ""
+    mark = "" if content.status == "ok" else f" ({content.status})"
     options.log(one_line(f"{result.prepared.input.name}: {', '.join(facts)}{mark}: {path}"))
     return content.to_dict()
 

@@ -218,7 +218,7 @@ def format_line(record: Record) -> str:
         return f"{name}: error {record['error']['code']}: {escape_unprintable(record['error']['message'])}"
     margin = record.get("margin")
     margin_text = "" if margin is None else f", margin {margin:.4f}"
-    mark = " (abstained)" if record["status"] == "abstained" else ""
+    mark = "" if record["status"] == "ok" else f" ({record['status']})"
     return f"{name}: {_format_answer(record['prediction'])}{margin_text}{mark}"
 
 

@@ -33,6 +33,7 @@ from opal_deploy.inference.setup import (
     describe_model,
     load_model,
     parse_min_margin,
+    parse_unknown,
 )
 from opal_deploy.inference.sheets import SheetSetup, prepare_sheets
 from opal_deploy.inference.sources.items import Skipped
@@ -92,7 +93,7 @@ class InferenceRun:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of images by status: `ok`, `abstained`, `error`."""
+        """Number of images by status: `ok`, `abstained`, `unknown`, `error`."""
         return dict(self.summary["statuses"])
 
     @property
@@ -167,7 +168,8 @@ def _prepare(
         top=options.top, log=options.log,
     )  # fmt: skip
     margin = None if margin is None else parse_min_margin(margin, path, metadata, options.log)
-    sheets = prepare_sheets(loaded, options, margin)
+    unknown = None if options.unknown is None else parse_unknown(options.unknown, path, metadata, options.log)
+    sheets = prepare_sheets(loaded, options, margin, unknown)
     backend: Backend
     if driver is not None:
         from opal_deploy.inference.cluster.backend import RayBackend
@@ -189,6 +191,7 @@ def _prepare(
         decode_timeout=options.decode_timeout or None,
         top=options.top,
         min_margin=margin,
+        max_strangeness=unknown,
         model_sha256=loaded.fingerprint["sha256"],
         slot_names=sheets.slot_names,
     )
@@ -242,6 +245,7 @@ class _Job:
             "boxes": None if inputs.boxes is None else inputs.boxes.identity,
             "labels": None if inputs.labels is None else inputs.labels.identity,
             "min_margin": self.inference.min_margin,
+            "max_strangeness": self.inference.max_strangeness,
             "top": options.top,
             "max_pixels": options.max_pixels,
             "decode": options.decode,

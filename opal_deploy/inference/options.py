@@ -25,6 +25,7 @@ from opal_deploy.options import (
     StrPath,
     Threads,
     Top,
+    Unknown,
     Workers,
 )
 
@@ -64,6 +65,7 @@ class InferOptions(Options):
     boxes: CropFile = None
     labels: LabelSource = None
     min_margin: MinMargin = None
+    unknown: Unknown = None
     top: Top = 5
     formats: Annotated[
         tuple[str, ...],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,6 +186,44 @@ def parse_min_margin(value: float | str, path: Path, metadata: Metadata, log: Lo
         f"{chosen.confidence:.0%} confidence"
     )
     return chosen.min_margin
+
+
+def parse_unknown(value: float | str, path: Path, metadata: Metadata, log: Log = log_line) -> float:
+    """Return the strangeness above which images are unknown: a number, or the one for a rate such as `5%`.
+
+    Raises UsageError for anything else, for a model that computes no strangeness, and if it has too few validation
+    images for that rate.
+    """
+    text = str(value)
+    if "strangeness" not in metadata.outputs:
+        record = f"opal-deploy evaluate DATA --model {metadata.checkpoint_name} --split val --record"
+        raise UsageError(
+            f"--unknown {text}: {path} computes no strangeness, since its checkpoint keeps no features of training "
+            f"images; add them with `{record}`, then export it again"
+        )
+    if not text.strip().endswith("%"):
+        try:
+            return float(text)
+        except ValueError:
+            raise UsageError(f"--unknown {text!r}: expected a strangeness such as 0.7, or a rate such as 5%") from None
+    rate, baseline = parse_rate("--unknown", text), metadata.known_baseline
+    if baseline is None or not baseline.strangeness:
+        raise UsageError(
+            f"--unknown {text}: {path} has no baseline of validation images; measure one with `opal-deploy evaluate "
+            f"DATA --model {path} --split val --record`, or give a strangeness such as 0.7"
+        )
+    limit = baseline.choose_threshold(rate)
+    if limit is None:
+        least = math.ceil(1000 / (baseline.images + 1)) / 10
+        raise UsageError(
+            f"--unknown {text}: {baseline.images} validation images are too few for that rate; give {least:g}% or "
+            "more, or a strangeness"
+        )
+    log(
+        f"Unknown above strangeness {limit:.3f}: an image like the {baseline.images:,} {baseline.split} images exceeds "
+        f"it with a probability of at most {100 * rate:g}%"
+    )
+    return limit
 
 
 def fingerprint_model(path: Path) -> dict[str, str]:

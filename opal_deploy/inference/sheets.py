@@ -37,7 +37,8 @@ class SheetOptions:
         atlas: the model's atlas, for exemplars from other images; None: none.
         exemplar_rows: maximum number of exemplars per slot.
         names: names of slots.
-        min_margin: predictions below this margin are marked as abstained; None: none.
+        min_margin, max_strangeness: predictions below this margin and images above this strangeness are marked; None:
+            none.
         fields: draw effective receptive fields on the photographs.
     """
 
@@ -46,6 +47,7 @@ class SheetOptions:
     exemplar_rows: int = 4
     names: SlotNames | None = None
     min_margin: float | None = None
+    max_strangeness: float | None = None
     fields: bool = False
 
 
@@ -86,7 +88,10 @@ class SheetBuilder:
         if not options.heatmap:
             outputs = replace(outputs, attention=None)
         info = ImageInfo(prepared.input.name, prepared.geometry, label=prepared.input.label)
-        content = build_sheet_content(info, outputs, self._metadata, min_margin=options.min_margin, names=options.names)
+        content = build_sheet_content(
+            info, outputs, self._metadata,
+            min_margin=options.min_margin, max_strangeness=options.max_strangeness, names=options.names,
+        )  # fmt: skip
         exemplars = None if options.atlas is None else self._find_exemplars(options.atlas, content, result)
         return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields, narrow=narrow))
 
@@ -198,7 +203,9 @@ class SheetSetup:
     config: dict[str, object]
 
 
-def prepare_sheets(model: LoadedModel, options: InferOptions, min_margin: float | None) -> SheetSetup:
+def prepare_sheets(
+    model: LoadedModel, options: InferOptions, min_margin: float | None, max_strangeness: float | None
+) -> SheetSetup:
     """Check that the model can draw the sheets of a run, and read the files that they need.
 
     Raises:
@@ -232,6 +239,11 @@ def prepare_sheets(model: LoadedModel, options: InferOptions, min_margin: float 
     if slot_names is not None:
         config["slot_names"] = fingerprint_file(slot_names)
     sheet_options = SheetOptions(
-        options.heatmap, loaded_atlas, names=names, min_margin=min_margin, fields=options.receptive_field
+        options.heatmap,
+        loaded_atlas,
+        names=names,
+        min_margin=min_margin,
+        max_strangeness=max_strangeness,
+        fields=options.receptive_field,
     )
     return SheetSetup(SheetBuilder(metadata, sheet_options) if sheets else None, names, sessions, config)

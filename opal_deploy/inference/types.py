@@ -52,6 +52,7 @@ class InferenceOptions:
 
         top: maximum number of classes in a record.
         min_margin: predictions with a smaller margin have the status `abstained`; None: none.
+        max_strangeness: images with a larger strangeness have the status `unknown`; None: none.
         model_sha256: digest of the model's file, for the records.
         slot_names: names of slots, for the records.
 
@@ -71,6 +72,7 @@ class InferenceOptions:
 
     top: int = 5
     min_margin: float | None = None
+    max_strangeness: float | None = None
     model_sha256: str | None = None
     slot_names: SlotNames | None = None
 

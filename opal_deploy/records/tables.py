@@ -47,6 +47,8 @@ COLUMNS = {
     "calibrated_probability": "float64",
     "frame": "int64",
     "time": "float64",
+    "strangeness": "float64",
+    "reason": "string",
 }
 LISTS: dict[str, dict[str, str]] = {
     "top": {

@@ -148,7 +148,10 @@ def start_model(
     metadata = sessions[0].metadata
     sheets = None
     if metadata.evidence == "exact":
-        sheets = SheetBuilder(metadata, SheetOptions(names=options.slot_names, min_margin=options.min_margin))
+        sheet = SheetOptions(
+            names=options.slot_names, min_margin=options.min_margin, max_strangeness=options.max_strangeness
+        )
+        sheets = SheetBuilder(metadata, sheet)
     # one image per decode process starts them all
     stream = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stream, "PNG")

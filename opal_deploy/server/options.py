@@ -20,6 +20,7 @@ from opal_deploy.options import (
     StrPath,
     Threads,
     Top,
+    Unknown,
     Workers,
 )
 
@@ -76,6 +77,7 @@ class ServeOptions(Options):
         ),
     ] = 0.0
     min_margin: MinMargin = None
+    unknown: Unknown = None
     top: Top = 5
     device: Devices = "auto"
     threads: Threads = None

@@ -24,7 +24,9 @@ async function post(image, format) {
 function showRecord(record) {
   const { prediction, status, evidence: slots } = record;
   byId("label").textContent = prediction.label;
-  byId("flag").hidden = status !== "abstained";
+  byId("flag").hidden = status === "ok";
+  byId("flag").textContent = status === "unknown" ? `Perhaps none of the classes: ${record.reason}`
+    : "Abstained: the margin is too small for an answer";
   byId("figures").replaceChildren(...evidence.summary(record));
   byId("slots").replaceChildren(...(slots?.length
     ? [evidence.evidenceTable(record, (slot, row) => evidence.link(row, slot.channel))] : []));

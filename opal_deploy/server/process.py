@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
-from opal_deploy.inference.setup import check_model, find_default_model, load_model, parse_min_margin
+from opal_deploy.inference.setup import check_model, find_default_model, load_model, parse_min_margin, parse_unknown
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.preprocess.decode import parse_decoding
 from opal_deploy.records.signatures import Signer
@@ -57,13 +57,14 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
             models = {default.stem: default}
         for name, path in models.items():
             model = load_model(path, device=options.device, threads=options.threads, log=log)
-            metadata, margin = model.metadata, options.min_margin
+            metadata, margin, unknown = model.metadata, options.min_margin, options.unknown
             check_model(path, metadata, explain=False, margin=margin is not None, boxed=True, top=options.top, log=log)
             inference = InferenceOptions(
                 batch=options.batch or default_batch(model.sessions[0]), workers=workers,
                 max_pixels=options.max_pixels, decode=parse_decoding(options.decode), isolate=True,
                 decode_timeout=options.decode_timeout, top=options.top,
                 min_margin=None if margin is None else parse_min_margin(margin, path, metadata, log),
+                max_strangeness=None if unknown is None else parse_unknown(unknown, path, metadata, log),
                 model_sha256=model.fingerprint["sha256"],
             )  # fmt: skip
             served = start_model(

@@ -136,7 +136,7 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self.predictions = Counter(
-            "opal_predictions", "Images by predicted class and status, ok or abstained (see --min-margin).",
+            "opal_predictions", "Images by predicted class and status: ok, abstained (--min-margin) or unknown.",
             ["model", "label", "status"], registry=registry,
         )  # fmt: skip
         self.margin = Histogram(

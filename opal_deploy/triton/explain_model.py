@@ -190,6 +190,7 @@ def _parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOption
         batch=batch,
         top=parse("top", _positive, "a positive number of classes"),
         min_margin=parse("min_margin", _optional_number, "a margin, or none"),
+        max_strangeness=parse("max_strangeness", _optional_number, "a strangeness, or none"),
         max_pixels=parse("max_pixels", _positive, "a positive number of pixels"),
         workers=parse("decode_workers", _positive, "a positive number of processes"),
         decode_timeout=parse("decode_timeout", _optional_number, "seconds, or none"),

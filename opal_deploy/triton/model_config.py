@@ -76,6 +76,7 @@ def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> 
             "opal_deploy": __version__,
             "top": str(options.top),
             "min_margin": _optional(options.min_margin),
+            "max_strangeness": _optional(options.max_strangeness),
             "max_pixels": str(options.max_pixels),
             "decode_workers": str(options.workers),
             "decode_timeout": _optional(options.decode_timeout),
@@ -84,7 +85,8 @@ def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> 
 
 
 _TYPES = {"uint8": "UINT8", "int32": "INT32", "float32": "FP32"}
-_OUTPUT_FIELDS = {"logits": f'label_filename: "{LABELS_FILE}"', "score_norm": "reshape { shape: [] }"}
+_SCALAR = "reshape { shape: [] }"
+_OUTPUT_FIELDS = {"logits": f'label_filename: "{LABELS_FILE}"', "score_norm": _SCALAR, "strangeness": _SCALAR}
 # Triton refuses further requests
 _QUEUE = "  default_queue_policy { max_queue_size: 256 }\n"
 _NO_TF32 = """# on a GPU, ONNX Runtime would round the inputs of float32 convolutions to 10 bits (TF32)

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.preprocess.resize import display_size, to_display
-from opal_deploy.records.record import Answer, Record
+from opal_deploy.records.record import Answer, Record, describe_status
 from opal_deploy.visualization.boxes import SlotBox, compute_shares, draw_boxes
 from opal_deploy.visualization.style import (
     FAINT,
@@ -239,13 +239,12 @@ class _Legend:
         inner = width - 2 * size
         prediction = get_prediction(record)
         label = to_drawable(prediction["label"]) or f"class {prediction['class_id']}"
-        abstained = "Abstained: margin below the threshold" if record["status"] == "abstained" else ""
         self._meaning, self._bars = build_bars(record)
         count = len(self._bars)
         # (text, font size, colour, line height), from the top
         self._lines = [(line, title, INK, round(size * 1.35 * 1.35)) for line in wrap_text(label, title, inner, 2)]
         self._lines += [(line, size, INK, self._line) for line in wrap_text(format_facts(record), size, inner, 3)]
-        self._lines += [(line, size, INK, self._line) for line in wrap_text(abstained, size, inner, 2)]
+        self._lines += [(line, size, INK, self._line) for line in wrap_text(describe_status(record), size, inner, 4)]
         self._head = len(self._lines)
         note = note if count else NO_EVIDENCE
         self._lines += [(line, self._small, FAINT, self._line) for line in wrap_text(note, self._small, inner, 4)]

@@ -106,8 +106,12 @@ function toInput({ data, width: w, height: h }) {
 export async function run(context) {
   const pixels = toInput(context.getImageData(0, 0, context.canvas.width, context.canvas.height));
   const images = new ort.Tensor("uint8", pixels, [1, height, width, 3]);
-  const outputs = await session.run({ images }, ["logits", "argmax", "scores"]);
-  return { logits: outputs.logits.data, cells: outputs.argmax.data, scores: outputs.scores.data };
+  const wanted = model.metadata.outputs.filter((name) => name !== "attention");
+  const outputs = await session.run({ images }, wanted);
+  return {
+    logits: outputs.logits.data, cells: outputs.argmax.data, scores: outputs.scores.data,
+    strangeness: outputs.strangeness?.data[0] ?? null,
+  };
 }
 
 const ofClass = (classId) => Array.from({ length: m }, (_, slot) => classId * m + slot);
@@ -149,6 +153,32 @@ export function findSlots(classId, { scores, cells }, norm, off, imageWidth, ima
   });
 }
 
+export const isUnsure = (margin) => model.min_margin !== null && margin !== null && margin < model.min_margin;
+
+/** What a slot's score usually is: the lowest and highest of its middle 90 % on the validation images. */
+function findUsual(channel) {
+  const { slots, pooled } = model.metadata.baseline, row = slots?.channel.indexOf(channel) ?? -1;
+  const score = row < 0 ? pooled?.score : slots.score[row];
+  const whose = row < 0 ? "over all classes" : `in ${slots.images[row].toLocaleString("en")} images of this class`;
+  return score && { low: score[0], high: score.at(-1), whose };
+}
+
+/** Why an image is unknown, in the words of `infer`: its strangeness, and the slot whose score is the least usual. */
+function describeStrangeness(strangeness, slots) {
+  const text = `strangeness ${strangeness.toFixed(2)}, more than ${model.max_strangeness.toFixed(2)}`;
+  const short = (value) => String(Number(value.toPrecision(2)));
+  let worst = 1, words = "; the slots score as usual";
+  for (const { slot, channel, score } of slots) {
+    const usual = findUsual(channel);
+    if (!usual) continue;
+    const unusual = Math.max(usual.low / Math.max(score, 1e-9), score / Math.max(usual.high, 1e-9));
+    if (unusual <= worst) continue;
+    worst = unusual;
+    words = `; slot ${slot} usually ${short(usual.low)} to ${short(usual.high)} ${usual.whose}, here ${short(score)}`;
+  }
+  return model.metadata.baseline.slots ? text + words : text;
+}
+
 /** The record, in the form of `infer`. */
 export function buildRecord(picture, outputs) {
   const { cosines, norm } = computeCosines(outputs.scores, new Set());
@@ -159,12 +189,13 @@ export function buildRecord(picture, outputs) {
     ...(probabilities && { calibrated_probability: probabilities[classId] }),
   });
   const margin = order.length > 1 ? cosines[order[0]] - cosines[order[1]] : null;
-  const abstained = model.min_margin !== null && margin !== null && margin < model.min_margin;
+  const { strangeness } = outputs, evidence = findSlots(order[0], outputs, norm, new Set(), picture.width, picture.height);
+  const isUnknown = strangeness !== null && model.max_strangeness !== null && strangeness > model.max_strangeness;
   return {
-    schema: 1, image: picture.name, status: abstained ? "abstained" : "ok", image_sha256: picture.sha256, model_sha256: model.model_sha256,
+    schema: 1, image: picture.name, status: isUnknown ? "unknown" : isUnsure(margin) ? "abstained" : "ok", image_sha256: picture.sha256, model_sha256: model.model_sha256,
     width: picture.width, height: picture.height, prediction: answer(order[0]),
-    margin, top: order.slice(0, 5).map(answer),
-    evidence: findSlots(order[0], outputs, norm, new Set(), picture.width, picture.height),
+    margin, ...(strangeness !== null && { strangeness }), ...(isUnknown && { reason: describeStrangeness(strangeness, evidence) }),
+    top: order.slice(0, 5).map(answer), evidence,
   };
 }
 
@@ -186,9 +217,9 @@ export async function digest(bytes) {
 /** Run the test vectors; throws where an output is not PyTorch's. */
 async function verify() {
   const { vectors, gate } = model;
-  const [logits, cells, scores, margins] = await Promise.all([
+  const [logits, cells, scores, margins, strangeness] = await Promise.all([
     unpack(vectors.logits, Float32Array), unpack(vectors.argmax, Int32Array), unpack(vectors.scores, Float32Array),
-    unpack(vectors.top2_margin, Float32Array),
+    unpack(vectors.top2_margin, Float32Array), vectors.strangeness && unpack(vectors.strangeness, Float32Array),
   ]);
   let compared = 0, equal = 0, furthest = 0;
   for (const [index, png] of vectors.images.entries()) {
@@ -198,6 +229,9 @@ async function verify() {
       const expected = logits[index * labels.length + i];
       furthest = Math.max(furthest, Math.abs(logit - expected) / Math.max(1, Math.abs(expected)));
     });
+    if (strangeness && !(Math.abs(outputs.strangeness - strangeness[index]) <= gate.strangeness)) {
+      throw new Error("a strangeness is not PyTorch's");
+    }
     outputs.cells.forEach((cell, channel) => {
       const place = index * numChannels + channel;
       if (Math.abs(outputs.scores[channel] - scores[place]) > gate.score) throw new Error("a score is not PyTorch's");

@@ -30,7 +30,7 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import list_images
 from opal_deploy.errors import ArtifactError, ImageError, UsageError
-from opal_deploy.inference.setup import fingerprint_model, parse_min_margin
+from opal_deploy.inference.setup import fingerprint_model, parse_min_margin, parse_unknown
 from opal_deploy.inference.sheets import load_atlas
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
@@ -69,6 +69,7 @@ class Site:
         examples: a folder of pictures to try, of which the first six are taken; None: generated ones.
         atlas: the model's atlas, whose best three patches of each slot are shown beside it.
         min_margin: the margin below which the page is not sure, or an error rate such as `5%`; None: always sure.
+        unknown: the strangeness above which it says so, or a rate such as `5%`; None: never.
         webgpu: also take ONNX Runtime's files for WebGPU, which the page prefers where they answer right.
         overwrite: replace another site.
     """
@@ -78,6 +79,7 @@ class Site:
     examples: Path | None = None
     atlas: Path | None = None
     min_margin: float | str | None = None
+    unknown: float | str | None = None
     webgpu: bool = False
     overwrite: bool = False
 
@@ -198,7 +200,7 @@ class Site:
         recorded = metadata.verification.get("gate")
         chosen = _choose_patches(atlas).items() if atlas else ()
         m = metadata.prototypes_per_class
-        margin = self.min_margin
+        margin, unknown = self.min_margin, self.unknown
         return {
             "kind": _KIND,
             "source": path.name,
@@ -206,6 +208,7 @@ class Site:
             "gate": asdict(Gate(**recorded) if recorded else GATES[metadata.precision]),
             "temperature": metadata.temperature,
             "min_margin": None if margin is None else parse_min_margin(margin, path, metadata),
+            "max_strangeness": None if unknown is None else parse_unknown(unknown, path, metadata),
             "runtimes": {
                 provider: dict(zip(("script", "wasm"), map(_served_name, _ORT_FILES[provider]), strict=True))
                 for provider in self._providers

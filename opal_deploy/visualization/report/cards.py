@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from opal_deploy.artifact.measurements import EffectiveField
-from opal_deploy.records.record import Record, Slot
+from opal_deploy.records.record import STATUSES, Record, Slot, describe_status
 from opal_deploy.visualization.overlay import (
     COSINE,
     DISTANCE,
@@ -23,7 +23,6 @@ from opal_deploy.visualization.overlay import (
 from opal_deploy.visualization.style import escape_unprintable, slot_color, to_hex
 
 MEANINGS = (COSINE, DISTANCE, SCORE)
-STATUSES = ("ok", "abstained", "error")
 # rows of the tables of classes and of confusions
 CLASSES_LISTED = 30
 PAIRS_LISTED = 60
@@ -67,6 +66,7 @@ class Card:
         fields: (x, y, width, height, colour) of the effective receptive field of each different cell, in pixels of the
             photograph; empty if it is not known.
         overlay_width: the overlay's width as a multiple of the photograph's.
+        flag: a sentence on a status that a reader should know; else empty.
     """
 
     number: int
@@ -89,6 +89,7 @@ class Card:
     sheet: str | None = None
     overlay_width: float = 1.0
     undrawn: str = ""
+    flag: str = ""
     code: str = ""
     message: str = ""
 
@@ -121,7 +122,7 @@ class Card:
             return {"message": self.message}
         names = (
             "probability", "top", "meaning", "slots", "distinct", "fields", "overlay", "sheet", "overlay_width",
-            "undrawn",
+            "undrawn", "flag",
         )  # fmt: skip
         own = {name: getattr(self, name) for name in names}
         return {"cosine": self.is_cosine, "size": [self.width, self.height], **own}
@@ -169,6 +170,7 @@ def build_card(
         ),
         meaning=MEANINGS.index(meaning),
         slots=tuple(slots),
+        flag=describe_status(record),
         distinct=len({tuple(slot["cell"]) for slot in evidence}),
         fields=() if receptive_field is None else _place_fields(evidence, receptive_field),
         width=width,
@@ -297,7 +299,7 @@ class Tables:
     @property
     def answered(self) -> int:
         """The number of records with a prediction."""
-        return self.statuses["ok"] + self.statuses["abstained"]
+        return self.statuses.total() - self.statuses["error"]
 
     def class_rows(self) -> list[ClassRow]:
         """Return the most frequent classes; equal counts in the order of the classes."""

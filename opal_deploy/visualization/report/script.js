@@ -5,7 +5,7 @@
   const config = read("config"), rows = read("index"), labels = config.labels;
   // columns of the index, in the order of Card.index_row
   const NUMBER = 0, NAME = 1, STATUS = 2, CLASS = 3, LABEL = 4, MARGIN = 5, VALUE = 6, CODE = 7;
-  const OK = 0, ABSTAINED = 1, FAILED = 2;
+  const OK = 0, ABSTAINED = 1, UNKNOWN = 2, FAILED = 3;
   const { el, bdi, number, table, NUMERIC } = evidence;
   const SCORE = 2, MEANINGS = config.meanings;
   const cards = $("cards"), sheet = $("sheet"), sheetBody = $("sheet-body"), help = $("help"), tools = $("tools");
@@ -75,7 +75,7 @@
       else if (row[CLASS] === row[LABEL]) parts.push(el("p", { class: "verdict" }, "✓ correct"));
       else parts.push(el("p", { class: "verdict wrong" }, "✗ label: ", bdi(labels[row[LABEL]])));
     }
-    if (row[STATUS] === ABSTAINED) parts.push(el("p", { class: "flag" }, "Abstained: margin below the threshold"));
+    if (d.flag) parts.push(el("p", { class: "flag" }, d.flag));
     if (row[STATUS] === FAILED) return parts;
     if (d.meaning === 0) parts.push(evidence.sumBar(d.slots.map(([slot, , , value]) => ({ slot, value }))));
     const figures = [[d.cosine ? "cosine" : "logit", number(row[VALUE])]];
@@ -155,7 +155,7 @@
     const text = $("search").value.trim().toLowerCase(), [state, code] = $("status").value.split(/:(.*)/s);
     const chosen = (id) => $(id).value === "" ? null : Number($(id).value);
     const predicted = chosen("class"), label = chosen("label"), low = chosen("low"), high = chosen("high"), verdict = $("verdict").value;
-    const status = { ok: OK, abstained: ABSTAINED, error: FAILED }[state];
+    const status = { ok: OK, abstained: ABSTAINED, unknown: UNKNOWN, error: FAILED }[state];
     const matches = (position) => {
       const row = rows[position];
       return (!text || lower[position].includes(text))
@@ -305,7 +305,8 @@
     fill("class", options(CLASS));
     fill("label", options(LABEL));
     const states = count(STATUS), codes = count(CODE);
-    for (const [state, value, text] of [[OK, "ok", "answered"], [ABSTAINED, "abstained", "abstained"], [FAILED, "error", "failed"]]) {
+    for (const [state, value, text] of [[OK, "ok", "answered"], [ABSTAINED, "abstained", "abstained"],
+      [UNKNOWN, "unknown", "unknown"], [FAILED, "error", "failed"]]) {
       if (states.get(state)) fill("status", [[value, text + " (" + states.get(state) + ")"]]);
     }
     codes.delete("");

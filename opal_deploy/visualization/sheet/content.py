@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.records.names import SlotNames, hide_folders
-from opal_deploy.records.record import Answer, ImageInfo, Slot, build_records, class_evidence
+from opal_deploy.records.record import Answer, ImageInfo, Slot, Status, build_records, class_evidence, describe_status
 from opal_deploy.visualization.overlay import BOX_NOTE, bar_ends
 from opal_deploy.visualization.style import count_of, format_number
 
@@ -116,7 +116,7 @@ class SheetContent:
         meaning: what the bars show.
         runner_up: the class with the second largest logit; None for a model with one class.
         margin: cosine of the predicted class minus that of the runner-up; None without a runner-up.
-        min_margin: margin below which the model abstains; None: never.
+        status, flag: of the record, and what `describe_status` says of it.
         differences: contribution of the predicted class's k-th strongest slot minus that of the runner-up's, for each
             k; they add up to the margin. None unless contributions add up to cosines, both classes have the same number
             of slots, and the margin is positive.
@@ -133,7 +133,8 @@ class SheetContent:
     predicted: ClassView
     runner_up: ClassView | None
     margin: float | None
-    min_margin: float | None
+    status: Status
+    flag: str
     differences: tuple[float, ...] | None
     label: str | None = None
     correct: bool | None = None
@@ -142,11 +143,6 @@ class SheetContent:
     def views(self) -> list[ClassView]:
         """The classes on the sheet: the predicted class, and the runner-up if there is one."""
         return [view for view in (self.predicted, self.runner_up) if view is not None]
-
-    @property
-    def abstained(self) -> bool:
-        """Whether the margin is below `min_margin`."""
-        return self.margin is not None and self.min_margin is not None and self.margin < self.min_margin
 
     @property
     def largest(self) -> float | None:
@@ -177,8 +173,8 @@ class SheetContent:
         """Return reasons to doubt the answer, one sentence each."""
         cautions = []
         slots, m, cells = self.predicted.slots, len(self.predicted.slots), self.predicted.distinct_cells
-        if self.abstained:
-            cautions.append(f"Abstained: the margin is below the threshold of {self.min_margin:g}.")
+        if self.flag:
+            cautions.append(f"{self.flag}.")
         if m > 1 and cells == 1:
             cautions.append(f"All {m} slots chose the same cell: the answer rests on one place.")
         elif 2 * cells < m:
@@ -290,7 +286,7 @@ class SheetContent:
                     del slot[key]
         if self.label is None:
             del document["label"], document["correct"]
-        return {**document, "abstained": self.abstained, "cautions": self.cautions()}
+        return {**document, "cautions": self.cautions()}
 
 
 def format_difference(thousandths: int) -> str:
@@ -318,17 +314,19 @@ def build_sheet_content(
     metadata: Metadata,
     *,
     min_margin: float | None = None,
+    max_strangeness: float | None = None,
     names: SlotNames | None = None,
 ) -> SheetContent:
     """Return the content of a sheet.
 
     Args:
         min_margin: margin below which the answer is marked as abstained; None: never.
+        max_strangeness: strangeness above which the image is marked as unknown; None: never.
 
     Raises:
         ValueError: the model's evidence is not `exact`.
     """
-    (record,) = build_records([image], outputs, metadata, top=2, min_margin=min_margin)
+    (record,) = build_records([image], outputs, metadata, top=2, min_margin=min_margin, max_strangeness=max_strangeness)
     answers = record["top"]
     evidence = [class_evidence(answer["class_id"], image.geometry, outputs, metadata) for answer in answers]
     meaning: Meaning = "cosine" if metadata.distance == "l2" else "score"
@@ -348,7 +346,8 @@ def build_sheet_content(
         differences = tuple(a.value - b.value for a, b in zip(predicted.slots, runner_up.slots, strict=True))
     return SheetContent(
         image.name, image.geometry.width, image.geometry.height, image.geometry.crop, metadata.grid, metadata.distance,
-        meaning, predicted, runner_up, record.get("margin"), min_margin,
+        meaning, predicted, runner_up, record.get("margin"), record["status"],
+        describe_status(record),
         differences if differences and math.fsum(differences) > 0 else None,
         image.label, predicted.label == image.label if image.label in metadata.class_names else None,
     )  # fmt: skip
