@@ -167,6 +167,21 @@ class Baseline:
         """Return the distribution of a slot by its channel, or that of the pooled ones; None if there is neither."""
         return self.slots.get(channel, self.pooled)
 
+    def describe(self) -> list[str]:
+        """Return lines for a person: how many images, what is usual, and which slots are pooled."""
+        low, middle, high = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
+        usual = [
+            f"{name.replace('_', ' ')} {values[middle]:.3g} ({values[low]:.3g} to {values[high]:.3g})"
+            for name, values in self.quantiles.items()
+        ]
+        few = sum(count < MIN_IMAGES for count in self.classes)
+        pooled = f"; the slots of {few} classes with fewer than {MIN_IMAGES} images are pooled" if few else ""
+        counts = f"{min(self.classes):,} to {max(self.classes):,} per predicted class"
+        return [
+            f"{self.images:,} {self.split} images, {counts}{pooled}",
+            f"median (and 90 % of images) of {', '.join(usual)}",
+        ]
+
     def choose_threshold(self, rate: float) -> float | None:
         """Return the strangeness that an image exceeds with a probability of at most `rate`; None for too few images.
 

@@ -140,6 +140,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     if metadata.evidence == "exact":
         export_of = None if metadata.top_k is None else metadata.checkpoint_name
         lines.append(("evaluation", describe_evaluation(metadata.evaluation, path, export_of=export_of)))
+        lines += _describe_baseline(metadata.baseline)
     lines += _describe_receptive_field(metadata.receptive_field, metadata.input_size)
     if made:
         versions = {name: value for name, value in made.items() if name != "quantised"}
@@ -247,12 +248,23 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
         *([("risk", _format_risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
         ("calibration", describe_calibration(index.get("calibration") or {})),
         *([("evaluation", describe_evaluation(index.get("evaluation") or {}, path))] if exact else []),
+        *(_describe_baseline(index.get("baseline") or {}) if exact else []),
         *_describe_receptive_field(index.get("receptive_field") or {}, config["input_size"]),
     ]
 
 
 def _count_dropped(dropped: Sequence[int]) -> str:
     return f", {len(dropped)} slot{'s' * (len(dropped) != 1)} dropped" if dropped else ""
+
+
+def _describe_baseline(raw: dict[str, Any]) -> list[tuple[str, str]]:
+    from opal_deploy.artifact.baseline import Baseline
+
+    baseline = Baseline.from_dict(raw)
+    if baseline is None:
+        return [("baseline", "not measured; `opal-deploy evaluate DATA --model MODEL --split val --record` does")]
+    first, *others = baseline.describe()
+    return [("baseline", first), *(("", line) for line in others)]
 
 
 def _describe_receptive_field(raw: dict[str, Any], input_size: tuple[int, int]) -> list[tuple[str, str]]:
