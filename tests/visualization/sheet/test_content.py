@@ -129,7 +129,7 @@ def test_collapse_and_one_slot_that_carries_the_answer_are_reasons_to_doubt_it()
 def test_an_answer_below_the_threshold_abstains():
     margin = content().margin
     thresholds = (margin + 1e-6, margin, None)
-    assert [content(min_margin=threshold).abstained for threshold in thresholds] == [True, False, False]
+    assert [content(min_margin=threshold).status for threshold in thresholds] == ["abstained", "ok", "ok"]
 
 
 def test_a_model_of_one_class_has_no_runner_up():
