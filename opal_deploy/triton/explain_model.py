@@ -52,9 +52,9 @@ class TensorModelSession:
             part = np.ascontiguousarray(images[start : start + self._max_batch])
             as_float = metadata.input_kind == "float32"
             arrays = dict(self._infer(normalise(part, metadata.mean, metadata.std) if as_float else part))
-            if "score_norm" in arrays:
-                # in Triton every tensor has a dimension beside N
-                arrays["score_norm"] = arrays["score_norm"].reshape(-1)
+            # in Triton every tensor has a dimension beside N
+            for name in arrays.keys() & {"score_norm", "strangeness"}:
+                arrays[name] = arrays[name].reshape(-1)
             parts.append(Outputs.from_arrays(arrays))
         return Outputs.concatenate(parts)
 
