@@ -197,6 +197,9 @@ def _differences(there: RunConfig, here: RunConfig) -> list[str]:
 
 
 def _option_name(name: str) -> str:
+    # the threshold that the option chose
+    if name == "max_strangeness":
+        return "--unknown"
     return name if name == IMAGES else "--" + name.replace("_", "-")
 
 
