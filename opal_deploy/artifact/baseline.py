@@ -229,7 +229,7 @@ class Baseline:
                 slots, None if pooled is None else _read_slot([pooled[name] for name in _SLOT_FIELDS]),
                 _read(raw["strangeness"], len(_stored_ranks(int(raw["images"]))) if raw["strangeness"] else 0),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ArtifactError(f"its baseline is not one that `evaluate --record` wrote ({error!r})") from None
 
 

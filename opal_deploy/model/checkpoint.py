@@ -201,7 +201,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     _load_state(path, network, state)
     try:
         network.neighbours = Neighbours.from_dict(raw.get("neighbours") or {}, network.backbone.num_features)
-    except (AttributeError, IndexError, KeyError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     return Checkpoint(
         network,
