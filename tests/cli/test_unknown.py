@@ -1,0 +1,177 @@
+"""`--unknown`: images unlike the training images get the status `unknown`, in every command and runtime alike."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import onnx
+import pytest
+import torch
+from PIL import Image
+
+import opal_deploy
+from opal_deploy.artifact import onnx_file
+from opal_deploy.bench.networks import update_batch_norms
+from opal_deploy.model.checkpoint import Checkpoint, save
+from opal_deploy.model.config import HeadConfig, NetworkConfig
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.synthetic import example_images, generate_dataset
+from opal_deploy.triton.explain_model import TensorModelSession
+from tests.browser import ORT_WEB, needs_ort_web
+from tests.cli.calls import check, one_line, read_results
+from tests.server.test_process import serving
+
+# with random weights, creatures are hardly less strange than noise
+RATE = "50%"
+CPU = ("--device", "cpu", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(opal, tmp_path_factory):
+    """`model.pt` with neighbours and baseline by `evaluate --record`, `model.onnx`; `in`: creatures and noise."""
+    folder = tmp_path_factory.mktemp("unknown")
+    counts = {"train_per_class": 8, "val_per_class": 10, "test_per_class": 3}
+    data = generate_dataset(folder / "data", num_species=3, size=(64, 64), **counts)
+    torch.manual_seed(0)
+    head = HeadConfig(prototypes_per_class=2)
+    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), head, stride=8))
+    update_batch_norms(network, example_images(32, 64, 64))
+    save(folder / "model.pt", Checkpoint(network, list(data.classes)))
+    check(opal("evaluate", folder / "data", "--model", folder / "model.pt", "--split", "val", "--record", *CPU))
+    check(opal("export", folder / "model.pt", "--threads", "1"))
+    (folder / "in").mkdir()
+    for path in (folder / "data/test").rglob("*.png"):
+        shutil.copy(path, folder / "in" / f"{path.parent.name}-{path.name}")
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(folder / "in/noise.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def infer(opal, folder):
+    def run(out, *arguments, model="model.onnx"):
+        return opal("infer", "in", "--model", model, *CPU, "--out", out, *arguments, cwd=folder)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def records(infer, folder):
+    check(infer("out", "--unknown", RATE, "--explain", "--sheets", "--format", "csv"))
+    return read_results(folder / "out")
+
+
+def unknown(records):
+    return {record["image"].removeprefix("in/") for record in records if record["status"] == "unknown"}
+
+
+def test_strangers_are_unknown_and_say_why(records, folder, opal):
+    baseline = onnx_file.read_metadata(folder / "model.onnx").known_baseline
+    limit = baseline.choose_threshold(0.5)
+    assert "noise.png" in unknown(records)
+    assert len(unknown(records)) < 5
+    for record in records:
+        assert (record["status"] == "unknown") == (record["strangeness"] > limit) == ("reason" in record)
+        if record["status"] == "unknown":
+            assert record["reason"].startswith(f"strangeness {record['strangeness']:.2f}, more than {limit:.2f}; ")
+            assert record["prediction"]["label"]
+    done = check(opal("verify", "out", "--model", "model.onnx", "--all", *CPU, cwd=folder))
+    assert f"{len(records)} of {len(records)} records match the model" in done.stderr
+    # summary, table and report say it
+    assert json.loads((folder / "out/summary.json").read_text("utf-8"))["statuses"]["unknown"] == len(unknown(records))
+    rows = (folder / "out/results.csv").read_text("utf-8")
+    assert rows.count(",unknown,") == len(unknown(records))
+    report = (folder / "out/report.html").read_text("utf-8")
+    assert "Unknown, perhaps none of the classes: strangeness" in report
+
+
+def test_the_graph_computes_what_the_checkpoint_does(folder, records):
+    named = {record["image"]: record["strangeness"] for record in records}
+    images = sorted((folder / "in").iterdir())
+    explained = opal_deploy.load(folder / "model.pt", device="cpu", threads=1).explain(images)
+    assert [record["strangeness"] for record in explained] == pytest.approx(list(named.values()), abs=1e-4)
+
+
+def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, folder, records):
+    for out, rate in (("half", "50%"), ("number", "0.0"), ("none", "2")):
+        check(infer(out, "--unknown", rate))
+    counts = [len(unknown(read_results(folder / out))) for out in ("none", "half", "number")]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[2]) == (0, len(records))
+    other = check(infer("half", "--unknown", "40%"), 2).stderr.splitlines()[-1]
+    assert "it holds another run: --unknown 0.4" in other
+    # without the option nothing is unknown, and the number is still there
+    check(infer("plain"))
+    plain = read_results(folder / "plain")
+    assert unknown(plain) == set()
+    assert [record["strangeness"] for record in plain] == [record["strangeness"] for record in records]
+
+
+def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact_model):
+    before = "exact.onnx computes no strangeness, since its checkpoint keeps no features of training images; add them"
+    assert before in one_line(infer("x", "--unknown", "5%", model=exact_model))
+    assert before in one_line(opal("serve", exact_model, "--unknown", "5%", "--port", "0"))
+    path = folder / "bare.onnx"
+    shutil.copy(folder / "model.onnx", path)
+    onnx_file.rewrite_metadata(path, replace(onnx_file.read_metadata(path), baseline={}))
+    assert "bare.onnx has no baseline of validation images" in one_line(infer("x", "--unknown", "5%", model=path.name))
+    check(infer("bare", "--unknown", "0.5", model=path.name))
+    few = one_line(infer("x", "--unknown", "1%"))
+    assert "30 validation images are too few for that rate; give 3.3% or more" in few
+    check(infer("least", "--unknown", "3.3%"))
+    assert "expected a strangeness such as 0.7" in one_line(infer("x", "--unknown", "often"))
+    assert not (folder / "x").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--outputs", "topk", "--top-k", "2")], ids=["fp16", "topk"])
+def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records, options):
+    out = f"fp16-{len(options)}"
+    name = f"{out}.onnx"
+    fp16 = ("--precision", "fp16", "--no-verify", "--threads", "1")
+    check(opal("export", folder / "model.onnx", *fp16, *options, "--out", folder / name))
+    assert "strangeness" in {value.name for value in onnx.load(folder / name).graph.output}
+    check(infer(out, "--unknown", RATE, "--top", "2", model=name))
+    found = read_results(folder / out)
+    expected = [record["strangeness"] for record in records]
+    assert [record["strangeness"] for record in found] == pytest.approx(expected, abs=1e-2)
+    assert "noise.png" in unknown(found)
+
+
+def test_explain_warns_and_serve_answers_unknown(opal, folder):
+    stranger = folder / "in/noise.png"
+    done = check(opal("explain", stranger, "--model", folder / "model.onnx", "--unknown", RATE, *CPU, cwd=folder))
+    assert "(unknown): noise.evidence.png" in done.stderr
+    with serving(folder / "model.onnx", *CPU, "--unknown", RATE) as (_, url):
+        answer = httpx.post(f"{url}/explain", content=stranger.read_bytes()).json()
+        outputs = httpx.get(f"{url}/v2/models/model").json()["outputs"]
+        metrics = httpx.get(f"{url}/metrics").text
+    assert (answer["status"], answer["reason"][:12]) == ("unknown", "strangeness ")
+    assert {"name": "strangeness", "datatype": "FP32", "shape": [-1, 1]} in outputs
+    assert 'status="unknown"' in metrics
+
+
+def test_triton_gets_output_and_threshold(opal, folder, tmp_path):
+    check(opal("export", folder / "model.onnx", "--triton", tmp_path, "--no-verify"))
+    assert 'name: "strangeness"' in (tmp_path / "opal/config.pbtxt").read_text("utf-8")
+    assert 'key: "max_strangeness"' in (tmp_path / "opal_explain/config.pbtxt").read_text("utf-8")
+    session = OnnxSession(folder / "model.onnx", device="cpu", threads=1)
+
+    def infer(images):
+        arrays = session.run(images).to_arrays()
+        # in Triton every tensor has a dimension beside N
+        return {**arrays, "strangeness": arrays["strangeness"][:, None]}
+
+    model = TensorModelSession(session.metadata, infer, 64, "Triton")
+    pixels = example_images(3, 64, 64)
+    np.testing.assert_array_equal(model.run(pixels).strangeness, session.run(pixels).strangeness)
+
+
+@needs_ort_web
+def test_the_site_knows_the_threshold(opal, folder, tmp_path):
+    options = ("--web", tmp_path / "site", "--ort-web", ORT_WEB, "--unknown", RATE, "--no-verify")
+    check(opal("export", folder / "model.onnx", *options))
+    limit = onnx_file.read_metadata(folder / "model.onnx").known_baseline.choose_threshold(0.5)
+    assert json.loads((tmp_path / "site/model.json").read_text("utf-8"))["max_strangeness"] == limit

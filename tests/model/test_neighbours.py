@@ -1,0 +1,78 @@
+"""The strangeness of features against its definition, computed with a whitening matrix."""
+
+import numpy as np
+import pytest
+import torch
+
+from opal_deploy.model.neighbours import NUM_NEAREST, Neighbours
+
+D, CLASSES, M = 96, 4, 120
+
+
+def draw(images, seed=0, spread=1.0):
+    """Return features [N, D] around the means of four classes, with more spread in some directions, and labels."""
+    rng = np.random.default_rng(seed)
+    means = np.random.default_rng(99).normal(size=(CLASSES, D))
+    labels = rng.integers(0, CLASSES, images)
+    features = means[labels] + spread * rng.normal(size=(images, D)) * np.geomspace(3, 0.1, D)
+    return torch.from_numpy(features), torch.from_numpy(labels)
+
+
+def compute(training, labels, features):
+    """Return the strangeness, [N], with a matrix [D, D]: 64 measured directions, equal variance in the others."""
+    training, labels, features = (tensor.numpy() for tensor in (training, labels, features))
+    within = training - np.stack([training[labels == label].mean(0) for label in range(CLASSES)])[labels]
+    variances, directions = np.linalg.eigh(within.T @ within / len(within))
+    mean_variance = variances.mean()
+    variances[:-64] = variances[:-64].mean()
+    # shrunk half way towards the mean variance; the factor does not matter
+    whitening = directions / np.sqrt(variances + mean_variance)
+    bank, asked = ((each - training.mean(0)) @ whitening for each in (training, features))
+    cosines = (asked / np.linalg.norm(asked, axis=1)[:, None]) @ (bank / np.linalg.norm(bank, axis=1)[:, None]).T
+    return 1 - np.sort(cosines, axis=1)[:, -NUM_NEAREST:].mean(1)
+
+
+def as_map(features, cells=(2, 3)):
+    """Return a feature map [N, D, H, W], float64, whose mean over cells is `features`."""
+    noise = torch.randn(*features.shape, *cells, dtype=torch.float64)
+    return features[:, :, None, None] + noise - noise.mean((2, 3), keepdim=True)
+
+
+def test_the_strangeness_is_one_minus_the_mean_whitened_cosine_to_the_five_nearest():
+    torch.manual_seed(0)
+    training, labels = draw(M)
+    near, far = draw(20, seed=1)[0], 4 * torch.randn(20, D, dtype=torch.float64)
+    features = torch.cat([near, far])
+    neighbours = Neighbours.fit(training, labels)
+    strangeness = neighbours(as_map(features).float())
+    expected = compute(training, labels, features)
+    assert strangeness.dtype == torch.float32
+    np.testing.assert_allclose(strangeness, expected, atol=2e-5)
+    # no rounding that grows with the length of the features
+    np.testing.assert_allclose(neighbours.double()(as_map(features)), expected, atol=1e-6)
+    assert strangeness[:20].max() < strangeness[20:].min()
+
+
+def test_fewer_images_than_features_are_enough():
+    training, labels = draw(12)
+    expected = compute(training, labels, training)
+    np.testing.assert_allclose(Neighbours.fit(training, labels)(as_map(training).float()), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("features", [draw(NUM_NEAREST - 1)[0], torch.zeros(20, D)], ids=["too few", "dead features"])
+def test_without_a_spread_there_are_no_neighbours(features):
+    assert Neighbours.fit(features, torch.zeros(len(features), dtype=torch.int64)) is None
+
+
+def test_a_checkpoint_gives_back_what_it_was_given_and_nothing_else():
+    neighbours = Neighbours.fit(*draw(M))
+    tensors = neighbours.to_dict()
+    read = Neighbours.from_dict(tensors, D)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.to_dict().items())
+    assert Neighbours.from_dict({}, D) is None
+    wrong = {"mean": tensors["mean"][1:], "basis": tensors["basis"][:, :, None], "bank": tensors["bank"][:, :4]}
+    for name, tensor in wrong.items():
+        with pytest.raises(ValueError, match="neighbours of shapes"):
+            Neighbours.from_dict({**tensors, name: tensor}, D)
+    with pytest.raises(ValueError, match="neighbours of shapes"):
+        Neighbours.from_dict(tensors, D + 1)
