@@ -34,7 +34,7 @@ PLACES = (
 # quantities of an image, by their names in `Observations`
 QUANTITIES = ("cosine", "margin", "norm", "shared_cells", "strangeness")
 # significant digits of a stored number
-_DIGITS = 4
+DIGITS = 4
 _MAX_STORED = 1_000
 
 
@@ -282,4 +282,4 @@ def _measure_slots(observations: Observations, slots: slice) -> SlotBaseline | N
 
 def _round(values: NDArray[Any]) -> tuple[float, ...]:
     """Return numbers with few digits: more would only take room."""
-    return tuple(float(f"{value:.{_DIGITS}g}") for value in values)
+    return tuple(float(f"{value:.{DIGITS}g}") for value in values)

@@ -19,6 +19,7 @@ from opal_deploy.cli.convert import convert, schema
 from opal_deploy.cli.demo import demo
 from opal_deploy.cli.diff import diff
 from opal_deploy.cli.doctor import doctor
+from opal_deploy.cli.drift import drift
 from opal_deploy.cli.edit import edit
 from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.cli.explain import explain
@@ -120,8 +121,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    train, evaluate, reproduce, export, infer, serve, explain, atlas, convert, diff, verify, inspect, schema, doctor,
-    edit, demo,
+    train, evaluate, reproduce, export, infer, serve, explain, atlas, convert, diff, drift, verify, inspect, schema,
+    doctor, edit, demo,
 ):  # fmt: skip
     app.command(cls=GroupedCommand)(expand_options(command))
 app.add_typer(bench)

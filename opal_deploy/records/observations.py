@@ -1,6 +1,9 @@
-"""The observations of a model's answers, from its outputs; `artifact.baseline` says what they are compared with."""
+"""The observations of a model's answers, from its outputs or from records; `artifact.baseline` is made of them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +12,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.evidence import find_evidence, find_top_classes
+from opal_deploy.records.record import Record
 
 
 def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
@@ -40,3 +44,50 @@ def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
         np.where(kept, parts, np.nan),
         np.where(kept, find_places(evidence.cells, metadata.grid), -1),
     )
+
+
+def observe_records(records: Sequence[Record], slots: int, grid: tuple[int, int]) -> Observations:
+    """Return the observations of N records with evidence.
+
+    Args:
+        records: of images that have an answer.
+        slots: number of prototypes per class, m.
+        grid: (H, W) of the feature map.
+
+    Raises:
+        ValueError: a record has no evidence, or a slot or cell that a model with these numbers does not have.
+    """
+    count = len(records)
+    evidence = [record.get("evidence") for record in records]
+    if not all(evidence):
+        raise ValueError("no evidence")
+    rows = [(row, slot) for row, all_slots in enumerate(evidence) for slot in all_slots or ()]
+    places = np.array([(row, slot["slot"]) for row, slot in rows])
+    cells = np.array([slot["cell"] for _, slot in rows])
+    if (places[:, 1] >= slots).any() or (cells >= grid).any():
+        raise ValueError(f"a slot that is not one of {slots}, or a cell outside of {grid[0]} x {grid[1]}")
+    at = places[:, 0], places[:, 1]
+    values = np.full((2, count, slots), np.nan)
+    values[0][at] = [slot["score"] for _, slot in rows]
+    values[1][at] = [_or_nan(slot["contribution"]) for _, slot in rows]
+    all_cells = np.zeros((count, slots, 2), np.int64)
+    all_cells[at] = cells
+    kept = ~np.isnan(values[0])
+    cosines = np.array([_or_nan(record["prediction"]["cosine"]) for record in records])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        norms = np.nansum(values[0], axis=1) / (cosines * np.sqrt(kept.sum(axis=1)))
+    return Observations(
+        np.array([record["prediction"]["class_id"] for record in records], np.int64),
+        cosines,
+        np.array([_or_nan(record["margin"]) for record in records]),
+        np.where(np.isfinite(norms), norms, np.nan),
+        share_cells(all_cells[..., 0] * grid[1] + all_cells[..., 1], kept),
+        np.array([_or_nan(record.get("strangeness")) for record in records]),
+        values[0],
+        values[1],
+        np.where(kept, find_places(all_cells, grid), -1),
+    )
+
+
+def _or_nan(value: Any) -> float:
+    return np.nan if value is None else value

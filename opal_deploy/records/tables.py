@@ -6,14 +6,15 @@ empty in CSV. The lists of `LISTS` follow, as lists of structs in Parquet and as
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.errors import StoppedEarly, UsageError, require
+from opal_deploy.errors import StoppedEarly, UsageError, first_line, require
 from opal_deploy.records.lines import write_csv
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ LISTS: dict[str, dict[str, str]] = {
         "y1": "float64",
     },
 }
+# columns that a record has in other places
+_DERIVED = frozenset({"class_id", "prediction", "logit", "cosine", "calibrated_probability", "correct", "error_code",
+                      "error_message"})  # fmt: skip
 # rows per Parquet row group: a few megabytes in memory
 _GROUP_ROWS = 5_000
 
@@ -186,3 +190,63 @@ def to_pandas(records: Iterable[Mapping[str, Any]], rows: Rows = "images") -> An
     shared = ("image", "image_index", "class_id", "prediction")
     slots = [{name: row[name] for name in shared} | slot for row in table for slot in row["evidence"] or []]
     return pandas.DataFrame(slots, columns=[*shared, *LISTS["evidence"]])
+
+
+def read_table(path: Path) -> Iterator[Record]:
+    """Yield the records of a table that `write_table` wrote; fields that tables lack are missing.
+
+    Raises:
+        UsageError: the file cannot be read, or is not such a table.
+        MissingExtra: pyarrow, for Parquet, is not installed.
+    """
+    from opal_deploy.records.record import is_record
+
+    try:
+        for number, row in enumerate(_read_parquet(path) if path.suffix == ".parquet" else _read_csv(path), 1):
+            record = _row_to_record(row)
+            if not is_record(record):
+                raise ValueError(f"row {number} is no record")
+            yield record
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: not a table of `infer --format` ({first_line(error)}); give results.jsonl") from None
+
+
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    require("pyarrow", "tables", f"reading {path}")
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(_GROUP_ROWS):
+            yield from batch.to_pylist()
+
+
+def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
+    numbers: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
+    types = {name: numbers.get(kind.rstrip("0123456789"), str) for name, kind in COLUMNS.items()}
+    types |= dict.fromkeys(LISTS, json.loads)
+    with path.open(encoding="utf-8", newline="") as stream:
+        for row in csv.DictReader(stream):
+            yield {name: types.get(name, str)(text) if text else None for name, text in row.items()}
+
+
+def _row_to_record(row: Mapping[str, Any]) -> Record:
+    """Return the record of a row: the reverse of `record_to_row`."""
+    from opal_deploy.records.record import RECORD_SCHEMA
+
+    answer = {"label": row["prediction"], **{name: row.get(name) for name in ("class_id", "logit", "cosine")}}
+    failed = row["status"] == "error"
+    parts: dict[str, Any] = {"error": {"code": row["error_code"], "message": row["error_message"] or ""}}
+    if not failed:
+        parts = {"prediction": answer, "margin": row["margin"], "top": row["top"], "evidence": row["evidence"]}
+        for slot in parts["evidence"] or ():
+            slot["cell"], slot["box"] = [slot["row"], slot["col"]], [slot[side] for side in ("x0", "y0", "x1", "y1")]
+            if slot["name"] is None:
+                del slot["name"]
+        for each in (*(parts["top"] or ()), answer):
+            if each.get("calibrated_probability") is None:
+                each.pop("calibrated_probability", None)
+    given = {name: row[name] for name in COLUMNS if name not in _DERIVED and row.get(name) is not None}
+    values = {"schema": RECORD_SCHEMA, "image": row["image"], **given, **parts}
+    return cast("Record", {name: value for name, value in values.items() if name not in LISTS or value is not None})

@@ -1,0 +1,199 @@
+"""The answers of a finished run, in bounded memory: from results.jsonl, a run's folder or bucket, or a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from opal_deploy.artifact.baseline import Observations
+from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.auditing.results import find_results, read_all_records, read_run_options
+from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.inference.run.results import parse_record
+from opal_deploy.inference.run_files import PARTS, RESULTS
+from opal_deploy.records.observations import observe_records
+from opal_deploy.records.record import Answer, Record
+from opal_deploy.records.tables import TABLES, read_table
+from opal_deploy.storage import buckets
+from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.urls import is_url, redact
+
+# records that become observations together
+_BLOCK = 1_000
+# records among which a whole image is looked for
+_LOOKED_AT = 1_000
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What observations need to know of a model: m, the grid (H, W), and the classes' names, empty where unknown."""
+
+    slots: int
+    grid: tuple[int, int]
+    class_names: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of_model(metadata: Metadata) -> Layout:
+        """Return the layout that a model's metadata states."""
+        return Layout(metadata.prototypes_per_class, metadata.grid, list(metadata.class_names))
+
+    def add_name(self, answer: Answer) -> None:
+        """Remember the name of a class."""
+        class_id = answer["class_id"]
+        self.class_names.extend([""] * (class_id + 1 - len(self.class_names)))
+        self.class_names[class_id] = self.class_names[class_id] or answer["label"]
+
+
+class Answers:
+    """The records of a run, which can be read more than once.
+
+    Attributes:
+        shown: the results as messages name them.
+        folder: the folder of local results; None in a bucket.
+        statuses: number of records by status, of the last complete reading.
+        model_sha256: digest of the model that made the records, from `observe`; None where they do not name it.
+    """
+
+    def __init__(self, source: str) -> None:
+        """Open results by path or URL; raise UsageError if there are none."""
+        self.shown, self.folder = redact(source), None
+        self.statuses: Counter[str] = Counter()
+        self.model_sha256: str | None = None
+        self._remote: RemoteFile | None = None
+        if is_url(source):
+            remote = RemoteFile.parse(source)
+            is_file = remote.name.endswith(".jsonl")
+            self._remote = remote if is_file else remote.child(RESULTS)
+            self._parts = None if is_file else remote.child(PARTS)
+        else:
+            path = Path(source)
+            is_table = path.suffix.lstrip(".") in TABLES and path.is_file()
+            self._path = path if is_table else find_results(path)
+            self.folder = self._path.parent
+
+    def records(self) -> Iterator[Record]:
+        """Yield all records.
+
+        Raises:
+            UsageError: the results cannot be read, or are damaged.
+        """
+        if self._remote is not None:
+            yield from self._read_bucket(self._remote)
+        elif self._path.suffix.lstrip(".") in TABLES:
+            yield from read_table(self._path)
+        else:
+            yield from read_all_records(self._path)
+
+    def _read_bucket(self, remote: RemoteFile) -> Iterator[Record]:
+        files = [remote]
+        try:
+            if self._parts is not None and not _exists(remote):
+                # of a run that is not finished
+                files = [file for _, file in buckets.list_files(self._parts, recursive=True)]
+                if not files:
+                    raise UsageError(f"{self.shown}: neither {RESULTS} nor {PARTS} found; expected a run of `infer`")
+            for file in files:
+                with file.open_ranges() as stream:
+                    for number, line in enumerate(stream, 1):
+                        if (record := parse_record(line)) is None:
+                            raise UsageError(f"{file}: line {number} is not a whole record; the file is damaged")
+                        yield record
+        except ImageError as error:
+            raise UsageError(f"{self.shown}: cannot be read: {error}") from None
+
+    def observe(self, layout: Layout, model_sha256: str | None = None) -> Iterator[Observations]:
+        """Yield the observations of all images with an answer, in blocks.
+
+        Args:
+            layout: the model's; names of classes that it lacks are added.
+            model_sha256: digest of the model that must have made the records; None: any, but the same for all.
+
+        Raises:
+            UsageError: the records are of another model, or of several, or have no evidence.
+        """
+        self.statuses.clear()
+        self.model_sha256 = None
+        records = iter(self.records())
+        while block := list(islice(records, _BLOCK)):
+            self.statuses.update(record["status"] for record in block)
+            answered = [record for record in block if "prediction" in record]
+            for record in answered:
+                self._check_model(record.get("model_sha256"), model_sha256)
+                layout.add_name(record["prediction"])
+            if not answered:
+                continue
+            try:
+                yield observe_records(answered, layout.slots, layout.grid)
+            except ValueError as error:
+                raise UsageError(
+                    f"{self.shown}: its records have {error}; expected results of one OPAL model with single cells as "
+                    "evidence"
+                ) from None
+
+    def _check_model(self, digest: str | None, expected: str | None) -> None:
+        self.model_sha256 = self.model_sha256 or digest
+        for other, what in ((self.model_sha256, "records of two models"), (expected, "records of another model")):
+            if digest is not None and other is not None and digest != other:
+                raise UsageError(
+                    f"{self.shown}: {what} (sha256 {digest[:12]}..., expected {other[:12]}...); give results of one "
+                    "model, and compare them with the same file"
+                )
+
+    def find_model(self) -> Path | None:
+        """Return the model of the run beside its results or in the working directory; None if it is not there."""
+        run = {} if self.folder is None else read_run_options(self.folder / RESULTS)
+        model = run.get("model")
+        if not isinstance(model, dict) or self.folder is None:
+            return None
+        for folder in (self.folder, self.folder.parent, Path()):
+            path = folder / Path(str(model.get("file"))).name
+            if path.is_file() and compute_sha256(path) == model.get("sha256"):
+                return path
+        return None
+
+    def find_layout(self) -> Layout:
+        """Return the layout that the first records show: an image that was not cropped has a whole number of cells.
+
+        Raises:
+            UsageError: there is no such image.
+        """
+        slots, grid = 0, None
+        for record in islice(self.records(), _LOOKED_AT):
+            for slot in record.get("evidence", ()):
+                if (class_id := record["prediction"]["class_id"]) > 0:
+                    slots = (slot["channel"] - slot["slot"]) // class_id
+                grid = grid or _find_grid(record["width"], record["height"], slot["cell"], slot["box"])
+            if slots and grid:
+                return Layout(slots, grid)
+        raise UsageError(
+            f"{self.shown}: it does not show how many cells an image has, as without evidence or with cropped images; "
+            "also give --baseline MODEL"
+        )
+
+
+def _find_grid(width: int, height: int, cell: list[int], box: list[float]) -> tuple[int, int] | None:
+    """Return the grid of an image from the box of one cell; None if the image was cropped."""
+    (row, col), (x0, y0, x1, y1) = cell, box
+    if x1 <= x0 or y1 <= y0:
+        return None
+    sides = np.array([height / (y1 - y0), width / (x1 - x0)])
+    first = np.array([y0 - row * (y1 - y0), x0 - col * (x1 - x0)])
+    if (np.abs(sides - sides.round()) > 1e-3).any() or (np.abs(first) > 1e-3 * max(width, height)).any():
+        return None
+    return int(sides[0].round()), int(sides[1].round())
+
+
+def _exists(file: RemoteFile) -> bool:
+    try:
+        file.read_fingerprint()
+    except ImageError as error:
+        if error.code == "not_found":
+            return False
+        raise
+    return True

@@ -1,0 +1,178 @@
+"""The work of `opal-deploy drift`: whether a model's answers have shifted since its validation, or another run.
+
+Light to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from opal_deploy.errors import UsageError
+from opal_deploy.options import Option, Options, StrPath, keywords
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.baseline import Baseline
+    from opal_deploy.auditing.answers import Answers, Layout
+    from opal_deploy.records.drift import Shift
+
+# images that a run is reduced to, at random, when others are compared with it
+_RESERVOIR = 50_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftOptions(Options):
+    """The options of `find_drift` and `opal-deploy drift`."""
+
+    baseline: Annotated[
+        StrPath | None,
+        Option("Model whose baseline to compare with.", default="the run's model, where it is found", cli=Path),
+    ] = None
+    against: Annotated[
+        StrPath | None, Option("Earlier results of the same model, to compare with instead.", cli=str)
+    ] = None
+    max_q: Annotated[float, Option("Largest false discovery rate of a shift.", min=0, max=1)] = 0.01
+    min_effect: Annotated[float, Option("Smallest effect of a shift, 0 to 1.", min=0, max=1)] = 0.1
+    fail_on: Annotated[
+        Literal["any", "evidence"] | None,
+        Option("Exit with 4 if there is any shift, or one other than of class shares."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """The outcome of `find_drift`.
+
+    Attributes:
+        images: images with an answer that were compared; `failed` ones have none.
+        failed: images with an error record.
+        baseline_images: images of the baseline.
+        reference: what the results were compared with.
+        shifts: the largest first.
+        tests: all comparisons, shifts included.
+        smallest_shift: distance from which a shift of cosine or margin would have been found.
+        class_names: the model's.
+    """
+
+    images: int
+    failed: int
+    baseline_images: int
+    reference: str
+    shifts: Sequence[Shift]
+    tests: Sequence[Shift]
+    smallest_shift: float
+    class_names: Sequence[str]
+
+    def has(self, kind: Literal["any", "evidence"]) -> bool:
+        """Return whether there is a shift, for `evidence` one other than of class shares."""
+        return any(kind == "any" or shift.kind != "label" for shift in self.shifts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report for JSON, without the comparisons that are no shifts."""
+        return {
+            "images": self.images,
+            "failed": self.failed,
+            "baseline_images": self.baseline_images,
+            "reference": self.reference,
+            "tests": len(self.tests),
+            "smallest_shift": self.smallest_shift,
+            "shifts": [shift.to_dict(self.class_names) for shift in self.shifts],
+        }
+
+
+@keywords(DriftOptions)
+def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
+    """Compare the answers of a run with a model's baseline, or with another run.
+
+    Args:
+        results: results.jsonl, its folder, or its results.parquet or results.csv; or the URL of a run in a bucket.
+
+    Raises:
+        UsageError: a file cannot be read, the results are not the model's, or there are too few.
+    """
+    from opal_deploy.auditing.answers import Answers
+    from opal_deploy.records.drift import MIN_SAMPLE, DriftCounts, Limits, Share
+
+    answers = Answers(str(results))
+    earlier = None if options.against is None else Answers(str(options.against))
+    baseline, layout, sha256, reference = _find_reference(answers, earlier, options)
+    counts = DriftCounts(baseline, layout.slots)
+    for observations in answers.observe(layout, sha256):
+        counts.add(observations)
+    if counts.images < MIN_SAMPLE:
+        raise UsageError(
+            f"{answers.shown}: {counts.images} images with an answer; expected at least {MIN_SAMPLE} to compare"
+        )
+    tests, limits = counts.compare(), Limits(options.max_q, options.min_effect)
+    report = DriftReport(
+        counts.images, answers.statuses["error"], baseline.images, reference, limits.select(tests), tests,
+        limits.smallest_shift(tests, Share(counts.images, baseline.images)), layout.class_names,
+    )  # fmt: skip
+    return report
+
+
+def _find_reference(
+    answers: Answers, earlier: Answers | None, options: DriftOptions
+) -> tuple[Baseline, Layout, str | None, str]:
+    """Return the baseline, the model's layout, its digest if known, and what the baseline is, in words."""
+    from opal_deploy.artifact.baseline import Baseline
+    from opal_deploy.artifact.files import compute_sha256
+    from opal_deploy.auditing.answers import Layout
+    from opal_deploy.errors import ArtifactError
+    from opal_deploy.runtime.select import read_model_metadata
+
+    path = Path(options.baseline) if options.baseline is not None else answers.find_model()
+    metadata = None if path is None else read_model_metadata(path)
+    sha256 = None if path is None else compute_sha256(path)
+    if earlier is not None:
+        layout = Layout.of_model(metadata) if metadata is not None else answers.find_layout()
+        if metadata is None:
+            # finds the classes that only these results have
+            for _ in answers.observe(layout):
+                pass
+        return _sample_baseline(earlier, layout, sha256 or answers.model_sha256), layout, sha256, earlier.shown
+    if path is None or metadata is None:
+        raise UsageError(
+            f"{answers.shown}: its model is neither beside it nor in this folder; give --baseline MODEL, or --against "
+            "earlier results"
+        )
+    try:
+        baseline = Baseline.from_dict(metadata.baseline)
+    except ArtifactError as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    if baseline is None:
+        raise UsageError(
+            f"{path}: it has no baseline; measure it with `opal-deploy evaluate DATA --split val --record --model "
+            f"{path}`, or give --against earlier results"
+        )
+    if baseline.stride != metadata.stride or len(baseline.classes) != metadata.num_classes:
+        raise UsageError(
+            f"{path}: its baseline is of stride {baseline.stride} and {len(baseline.classes)} classes, the model of "
+            f"{metadata.stride} and {metadata.num_classes}; measure it again with `opal-deploy evaluate --record`"
+        )
+    return baseline, Layout.of_model(metadata), sha256, f"the baseline of {path} ({baseline.split} images)"
+
+
+def _sample_baseline(earlier: Answers, layout: Layout, sha256: str | None) -> Baseline:
+    """Return the baseline of earlier results, from a random sample of bounded size."""
+    import numpy as np
+
+    from opal_deploy.artifact.baseline import Baseline, Observations
+    from opal_deploy.records.drift import MIN_SAMPLE
+
+    random, seen = np.random.default_rng(0), 0
+    keys, kept = np.empty(0), list[Observations]()
+    for observations in earlier.observe(layout, sha256):
+        # the images with the smallest of random keys are a sample without replacement
+        keys = np.concatenate([keys, random.random(len(observations))])
+        joined = Observations.concatenate([*kept, observations])
+        seen += len(observations)
+        if len(keys) > 2 * _RESERVOIR:
+            smallest = np.sort(np.argpartition(keys, _RESERVOIR)[:_RESERVOIR])
+            keys, joined = keys[smallest], joined.select(smallest)
+        kept = [joined]
+    if seen < MIN_SAMPLE:
+        raise UsageError(f"{earlier.shown}: {seen} images with an answer; expected at least {MIN_SAMPLE} to compare")
+    return Baseline.measure(kept[0], "earlier", 1, len(layout.class_names))
