@@ -48,6 +48,7 @@ _WORDS: dict[str, str] = {
 }  # fmt: skip
 # a bit more than half a unit in the last of a baseline's digits, and the smallest number that has such digits
 _HALF_UNIT, _SMALLEST = 0.501, 1e-12
+_ABOUT_AS_MUCH = 0.9
 _Counts = NDArray[np.int64]
 
 
@@ -307,7 +308,9 @@ class DriftCounts:
         old, new = np.array(measured.places), counts.sum(axis=0) / counts.sum()
         mean = (old * before + new * after) / (before + after)
         deviations = np.abs(old - new) / np.sqrt(np.maximum(mean * (1 - mean), 1e-12))
-        place = int(deviations.argmax())
+        # of places that changed about as much, the one that slots moved to says more than the one that they left
+        most = deviations >= _ABOUT_AS_MUCH * deviations.max()
+        place = int(np.where(most, new - old, -np.inf).argmax())
         shares = Share(round(old[place] * before), before), Share(round(new[place] * after), after)
         test = _compare_share("place", *shares, place=place)
         test = replace(test, p=min(1.0, test.p * int(np.count_nonzero(mean))))

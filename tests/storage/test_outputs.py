@@ -164,3 +164,16 @@ def test_a_bucket_that_cannot_be_written_to_is_refused_before_the_model_is_opene
     result = opal("infer", tmp_path / "in", "--model", tmp_path / "no.onnx", "--out", f"s3://{bucket}/run")
     assert f"opal-deploy: --out s3://{bucket}/run: cannot be written to: {reason}" in one_line(result)
     s3.delete_bucket_policy(Bucket="photos")
+
+
+def test_drift_reads_a_run_in_a_bucket_finished_or_not(s3, exact_model, make_pictures, opal, tmp_path):
+    images = make_pictures(tmp_path / "in", 24)
+    opal("infer", tmp_path / "in", "--model", exact_model, "--batch", "8", "--workers", "1", "--out", RUN.url)
+    done = opal("drift", RUN.url, "--against", RUN.url)
+    assert done.stderr.startswith(f"{len(images)} images compared with {len(images)} of {RUN.url}\nNo shift found")
+    s3.put_object(Bucket="photos", Key="run/parts/x/000000000000.jsonl", Body=_read(s3, "results.jsonl"))
+    s3.delete_object(Bucket="photos", Key="run/results.jsonl")
+    assert opal("drift", RUN.url, "--against", RUN.url).stderr == done.stderr
+    assert "neither results.jsonl nor parts found" in one_line(
+        opal("drift", "s3://photos/none", "--against", "s3://photos/none")
+    )
