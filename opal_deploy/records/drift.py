@@ -4,7 +4,10 @@ Observations are only counted, in bins whose edges are the baseline's quantiles:
 come, and adding a batch costs microseconds per image. A distribution is compared by the distance of Kolmogorov and
 Smirnov at these edges, which is at most the distance of the samples, so that the test errs on the side of no shift. A
 share (of a class among the answers, of a place among a slot's cells) is compared by Fisher's exact test, which needs no
-minimum count and names the class or place. The false discovery rate of all tests together is controlled.
+minimum count and names the class or place.
+
+The false discovery rate is controlled within each of three families, labels, quantities of images, and slots, at a
+third of the level each: thousands of slots must not hide that the cosine fell.
 
 A shift also has a size from 0, its `effect`, since with enough images any difference is significant: the distance of
 the distributions, or half of Cohen's h of two shares, |asin(sqrt(p)) - asin(sqrt(q))|. 0.1 is small by either.
@@ -25,6 +28,7 @@ from opal_deploy.artifact.baseline import (
     LEVELS,
     MIN_IMAGES,
     PLACES,
+    QUANTITIES,
     SLOT_LEVELS,
     Baseline,
     Observations,
@@ -49,6 +53,8 @@ _WORDS: dict[str, str] = {
 # a bit more than half a unit in the last of a baseline's digits, and the smallest number that has such digits
 _HALF_UNIT, _SMALLEST = 0.501, 1e-12
 _ABOUT_AS_MUCH = 0.9
+# of tests: labels, quantities of images, slots
+_FAMILIES = 3
 _Counts = NDArray[np.int64]
 
 
@@ -139,9 +145,11 @@ class Limits:
         `answers` are the images compared (cases) and those of the baseline (trials).
         """
         low, high = 0.0, 1.0
+        quantities = sum(test.kind in QUANTITIES for test in tests)
         for _ in range(30):
             middle = (low + high) / 2
-            significant = kolmogorov_smirnov(middle, *answers) * len(tests) <= self.max_q
+            # the smallest of the p-values of a family of a few tests
+            significant = kolmogorov_smirnov(middle, *answers) * _FAMILIES * quantities <= self.max_q
             low, high = (low, middle) if significant else (middle, high)
         return max(high, self.min_effect)
 
@@ -215,6 +223,8 @@ class DriftCounts:
         self._rows = np.full(len(channels), len(known))
         self._rows[known] = np.arange(len(known))
         self._slots = measured
+        # the channels of each row
+        self._channels = [*np.array(known, np.int64)[:, None], np.flatnonzero(self._rows == len(known))]
         self._slot_edges: dict[Kind, _Edges] = {
             "score": _Edges(_stack(measured, "score"), SLOT_LEVELS),
             "contribution": _Edges(_stack(measured, "contribution"), SLOT_LEVELS),
@@ -256,12 +266,8 @@ class DriftCounts:
 
     def compare(self) -> list[Shift]:
         """Return all tests, with their q-values: of labels, of each quantity, and of each slot with enough answers."""
-        tests = [*self._compare_labels(), *self._compare_quantities(), *self._compare_slots()]
-        if not tests:
-            return []
-        return [
-            replace(test, q=q) for test, q in zip(tests, control_false_discoveries([t.p for t in tests]), strict=True)
-        ]
+        families = self._compare_labels(), self._compare_quantities(), self._compare_slots()
+        return [test for family in families for test in _adjust(list(family))]
 
     def _compare_labels(self) -> Iterator[Shift]:
         before = self.baseline.classes
@@ -276,8 +282,7 @@ class DriftCounts:
 
     def _compare_slots(self) -> Iterator[Shift]:
         pooled = len(self._slots) - 1
-        for row, measured in enumerate(self._slots):
-            channels = np.flatnonzero(self._rows == row) if row == pooled else np.flatnonzero(self._rows == row)[:1]
+        for row, (measured, channels) in enumerate(zip(self._slots, self._channels, strict=True)):
             # slots of one image are not independent of each other: pooled ones count as one
             share = self._m if row == pooled else 1
             answers = self._slot_counts["place"][channels].sum()
@@ -321,6 +326,14 @@ class DriftCounts:
     def _name_slot(self, test: Shift, channels: NDArray[np.int64], changes: DoubleArray, pooled: bool) -> Shift:
         class_id, slot = divmod(int(channels[changes.argmax()]), self._m)
         return replace(test, class_id=class_id, slot=slot, pooled=pooled)
+
+
+def _adjust(tests: Sequence[Shift]) -> list[Shift]:
+    """Return the tests of one family with their q-values, to which the number of families is a factor."""
+    if not tests:
+        return []
+    all_q = control_false_discoveries([test.p for test in tests])
+    return [replace(test, q=min(1.0, q * _FAMILIES)) for test, q in zip(tests, all_q, strict=True)]
 
 
 def _stack(slots: Sequence[SlotBaseline | None], name: str) -> DoubleArray:

@@ -5,7 +5,9 @@ Around every request: its id, authentication, log line and metrics, and how its 
 
 from __future__ import annotations
 
+from asyncio import to_thread
 from http import HTTPStatus
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -66,6 +68,7 @@ def create_app(state: ServerState, *, draw_workers: int = 2) -> ASGIApp:
         *(Route(f"{model}/infer", v2.infer, methods=["POST"]) for model in models),
         Route("/v2/repository/index", v2.repository_index, methods=["POST"]),
         Route("/metrics", v2.metrics),
+        Route("/drift", v2.drift),
         Route("/", people.page),
         Route("/page.css", people.style),
         Route("/page.js", people.script),
@@ -88,7 +91,7 @@ def create_app(state: ServerState, *, draw_workers: int = 2) -> ASGIApp:
 
 
 class _ProtocolHandlers:
-    """The handlers of the protocol, and /metrics."""
+    """The handlers of the protocol, /metrics and /drift."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -126,7 +129,15 @@ class _ProtocolHandlers:
         return JSONResponse(model.config(explains=explains))
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._state.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(await to_thread(self._state.render_metrics), media_type=CONTENT_TYPE)
+
+    async def drift(self, request: Request) -> Response:
+        return JSONResponse(await to_thread(self._describe_drift))
+
+    def _describe_drift(self) -> dict[str, Any]:
+        monitors = {model.name: self._state.monitors.get(model.name) for model in self._state.models}
+        described = {name: None if monitor is None else monitor.describe() for name, monitor in monitors.items()}
+        return {"window": self._state.options.drift_window, "models": described}
 
     async def repository_index(self, request: Request) -> Response:
         state = "UNAVAILABLE" if self._state.problem else "READY"
@@ -143,7 +154,7 @@ class _ProtocolHandlers:
             if explains:
                 tensors, results = await until_disconnected(request, infer_records(model, parsed, seconds))
                 for result in results:
-                    self._state.metrics.count_record(model.name, result.record)
+                    self._state.count_record(model.name, result.record)
             else:
                 tensors = await until_disconnected(request, infer_pixels(model, parsed, seconds))
             content, json_size = build_response(request.path_params["name"], parsed, outputs, tensors)
@@ -193,7 +204,7 @@ class _PageHandlers:
             drawn = chosen != "record"
             work = explain_image(model, data, file_name, drawn=drawn, seconds=seconds)
             result = await until_disconnected(request, work)
-            self._state.metrics.count_record(model.name, result.record)
+            self._state.count_record(model.name, result.record)
             if "error" in result.record or chosen == "record":
                 return record_response(result)
             drawing = await self._drawings.draw(model, result, chosen, seconds)

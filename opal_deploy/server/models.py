@@ -25,9 +25,11 @@ from opal_deploy.inference.service import Service, ServiceObserver
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, InputImage
+from opal_deploy.records.record import Record
 from opal_deploy.records.signatures import Signer
 from opal_deploy.runtime.session import Session
 from opal_deploy.server.admission import AdmissionLimit, HttpError
+from opal_deploy.server.drift import DriftMonitor, WindowSize, open_monitor
 from opal_deploy.server.options import ServeOptions
 from opal_deploy.server.telemetry import Metrics, ServerLog
 from opal_deploy.server.tensors import TensorSpec, datatype_of
@@ -165,8 +167,9 @@ def start_model(
 class ServerState:
     """The state that all requests share; `models` are in the order of the command line.
 
-    `token` is what clients must send, None for nothing; `problem` why no requests should be sent here, empty while the
-    server is healthy; `failed` whether only a restart can help.
+    `monitors` are those of models with a baseline, by name. `token` is what clients must send, None for nothing;
+    `problem` why no requests should be sent here, empty while the server is healthy; `failed` whether only a restart
+    can help.
     """
 
     def __init__(
@@ -174,6 +177,8 @@ class ServerState:
     ) -> None:
         self.options = options or ServeOptions()
         self.models: list[ServedModel] = []
+        self.monitors: dict[str, DriftMonitor] = {}
+        self._window = WindowSize.parse(self.options.drift_window)
         self.admission = AdmissionLimit(self.options)
         self.metrics = Metrics()
         self.log = log or ServerLog("off")
@@ -183,10 +188,25 @@ class ServerState:
     def add(self, model: ServedModel) -> None:
         """Serve another model."""
         self.models.append(model)
+        if (monitor := open_monitor(model.metadata, self._window)) is not None:
+            self.monitors[model.name] = monitor
         metrics, service = self.metrics, model.service
         metrics.images_in_flight.labels(model.name).set_function(lambda: service.in_flight)
         metrics.capacity.labels(model.name).set(service.capacity)
         metrics.describe(model.name, model.facts())
+
+    def count_record(self, model: str, record: Record) -> None:
+        """Count an image's record in the metrics, and in the model's window."""
+        self.metrics.count_record(model, record)
+        if "prediction" in record and (monitor := self.monitors.get(model)) is not None:
+            monitor.count(record)
+
+    def render_metrics(self) -> bytes:
+        """Return all metrics in Prometheus's text format; may take long, as it compares windows that are complete."""
+        for name, monitor in self.monitors.items():
+            if (last := monitor.compare_last()) is not None:
+                self.metrics.set_drift(name, last)
+        return self.metrics.render()
 
     def find(self, name: str) -> tuple[ServedModel, bool]:
         """Return the model of a name (HttpError without one), and whether the name is its explain model's."""

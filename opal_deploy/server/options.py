@@ -76,6 +76,10 @@ class ServeOptions(Options):
             min=0,
         ),
     ] = 0.0
+    drift_window: Annotated[
+        str,
+        Option("Images, or duration such as 6h, after which answers are compared with the model's baseline; 0: never."),
+    ] = "500"
     min_margin: MinMargin = None
     unknown: Unknown = None
     top: Top = 5

@@ -31,7 +31,9 @@ from prometheus_client import (
 
 from opal_deploy.inference.timing import Stage, StageTimer
 from opal_deploy.logs import one_line
+from opal_deploy.records.drift import KINDS
 from opal_deploy.records.record import Record
+from opal_deploy.server.drift import Comparison
 from opal_deploy.server.options import LogFormat
 
 # they would double the number of series
@@ -143,6 +145,23 @@ class Metrics:
             "opal_margin", "Cosine of the predicted class minus that of the runner-up.", ["model"],
             buckets=_MARGINS, registry=registry,
         )  # fmt: skip
+        self.drift_effect = Gauge(
+            "opal_drift_effect", "Largest effect of the last window's shifts from the baseline; 0 without a shift.",
+            ["model", "kind"], registry=registry,
+        )  # fmt: skip
+        self.drift_q = Gauge(
+            "opal_drift_q", "Smallest q-value of the last window's comparisons.", ["model", "kind"], registry=registry
+        )
+        self.drift_shifts = Gauge(
+            "opal_drift_shifts", "Shifts of the last window from the baseline.", ["model", "kind"], registry=registry
+        )
+        self.drift_images = Gauge(
+            "opal_drift_window_images", "Images in the last complete window.", ["model"], registry=registry
+        )
+        self.drift_end = Gauge(
+            "opal_drift_window_end_timestamp_seconds", "Unix time of the end of the last complete window.", ["model"],
+            registry=registry,
+        )  # fmt: skip
         self.model = Info("opal_model", "The models served.", ["model"], registry=registry)
 
     def count_record(self, model: str, record: Record) -> None:
@@ -155,6 +174,15 @@ class Metrics:
         self.predictions.labels(model, label, record["status"]).inc()
         if (margin := record.get("margin")) is not None:
             self.margin.labels(model).observe(margin)
+
+    def set_drift(self, model: str, last: Comparison) -> None:
+        """Set what the last complete window of a model showed."""
+        for kind in KINDS:
+            self.drift_effect.labels(model, kind).set(last.effect(kind))
+            self.drift_q.labels(model, kind).set(last.q(kind))
+            self.drift_shifts.labels(model, kind).set(sum(shift.kind == kind for shift in last.shifts))
+        self.drift_images.labels(model).set(last.window.counts.images)
+        self.drift_end.labels(model).set(last.window.ended or 0.0)
 
     def describe(self, model: str, facts: Mapping[str, str]) -> None:
         """Set what `opal_model_info` says about a model."""
