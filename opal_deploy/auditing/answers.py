@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -107,8 +107,10 @@ class Answers:
         except ImageError as error:
             raise UsageError(f"{self.shown}: cannot be read: {error}") from None
 
-    def observe(self, layout: Layout, model_sha256: str | None = None) -> Iterator[Observations]:
-        """Yield the observations of all images with an answer, in blocks.
+    def observe(
+        self, layout: Layout, model_sha256: str | None = None
+    ) -> Iterator[tuple[Sequence[Record], Observations]]:
+        """Yield the records of all images with an answer, in blocks, with their observations.
 
         Args:
             layout: the model's; names of classes that it lacks are added.
@@ -129,7 +131,7 @@ class Answers:
             if not answered:
                 continue
             try:
-                yield observe_records(answered, layout.slots, layout.grid)
+                yield answered, observe_records(answered, layout.slots, layout.grid)
             except ValueError as error:
                 raise UsageError(
                     f"{self.shown}: its records have {error}; expected results of one OPAL model with single cells as "

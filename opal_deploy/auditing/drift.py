@@ -16,7 +16,7 @@ from opal_deploy.options import Option, Options, StrPath, keywords
 if TYPE_CHECKING:
     from opal_deploy.artifact.baseline import Baseline
     from opal_deploy.auditing.answers import Answers, Layout
-    from opal_deploy.records.drift import Shift
+    from opal_deploy.records.shifts import Shift
 
 # images that a run is reduced to, at random, when others are compared with it
 _RESERVOIR = 50_000
@@ -39,6 +39,8 @@ class DriftOptions(Options):
         Literal["any", "evidence"] | None,
         Option("Exit with 4 if there is any shift, or one other than of class shares."),
     ] = None
+    html: Annotated[StrPath | None, Option("Write an HTML page of the ten strongest shifts.", cli=Path)] = None
+    root: Annotated[StrPath, Option("--html: folder that the results' image names are relative to.", cli=Path)] = Path()
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class DriftReport:
         failed: images with an error record.
         baseline_images: images of the baseline.
         reference: what the results were compared with.
-        shifts: the largest first.
+        shifts: the strongest first.
         tests: all comparisons, shifts included.
         smallest_shift: distance from which a shift of cosine or margin would have been found.
         class_names: the model's.
@@ -84,7 +86,7 @@ class DriftReport:
 
 @keywords(DriftOptions)
 def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
-    """Compare the answers of a run with a model's baseline, or with another run.
+    """Compare the answers of a run with a model's baseline, or with another run, and write the page if `html` is given.
 
     Args:
         results: results.jsonl, its folder, or its results.parquet or results.csv; or the URL of a run in a bucket.
@@ -93,13 +95,14 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
         UsageError: a file cannot be read, the results are not the model's, or there are too few.
     """
     from opal_deploy.auditing.answers import Answers
-    from opal_deploy.records.drift import MIN_SAMPLE, DriftCounts, Limits, Share
+    from opal_deploy.records.drift import MIN_SAMPLE, DriftCounts
+    from opal_deploy.records.shifts import Limits, Share
 
     answers = Answers(str(results))
     earlier = None if options.against is None else Answers(str(options.against))
     baseline, layout, sha256, reference = _find_reference(answers, earlier, options)
     counts = DriftCounts(baseline, layout.slots)
-    for observations in answers.observe(layout, sha256):
+    for _, observations in answers.observe(layout, sha256):
         counts.add(observations)
     if counts.images < MIN_SAMPLE:
         raise UsageError(
@@ -110,6 +113,10 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
         counts.images, answers.statuses["error"], baseline.images, reference, limits.select(tests), tests,
         limits.smallest_shift(tests, Share(counts.images, baseline.images)), layout.class_names,
     )  # fmt: skip
+    if options.html is not None:
+        from opal_deploy.auditing.drift_page import write_page
+
+        write_page(Path(options.html), report, counts, (answers, earlier), layout, Path(options.root))
     return report
 
 
@@ -164,7 +171,7 @@ def _sample_baseline(earlier: Answers, layout: Layout, sha256: str | None) -> Ba
 
     random, seen = np.random.default_rng(0), 0
     keys, kept = np.empty(0), list[Observations]()
-    for observations in earlier.observe(layout, sha256):
+    for _, observations in earlier.observe(layout, sha256):
         # the images with the smallest of random keys are a sample without replacement
         keys = np.concatenate([keys, random.random(len(observations))])
         joined = Observations.concatenate([*kept, observations])

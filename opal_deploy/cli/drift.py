@@ -24,13 +24,15 @@ def drift(
     options: DriftOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Write all shifts to stdout as JSON.")] = False,
 ) -> None:
-    """Compare a run's answers with the model's validation images, or with an earlier run; largest shifts first.
+    """Compare a run's answers with the model's validation images, or with an earlier run; strongest shifts first.
 
     Compares class shares, cosines and margins, and where each slot looks, how strongly, and what it contributes. A
     shift has a q-value of at most --max-q and an effect of at least --min-effect.
     """
     report = find_drift(results, **options.keywords())
     _print_report(report)
+    if options.html is not None:
+        print_message(f"Page: {options.html}")
     if as_json:
         print_json({"results": results, **report.to_dict()})
     if options.fail_on is not None and report.has(options.fail_on):

@@ -8,17 +8,15 @@ minimum count and names the class or place.
 
 The false discovery rate is controlled within each of three families, labels, quantities of images, and slots, at a
 third of the level each: thousands of slots must not hide that the cosine fell.
-
-A shift also has a size from 0, its `effect`, since with enough images any difference is significant: the distance of
-the distributions, or half of Cohen's h of two shares, |asin(sqrt(p)) - asin(sqrt(q))|. 0.1 is small by either.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,130 +26,23 @@ from opal_deploy.artifact.baseline import (
     LEVELS,
     MIN_IMAGES,
     PLACES,
-    QUANTITIES,
     SLOT_LEVELS,
     Baseline,
     Observations,
     SlotBaseline,
 )
 from opal_deploy.artifact.outputs import DoubleArray
+from opal_deploy.records.shifts import FAMILIES, KINDS, Kind, Share, Shift
 from opal_deploy.significance import control_false_discoveries, fisher_exact, kolmogorov_smirnov
 
-Kind = Literal[
-    "label", "cosine", "margin", "norm", "shared_cells", "strangeness", "score", "contribution", "place"
-]  # fmt: skip
-KINDS: tuple[Kind, ...] = get_args(Kind)
-# default limits of a shift: the false discovery rate, and the effect
-MAX_Q, MIN_EFFECT = 0.01, 0.1
 # images from which a sample can be compared at all
 MIN_SAMPLE = 20
-
-_WORDS: dict[str, str] = {
-    "cosine": "cosine", "margin": "margin", "norm": "norm of the scores", "strangeness": "strangeness",
-    "shared_cells": "share of slots that look at the same cell", "score": "score", "contribution": "contribution",
-}  # fmt: skip
 # a bit more than half a unit in the last of a baseline's digits, and the smallest number that has such digits
 _HALF_UNIT, _SMALLEST = 0.501, 1e-12
+# share of the largest change, and bars of a histogram
 _ABOUT_AS_MUCH = 0.9
-# of tests: labels, quantities of images, slots
-_FAMILIES = 3
+_RANGES = 15
 _Counts = NDArray[np.int64]
-
-
-class Share(NamedTuple):
-    """Cases among trials; of pooled slots both may be fractions."""
-
-    cases: float
-    trials: float
-
-    @property
-    def value(self) -> float:
-        """Cases per trial."""
-        return self.cases / self.trials
-
-
-@dataclass(frozen=True)
-class Shift:
-    """One comparison with the baseline, of which `Limits` says whether it is a shift.
-
-    Attributes:
-        kind: what was compared.
-        class_id, slot: of a label, or of a slot's score, contribution or place; None for quantities of all images.
-        pooled: whether the slot stands for all slots of the classes that the baseline pools; its own change is largest.
-        p, q: p-value, and the value adjusted for all tests of the comparison.
-        effect: size of the difference, see the module.
-        rose: whether values rose, or the share did.
-        place: index into `PLACES`; only of a place.
-        value: the value below or above which the samples differ most; only of a distribution.
-        before, after: share of the answers with the class or place, or beyond `value` (below it if values fell).
-        answers_before, answers_after: the answers that were compared.
-    """
-
-    kind: Kind
-    p: float
-    effect: float
-    rose: bool
-    before: float
-    after: float
-    answers_before: int
-    answers_after: int
-    class_id: int | None = None
-    slot: int | None = None
-    pooled: bool = False
-    place: int | None = None
-    value: float | None = None
-    q: float = 1.0
-
-    def describe(self, class_names: Sequence[str]) -> str:
-        """Return one line for people."""
-        name = "" if self.class_id is None else class_names[self.class_id]
-        after, before = f"{self.after:.0%} of {self.answers_after:,}", f"{self.before:.0%} of {self.answers_before:,}"
-        shares = f"{after} answers, {before} in the baseline"
-        if self.kind == "label":
-            return f"{name} is predicted {'more' if self.rose else 'less'} often: {shares}"
-        subject = "" if self.slot is None else f"slot {self.slot} of {name}: "
-        if self.pooled:
-            subject = f"slots of rarely predicted classes, most of all slot {self.slot} of {name}: "
-        if self.place is not None:
-            moved = "moved to" if self.rose else "left"
-            return f"{subject[:-2]} {moved} the {PLACES[self.place]}: {shares}"
-        change, side = ("rose", "above") if self.rose else ("fell", "below")
-        return (
-            f"{subject}{_WORDS[self.kind]} {change}: {after} answers {side} {self.value:.3g}, {before} in the baseline"
-        )
-
-    def to_dict(self, class_names: Sequence[str]) -> dict[str, Any]:
-        """Return the shift for JSON, with the names of its class and place, and in words."""
-        label = None if self.class_id is None else class_names[self.class_id]
-        place = None if self.place is None else PLACES[self.place]
-        return {**asdict(self), "label": label, "place": place, "text": self.describe(class_names)}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What makes a difference a shift: a q-value of at most `max_q`, and an effect of at least `min_effect`."""
-
-    max_q: float = MAX_Q
-    min_effect: float = MIN_EFFECT
-
-    def select(self, tests: Sequence[Shift]) -> list[Shift]:
-        """Return the shifts among all tests of a comparison, the largest effect first."""
-        found = [test for test in tests if test.q <= self.max_q and test.effect >= self.min_effect]
-        return sorted(found, key=lambda shift: (-shift.effect, shift.p))
-
-    def smallest_shift(self, tests: Sequence[Shift], answers: Share) -> float:
-        """Return the distance from which the distribution of one quantity of all images would have been a shift.
-
-        `answers` are the images compared (cases) and those of the baseline (trials).
-        """
-        low, high = 0.0, 1.0
-        quantities = sum(test.kind in QUANTITIES for test in tests)
-        for _ in range(30):
-            middle = (low + high) / 2
-            # the smallest of the p-values of a family of a few tests
-            significant = kolmogorov_smirnov(middle, *answers) * _FAMILIES * quantities <= self.max_q
-            low, high = (low, middle) if significant else (middle, high)
-        return max(high, self.min_effect)
 
 
 class _Edges:
@@ -198,6 +89,18 @@ class _Edges:
             return float(max(fell[at], 0.0)), False, float(self.quantiles[row, at]), most_smaller[at], smaller[at]
         at = int(rose.argmax())
         return float(rose[at]), True, float(self.quantiles[row, at]), 1 - least_up_to[at], 1 - up_to[at]
+
+    def histogram(self, row: int, counts: _Counts) -> list[tuple[str, float, float]]:
+        """Return the ranges between the quantiles in words, and the shares of the old and the new values in each."""
+        # at most about a dozen ranges
+        step = 1 + len(self._levels) // _RANGES
+        ranks = np.searchsorted(self._edges[row], self._high[row, ::step])
+        after = np.diff(np.cumsum(counts)[ranks] / counts.sum(), prepend=0.0, append=1.0)
+        before = np.diff(self._levels[::step], prepend=0.0, append=1.0)
+        texts = [f"{value:.3g}" for value in self.quantiles[row, ::step]]
+        inner = [f"{low} to {high}" for low, high in itertools.pairwise(texts)]
+        names = [f"up to {texts[0]}", *inner, f"above {texts[-1]}"]
+        return list(zip(names, map(float, before), map(float, after), strict=True))
 
 
 class DriftCounts:
@@ -269,6 +172,27 @@ class DriftCounts:
         families = self._compare_labels(), self._compare_quantities(), self._compare_slots()
         return [test for family in families for test in _adjust(list(family))]
 
+    def histogram(self, shift: Shift) -> list[tuple[str, float, float]]:
+        """Return the bars of a shift: what a bar stands for, and its share of the answers before and after.
+
+        Bars are the `PLACES`, or the ranges between the baseline's quantiles; for labels, classes by number as texts.
+        """
+        if shift.class_id is None or shift.slot is None:
+            if shift.kind == "label":
+                before, after = np.array(self.baseline.classes), self.classes
+                shares = zip(before / before.sum(), after / self.images, strict=True)
+                return [(str(class_id), float(old), float(new)) for class_id, (old, new) in enumerate(shares)]
+            return self._quantities[shift.kind].histogram(0, self._counts[shift.kind])
+        row = int(self._rows[shift.class_id * self._m + shift.slot])
+        counts = self._slot_counts[shift.kind][self._channels[row]].sum(axis=0)
+        if shift.kind != "place":
+            return self._slot_edges[shift.kind].histogram(row, counts)
+        measured = self._slots[row]
+        return [
+            (name, 0.0 if measured is None else measured.places[place], float(counts[place] / counts.sum()))
+            for place, name in enumerate(PLACES)
+        ]
+
     def _compare_labels(self) -> Iterator[Shift]:
         before = self.baseline.classes
         for class_id in np.flatnonzero(self.classes + np.array(before)).tolist():
@@ -333,7 +257,7 @@ def _adjust(tests: Sequence[Shift]) -> list[Shift]:
     if not tests:
         return []
     all_q = control_false_discoveries([test.p for test in tests])
-    return [replace(test, q=min(1.0, q * _FAMILIES)) for test, q in zip(tests, all_q, strict=True)]
+    return [replace(test, q=min(1.0, q * FAMILIES)) for test, q in zip(tests, all_q, strict=True)]
 
 
 def _stack(slots: Sequence[SlotBaseline | None], name: str) -> DoubleArray:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import UsageError
-from opal_deploy.records.drift import MIN_SAMPLE, DriftCounts, Kind, Limits, Shift
+from opal_deploy.records.drift import MIN_SAMPLE, DriftCounts
 from opal_deploy.records.observations import observe_records
 from opal_deploy.records.record import Record
+from opal_deploy.records.shifts import Kind, Limits, Shift
 
 # records that are counted together
 _BLOCK = 50

@@ -31,8 +31,8 @@ from prometheus_client import (
 
 from opal_deploy.inference.timing import Stage, StageTimer
 from opal_deploy.logs import one_line
-from opal_deploy.records.drift import KINDS
 from opal_deploy.records.record import Record
+from opal_deploy.records.shifts import KINDS
 from opal_deploy.server.drift import Comparison
 from opal_deploy.server.options import LogFormat
 

@@ -16,14 +16,15 @@ from opal_deploy.auditing.drift import find_drift
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.drift import DriftCounts, Limits
+from opal_deploy.records.drift import DriftCounts
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.observations import observe_outputs, observe_records
 from opal_deploy.records.record import Digests, ImageInfo, build_records, error_record
+from opal_deploy.records.shifts import Limits
 from opal_deploy.records.tables import write_table
 from opal_deploy.runtime.onnx_session import OnnxSession
 from tests.builders import build_checkpoint, export_onnx
-from tests.cli.calls import one_line
+from tests.cli.calls import one_line, read_results
 
 NUMBER = 600
 
@@ -247,3 +248,27 @@ def test_a_model_without_a_fitting_baseline_is_one_line(opal, model, plain_model
     with pytest.raises(UsageError, match="max_q"):
         find_drift(path, max_q=2)
     assert OnnxSession(other, device="cpu", threads=1).metadata.baseline
+
+
+def test_the_page_shows_bars_and_photographs_of_before_and_now(model, make_pictures, opal, tmp_path):
+    folder = tmp_path / "a<b>"
+    make_pictures(folder, 40)
+    opal("infer", folder, "--model", model, "--workers", "1", "--out", tmp_path / "before")
+    changed = read_results(tmp_path / "before")
+    for record in changed:
+        record["evidence"][1].update(cell=[0, 2], box=[64.0, 0.0, 96.0, 32.0])
+    (tmp_path / "now").mkdir()
+    write(tmp_path / "now/results.jsonl", changed)
+    page = tmp_path / "drift.html"
+    done = opal("drift", tmp_path / "now", "--against", tmp_path / "before", "--html", page, "--root", "/")
+    assert done.stderr.splitlines()[-1] == f"Page: {page}"
+    text = page.read_text("utf-8")
+    assert "<h3>Before</h3>" in text
+    assert "<h3>Now</h3>" in text
+    assert text.count("data:image/jpeg;base64,") >= 8
+    assert "moved to the upper right corner" in text
+    assert "a<b>" not in text
+    # photographs that are gone are left out
+    shutil.rmtree(folder)
+    opal("drift", tmp_path / "now", "--against", tmp_path / "before", "--html", page)
+    assert "data:image" not in page.read_text("utf-8")

@@ -20,8 +20,8 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.baseline import PLACES, Baseline
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.records.drift import KINDS
 from opal_deploy.records.observations import observe_records
+from opal_deploy.records.shifts import KINDS
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.server.drift import DriftMonitor, WindowSize, open_monitor
 from tests.builders import build_checkpoint, export_onnx
