@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.baseline import (
     DIGITS,
     LEVELS,
-    MIN_IMAGES,
     PLACES,
     SLOT_LEVELS,
     Baseline,
@@ -37,6 +36,8 @@ from opal_deploy.significance import control_false_discoveries, fisher_exact, ko
 
 # images from which a sample can be compared at all
 MIN_SAMPLE = 20
+# answers with a class from which its slots are compared: each comparison makes the others less certain
+_MIN_ANSWERS = 10
 # a bit more than half a unit in the last of a baseline's digits, and the smallest number that has such digits
 _HALF_UNIT, _SMALLEST = 0.501, 1e-12
 # share of the largest change, and bars of a histogram
@@ -210,7 +211,7 @@ class DriftCounts:
             # slots of one image are not independent of each other: pooled ones count as one
             share = self._m if row == pooled else 1
             answers = self._slot_counts["place"][channels].sum()
-            if measured is None or answers < MIN_IMAGES * share:
+            if measured is None or answers < _MIN_ANSWERS * share:
                 continue
             before, after = max(measured.images // share, 1), int(answers) // share
             for name, edges in self._slot_edges.items():
@@ -225,7 +226,7 @@ class DriftCounts:
     def _own_distances(edges: _Edges, row: int, counts: _Counts, before: int) -> DoubleArray:
         if len(counts) == 1:
             return np.zeros(1)
-        enough = counts.sum(axis=1) >= MIN_IMAGES
+        enough = counts.sum(axis=1) >= _MIN_ANSWERS
         found = (edges.compare(row, own, before) if many else None for own, many in zip(counts, enough, strict=True))
         return np.array([0.0 if one is None else one[0] for one in found])
 
@@ -244,7 +245,7 @@ class DriftCounts:
         test = _compare_share("place", *shares, place=place)
         test = replace(test, p=min(1.0, test.p * int(np.count_nonzero(mean))))
         own = counts[:, place] / np.maximum(counts.sum(axis=1), 1) - old[place]
-        own = np.where(counts.sum(axis=1) >= MIN_IMAGES, own if test.rose else -own, -1.0)
+        own = np.where(counts.sum(axis=1) >= _MIN_ANSWERS, own if test.rose else -own, -1.0)
         return self._name_slot(test, channels, own, pooled)
 
     def _name_slot(self, test: Shift, channels: NDArray[np.int64], changes: DoubleArray, pooled: bool) -> Shift:
