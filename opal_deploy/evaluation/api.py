@@ -85,8 +85,9 @@ class EvaluateOptions(Options):
     record: Annotated[
         bool,
         Option(
-            "Store the figures in the model's file, for `inspect` and `infer --explain`. With --split val also fit a "
-            "temperature for calibrated probabilities, if the model has none. Changes the file's digest.",
+            "Store the figures in the model's file, for `inspect` and `infer --explain`. With --split val also the "
+            "baseline for `drift` and --unknown, and a temperature for calibrated probabilities, if the model has none. "
+            "Changes the file's digest.",
         ),
     ] = False
     log: Log = log_line

@@ -13,7 +13,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.session import choose_samples, prepared_batches
 from opal_deploy.logs import Progress, no_progress
-from opal_deploy.model.neighbours import MAX_IMAGES, Neighbours
+from opal_deploy.model.neighbours import MAX_IMAGES, NUM_NEAREST, Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.observations import observe_outputs
@@ -27,7 +27,7 @@ _BATCH = 16
 def fit_neighbours(
     network: OpalNetwork, samples: list[Sample], *, boxes: bool = True, progress: Progress = no_progress
 ) -> Neighbours | None:
-    """Return the neighbours of a trained network: features of up to 2,000 training images, not augmented.
+    """Return the neighbours of a trained network: features of up to 2,000 training images (or five per class), not augmented.
 
     None for a network without single cells as evidence, and for too few images.
 
@@ -43,7 +43,9 @@ def fit_neighbours(
         return None
     network.eval()
     config, device = network.config, next(network.parameters()).device
-    chosen = [samples[index] for index in choose_samples(samples, MAX_IMAGES)]
+    # so that the nearest five can be of one class
+    limit = max(MAX_IMAGES, NUM_NEAREST * config.num_classes)
+    chosen = [samples[index] for index in choose_samples(samples, limit)]
     parts: list[torch.Tensor] = []
     done = 0
     for pixels, _ in prepared_batches(chosen, config.input_size, boxes=boxes, batch=_BATCH):

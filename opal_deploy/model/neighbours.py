@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 # nearest training images that are averaged over
 NUM_NEAREST = 5
-# training images that are kept, evenly over classes
+# training images that are kept, evenly over classes; more where classes would have fewer than five
 MAX_IMAGES = 2_000
 # directions with a variance of their own
 _RANK = 64
