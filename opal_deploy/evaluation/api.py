@@ -86,8 +86,8 @@ class EvaluateOptions(Options):
         bool,
         Option(
             "Store the figures in the model's file, for `inspect` and `infer --explain`. With --split val also the "
-            "baseline for `drift` and --unknown, and a temperature for calibrated probabilities, if the model has none. "
-            "Changes the file's digest.",
+            "baseline for `drift` and --unknown, and, if the model has none, a temperature for calibrated "
+            "probabilities. Changes the file's digest.",
         ),
     ] = False
     log: Log = log_line

@@ -27,9 +27,10 @@ _BATCH = 16
 def fit_neighbours(
     network: OpalNetwork, samples: list[Sample], *, boxes: bool = True, progress: Progress = no_progress
 ) -> Neighbours | None:
-    """Return the neighbours of a trained network: features of up to 2,000 training images (or five per class), not augmented.
+    """Return the neighbours of a trained network: features of training images, not augmented.
 
-    None for a network without single cells as evidence, and for too few images.
+    Up to 2,000 images are taken, or five per class. None for a network without single cells as evidence, and for
+    too few images.
 
     Args:
         network: left in evaluation mode; computes on its device.
