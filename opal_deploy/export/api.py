@@ -110,6 +110,8 @@ def _open_source(source: Path, options: ExportOptions) -> ExportSource:
         options.log(f"Assumed, since the authors' format does not record it: {settings}")
     elif changed := replace(options, classes=None).changed(CheckpointOptions):
         raise UsageError(f"{source}: {changed}: recorded in the checkpoint; only for the authors' checkpoints")
+    if not options.strangeness:
+        checkpoint.network.neighbours = None
     return CheckpointSource(checkpoint, source)
 
 

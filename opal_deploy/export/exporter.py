@@ -243,7 +243,7 @@ def _describe_file(metadata: Metadata) -> dict[str, Any]:
         **_describe_origin(metadata),
         "precision": metadata.precision,
         "input": metadata.input_kind,
-        "outputs": ["attention" in metadata.outputs, metadata.top_k],
+        "outputs": ["attention" in metadata.outputs, "strangeness" in metadata.outputs, metadata.top_k],
         "argmax": exporter.get("argmax", "operator"),
         "images": exporter.get("images"),
         "calibration images": exporter.get("calibrate"),
@@ -258,7 +258,7 @@ def _describe_request(source: ExportSource, precision: Precision, options: Expor
         **_describe_origin(origin),
         "precision": precision,
         "input": options.input,
-        "outputs": [options.attention, options.listed_classes],
+        "outputs": [options.attention, "strangeness" in origin.outputs, options.listed_classes],
         # an ONNX source keeps its form
         "argmax": origin.exporter.get("argmax", options.argmax),
         "images": None if options.images is None else str(options.images),

@@ -124,7 +124,8 @@ class OnnxSource:
             self._verify_vectors(options)
 
     def _check_interface(self, options: ExportOptions) -> None:
-        if options.attention or options.input != self.metadata.input_kind:
+        removed = not options.strangeness and "strangeness" in self.metadata.outputs
+        if options.attention or removed or options.input != self.metadata.input_kind:
             raise UsageError(f"{self.path}: inputs and outputs are fixed in an ONNX file; export the checkpoint again")
 
     def _verify_vectors(self, options: ExportOptions) -> OnnxSession:

@@ -175,6 +175,14 @@ class ExportOptions(CheckpointOptions, EngineOptions):
         ),
     ] = None
     top_k: Annotated[int, Option("Classes that --outputs topk lists.", min=2, max=32)] = 5
+    strangeness: Annotated[
+        bool,
+        Option(
+            "Output the strangeness of each image, for --unknown, where the checkpoint has it; without it the file "
+            "holds no features of training images.",
+            flag="--strangeness/--no-strangeness",
+        ),
+    ] = True
     argmax: Annotated[
         ArgmaxForm,
         Option("How the graph finds cells: ONNX's ArgMax, or comparisons with the maximum; equal results."),

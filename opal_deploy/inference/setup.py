@@ -198,8 +198,8 @@ def parse_unknown(value: float | str, path: Path, metadata: Metadata, log: Log =
     if "strangeness" not in metadata.outputs:
         record = f"opal-deploy evaluate DATA --model {metadata.checkpoint_name} --split val --record"
         raise UsageError(
-            f"--unknown {text}: {path} computes no strangeness, since its checkpoint keeps no features of training "
-            f"images; add them with `{record}`, then export it again"
+            f"--unknown {text}: {path} computes no strangeness: exported with --no-strangeness, or of a checkpoint "
+            f"without features of training images; add them with `{record}`, then export it again"
         )
     if not text.strip().endswith("%"):
         try:

@@ -111,7 +111,7 @@ def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, f
 
 
 def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact_model):
-    before = "exact.onnx computes no strangeness, since its checkpoint keeps no features of training images; add them"
+    before = "exact.onnx computes no strangeness: exported with --no-strangeness, or of a checkpoint without features"
     assert before in one_line(infer("x", "--unknown", "5%", model=exact_model))
     assert before in one_line(opal("serve", exact_model, "--unknown", "5%", "--port", "0"))
     path = folder / "bare.onnx"
@@ -138,6 +138,14 @@ def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records, 
     expected = [record["strangeness"] for record in records]
     assert [record["strangeness"] for record in found] == pytest.approx(expected, abs=1e-2)
     assert "noise.png" in unknown(found)
+
+
+def test_a_file_without_the_output_holds_no_features(opal, folder):
+    options = ("--out", folder / "without.onnx", "--no-strangeness", "--no-verify", "--threads", "1")
+    check(opal("export", folder / "model.pt", *options))
+    graph = onnx.load(folder / "without.onnx").graph
+    assert [value.name for value in graph.output] == ["logits", "argmax", "scores"]
+    assert not [each.name for each in graph.initializer if "neighbours" in each.name]
 
 
 def test_explain_warns_and_serve_answers_unknown(opal, folder):
