@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,8 @@ DIGITS = 4
 _MAX_STORED = 1_000
 
 
-class Observations(NamedTuple):
+@dataclass(frozen=True)
+class Observations:
     """What a model answered for N images: the part of its records that is compared.
 
     Attributes:
@@ -66,12 +67,13 @@ class Observations(NamedTuple):
 
     def select(self, rows: NDArray[Any]) -> Observations:
         """Return the observations of some images, by indices or by bool [N]."""
-        return Observations(*(array[rows] for array in tuple(self)))
+        return Observations(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     @staticmethod
     def concatenate(parts: Sequence[Observations]) -> Observations:
         """Return the observations of consecutive batches of one model as one."""
-        return Observations(*(np.concatenate(arrays) for arrays in zip(*map(tuple, parts), strict=True)))
+        names = [field.name for field in fields(Observations)]
+        return Observations(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def find_places(cells: NDArray[np.int64], grid: tuple[int, int]) -> NDArray[np.int64]:

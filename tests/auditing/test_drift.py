@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.baseline import PLACES, Baseline, Observations
+from opal_deploy.artifact.baseline import PLACES, Baseline
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.auditing.drift import find_drift
@@ -80,8 +80,9 @@ def write(path, records):
 def test_records_show_the_same_observations_as_outputs(model, outputs, records):
     metadata = onnx_file.read_metadata(model)
     found = observe_records(records, metadata.prototypes_per_class, metadata.grid)
-    for name, one, other in zip(found._fields, found, observe_outputs(outputs[1], metadata), strict=True):
-        assert np.allclose(one, other, equal_nan=True, rtol=1e-6), name
+    expected = dataclasses.asdict(observe_outputs(outputs[1], metadata))
+    for name, values in dataclasses.asdict(found).items():
+        assert np.allclose(values, expected[name], equal_nan=True, rtol=1e-6), name
 
 
 def test_images_of_the_same_kind_show_no_shift(model, records, tmp_path):
@@ -166,7 +167,7 @@ def test_pooled_slots_name_the_one_that_changed_most(model, outputs):
     now = observe_outputs(outputs[1], metadata)
     class_id = int(np.bincount(now.class_ids).argmax())
     scores = np.where((now.class_ids == class_id)[:, None], now.scores + np.array([0, 0, 9]), now.scores)
-    counts.add(Observations(**{**now._asdict(), "scores": scores}))
+    counts.add(dataclasses.replace(now, scores=scores))
     score = next(test for test in counts.compare() if test.kind == "score")
     assert score.pooled
     assert score.slot == 2
