@@ -76,7 +76,7 @@ def measure_baseline(
     parts: list[Outputs] = []
     for pixels, _ in prepared_batches(chosen, metadata.input_size, boxes=boxes, batch=_BATCH):
         parts.append(session.run(pixels))
-        progress(_BATCH * len(parts), len(chosen), "measuring the baseline")
+        progress(min(_BATCH * len(parts), len(chosen)), len(chosen), "measuring the baseline")
     return baseline_of(Outputs.concatenate(parts), metadata, split)
 
 

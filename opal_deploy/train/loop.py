@@ -348,13 +348,6 @@ class _TrainingRun:
         # in float32, which the epoch's own figures on a GPU are not
         val = outputs.compute_metrics(self.network.config.slots)
         calibration = calibrate(outputs.logits, outputs.labels)
-        test = None
-        if self.data.test:
-            images = TrainImages(self.data.test, options.input_size)
-            workers = machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
-            batches = Batches(images, options.batch_size, workers=workers, rank=group.rank, size=group.size)
-            test = evaluate(self.network, batches, progress=self.progress, group=group)
-        metrics = {"epoch": best_epoch, **val.to_dict("val"), **(test.to_dict("test") if test else {})}
         # only the process that writes them measures them, on a bounded number of images
         receptive_field = baseline = None
         if group.is_main:
@@ -363,6 +356,13 @@ class _TrainingRun:
             checkpoint = Checkpoint(self.network, self.data.class_names, receptive_field=receptive_field)
             session = TorchSession(checkpoint, device=str(group.device))
             baseline = measure_baseline(session, self.data.val, progress=self.progress)
+        test = None
+        if self.data.test:
+            images = TrainImages(self.data.test, options.input_size)
+            workers = machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
+            batches = Batches(images, options.batch_size, workers=workers, rank=group.rank, size=group.size)
+            test = evaluate(self.network, batches, progress=self.progress, group=group)
+        metrics = {"epoch": best_epoch, **val.to_dict("val"), **(test.to_dict("test") if test else {})}
         group.barrier()  # other processes may still be reading best.pt
         self.checkpoints.finish(
             state, metrics, receptive_field=receptive_field, calibration=calibration, baseline=baseline

@@ -286,7 +286,7 @@ class SheetContent:
                     del slot[key]
         if self.label is None:
             del document["label"], document["correct"]
-        return {**document, "cautions": self.cautions()}
+        return {**document, "abstained": self.status == "abstained", "cautions": self.cautions()}
 
 
 def format_difference(thousandths: int) -> str:
