@@ -36,6 +36,8 @@ QUANTITIES = ("cosine", "margin", "norm", "shared_cells", "strangeness")
 # significant digits of a stored number
 DIGITS = 4
 _MAX_STORED = 1_000
+# images, and answers of a slot, that a file may state
+_MAX_COUNT = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -221,15 +223,18 @@ class Baseline:
         if not raw:
             return None
         try:
+            images, stride, classes = int(raw["images"]), int(raw["stride"]), tuple(map(int, raw["classes"]))
+            if not (0 < images <= _MAX_COUNT and stride > 0 and min(classes) >= 0 and sum(classes) == images):
+                raise ValueError(f"{images} images, stride {stride}, {sum(classes)} images of its classes")
             columns = raw["slots"]
             rows = zip(*(columns[name] for name in _SLOT_FIELDS), strict=True)
             slots = dict(zip(map(int, columns["channel"]), (_read_slot(row) for row in rows), strict=True))
             pooled = raw["pooled"]
             quantiles = {str(name): _read(values, len(LEVELS)) for name, values in raw["quantiles"].items()}
             return Baseline(
-                int(raw["images"]), str(raw["split"]), int(raw["stride"]), tuple(map(int, raw["classes"])), quantiles,
-                slots, None if pooled is None else _read_slot([pooled[name] for name in _SLOT_FIELDS]),
-                _read(raw["strangeness"], len(_stored_ranks(int(raw["images"]))) if raw["strangeness"] else 0),
+                images, str(raw["split"]), stride, classes, quantiles, slots,
+                None if pooled is None else _read_slot([pooled[name] for name in _SLOT_FIELDS]),
+                _read(raw["strangeness"], len(_stored_ranks(images)) if raw["strangeness"] else 0),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ArtifactError(f"its baseline is not one that `evaluate --record` wrote ({error!r})") from None
@@ -245,11 +250,13 @@ def _stored_ranks(images: int) -> NDArray[np.int64]:
 
 
 def _read_slot(values: Sequence[Any]) -> SlotBaseline:
-    images, score, contribution, places, share = values
+    images, score, contribution, places, share = int(values[0]), *values[1:]
     if share is not None and not is_finite_number(share):
         raise ValueError(f"share {share!r}")
+    if not 0 < images <= _MAX_COUNT or min(places) < 0 or max(places) > 1:
+        raise ValueError(f"{images} answers with places {places!r}")
     return SlotBaseline(
-        int(images), _read(score, len(SLOT_LEVELS)), _read(contribution, len(SLOT_LEVELS) if contribution else 0),
+        images, _read(score, len(SLOT_LEVELS)), _read(contribution, len(SLOT_LEVELS) if contribution else 0),
         _read(places, len(PLACES)), share,
     )  # fmt: skip
 

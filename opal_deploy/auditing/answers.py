@@ -26,26 +26,34 @@ from opal_deploy.storage.urls import is_url, redact
 
 # records that become observations together
 _BLOCK = 1_000
+# channels of a model that is not given: results of far larger ones are damaged, and would fill the memory
+_MAX_CHANNELS = 1_000_000
 # records among which a whole image is looked for
 _LOOKED_AT = 1_000
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What observations need to know of a model: m, the grid (H, W), and the classes' names, empty where unknown."""
+    """What observations need to know of a model: m, the grid (H, W), and the classes' names, empty where unknown.
+
+    `classes` is their number at most.
+    """
 
     slots: int
     grid: tuple[int, int]
+    classes: int
     class_names: list[str] = field(default_factory=list)
 
     @staticmethod
     def of_model(metadata: Metadata) -> Layout:
         """Return the layout that a model's metadata states."""
-        return Layout(metadata.prototypes_per_class, metadata.grid, list(metadata.class_names))
+        return Layout(metadata.prototypes_per_class, metadata.grid, metadata.num_classes, list(metadata.class_names))
 
     def add_name(self, answer: Answer) -> None:
-        """Remember the name of a class."""
+        """Remember the name of a class; raise ValueError for one that the model does not have."""
         class_id = answer["class_id"]
+        if class_id >= self.classes:
+            raise ValueError(f"a class {class_id}, where at most {self.classes:,} are possible")
         self.class_names.extend([""] * (class_id + 1 - len(self.class_names)))
         self.class_names[class_id] = self.class_names[class_id] or answer["label"]
 
@@ -125,18 +133,19 @@ class Answers:
         while block := list(islice(records, _BLOCK)):
             self.statuses.update(record["status"] for record in block)
             answered = [record for record in block if "prediction" in record]
-            for record in answered:
-                self._check_model(record.get("model_sha256"), model_sha256)
-                layout.add_name(record["prediction"])
             if not answered:
                 continue
             try:
-                yield answered, observe_records(answered, layout.slots, layout.grid)
-            except ValueError as error:
+                for record in answered:
+                    self._check_model(record.get("model_sha256"), model_sha256)
+                    layout.add_name(record["prediction"])
+                observations = observe_records(answered, layout.slots, layout.grid)
+            except (ValueError, OverflowError) as error:
                 raise UsageError(
                     f"{self.shown}: its records have {error}; expected results of one OPAL model with single cells as "
                     "evidence"
                 ) from None
+            yield answered, observations
 
     def _check_model(self, digest: str | None, expected: str | None) -> None:
         self.model_sha256 = self.model_sha256 or digest
@@ -171,11 +180,11 @@ class Answers:
                 if (class_id := record["prediction"]["class_id"]) > 0:
                     slots = (slot["channel"] - slot["slot"]) // class_id
                 grid = grid or _find_grid(record["width"], record["height"], slot["cell"], slot["box"])
-            if slots and grid:
-                return Layout(slots, grid)
+            if 0 < slots <= _MAX_CHANNELS and grid:
+                return Layout(slots, grid, _MAX_CHANNELS // slots)
         raise UsageError(
-            f"{self.shown}: it does not show how many cells an image has, as without evidence or with cropped images; "
-            "also give --baseline MODEL"
+            f"{self.shown}: it does not show how many slots a class and cells an image has, as without evidence, with "
+            "cropped images, or if all answers are the first class; also give --baseline MODEL"
         )
 
 

@@ -161,12 +161,7 @@ def parse_min_margin(value: float | str, path: Path, metadata: Metadata, log: Lo
     """
     text = str(value)
     if not text.strip().endswith("%"):
-        try:
-            return float(text)
-        except ValueError:
-            raise UsageError(
-                f"--min-margin {text!r}: expected a margin such as 0.05, or an error rate such as 5%"
-            ) from None
+        return _parse_threshold("--min-margin", text, "a margin such as 0.05, or an error rate such as 5%")
     from opal_deploy.statistics import choose_threshold, smallest_target
 
     rate = parse_rate("--min-margin", text)
@@ -195,6 +190,11 @@ def parse_unknown(value: float | str, path: Path, metadata: Metadata, log: Log =
     images for that rate.
     """
     text = str(value)
+    if metadata.evidence != "exact":
+        raise UsageError(
+            f"--unknown {text}: {path} computes no strangeness, since no single cell is its evidence (evidence "
+            f"{metadata.evidence}); leave --unknown out"
+        )
     if "strangeness" not in metadata.outputs:
         record = f"opal-deploy evaluate DATA --model {metadata.checkpoint_name} --split val --record"
         raise UsageError(
@@ -202,10 +202,7 @@ def parse_unknown(value: float | str, path: Path, metadata: Metadata, log: Log =
             f"without features of training images; add them with `{record}`, then export it again"
         )
     if not text.strip().endswith("%"):
-        try:
-            return float(text)
-        except ValueError:
-            raise UsageError(f"--unknown {text!r}: expected a strangeness such as 0.7, or a rate such as 5%") from None
+        return _parse_threshold("--unknown", text, "a strangeness such as 0.7, or a rate such as 5%")
     rate, baseline = parse_rate("--unknown", text), metadata.known_baseline
     if baseline is None or not baseline.strangeness:
         raise UsageError(
@@ -224,6 +221,17 @@ def parse_unknown(value: float | str, path: Path, metadata: Metadata, log: Log =
         f"it with a probability of at most {100 * rate:g}%"
     )
     return limit
+
+
+def _parse_threshold(option: str, text: str, expected: str) -> float:
+    """Return a finite number; run.json and the records' JSON have no other."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UsageError(f"{option} {text!r}: expected {expected}")
+    return value
 
 
 def fingerprint_model(path: Path) -> dict[str, str]:

@@ -68,7 +68,7 @@ def observe_records(records: Sequence[Record], slots: int, grid: tuple[int, int]
         raise ValueError(f"a slot that is not one of {slots}, or a cell outside of {grid[0]} x {grid[1]}")
     at = places[:, 0], places[:, 1]
     values = np.full((2, count, slots), np.nan)
-    values[0][at] = [slot["score"] for _, slot in rows]
+    values[0][at] = [float(slot["score"]) for _, slot in rows]
     values[1][at] = [_or_nan(slot["contribution"]) for _, slot in rows]
     all_cells = np.zeros((count, slots, 2), np.int64)
     all_cells[at] = cells
@@ -90,4 +90,5 @@ def observe_records(records: Sequence[Record], slots: int, grid: tuple[int, int]
 
 
 def _or_nan(value: Any) -> float:
-    return np.nan if value is None else value
+    # an integer beyond 64 bits would make the array one of objects
+    return np.nan if value is None else float(value)

@@ -209,7 +209,7 @@ def read_table(path: Path) -> Iterator[Record]:
             yield record
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
         raise UsageError(f"{path}: not a table of `infer --format` ({first_line(error)}); give results.jsonl") from None
 
 

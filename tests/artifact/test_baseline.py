@@ -82,6 +82,11 @@ def test_of_exchangeable_images_at_most_the_rate_exceeds_the_threshold(images, r
         ("slots", None),
         ("pooled", {"images": 3}),
         ("classes", ["a"]),
+        ("classes", []),
+        ("classes", [-1]),
+        ("classes", [19]),
+        ("classes", [10**30]),
+        ("stride", 0),
     ],
 )
 def test_a_damaged_baseline_is_refused(key, value):

@@ -110,10 +110,13 @@ def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, f
     assert [record["strangeness"] for record in plain] == [record["strangeness"] for record in records]
 
 
-def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact_model):
+def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact_model, map_model):
     before = "exact.onnx computes no strangeness: exported with --no-strangeness, or of a checkpoint without features"
     assert before in one_line(infer("x", "--unknown", "5%", model=exact_model))
     assert before in one_line(opal("serve", exact_model, "--unknown", "5%", "--port", "0"))
+    assert "no single cell is its evidence (evidence map)" in one_line(infer("x", "--unknown", "5%", model=map_model))
+    for option, value in (("--unknown", "nan"), ("--unknown", "1e400"), ("--min-margin", "nan")):
+        assert f"{option} '{value}': expected" in one_line(infer("x", option, value))
     path = folder / "bare.onnx"
     shutil.copy(folder / "model.onnx", path)
     onnx_file.rewrite_metadata(path, replace(onnx_file.read_metadata(path), baseline={}))
