@@ -191,7 +191,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
         calibration = Calibration.from_dict(raw.get("calibration") or {})
         baseline = Baseline.from_dict(raw.get("baseline") or {})
-    except (AttributeError, KeyError, TypeError, ValueError, ArtifactError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, ArtifactError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     if len(stored_names) != config.num_classes:
         raise CheckpointError(
@@ -201,7 +201,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     _load_state(path, network, state)
     try:
         network.neighbours = Neighbours.from_dict(raw.get("neighbours") or {}, network.backbone.num_features)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     return Checkpoint(
         network,

@@ -75,13 +75,18 @@ class Neighbours(nn.Module):
 
     @staticmethod
     def from_dict(tensors: Mapping[str, Tensor], num_features: int) -> Neighbours | None:
-        """Return the neighbours that `to_dict` wrote; None for an empty dictionary, ValueError for wrong shapes."""
+        """Return the neighbours that `to_dict` wrote; None for an empty dictionary, ValueError for other tensors."""
         if not tensors:
             return None
         shapes = [tuple(tensors[name].shape) for name in _TENSORS]
         rank, images = shapes[1][-1], shapes[2][-1]
-        if shapes != [(num_features,), (num_features, rank), (num_features, images)] or images < NUM_NEAREST:
+        expected = [(num_features,), (num_features, rank), (num_features, images)]
+        if shapes != expected or rank > num_features or not NUM_NEAREST <= images <= MAX_IMAGES:
             raise ValueError(f"neighbours of shapes {shapes}")
+        for name in _TENSORS:
+            tensor = tensors[name]
+            if tensor.layout != torch.strided or not tensor.is_floating_point() or not tensor.float().isfinite().all():
+                raise ValueError(f"neighbours whose {name} is not of finite numbers")
         return Neighbours(*(tensors[name] for name in _TENSORS))
 
     def to_dict(self) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """The strangeness of features against its definition, computed with a whitening matrix."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -76,3 +78,7 @@ def test_a_checkpoint_gives_back_what_it_was_given_and_nothing_else():
             Neighbours.from_dict({**tensors, name: tensor}, D)
     with pytest.raises(ValueError, match="neighbours of shapes"):
         Neighbours.from_dict(tensors, D + 1)
+    bank = tensors["bank"]
+    for damaged in (bank * math.nan, bank.int(), bank.to_sparse()):
+        with pytest.raises(ValueError, match="neighbours whose bank is not of finite numbers"):
+            Neighbours.from_dict({**tensors, "bank": damaged}, D)
