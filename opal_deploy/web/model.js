@@ -166,7 +166,12 @@ function findUsual(channel) {
 /** Why an image is unknown, in the words of `infer`: its strangeness, and the slot whose score is the least usual. */
 function describeStrangeness(strangeness, slots) {
   const text = `strangeness ${strangeness.toFixed(2)}, more than ${model.max_strangeness.toFixed(2)}`;
-  const short = (value) => String(Number(value.toPrecision(2)));
+  // as Python's .2g
+  const short = (value) => {
+    const [digits, power] = value.toExponential(1).split("e").map(Number);
+    if (power >= -4 && power < 2) return String(Number(value.toPrecision(2)));
+    return `${digits}e${power < 0 ? "-" : "+"}${String(Math.abs(power)).padStart(2, "0")}`;
+  };
   let worst = 1, words = "; the slots score as usual";
   for (const { slot, channel, score } of slots) {
     const usual = findUsual(channel);
