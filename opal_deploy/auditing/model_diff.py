@@ -51,8 +51,9 @@ class ImageChange:
         image, image_index: name and index in the record; None without an index.
         kind: the largest change: `error` (from or to an error, or another error), `class`, `cell` of a slot (or slots
             that only one record has, such as dropped ones), `contribution` of a slot or `margin` by more than the
-            tolerance (or abstained and not).
+            tolerance (or another status).
         before, after: label or error code.
+        status: such as `ok -> unknown`; None if it is the same.
         moved: slots that moved; None if the classes differ or a model shows no cells.
         slots: number of slots compared.
         unmatched: number of slots that only one of the records has.
@@ -66,6 +67,7 @@ class ImageChange:
     kind: Kind
     before: str
     after: str
+    status: str | None
     moved: tuple[int, ...] | None
     slots: int
     unmatched: int
@@ -93,7 +95,8 @@ class ImageChange:
             moved = f", {len(self.moved)} of {self.slots} cells moved" if self.moved else ""
             moved += f", {count_of(self.unmatched, 'slot')} in only one model" if self.unmatched else ""
             contribution = f", largest contribution change {self.contribution:.2g}" if self.contribution else ""
-            text = f"{self.after}{moved}{contribution}"
+            status = f", {self.status}" if self.status else ""
+            text = f"{self.after}{status}{moved}{contribution}"
         margin = "" if self.margin is None else f", margin {self.margin:+.4f}"
         return f"{text}{margin}{' (the image file differs)' if self.image_changed else ''}"
 
@@ -199,11 +202,12 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
     before, after = _label_or_code(old), _label_or_code(new)
     margins = old.get("margin"), new.get("margin")
     margin = None if margins[0] is None or margins[1] is None else margins[1] - margins[0]
+    status = None if old["status"] == new["status"] else f"{old['status']} -> {new['status']}"
     moved: tuple[int, ...] | None = None
     largest: float | None = None
     slots = unmatched = 0
     if "prediction" not in old or "prediction" not in new:
-        kind: Kind = "same" if before == after and old["status"] == new["status"] else "error"
+        kind: Kind = "same" if before == after and status is None else "error"
     elif before != after:
         kind = "class"
     else:
@@ -220,13 +224,13 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
             kind = "cell"
         elif largest is not None and largest > tolerance:
             kind = "contribution"
-        elif abs(margin or 0.0) > tolerance or old["status"] != new["status"]:
+        elif abs(margin or 0.0) > tolerance or status is not None:
             kind = "margin"
         else:
             kind = "same"
     digests = old.get("image_sha256"), new.get("image_sha256")
     return ImageChange(
-        new["image"] or "", new.get("image_index"), kind, before, after, moved, slots, unmatched, largest, margin,
+        new["image"] or "", new.get("image_index"), kind, before, after, status, moved, slots, unmatched, largest, margin,
         image_changed=None not in digests and digests[0] != digests[1],
     )  # fmt: skip
 

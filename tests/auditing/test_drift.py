@@ -222,6 +222,10 @@ def _set(records, **values):
         ),
         (lambda r, _: [{k: v for k, v in one.items() if k != "evidence"} for one in r], "its records have no evidence"),
         (lambda r, _: _set(r, evidence=[{**r[0]["evidence"][0], "slot": 3}]), "a slot that is not one of 3"),
+        (
+            lambda r, _: _set(r, prediction={**r[0]["prediction"], "class_id": 10**9}),
+            "its records have a class 1000000000, where at most",
+        ),
     ],
 )
 def test_results_that_cannot_be_compared_are_one_line(opal, model, records, tmp_path, make, message):

@@ -74,6 +74,7 @@ def test_every_kind_is_told_apart_and_the_worst_comes_first(tmp_path):
         "sure", "unsure", "two cells", "one cell", "contribution", "margin", "abstained",
     ]  # fmt: skip
     assert {change.image for change, _, _ in report.worst[:2]} == {"gone", "back"}
+    assert "ok -> abstained" in str(report.worst[-1][0])
     assert (report.slots, report.moved) == (12, 3)
     assert report.largest_contribution == pytest.approx(0.02)
     assert (report.worst[2][0].before, report.worst[2][0].after) == ("ash", "birch")
