@@ -230,8 +230,8 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
             kind = "same"
     digests = old.get("image_sha256"), new.get("image_sha256")
     return ImageChange(
-        new["image"] or "", new.get("image_index"), kind, before, after, status, moved, slots, unmatched, largest, margin,
-        image_changed=None not in digests and digests[0] != digests[1],
+        new["image"] or "", new.get("image_index"), kind, before, after, status, moved, slots, unmatched, largest,
+        margin, image_changed=None not in digests and digests[0] != digests[1],
     )  # fmt: skip
 
 
