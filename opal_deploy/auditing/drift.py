@@ -145,6 +145,10 @@ def _find_reference(
             f"{answers.shown}: its model is neither beside it nor in this folder; give --baseline MODEL, or --against "
             "earlier results"
         )
+    if metadata.evidence != "exact":
+        raise UsageError(
+            f"{path}: no single cell is its evidence (evidence {metadata.evidence}); expected an OPAL model"
+        )
     try:
         baseline = Baseline.from_dict(metadata.baseline)
     except ArtifactError as error:

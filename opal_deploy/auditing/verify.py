@@ -168,8 +168,24 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
         # lines that are not records are different, and not computed again
         looked_at = max(report.checked, report.different)
         failures.append(f"{report.different} of {looked_at} checked records differ from what this model computes")
-    failure = f"{path}: {', '.join(failures)}; the first: {report.findings[0]}" if failures else ""
+    hint = _hint_at_thresholds(report, inference)
+    failure = f"{path}: {', '.join(failures)}; the first: {report.findings[0]}{hint}" if failures else ""
     return Verification(document, failure)
+
+
+def _hint_at_thresholds(report: RecordsReport, inference: InferenceOptions) -> str:
+    """Return which thresholds to give if records have a status that only a threshold can give; empty if none."""
+    differences = [difference for finding in report.findings for difference in finding.differences]
+    statuses = [difference.recorded for difference in differences if difference.field == "status"]
+    missing = [
+        option
+        for status, option, threshold in (
+            ("abstained", "--min-margin", inference.min_margin),
+            ("unknown", "--max-strangeness", inference.max_strangeness),
+        )
+        if status in statuses and threshold is None
+    ]
+    return f"; give the {' and '.join(missing)} with which they were made" if missing else ""
 
 
 def _inference_options(run: dict[str, Any], options: VerifyOptions, session: Session) -> InferenceOptions:

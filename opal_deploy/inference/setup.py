@@ -217,7 +217,7 @@ def parse_unknown(value: float | str, path: Path, metadata: Metadata, log: Log =
             "more, or a strangeness"
         )
     log(
-        f"Unknown above strangeness {limit:.3f}: an image like the {baseline.images:,} {baseline.split} images exceeds "
+        f"Unknown above strangeness {limit}: an image like the {baseline.images:,} {baseline.split} images exceeds "
         f"it with a probability of at most {100 * rate:g}%"
     )
     return limit

@@ -80,6 +80,10 @@ def test_strangers_are_unknown_and_say_why(records, folder, opal):
             assert record["prediction"]["label"]
     done = check(opal("verify", "out", "--model", "model.onnx", "--all", *CPU, cwd=folder))
     assert f"{len(records)} of {len(records)} records match the model" in done.stderr
+    shutil.copy(folder / "out/results.jsonl", folder / "alone.jsonl")
+    done = check(opal("verify", "alone.jsonl", "--model", "model.onnx", "--all", *CPU, cwd=folder), 4)
+    assert "; give the --max-strangeness with which they were made" in done.stderr
+    check(opal("verify", "alone.jsonl", "--model", "model.onnx", "--max-strangeness", limit, *CPU, cwd=folder))
     # summary, table and report say it
     assert json.loads((folder / "out/summary.json").read_text("utf-8"))["statuses"]["unknown"] == len(unknown(records))
     rows = (folder / "out/results.csv").read_text("utf-8")
