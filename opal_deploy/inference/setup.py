@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opal_deploy.artifact.files import check_sha256, compute_sha256
+from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import Log, log_line
@@ -196,10 +196,13 @@ def parse_unknown(value: float | str, path: Path, metadata: Metadata, log: Log =
             f"{metadata.evidence}); leave --unknown out"
         )
     if "strangeness" not in metadata.outputs:
-        record = f"opal-deploy evaluate DATA --model {metadata.checkpoint_name} --split val --record"
+        is_checkpoint = model_kind(path) == "checkpoint"
+        why = "its checkpoint has no features of training images"
+        model, after = (path, "") if is_checkpoint else (metadata.checkpoint_name, ", then export it again")
         raise UsageError(
-            f"--unknown {text}: {path} computes no strangeness: exported with --no-strangeness, or of a checkpoint "
-            f"without features of training images; add them with `{record}`, then export it again"
+            f"--unknown {text}: {path} computes no strangeness: "
+            f"{why if is_checkpoint else f'exported with --no-strangeness, or {why}'}; add them with "
+            f"`opal-deploy evaluate DATA --model {model} --split val --record`{after}"
         )
     if not text.strip().endswith("%"):
         return _parse_threshold("--unknown", text, "a strangeness such as 0.7, or a rate such as 5%")

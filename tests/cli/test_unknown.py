@@ -115,7 +115,7 @@ def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, f
 
 
 def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact_model, map_model):
-    before = "exact.onnx computes no strangeness: exported with --no-strangeness, or of a checkpoint without features"
+    before = "exact.onnx computes no strangeness: exported with --no-strangeness, or its checkpoint has no features of"
     assert before in one_line(infer("x", "--unknown", "5%", model=exact_model))
     assert before in one_line(opal("serve", exact_model, "--unknown", "5%", "--port", "0"))
     assert "no single cell is its evidence (evidence map)" in one_line(infer("x", "--unknown", "5%", model=map_model))
