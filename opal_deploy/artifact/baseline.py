@@ -42,7 +42,7 @@ _MAX_COUNT = 1 << 31
 
 @dataclass(frozen=True)
 class Observations:
-    """What a model answered for N images: the part of its records that is compared.
+    """The part of a model's answers for N images that is compared with a baseline.
 
     Attributes:
         class_ids: int64 [N], the predicted classes.

@@ -34,7 +34,7 @@ _LOOKED_AT = 1_000
 
 @dataclass(frozen=True)
 class Layout:
-    """What observations need to know of a model: m, the grid (H, W), and the classes' names, empty where unknown.
+    """The part of a model that observations depend on: m, the grid (H, W), and the classes' names, empty where unknown.
 
     `classes` is their number at most.
     """

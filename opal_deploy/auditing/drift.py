@@ -124,7 +124,6 @@ def _find_reference(
     answers: Answers, earlier: Answers | None, options: DriftOptions
 ) -> tuple[Baseline, Layout, str | None, str]:
     """Return the baseline, the model's layout, its digest if known, and what the baseline is, in words."""
-    from opal_deploy.artifact.baseline import Baseline
     from opal_deploy.artifact.files import compute_sha256
     from opal_deploy.auditing.answers import Layout
     from opal_deploy.errors import ArtifactError
@@ -150,7 +149,7 @@ def _find_reference(
             f"{path}: no single cell is its evidence (evidence {metadata.evidence}); expected an OPAL model"
         )
     try:
-        baseline = Baseline.from_dict(metadata.baseline)
+        baseline = metadata.known_baseline
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from None
     if baseline is None:

@@ -114,7 +114,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Limits:
-    """What makes a difference a shift: a q-value of at most `max_q`, and an effect of at least `min_effect`."""
+    """The limits from which a difference is a shift: q at most `max_q`, and an effect of at least `min_effect`."""
 
     max_q: float = MAX_Q
     min_effect: float = MIN_EFFECT

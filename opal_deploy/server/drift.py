@@ -62,7 +62,7 @@ class Window:
 
     @property
     def limits(self) -> Limits:
-        """What counts as a shift in a window of this many images."""
+        """The limits of a shift in a window of this many images."""
         return Limits(max_q=min(_MAX_Q, self.counts.images / IMAGES_PER_FALSE_ALARM))
 
     def compare(self) -> Comparison:
@@ -178,7 +178,7 @@ class DriftMonitor:
 
 def open_monitor(metadata: Metadata, size: WindowSize) -> DriftMonitor | None:
     """Return the monitor of a model; None without windows, or if the model has no baseline of its own stride."""
-    baseline = Baseline.from_dict(metadata.baseline)
+    baseline = metadata.known_baseline
     if baseline is None or size == WindowSize(None, None) or baseline.stride != metadata.stride:
         return None
     return DriftMonitor(metadata, baseline, size)
