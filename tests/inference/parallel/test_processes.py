@@ -4,9 +4,8 @@ import functools
 import os
 import shutil
 import signal
-import time
-from pathlib import Path
 
+import psutil
 import pytest
 
 from opal_deploy.errors import UsageError
@@ -56,13 +55,6 @@ def one_process(tmp_path_factory, opal, model, images):
     return run
 
 
-def find_descendants(pid):
-    """Return the processes that a process started, and those that they started."""
-    lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    children = [int(child) for child in " ".join(lists).split()]
-    return children + [below for child in children for below in find_descendants(child)]
-
-
 @pytest.mark.data
 def test_photographs_get_the_files_of_one_process(infer, one_process, photographs):
     (infer.cwd / "list.txt").write_text("\n".join(map(str, photographs[:8])))
@@ -80,8 +72,8 @@ def test_photographs_get_the_files_of_one_process(infer, one_process, photograph
 def test_a_worker_that_is_killed_costs_no_record(infer, one_process):
     process = infer.start("two", "--explain", "--processes", "2")
     infer.wait_for("two", 1, process)
-    # the workers come first
-    os.kill(find_descendants(process.pid)[0], signal.SIGKILL)
+    # its own children are the workers; theirs decode images
+    psutil.Process(process.pid).children()[0].kill()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 3, stderr
     assert "A worker process was ended by SIGKILL; its " in stderr
@@ -118,15 +110,13 @@ def test_an_image_that_kills_its_worker_gets_a_record_and_the_others_their_answe
 def test_a_run_that_was_ended_leaves_no_process_and_goes_on_with_another_number(infer, one_process, end, options, then):
     process = infer.start("out", *options, "--processes", "2")
     infer.wait_for("out", 1, process)
-    started = find_descendants(process.pid)
+    started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) >= 2
     process.send_signal(end)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == (-end if end is signal.SIGKILL else 130), stderr
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in started):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert not alive
     done = infer("out", *options, "--processes", then)
     assert done.returncode == 3, done.stderr
     assert " records are there already" in done.stderr
