@@ -131,6 +131,7 @@ class Baseline:
         pooled: of the slots of all other classes; None if there are none.
         strangeness: the images' values in ascending order, or 1,000 of them at even ranks, from which a threshold is
             chosen; empty where not known.
+        background: images of none of the classes that the strangeness was computed with.
     """
 
     images: int
@@ -141,9 +142,10 @@ class Baseline:
     slots: Mapping[int, SlotBaseline] = field(default_factory=dict)
     pooled: SlotBaseline | None = None
     strangeness: tuple[float, ...] = ()
+    background: int = 0
 
     @staticmethod
-    def measure(observations: Observations, split: str, stride: int, num_classes: int) -> Baseline:
+    def measure(observations: Observations, split: str, stride: int, num_classes: int, background: int = 0) -> Baseline:
         """Return the baseline of the answers to N validation images, N at least 1."""
         counts = np.bincount(observations.class_ids, minlength=num_classes)
         quantiles = {}
@@ -165,7 +167,8 @@ class Baseline:
             ranks = _stored_ranks(len(observations))
             strangeness = tuple(round(value, 6) for value in np.sort(observations.strangeness)[ranks - 1].tolist())
         images = len(observations)
-        return Baseline(images, split, stride, tuple(counts.tolist()), quantiles, slots, pooled, strangeness)
+        classes = tuple(counts.tolist())
+        return Baseline(images, split, stride, classes, quantiles, slots, pooled, strangeness, background)
 
     def find_slot(self, channel: int) -> SlotBaseline | None:
         """Return the distribution of a slot by its channel, or that of the pooled ones; None if there is neither."""
@@ -181,8 +184,9 @@ class Baseline:
         few = sum(count < MIN_IMAGES for count in self.classes)
         pooled = f"; the slots of {few} classes with fewer than {MIN_IMAGES} images are pooled" if few else ""
         counts = f"{min(self.classes):,} to {max(self.classes):,} per predicted class"
+        background = f"; strangeness knows {self.background:,} background images" if self.background else ""
         return [
-            f"{self.images:,} {self.split} images, {counts}{pooled}",
+            f"{self.images:,} {self.split} images, {counts}{pooled}{background}",
             f"median (and 90 % of images) of {', '.join(usual)}",
         ]
 
@@ -211,6 +215,7 @@ class Baseline:
             "slots": {"channel": list(self.slots), **columns},
             "pooled": None if self.pooled is None else {name: getattr(self.pooled, name) for name in _SLOT_FIELDS},
             "strangeness": list(self.strangeness),
+            "background": self.background,
         }
 
     @staticmethod
@@ -226,6 +231,8 @@ class Baseline:
             images, stride, classes = int(raw["images"]), int(raw["stride"]), tuple(map(int, raw["classes"]))
             if not (0 < images <= _MAX_COUNT and stride > 0 and min(classes) >= 0 and sum(classes) == images):
                 raise ValueError(f"{images} images, stride {stride}, {sum(classes)} images of its classes")
+            if not 0 <= (background := int(raw.get("background", 0))) <= _MAX_COUNT:
+                raise ValueError(f"{background} background images")
             columns = raw["slots"]
             rows = zip(*(columns[name] for name in _SLOT_FIELDS), strict=True)
             slots = dict(zip(map(int, columns["channel"]), (_read_slot(row) for row in rows), strict=True))
@@ -234,7 +241,7 @@ class Baseline:
             return Baseline(
                 images, str(raw["split"]), stride, classes, quantiles, slots,
                 None if pooled is None else _read_slot([pooled[name] for name in _SLOT_FIELDS]),
-                _read(raw["strangeness"], len(_stored_ranks(images)) if raw["strangeness"] else 0),
+                _read(raw["strangeness"], len(_stored_ranks(images)) if raw["strangeness"] else 0), background,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ArtifactError(f"its baseline is not one that `evaluate --record` wrote ({error!r})") from None

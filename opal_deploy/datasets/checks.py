@@ -62,8 +62,7 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
     exists = _check_each(samples, lambda sample: os.path.isfile(sample.path))  # Path.is_file may raise
     missing = [path for path, is_there in exists.items() if not is_there]
     existing = [sample for sample in samples if exists[sample.path]]
-    reasons = _check_each(existing, _header_problem, progress)
-    unreadable = {path: reason for path, reason in reasons.items() if reason is not None}
+    unreadable = find_header_problems(existing, progress)
     # missing images are an error of their own: they do not also make a split empty
     usable = _without_paths(data, {*missing, *unreadable} if skip_missing else unreadable)
 
@@ -77,7 +76,7 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
             problems.append(f"{line}: {names} (--skip-missing leaves them out)")
     if unreadable:
         names = shorten_list([f"{display_path(path, data.root)} ({reason})" for path, reason in unreadable.items()])
-        files = pluralize(len(reasons), "file", "files")
+        files = pluralize(len(exists) - len(missing), "file", "files")
         warnings.append(f"{len(unreadable):,} of {files} cannot be used, left out: {names}")
     if unlisted := sorted(set(_walk_images(listing.image_folders)) - exists.keys()):
         names = shorten_list([display_path(path, data.root) for path in unlisted])
@@ -103,6 +102,12 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
             f"{data.root}: {'; '.join(problems)}; {listing.advice}{'; also found: ' if also else ''}{'; '.join(also)}"
         )
     return replace(usable, warnings=warnings, skipped=[*missing, *unreadable])
+
+
+def find_header_problems(samples: list[Sample], progress: Progress | None = None) -> dict[Path, str]:
+    """Return why files cannot be used, judged by their headers, for those that cannot."""
+    reasons = _check_each(samples, _header_problem, progress)
+    return {path: reason for path, reason in reasons.items() if reason is not None}
 
 
 def _check_each(samples: list[Sample], check: Callable[[Sample], T], progress: Progress | None = None) -> dict[Path, T]:

@@ -12,10 +12,10 @@ from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, IntArray
 from opal_deploy.artifact.slots import Slots
-from opal_deploy.datasets.samples import Sample, list_images
+from opal_deploy.datasets.background import list_background
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.editing.api import EditOptions
 from opal_deploy.editing.scores import Scores
-from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import Annotations
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.inputs import read_inputs
@@ -64,9 +64,7 @@ def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOpt
     """
     assert options.data is not None
     reading = options.evaluate_options()
-    background_images = None if options.background is None else list_images(Path(options.background))
-    if background_images == []:
-        raise UsageError(f"--background {options.background}: no images there; expected a folder of JPEG or PNG files")
+    unlabelled = None if options.background is None else list_background(options.background)
     inputs = read_inputs(Path(options.data), {path: metadata}, reading)
     session = _open(path, kind, metadata, options, restore)
     measured = evaluate_session(
@@ -76,8 +74,7 @@ def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOpt
     assert outputs.scores is not None  # evidence is exact
     assert outputs.argmax is not None
     background = None
-    if background_images is not None:
-        unlabelled = [Sample(path, 0) for path in background_images]
+    if unlabelled is not None:
         background = evaluate_session(
             session, unlabelled, batch=options.batch, progress=options.progress, model=str(path)
         ).outputs.scores

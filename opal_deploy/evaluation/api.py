@@ -90,6 +90,14 @@ class EvaluateOptions(Options):
             "probabilities. Changes the file's digest.",
         ),
     ] = False
+    background: Annotated[
+        StrPath | None,
+        Option(
+            "Folder of images of none of the classes, such as empty scenes: with --split val --record, images like "
+            "them become stranger for --unknown. For checkpoints.",
+            default="those of training", cli=Path,
+        ),
+    ] = None  # fmt: skip
     log: Log = log_line
     progress: Progress = no_progress
 

@@ -13,7 +13,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.session import choose_samples, prepared_batches
 from opal_deploy.logs import Progress, no_progress
-from opal_deploy.model.neighbours import MAX_IMAGES, NUM_NEAREST, Neighbours
+from opal_deploy.model.neighbours import MAX_IMAGES, Neighbours, max_images
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.observations import observe_outputs
@@ -25,16 +25,22 @@ _BATCH = 16
 
 
 def fit_neighbours(
-    network: OpalNetwork, samples: list[Sample], *, boxes: bool = True, progress: Progress = no_progress
+    network: OpalNetwork,
+    samples: list[Sample],
+    background: list[Sample],
+    *,
+    boxes: bool = True,
+    progress: Progress = no_progress,
 ) -> Neighbours | None:
     """Return the neighbours of a trained network: features of training images, not augmented.
 
-    Up to 2,000 images are taken, or five per class. None for a network without single cells as evidence, and for
-    too few images.
+    Up to 2,000 images are taken, or five per class, and up to 2,000 of `background`. None for a network without single
+    cells as evidence, and for too few images.
 
     Args:
         network: left in evaluation mode; computes on its device.
         samples: the training images.
+        background: images of none of the classes; none, or at least five.
         boxes: crop images to their boxes, as in training.
 
     Raises:
@@ -44,9 +50,9 @@ def fit_neighbours(
         return None
     network.eval()
     config, device = network.config, next(network.parameters()).device
-    # so that the nearest five can be of one class
-    limit = max(MAX_IMAGES, NUM_NEAREST * config.num_classes)
-    chosen = [samples[index] for index in choose_samples(samples, limit)]
+    known = [samples[index] for index in choose_samples(samples, max_images(config.num_classes))]
+    others = [background[index] for index in choose_samples(background, MAX_IMAGES)]
+    chosen = known + others
     parts: list[torch.Tensor] = []
     done = 0
     for pixels, _ in prepared_batches(chosen, config.input_size, boxes=boxes, batch=_BATCH):
@@ -54,17 +60,24 @@ def fit_neighbours(
         with torch.inference_mode():
             parts.append(network.backbone(inputs).float().mean((2, 3)).cpu())
         done += len(pixels)
-        progress(done, len(chosen), "keeping features of training images")
+        progress(done, len(chosen), "keeping features of images")
     # of inference mode, whose tensors a module cannot keep
-    features, labels = torch.cat(parts).clone(), torch.tensor([sample.label for sample in chosen])
-    neighbours = Neighbours.fit(features, labels)
+    features, labels = torch.cat(parts).clone(), torch.tensor([sample.label for sample in known])
+    neighbours = Neighbours.fit(features[: len(known)], labels, features[len(known) :])
     return None if neighbours is None else neighbours.to(device)
 
 
 def measure_baseline(
-    session: Session, samples: list[Sample], *, boxes: bool = True, split: str = "val", progress: Progress = no_progress
+    session: Session,
+    samples: list[Sample],
+    *,
+    boxes: bool = True,
+    background: int = 0,
+    progress: Progress = no_progress,
 ) -> Baseline | None:
     """Return the baseline of a model on up to 5,000 validation images; None unless single cells are its evidence.
+
+    `background` is the number of images of none of the classes that its strangeness was computed with.
 
     Raises:
         UsageError: an image cannot be used.
@@ -77,9 +90,10 @@ def measure_baseline(
     for pixels, _ in prepared_batches(chosen, metadata.input_size, boxes=boxes, batch=_BATCH):
         parts.append(session.run(pixels))
         progress(min(_BATCH * len(parts), len(chosen)), len(chosen), "measuring the baseline")
-    return baseline_of(Outputs.concatenate(parts), metadata, split)
+    return baseline_of(Outputs.concatenate(parts), metadata, background)
 
 
-def baseline_of(outputs: Outputs, metadata: Metadata, split: str) -> Baseline:
+def baseline_of(outputs: Outputs, metadata: Metadata, background: int) -> Baseline:
     """Return the baseline of a model with `exact` evidence from its outputs for validation images."""
-    return Baseline.measure(observe_outputs(outputs, metadata), split, metadata.stride, metadata.num_classes)
+    observed = observe_outputs(outputs, metadata)
+    return Baseline.measure(observed, "val", metadata.stride, metadata.num_classes, background)

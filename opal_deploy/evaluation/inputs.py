@@ -11,6 +11,7 @@ from typing import Any
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
+from opal_deploy.datasets.background import read_background
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample, pluralize
@@ -62,12 +63,14 @@ class EvaluationInputs:
     Attributes:
         part_locations: CUB's part locations; None for other data sets or with --no-parts.
         annotations: one per sample, for the pointing game; may be empty.
+        background: images of none of the classes, for the strangeness; may be empty.
     """
 
     data: DataSet
     samples: list[Sample]
     part_locations: PartLocations | None
     annotations: Annotations
+    background: list[Sample]
 
 
 def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOptions) -> EvaluationInputs:
@@ -110,6 +113,13 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
         raise UsageError(f"{path}: it has no prototypes (evidence none), so no margins; leave --target-error out")
     if options.record:
         check_recordable(path, metadata)
+    if options.background is not None:
+        if not options.record or options.split != "val":
+            raise UsageError("--background: its features are stored with the baseline; add --split val --record")
+        if model_kind(path) != "checkpoint":
+            raise UsageError(
+                f"{path}: --background needs the checkpoint that it was exported from; record it there and export again"
+            )
 
 
 def check_single_cells(metadata: Metadata, model: str) -> None:
@@ -204,6 +214,7 @@ def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInpu
         samples,
         cub.read_parts(data_set.root, samples) if use_parts and located else None,
         annotate(data_set, samples, boxes=options.boxes, parts=use_parts, objects=objects),
+        [] if options.background is None else read_background(options.background, data_set),
     )
 
 

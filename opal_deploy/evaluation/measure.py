@@ -10,6 +10,7 @@ from pathlib import Path
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import model_kind, write_json
 from opal_deploy.artifact.measurements import ReceptiveField
+from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import files
 from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.baseline import baseline_of, fit_neighbours, measure_baseline
@@ -120,6 +121,11 @@ class _ModelMeasurement:
     def run(self) -> ModelEvaluation:
         """Measure the model, log each figure as soon as it is known, and write the files."""
         options, inputs, metadata = self.options, self.inputs, self.session.metadata
+        if inputs.background and not self._has_validation_images():
+            raise UsageError(
+                f"{self.path}: --background: these images or crops are not the ones that training set aside; give the "
+                "data set that the model was trained on, with its --boxes or --no-boxes"
+            )
         evaluation = evaluate_session(
             self.session,
             inputs.samples,
@@ -174,17 +180,22 @@ class _ModelMeasurement:
         return self.options.split == "val" and same_images and same_crop
 
     def _measure_baseline(self, evaluation: EvaluationResult) -> tuple[Baseline | None, Neighbours | None]:
-        """Return the baseline on validation images; for a checkpoint without neighbours fit these first."""
+        """Return the baseline on validation images; for a checkpoint without neighbours, or for others, fit these."""
         if not self._has_validation_images():
             return None, None
-        metadata, data, boxes = self.session.metadata, self.inputs.data, self.options.boxes
-        if "strangeness" in metadata.outputs or model_kind(self.path) != "checkpoint" or not data.train:
-            return baseline_of(evaluation.outputs, metadata, self.options.split), None
+        metadata, data, background = self.session.metadata, self.inputs.data, self.inputs.background
+        has_neighbours = "strangeness" in metadata.outputs and not background
+        if has_neighbours or model_kind(self.path) != "checkpoint" or not data.train:
+            known = metadata.known_baseline
+            return baseline_of(evaluation.outputs, metadata, known.background if known else 0), None
         loaded = checkpoint.load(self.path)
         network = loaded.network.to(torch_device(self.options.device))
-        network.neighbours = fit_neighbours(network, data.train, boxes=boxes, progress=self.options.progress)
+        boxes, progress = self.options.boxes, self.options.progress
+        network.neighbours = fit_neighbours(network, data.train, background, boxes=boxes, progress=progress)
         session = TorchSession(loaded, device=self.options.device, threads=self.options.threads)
-        baseline = measure_baseline(session, self.inputs.samples, boxes=boxes, progress=self.options.progress)
+        baseline = measure_baseline(
+            session, self.inputs.samples, boxes=boxes, background=len(background), progress=progress
+        )
         return baseline, network.neighbours
 
     def _measure_risk(self, evaluation: EvaluationResult) -> Threshold | None:

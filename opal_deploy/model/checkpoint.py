@@ -200,7 +200,9 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     network = OpalNetwork(config)
     _load_state(path, network, state)
     try:
-        network.neighbours = Neighbours.from_dict(raw.get("neighbours") or {}, network.backbone.num_features)
+        network.neighbours = Neighbours.from_dict(
+            raw.get("neighbours") or {}, network.backbone.num_features, config.num_classes
+        )
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     return Checkpoint(

@@ -6,6 +6,9 @@ the mean cosine to the five nearest training images (as Sun, Ming, Zhu and Li, "
 nearest neighbors", ICML 2022, take the k-th nearest of plain features); the strangeness is 1 minus that, in [0, 2].
 docs/reference/measurements-unknown.md compares it with the alternatives.
 
+Images of none of the classes may be kept, too. An image that is nearer to the five nearest of them than to the training
+images is stranger by twice the difference; all others are as strange as without them.
+
 The covariance within classes is S = U diag(w) U' + v (I - U U'), of rank r and with equal variance v in the other
 directions (probabilistic PCA), after shrinkage towards its mean variance. Nothing needs a D x D matrix.
 """
@@ -19,14 +22,16 @@ from torch import Tensor, nn
 
 # nearest training images that are averaged over
 NUM_NEAREST = 5
-# training images that are kept, evenly over classes; more where classes would have fewer than five
+# training images that are kept, evenly over classes, more where classes would have fewer than five; and images of none
 MAX_IMAGES = 2_000
 # directions with a variance of their own
 _RANK = 64
 # weight of the mean variance beside the measured covariance
 _SHRINKAGE = 1.0
+# of the difference between the similarity to background and to training images; measured
+_BACKGROUND_WEIGHT = 2.0
 _TINY = 1e-12
-_TENSORS = ("mean", "basis", "bank")
+_TENSORS = ("mean", "basis", "bank", "background")
 
 
 class Neighbours(nn.Module):
@@ -37,23 +42,30 @@ class Neighbours(nn.Module):
         basis: float32 [D, r], B = U sqrt(1 - v / w), so that v S^-1 = I - B B'.
         bank: float32 [D, M], S^-1 (t - mean) of each training image, scaled so that its product with x - mean is the
             cosine times the length of x - mean.
+        background: float32 [D, B], the same of each image of none of the classes; B is 0, or at least 5.
     """
 
     mean: Tensor
     basis: Tensor
     bank: Tensor
+    background: Tensor
 
-    def __init__(self, mean: Tensor, basis: Tensor, bank: Tensor) -> None:
+    def __init__(self, mean: Tensor, basis: Tensor, bank: Tensor, background: Tensor) -> None:
         super().__init__()
-        for name, tensor in zip(_TENSORS, (mean, basis, bank), strict=True):
+        for name, tensor in zip(_TENSORS, (mean, basis, bank, background), strict=True):
             # checkpoints keep them beside the state dict, which holds what was learned
             self.register_buffer(name, tensor.float().contiguous(), persistent=False)
 
     @staticmethod
-    def fit(features: Tensor, labels: Tensor) -> Neighbours | None:
-        """Return the neighbours for pooled features [M, D] of training images with these labels [M], int64.
+    def fit(features: Tensor, labels: Tensor, background: Tensor | None = None) -> Neighbours | None:
+        """Return the neighbours for pooled features of training images.
 
         None where they have no spread within classes: too few images, or dead features.
+
+        Args:
+            features: [M, D].
+            labels: int64 [M].
+            background: [B, D], of at least five images of none of the classes.
         """
         features = features.double()
         mean = features.mean(0)
@@ -69,19 +81,19 @@ class Neighbours(nn.Module):
         others = (variance * features.shape[1] - float(measured.sum())) / (features.shape[1] - rank)
         own, rest = measured + _SHRINKAGE * variance, others + _SHRINKAGE * variance
         basis = directions[:rank].T * (1.0 - rest / own).clamp_min(0.0).sqrt()
-        centred = features - mean
-        whitened = centred - (centred @ basis) @ basis.T
-        return Neighbours(mean, basis, (whitened / _length(centred, basis)).T)
+        background = features[:0] if background is None else background.double()
+        return Neighbours(mean, basis, *(_whiten(images - mean, basis).T for images in (features, background)))
 
     @staticmethod
-    def from_dict(tensors: Mapping[str, Tensor], num_features: int) -> Neighbours | None:
+    def from_dict(tensors: Mapping[str, Tensor], num_features: int, num_classes: int) -> Neighbours | None:
         """Return the neighbours that `to_dict` wrote; None for an empty dictionary, ValueError for other tensors."""
         if not tensors:
             return None
         shapes = [tuple(tensors[name].shape) for name in _TENSORS]
-        rank, images = shapes[1][-1], shapes[2][-1]
-        expected = [(num_features,), (num_features, rank), (num_features, images)]
-        if shapes != expected or rank > num_features or not NUM_NEAREST <= images <= MAX_IMAGES:
+        rank, images, others = (shape[-1] for shape in shapes[1:])
+        expected = [(num_features,), *((num_features, size) for size in (rank, images, others))]
+        fits = NUM_NEAREST <= images <= max_images(num_classes) and (not others or NUM_NEAREST <= others <= MAX_IMAGES)
+        if shapes != expected or rank > num_features or not fits:
             raise ValueError(f"neighbours of shapes {shapes}")
         for name in _TENSORS:
             tensor = tensors[name]
@@ -97,8 +109,26 @@ class Neighbours(nn.Module):
         """Return the strangeness, float32 [N], for features [N, D, H, W]."""
         exact = features if features.dtype == torch.float64 else features.float()
         centred = exact.mean((2, 3)) - self.mean
-        cosines = (centred @ self.bank) / _length(centred, self.basis)  # [N, M]
-        return 1.0 - cosines.topk(NUM_NEAREST, dim=1).values.mean(1)
+        length = _length(centred, self.basis)
+        known = _mean_of_nearest(centred @ self.bank / length)
+        if not self.background.shape[1]:
+            return 1.0 - known
+        other = _mean_of_nearest(centred @ self.background / length)
+        return 1.0 - known + _BACKGROUND_WEIGHT * (other - known).relu()
+
+
+def max_images(num_classes: int) -> int:
+    """Return how many training images are kept at most: enough that the nearest five can be of one class."""
+    return max(MAX_IMAGES, NUM_NEAREST * num_classes)
+
+
+def _mean_of_nearest(cosines: Tensor) -> Tensor:
+    return cosines.topk(NUM_NEAREST, dim=1).values.mean(1)
+
+
+def _whiten(centred: Tensor, basis: Tensor) -> Tensor:
+    """Return S^-1 (x - mean) [N, D] over the length of x - mean, up to a factor."""
+    return (centred - (centred @ basis) @ basis.T) / _length(centred, basis)
 
 
 def _length(centred: Tensor, basis: Tensor) -> Tensor:

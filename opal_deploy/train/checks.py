@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from opal_deploy.artifact.files import model_kind
+from opal_deploy.datasets.background import list_background
 from opal_deploy.errors import UsageError, require
 from opal_deploy.model.network_names import check_weights
 from opal_deploy.train.recipe import OUTSIDE, TrainOptions
@@ -33,6 +34,8 @@ def check_run(options: TrainOptions, run_dir: TrainRunDirectory, *, overwrite: b
         _check_start(Path(options.start_from))
     elif options.weights is not None:
         check_weights(options.backbone, options.weights)
+    if options.background is not None:
+        list_background(options.background)
     if options.keep_off not in (None, OUTSIDE):
         read_keep_off(options.keep_off)
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from opal_deploy.artifact.files import lock_directory
-from opal_deploy.datasets.samples import DataSet
+from opal_deploy.datasets.background import read_background
+from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.baseline import fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import calibrate
@@ -138,6 +139,7 @@ class _TrainingRun:
     network: OpalNetwork = field(init=False)
     checkpoints: CheckpointManager = field(init=False)
     estimate: Estimate = field(init=False)
+    background: list[Sample] = field(init=False)
 
     def run(self, recipe: Recipe, *, overwrite: bool, resume: bool) -> TrainResult:
         """Train, or continue the run in the directory, to the result."""
@@ -153,6 +155,7 @@ class _TrainingRun:
         }
         if resume and run_dir.is_finished:
             return load_finished_result(run_dir, run_config, options)
+        self.background = [] if options.background is None else read_background(options.background, self.data)
 
         # network and batches ------------------------------------------------------------------------------------------
         machine.set_tf32(options.tf32)
@@ -352,10 +355,12 @@ class _TrainingRun:
         receptive_field = baseline = None
         if group.is_main:
             receptive_field = measure_receptive_field(self.network, self.data.val)
-            self.network.neighbours = fit_neighbours(self.network, self.data.train, progress=self.progress)
+            self.network.neighbours = fit_neighbours(
+                self.network, self.data.train, self.background, progress=self.progress
+            )
             checkpoint = Checkpoint(self.network, self.data.class_names, receptive_field=receptive_field)
             session = TorchSession(checkpoint, device=str(group.device))
-            baseline = measure_baseline(session, self.data.val, progress=self.progress)
+            baseline = measure_baseline(session, self.data.val, background=len(self.background), progress=self.progress)
         test = None
         if self.data.test:
             images = TrainImages(self.data.test, options.input_size)

@@ -206,6 +206,14 @@ class TrainRunOptions(RecipeOverrides):
         float | None,
         Option("Weight of the attention in these regions.", min=0, default="10, for outside 3", panel=_DATA),
     ] = None
+    background: Annotated[
+        StrPath | None,
+        Option(
+            "Folder of images of none of the classes, such as empty scenes. They do not change the network; images "
+            "like them become stranger for --unknown.",
+            default="none", cli=str, panel=_DATA,
+        ),
+    ] = None  # fmt: skip
     seed: Annotated[
         int | None, Option("Seed of weights, order and augmentation.", min=0, default="0", panel=_OPTIMISATION)
     ] = None

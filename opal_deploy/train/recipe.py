@@ -53,7 +53,7 @@ _REGION_WEIGHT, _OUTSIDE_WEIGHT = 10.0, 3.0
 # these change how fast and where a run computes, not what
 MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
 # options that may differ between a run and its continuation
-CHANGEABLE_ON_RESUME = ("epochs", *MACHINE_OPTIONS)
+CHANGEABLE_ON_RESUME = ("epochs", "background", *MACHINE_OPTIONS)
 
 # of TOML, whose integers have 64 bits
 _MAX_INTEGER = 1 << 63
@@ -83,6 +83,7 @@ class TrainOptions:
     agreement: float = 0.0
     keep_off: str | None = None
     keep_off_weight: float | None = None
+    background: str | None = None
     start_from: str | None = None
     freeze_backbone: bool = False
     reset_dropped: bool = False
@@ -144,6 +145,11 @@ class TrainOptions:
         if self.keep_off is not None and self.head.evidence != "exact":
             raise UsageError(
                 "keep_off is about the cells that slots look at, and this head has none; leave it out or train the "
+                "whole OPAL head"
+            )
+        if self.background is not None and self.head.evidence != "exact":
+            raise UsageError(
+                "background is about the strangeness of images, which this head has not; leave it out or train the "
                 "whole OPAL head"
             )
         if self.start_from is None and (self.freeze_backbone or self.reset_dropped):

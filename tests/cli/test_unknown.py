@@ -14,6 +14,7 @@ from PIL import Image
 import opal_deploy
 from opal_deploy.artifact import onnx_file
 from opal_deploy.bench.networks import update_batch_norms
+from opal_deploy.errors import UsageError
 from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
@@ -131,6 +132,40 @@ def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact
     check(infer("least", "--unknown", "3.3%"))
     assert "expected a strangeness such as 0.7" in one_line(infer("x", "--unknown", "often"))
     assert not (folder / "x").exists()
+
+
+@pytest.fixture(scope="module")
+def background(folder):
+    """Five images of noise, and a sixth in no folder."""
+    (folder / "noises").mkdir()
+    for number, noise in enumerate(np.random.default_rng(1).integers(0, 256, (5, 64, 64, 3), dtype=np.uint8)):
+        Image.fromarray(noise).save(folder / f"noises/{number}.png")
+    return folder / "noises"
+
+
+def test_images_like_the_background_become_stranger(opal, folder, infer, records, background):
+    path, val = folder / "more.pt", ("--split", "val", "--record", *CPU)
+    shutil.copy(folder / "model.pt", path)
+    check(opal("evaluate", folder / "data", "--model", path, *val, "--background", background))
+    images = sorted((folder / "in").iterdir())
+    noise = [image.name for image in images].index("noise.png")
+    more = [each["strangeness"] for each in opal_deploy.load(path, device="cpu", threads=1).explain(images)]
+    before = [record["strangeness"] for record in records]
+    assert more[noise] - before[noise] > 0.3 > max(np.delete(more, noise) - np.delete(before, noise))
+    # a later record keeps it, and the graph computes it
+    check(opal("evaluate", folder / "data", "--model", path, *val))
+    check(opal("export", path, "--threads", "1"))
+    check(infer("more", model="more.onnx"))
+    assert [record["strangeness"] for record in read_results(folder / "more")] == pytest.approx(more, abs=1e-4)
+    assert "; strangeness knows 5 background images" in check(opal("inspect", folder / "more.onnx")).stderr
+
+
+def test_a_background_is_for_the_baseline_of_a_checkpoint(folder, background):
+    record = {"background": background, "record": True}
+    with pytest.raises(UsageError, match=r"add --split val --record"):
+        opal_deploy.evaluate_model(folder / "model.pt", folder / "data", **record)
+    with pytest.raises(UsageError, match=r"needs the checkpoint that it was exported from"):
+        opal_deploy.evaluate_model(folder / "model.onnx", folder / "data", split="val", **record)
 
 
 @pytest.mark.parametrize("options", [(), ("--outputs", "topk", "--top-k", "2")], ids=["fp16", "topk"])

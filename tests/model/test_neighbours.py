@@ -20,7 +20,7 @@ def draw(images, seed=0, spread=1.0):
     return torch.from_numpy(features), torch.from_numpy(labels)
 
 
-def compute(training, labels, features):
+def compute(training, labels, features, background=None):
     """Return the strangeness, [N], with a matrix [D, D]: 64 measured directions, equal variance in the others."""
     training, labels, features = (tensor.numpy() for tensor in (training, labels, features))
     within = training - np.stack([training[labels == label].mean(0) for label in range(CLASSES)])[labels]
@@ -29,9 +29,15 @@ def compute(training, labels, features):
     variances[:-64] = variances[:-64].mean()
     # shrunk half way towards the mean variance; the factor does not matter
     whitening = directions / np.sqrt(variances + mean_variance)
-    bank, asked = ((each - training.mean(0)) @ whitening for each in (training, features))
-    cosines = (asked / np.linalg.norm(asked, axis=1)[:, None]) @ (bank / np.linalg.norm(bank, axis=1)[:, None]).T
-    return 1 - np.sort(cosines, axis=1)[:, -NUM_NEAREST:].mean(1)
+    asked = (features - training.mean(0)) @ whitening
+
+    def similarity(images):
+        bank = (images - training.mean(0)) @ whitening
+        cosines = (asked / np.linalg.norm(asked, axis=1)[:, None]) @ (bank / np.linalg.norm(bank, axis=1)[:, None]).T
+        return np.sort(cosines, axis=1)[:, -NUM_NEAREST:].mean(1)
+
+    known = similarity(training)
+    return 1 - known + (0 if background is None else 2 * np.maximum(similarity(background.numpy()) - known, 0))
 
 
 def as_map(features, cells=(2, 3)):
@@ -55,6 +61,17 @@ def test_the_strangeness_is_one_minus_the_mean_whitened_cosine_to_the_five_neare
     assert strangeness[:20].max() < strangeness[20:].min()
 
 
+def test_images_of_none_of_the_classes_make_those_nearer_to_them_stranger_and_leave_the_others():
+    training, labels = draw(M)
+    background, asked = draw(30, seed=1)[0] + 2, torch.cat([draw(30, seed=2)[0] + 2, draw(30, seed=3)[0]])
+    neighbours = Neighbours.fit(training, labels, background)
+    strangeness = neighbours(as_map(asked).float())
+    np.testing.assert_allclose(strangeness, compute(training, labels, asked, background), atol=5e-5)
+    without = Neighbours.fit(training, labels)(as_map(asked).float())
+    assert (strangeness[:30] > without[:30]).all()
+    torch.testing.assert_close(strangeness[30:], without[30:], atol=1e-5, rtol=0)
+
+
 def test_fewer_images_than_features_are_enough():
     training, labels = draw(12)
     expected = compute(training, labels, training)
@@ -67,18 +84,23 @@ def test_without_a_spread_there_are_no_neighbours(features):
 
 
 def test_a_checkpoint_gives_back_what_it_was_given_and_nothing_else():
-    neighbours = Neighbours.fit(*draw(M))
+    neighbours = Neighbours.fit(*draw(M), draw(7)[0])
     tensors = neighbours.to_dict()
-    read = Neighbours.from_dict(tensors, D)
+    read = Neighbours.from_dict(tensors, D, CLASSES)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.to_dict().items())
-    assert Neighbours.from_dict({}, D) is None
-    wrong = {"mean": tensors["mean"][1:], "basis": tensors["basis"][:, :, None], "bank": tensors["bank"][:, :4]}
-    for name, tensor in wrong.items():
+    assert Neighbours.from_dict({}, D, CLASSES) is None
+    wrong = [
+        ("mean", tensors["mean"][1:]), ("basis", tensors["basis"][:, :, None]), ("bank", tensors["bank"][:, :4]),
+        ("bank", torch.zeros(D, 2_001)), ("background", tensors["background"][:, :4]),
+    ]  # fmt: skip
+    for name, tensor in wrong:
         with pytest.raises(ValueError, match="neighbours of shapes"):
-            Neighbours.from_dict({**tensors, name: tensor}, D)
+            Neighbours.from_dict({**tensors, name: tensor}, D, CLASSES)
     with pytest.raises(ValueError, match="neighbours of shapes"):
-        Neighbours.from_dict(tensors, D + 1)
+        Neighbours.from_dict(tensors, D + 1, CLASSES)
+    # five images of each of many classes
+    assert Neighbours.from_dict({**tensors, "bank": torch.zeros(D, 5_000)}, D, 1_000) is not None
     bank = tensors["bank"]
     for damaged in (bank * math.nan, bank.int(), bank.to_sparse()):
         with pytest.raises(ValueError, match="neighbours whose bank is not of finite numbers"):
-            Neighbours.from_dict({**tensors, "bank": damaged}, D)
+            Neighbours.from_dict({**tensors, "bank": damaged}, D, CLASSES)

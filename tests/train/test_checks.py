@@ -22,6 +22,8 @@ REFUSED = [
     ({"start_from": "none.pt"}, "--start-from none.pt: no such checkpoint"),
     ({"start_from": "model.onnx"}, "only checkpoints can be trained"),
     ({"keep_off": "none.json"}, "--keep-off none.json: cannot be read"),
+    ({"background": "taken"}, "--background taken: 0 images there; expected at least 5"),
+    ({"background": "taken", "head": "linear"}, "background is about the strangeness"),
     ({"keep_layers": True}, "--keep-layers without --stride"),
     ({"stride": 16, "size": 100}, "input size 100x100: resnet18 needs multiples of its stride 16"),
     ({"head": "linear", "agreement": 0.2}, "agreement is about the cells"),

@@ -11,6 +11,7 @@ from PIL import Image
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
+from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.synthetic import draw_example, generate_dataset
@@ -114,12 +115,16 @@ def test_a_run_says_what_the_regions_got_and_repeats_with_its_recipe(opal, tmp_p
         "--epochs", "1", "--device", "cpu", "--workers", "1", "--cache-megabytes", "0",
     )  # fmt: skip
     regions = ("--keep-off", data / "stamps.json", "--keep-off-weight", "0.5")
-    done = opal("train", data, *arguments, *regions, "--out", run)
+    (tmp_path / "scenes").mkdir()
+    for number in range(6):
+        Image.new("RGB", (64, 64), (40 * number,) * 3).save(tmp_path / f"scenes/{number}.png")
+    done = opal("train", data, *arguments, *regions, "--background", tmp_path / "scenes", "--out", run)
     assert done.returncode == 0, done.stderr
     assert "regions of 6 of 12 images" in done.stderr
     assert "in kept-off regions" in done.stderr
     (record,) = TrainRunDirectory(run).read_epochs()
     assert 0 < record.kept_off < 1
+    assert checkpoint.load(run / "best.pt").baseline.background == 6
     again = opal("train", data, "--recipe", run / "recipe.toml", "--out", tmp_path / "again")
     assert again.returncode == 0, again.stderr
     assert TrainRunDirectory(tmp_path / "again").read_epochs()[0].train_loss == record.train_loss

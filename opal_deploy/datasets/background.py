@@ -1,0 +1,47 @@
+"""Images of none of the classes, the folder of `--background`: empty scenes, other objects, what else a camera sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opal_deploy.datasets.checks import find_header_problems, find_identical_files
+from opal_deploy.datasets.samples import DataSet, Sample, display_path, list_images, pluralize, shorten_list
+from opal_deploy.errors import UsageError
+from opal_deploy.options import StrPath
+
+# as many as the strangeness averages over
+_MIN_IMAGES = 5
+
+
+def list_background(folder: StrPath) -> list[Sample]:
+    """Return the images below a folder, whole and with label 0; UsageError for fewer than five."""
+    images = list_images(Path(folder))
+    if len(images) < _MIN_IMAGES:
+        raise UsageError(
+            f"--background {folder}: {pluralize(len(images), 'image', 'images')} there; expected at least "
+            f"{_MIN_IMAGES}, JPEG or PNG files of none of the classes"
+        )
+    return [Sample(image, 0) for image in images]
+
+
+def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
+    """Return the images below a folder, checked as those of a data set are.
+
+    Raises:
+        UsageError: there are fewer than five, one is damaged by its header, or one is in the data set, too.
+    """
+    background = list_background(folder)
+    if problems := find_header_problems(background):
+        listed = shorten_list([f"{display_path(path, Path(folder))} ({why})" for path, why in problems.items()])
+        raise UsageError(f"--background {folder}: cannot be used: {listed}; remove or replace them")
+    known = {sample.path for sample in (*data.train, *data.val, *data.test)}
+    paths = {sample.path for sample in background}
+    groups = find_identical_files(known | paths)
+    copies = {path for group in groups if known.intersection(group) for path in group}
+    if found := sorted(paths & (known | copies)):
+        listed = shorten_list([display_path(path, Path(folder)) for path in found])
+        raise UsageError(
+            f"--background {folder}: {pluralize(len(found), 'image is', 'images are')} also in {data.root}: {listed}; "
+            "it is for images that none of the classes fits"
+        )
+    return background
