@@ -56,7 +56,7 @@ class Outputs:
         scores: float32 [N, K], each channel's pooled attention (paper, Eq. 3); None like `argmax`.
         attention: float32 [N, K, H, W], only where the graph was exported with it.
         top: the best classes, where the graph selects them itself.
-        strangeness: float32 [N], in [0, 2]: how far an image's features are from those of the training images; None
+        strangeness: float32 [N], at least 0: how far an image's features are from those of the training images; None
             where the graph does not compute it.
     """
 

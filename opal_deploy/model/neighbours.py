@@ -7,7 +7,7 @@ nearest neighbors", ICML 2022, take the k-th nearest of plain features); the str
 docs/reference/measurements-unknown.md compares it with the alternatives.
 
 Images of none of the classes may be kept, too. An image that is nearer to the five nearest of them than to the training
-images is stranger by twice the difference; all others are as strange as without them.
+images is stranger by twice the difference, so that the range is [0, 6]; all others are as strange as without them.
 
 The covariance within classes is S = U diag(w) U' + v (I - U U'), of rank r and with equal variance v in the other
 directions (probabilistic PCA), after shrinkage towards its mean variance. Nothing needs a D x D matrix.

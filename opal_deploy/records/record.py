@@ -104,7 +104,7 @@ class Record(TypedDict):
         model_sha256: digest of the model's file; None for a session without a file.
         width, height: pixels of the whole oriented image.
         margin: cosine of the prediction minus that of the runner-up; None without anchors.
-        strangeness: how far the image's features are from those of the training images, in [0, 2]; only if the model
+        strangeness: how far the image's features are from those of the training images, at least 0; only if the model
             computes it.
         reason: why the status is `unknown`, in words.
         top: the best classes, the prediction first.
