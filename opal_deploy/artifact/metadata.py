@@ -185,12 +185,18 @@ class Metadata:
         """The baseline of the answers to validation images; None where none was measured.
 
         Raises:
-            ArtifactError: it is damaged.
+            ArtifactError: it is damaged, or of a model of another stride or number of classes.
         """
         # needs numpy, which the command line does without
         from opal_deploy.artifact.baseline import Baseline
 
-        return Baseline.from_dict(self.baseline)
+        baseline = Baseline.from_dict(self.baseline)
+        if baseline and (baseline.stride, len(baseline.classes)) != (self.stride, self.num_classes):
+            raise ArtifactError(
+                f"its baseline is of stride {baseline.stride} and {len(baseline.classes)} classes, the model of "
+                f"{self.stride} and {self.num_classes}; measure it again with `opal-deploy evaluate --record`"
+            )
+        return baseline
 
     @property
     def unverified(self) -> str:

@@ -106,7 +106,7 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
         counts.add(observations)
     if counts.images < MIN_SAMPLE:
         raise UsageError(
-            f"{answers.shown}: {counts.images} images with an answer; expected at least {MIN_SAMPLE} to compare"
+            f"{answers.shown}: images with an answer: {counts.images}; expected at least {MIN_SAMPLE} to compare"
         )
     tests, limits = counts.compare(), Limits(options.max_q, options.min_effect)
     report = DriftReport(
@@ -157,11 +157,6 @@ def _find_reference(
             f"{path}: it has no baseline; measure it with `opal-deploy evaluate DATA --split val --record --model "
             f"{path}`, or give --against earlier results"
         )
-    if baseline.stride != metadata.stride or len(baseline.classes) != metadata.num_classes:
-        raise UsageError(
-            f"{path}: its baseline is of stride {baseline.stride} and {len(baseline.classes)} classes, the model of "
-            f"{metadata.stride} and {metadata.num_classes}; measure it again with `opal-deploy evaluate --record`"
-        )
     return baseline, Layout.of_model(metadata), sha256, f"the baseline of {path} ({baseline.split} images)"
 
 
@@ -184,5 +179,5 @@ def _sample_baseline(earlier: Answers, layout: Layout, sha256: str | None) -> Ba
             keys, joined = keys[smallest], joined.select(smallest)
         kept = [joined]
     if seen < MIN_SAMPLE:
-        raise UsageError(f"{earlier.shown}: {seen} images with an answer; expected at least {MIN_SAMPLE} to compare")
+        raise UsageError(f"{earlier.shown}: images with an answer: {seen}; expected at least {MIN_SAMPLE} to compare")
     return Baseline.measure(kept[0], "earlier", 1, len(layout.class_names))

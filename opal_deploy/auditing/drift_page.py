@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,8 @@ from opal_deploy.records.drift import DriftCounts
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.records.shifts import Shift
-from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, photograph_size
-from opal_deploy.visualization.pages import content_digest, load_templates, mark_safe, read_style
+from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg, photograph_size
+from opal_deploy.visualization.pages import Picture, content_digest, load_templates, mark_safe, read_style
 
 # shifts shown, pictures of each before and after, and bars of classes
 _SHOWN, _PICTURES, _CLASSES = 10, 4, 10
@@ -36,14 +35,6 @@ class Bar:
     name: str
     before: float
     after: float
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An image with its boxes, as a data URL, and its name."""
-
-    url: str
-    name: str
 
 
 @dataclass
@@ -146,6 +137,4 @@ def _draw(record: Record, shift: Shift, root: Path) -> Picture | None:
     # without its legend
     photograph = overlay.crop((0, 0, *photograph_size(*image.size)))
     photograph.thumbnail((_SIDE, _SIDE))
-    return Picture(
-        f"data:image/jpeg;base64,{base64.b64encode(encode_jpeg(photograph)).decode()}", record["image"] or ""
-    )
+    return Picture(embed_jpeg(photograph), record["image"] or "")

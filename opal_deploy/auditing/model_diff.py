@@ -6,8 +6,6 @@ maps have the same grid, a slot moved if its cell differs; otherwise if its new 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import heapq
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -20,7 +18,8 @@ from opal_deploy.auditing.results import RecordIndex
 from opal_deploy.inference.explanation import format_line
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Record, Slot
-from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg
+from opal_deploy.visualization.pages import content_digest
 from opal_deploy.visualization.style import count_of, escape_unprintable
 
 # from the largest change to none
@@ -253,8 +252,9 @@ def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable
     The paths `names` of the two models or results are shown relative to their common folder; `load_image` returns the
     oriented image of a record, or None if its file is not available.
     """
-    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; img-src data:; style-src '{content_digest(_STYLE)}'; base-uri 'none'; form-action 'none'"
+    )
     counts = "".join(f"<tr><th scope='row'>{kind}</th><td>{report.kinds[kind]}</td></tr>" for kind in KINDS)
     rest = (
         f"{count_of(report.only_before, 'image')} only before, {report.only_after:,} only after; "
@@ -293,8 +293,7 @@ def _render_figure(title: str, record: Record, load_image: Callable[[Record], Im
     if image is not None:
         overlay = draw_overlay(image, record)
         overlay.thumbnail((_MAX_SIDE, _MAX_SIDE), Image.Resampling.BILINEAR)
-        data = base64.b64encode(encode_jpeg(overlay)).decode()
-        shown = f'<img alt="{text}" src="data:image/jpeg;base64,{data}">'
+        shown = f'<img alt="{text}" src="{embed_jpeg(overlay)}">'
     return f"<figure><figcaption>{text}</figcaption>{shown}</figure>"
 
 

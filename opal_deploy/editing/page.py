@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import ImageDraw
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import Metadata
@@ -22,7 +21,9 @@ from opal_deploy.editing.scores import Effect
 from opal_deploy.editing.suggestions import Suggestion
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.visualization.atlas.entries import Atlas
+from opal_deploy.visualization.overlay import embed_jpeg
 from opal_deploy.visualization.pages import (
+    Picture,
     content_digest,
     json_script,
     load_templates,
@@ -33,17 +34,9 @@ from opal_deploy.visualization.pages import (
 from opal_deploy.visualization.style import INK, slot_color
 
 _PATCHES, _CHANGED = 4, 60
-_SIDE, _PATCH_SIDE, _QUALITY = 160, 96, 85
+_SIDE, _PATCH_SIDE = 160, 96
 # scores in the page: 4,000 images of a model with 1,000 slots are 21 MB, 4 bytes each in base64
 _MAX_SCORES = 4_000_000
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An image with a slot's cell outlined: a data URL, and its description."""
-
-    url: str
-    alt: str
 
 
 @dataclass(frozen=True)
@@ -155,7 +148,7 @@ def _show_patches(metadata: Metadata, channel: int, atlas: Atlas) -> Iterator[Pi
     for patch in patches[:_PATCHES]:
         image = atlas.load_patch(patch)
         image.thumbnail((_PATCH_SIDE, _PATCH_SIDE))
-        yield Picture(_encode(image), f"patch of {patch.image}")
+        yield Picture(embed_jpeg(image), f"patch of {patch.image}")
 
 
 def _draw_strongest(data: ScoredData, channel: int) -> Iterator[Picture]:
@@ -197,11 +190,4 @@ def _draw(data: ScoredData, row: int, channels: NDArray[np.int64]) -> Picture:
         draw.rectangle(box, outline=INK, width=3)
         draw.rectangle(box, outline=slot_color(channel % data.metadata.prototypes_per_class), width=2)
     cells = ", ".join(name_slot(channel, data.metadata) for channel in channels.tolist())
-    return Picture(_encode(image), f"{data.samples[row].path.name} with the cell of {cells}")
-
-
-def _encode(image: Image.Image) -> str:
-    """Return an image as a data URL."""
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=_QUALITY)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return Picture(embed_jpeg(image), f"{data.samples[row].path.name} with the cell of {cells}")

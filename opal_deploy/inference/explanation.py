@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
@@ -22,7 +21,7 @@ from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answer, Problem, Record, Slot
-from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg, encode_jpeg
 from opal_deploy.visualization.style import escape_unprintable, slot_color, to_hex
 
 if TYPE_CHECKING:
@@ -245,8 +244,7 @@ def _slot_row(slot: Slot) -> str:
 def _embed(overlay: Image.Image, alt: str) -> str:
     """Return an overlay as an <img> element."""
     overlay.thumbnail((2 * _WIDTH, 2 * _WIDTH), Image.Resampling.BILINEAR)
-    data = base64.b64encode(encode_jpeg(overlay)).decode()
-    return f'<img alt="{_safe(alt)}" style="max-width:{_WIDTH}px" src="data:image/jpeg;base64,{data}">'
+    return f'<img alt="{_safe(alt)}" style="max-width:{_WIDTH}px" src="{embed_jpeg(overlay)}">'
 
 
 def load_record_image(record: Record, source: Source | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:

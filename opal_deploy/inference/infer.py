@@ -32,8 +32,7 @@ from opal_deploy.inference.setup import (
     check_model,
     describe_model,
     load_model,
-    parse_min_margin,
-    parse_unknown,
+    parse_thresholds,
 )
 from opal_deploy.inference.sheets import SheetSetup, prepare_sheets
 from opal_deploy.inference.sources.items import Skipped
@@ -162,13 +161,11 @@ def _prepare(
     plan = None if driver is None else driver.cluster.plan
     loaded = _open_model(model, plan or processes, options)
     path, metadata = loaded.path, loaded.metadata
-    margin = options.min_margin
     check_model(
-        path, metadata, explain=options.explain, margin=margin is not None, boxed=inputs.boxes is not None,
+        path, metadata, explain=options.explain, margin=options.min_margin is not None, boxed=inputs.boxes is not None,
         top=options.top, log=options.log,
     )  # fmt: skip
-    margin = None if margin is None else parse_min_margin(margin, path, metadata, options.log)
-    unknown = None if options.unknown is None else parse_unknown(options.unknown, path, metadata, options.log)
+    margin, unknown = parse_thresholds(options.min_margin, options.unknown, path, metadata, options.log)
     sheets = prepare_sheets(loaded, options, margin, unknown)
     backend: Backend
     if driver is not None:

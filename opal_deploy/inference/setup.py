@@ -154,6 +154,20 @@ def log_cautions(metadata: Metadata, *, boxed: bool, log: Log = log_line) -> Non
         )
 
 
+def parse_thresholds(
+    min_margin: float | str | None, unknown: float | str | None, path: Path, metadata: Metadata, log: Log = log_line
+) -> tuple[float | None, float | None]:
+    """Return the margin below which predictions abstain and the strangeness above which images are unknown.
+
+    Each is a number, or the one for a rate such as `5%` on the validation images of the model at `path`; None where
+    none was given.
+
+    Raises UsageError as `parse_min_margin` and `parse_unknown` do.
+    """
+    margin = None if min_margin is None else parse_min_margin(min_margin, path, metadata, log)
+    return margin, None if unknown is None else parse_unknown(unknown, path, metadata, log)
+
+
 def parse_min_margin(value: float | str, path: Path, metadata: Metadata, log: Log = log_line) -> float:
     """Return the margin below which predictions abstain: a number, or the one for an error rate such as `5%`.
 

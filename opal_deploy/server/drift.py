@@ -177,9 +177,9 @@ class DriftMonitor:
 
 
 def open_monitor(metadata: Metadata, size: WindowSize) -> DriftMonitor | None:
-    """Return the monitor of a model; None without windows, or if the model has no baseline of its own stride."""
+    """Return the monitor of a model; None without windows, or if the model has no baseline."""
     baseline = metadata.known_baseline
-    if baseline is None or size == WindowSize(None, None) or baseline.stride != metadata.stride:
+    if baseline is None or size == WindowSize(None, None):
         return None
     return DriftMonitor(metadata, baseline, size)
 

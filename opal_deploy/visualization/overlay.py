@@ -6,6 +6,7 @@ The photograph keeps its resolution, with two exceptions: one over 2 megapixels 
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 from collections.abc import Sequence
@@ -206,6 +207,11 @@ def encode_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
     buffer = io.BytesIO()
     overlay.save(buffer, "JPEG", quality=quality, subsampling=0)
     return buffer.getvalue()
+
+
+def embed_jpeg(image: Image.Image) -> str:
+    """Return an image as the URL of a JPEG that contains it, for a page; see `encode_jpeg`."""
+    return f"data:image/jpeg;base64,{base64.b64encode(encode_jpeg(image)).decode()}"
 
 
 def crop_box(image: Image.Image, box: Sequence[float], size: tuple[int, int]) -> Image.Image:

@@ -30,7 +30,7 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import list_images
 from opal_deploy.errors import ArtifactError, ImageError, UsageError
-from opal_deploy.inference.setup import fingerprint_model, parse_min_margin, parse_unknown
+from opal_deploy.inference.setup import fingerprint_model, parse_thresholds
 from opal_deploy.inference.sheets import load_atlas
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
@@ -200,15 +200,15 @@ class Site:
         recorded = metadata.verification.get("gate")
         chosen = _choose_patches(atlas).items() if atlas else ()
         m = metadata.prototypes_per_class
-        margin, unknown = self.min_margin, self.unknown
+        margin, strangeness = parse_thresholds(self.min_margin, self.unknown, path, metadata)
         return {
             "kind": _KIND,
             "source": path.name,
             "model_sha256": digest,
             "gate": asdict(Gate(**recorded) if recorded else GATES[metadata.precision]),
             "temperature": metadata.temperature,
-            "min_margin": None if margin is None else parse_min_margin(margin, path, metadata),
-            "max_strangeness": None if unknown is None else parse_unknown(unknown, path, metadata),
+            "min_margin": margin,
+            "max_strangeness": strangeness,
             "runtimes": {
                 provider: dict(zip(("script", "wasm"), map(_served_name, _ORT_FILES[provider]), strict=True))
                 for provider in self._providers

@@ -212,9 +212,9 @@ def _set(records, **values):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda r, _: r[:19], "19 images with an answer; expected at least 20"),
-        (lambda r, _: [], "0 images with an answer"),
-        (lambda r, _: [error_record("x", "not_an_image", "")] * 30, "0 images with an answer"),
+        (lambda r, _: r[:19], "images with an answer: 19; expected at least 20"),
+        (lambda r, _: [], "images with an answer: 0;"),
+        (lambda r, _: [error_record("x", "not_an_image", "")] * 30, "images with an answer: 0;"),
         (lambda r, _: _set(r, model_sha256="a" * 64), "records of another model (sha256 aaaaaaaaaaaa..., expected "),
         (
             lambda r, _: [*r, *_set(r, model_sha256="b" * 64)],

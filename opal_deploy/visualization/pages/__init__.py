@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -19,6 +20,14 @@ from opal_deploy.visualization.style import COLORS, count_of, escape_unprintable
 
 if TYPE_CHECKING:
     import jinja2
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image on a page: its URL, which may contain it, and what it shows in words."""
+
+    url: str
+    alt: str
 
 
 @cache

@@ -6,7 +6,6 @@ text, its bitmaps are embedded, and nothing is loaded from elsewhere.
 
 from __future__ import annotations
 
-import base64
 import io
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -18,7 +17,7 @@ from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
 from opal_deploy.visualization.boxes import MIN_LETTERS, SlotBox, draw_boxes
-from opal_deploy.visualization.overlay import crop_box, encode_jpeg
+from opal_deploy.visualization.overlay import crop_box, embed_jpeg
 from opal_deploy.visualization.sheet.content import ClassView
 from opal_deploy.visualization.style import (
     PAPER,
@@ -259,11 +258,10 @@ def _text_elements(text: Text) -> list[str]:
 
 
 def _image_element(bitmap: Bitmap) -> str:
-    data = base64.b64encode(encode_jpeg(bitmap.image)).decode("ascii")
     width, height = bitmap.size
     return (
         f'<image x="{bitmap.x}" y="{bitmap.y}" width="{width}" height="{height}" role="img" '
-        f'aria-label={quoteattr(escape_unprintable(bitmap.alt))} href="data:image/jpeg;base64,{data}"/>'
+        f'aria-label={quoteattr(escape_unprintable(bitmap.alt))} href="{embed_jpeg(bitmap.image)}"/>'
     )
 
 
