@@ -53,7 +53,7 @@ _REGION_WEIGHT, _OUTSIDE_WEIGHT = 10.0, 3.0
 # these change how fast and where a run computes, not what
 MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
 # options that may differ between a run and its continuation
-CHANGEABLE_ON_RESUME = ("epochs", "background", *MACHINE_OPTIONS)
+CHANGEABLE_ON_RESUME = ("epochs", *MACHINE_OPTIONS)
 
 # of TOML, whose integers have 64 bits
 _MAX_INTEGER = 1 << 63
