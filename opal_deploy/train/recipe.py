@@ -129,8 +129,9 @@ class TrainOptions:
         if math.prod(self.input_size) > _MAX_INPUT_PIXELS:
             raise UsageError(f"the input size {self.input_size} is over the limit of {_MAX_INPUT_PIXELS:,} pixels")
         require_stride(self.stride, self.keep_layers)
-        # networks have strides that are powers of two; any other is refused by name, when the network is built
-        if self.stride is not None and self.stride.bit_count() == 1:
+        if self.stride is not None:
+            if self.stride.bit_count() != 1:
+                raise UsageError(f"stride {self.stride}: no network has cells of so many pixels; give 32, 16 or 8")
             check_tiling(self.backbone, self.input_size, self.stride)
         check_precision(self.precision, parse_device(self.device)[0])
         if not 0 <= self.agreement < math.inf:

@@ -25,6 +25,7 @@ REFUSED = [
     ({"background": "taken"}, "--background taken: 0 images there; expected at least 5"),
     ({"background": "taken", "head": "linear"}, "background is about the strangeness"),
     ({"keep_layers": True}, "--keep-layers without --stride"),
+    ({"stride": 12}, "stride 12: no network has cells of so many pixels; give 32, 16 or 8"),
     ({"stride": 16, "size": 100}, "input size 100x100: resnet18 needs multiples of its stride 16"),
     ({"head": "linear", "agreement": 0.2}, "agreement is about the cells"),
     ({"freeze_backbone": True}, "--freeze-backbone without a trained network"),
