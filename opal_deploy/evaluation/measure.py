@@ -192,6 +192,11 @@ class _ModelMeasurement:
         network = loaded.network.to(torch_device(self.options.device))
         boxes, progress = self.options.boxes, self.options.progress
         network.neighbours = fit_neighbours(network, data.train, background, boxes=boxes, progress=progress)
+        if network.neighbours is None:
+            self._log(["no features kept for --unknown: too few training images, or no spread within classes"])
+        else:
+            images = f"{network.neighbours.bank.shape[1]:,} training and {network.neighbours.background.shape[1]:,}"
+            self._log([f"kept features of {images} background images for --unknown"])
         session = TorchSession(loaded, device=self.options.device, threads=self.options.threads)
         baseline = measure_baseline(
             session, self.inputs.samples, boxes=boxes, background=len(background), progress=progress

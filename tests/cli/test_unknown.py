@@ -146,7 +146,8 @@ def background(folder):
 def test_images_like_the_background_become_stranger(opal, folder, infer, records, background):
     path, val = folder / "more.pt", ("--split", "val", "--record", *CPU)
     shutil.copy(folder / "model.pt", path)
-    check(opal("evaluate", folder / "data", "--model", path, *val, "--background", background))
+    done = check(opal("evaluate", folder / "data", "--model", path, *val, "--background", background))
+    assert "kept features of 24 training and 5 background images for --unknown" in done.stderr
     images = sorted((folder / "in").iterdir())
     noise = [image.name for image in images].index("noise.png")
     more = [each["strangeness"] for each in opal_deploy.load(path, device="cpu", threads=1).explain(images)]
