@@ -24,6 +24,17 @@ def open(file, *how):
 Image.open = open
 """
 
+# an image takes a quarter of a second more while the file SLOW exists, so that no run ends before a test ends it
+SLOWER = """
+import os, time
+from PIL import Image
+opened = Image.open
+def open(file, *how):
+    time.sleep(0.25 * os.path.exists(os.environ["SLOW"]))
+    return opened(file, *how)
+Image.open = open
+"""
+
 
 def make_killer(path):
     """Let a PNG image kill the process that decodes it, if that has `KILLER` as its sitecustomize.py."""

@@ -13,7 +13,7 @@ from opal_deploy.inference.options import InferOptions
 from opal_deploy.inference.parallel.backend import plan_processes
 from tests.builders import build_checkpoint, export_onnx
 from tests.cli.calls import one_line, read_results
-from tests.inference.runs import KILLER, Infer, make_killer
+from tests.inference.runs import KILLER, SLOWER, Infer, make_killer
 
 IMAGES = 40
 
@@ -69,11 +69,28 @@ def test_photographs_get_the_files_of_one_process(infer, one_process, photograph
     assert stages["decode"] == 16
 
 
-def test_a_worker_that_is_killed_costs_no_record(infer, one_process):
-    process = infer.start("two", "--explain", "--processes", "2")
-    infer.wait_for("two", 1, process)
-    # its own children are the workers; theirs decode images
+@pytest.fixture
+def start_slowly(infer):
+    """Return a function that starts a run in two slow workers and waits for a record; another lets them be fast."""
+    modules, slow = infer.cwd / "modules", infer.cwd / "slow"
+    modules.mkdir()
+    (modules / "sitecustomize.py").write_text(SLOWER)
+    slow.touch()
+    path = os.pathsep.join([str(modules), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    def start(out, *arguments):
+        process = infer.start(out, "--no-isolate", "--processes", "2", *arguments, PYTHONPATH=path, SLOW=str(slow))
+        infer.wait_for(out, 1, process)
+        return process
+
+    return start, slow.unlink
+
+
+def test_a_worker_that_is_killed_costs_no_record(infer, one_process, start_slowly):
+    start, hurry = start_slowly
+    process = start("two", "--explain")
     psutil.Process(process.pid).children()[0].kill()
+    hurry()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 3, stderr
     assert "A worker process was ended by SIGKILL; its " in stderr
@@ -107,12 +124,15 @@ def test_an_image_that_kills_its_worker_gets_a_record_and_the_others_their_answe
         (signal.SIGINT, ("in",) * 5, "1"),
     ],
 )
-def test_a_run_that_was_ended_leaves_no_process_and_goes_on_with_another_number(infer, one_process, end, options, then):
-    process = infer.start("out", *options, "--processes", "2")
-    infer.wait_for("out", 1, process)
+def test_a_run_that_was_ended_leaves_no_process_and_goes_on_with_another_number(
+    infer, one_process, start_slowly, end, options, then
+):
+    start, hurry = start_slowly
+    process = start("out", *options)
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) >= 2
     process.send_signal(end)
+    hurry()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == (-end if end is signal.SIGKILL else 130), stderr
     _, alive = psutil.wait_procs(started, timeout=30)
