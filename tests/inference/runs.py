@@ -28,11 +28,11 @@ Image.open = open
 SLOWER = """
 import os, time
 from PIL import Image
-opened = Image.open
-def open(file, *how):
+fast = Image.open
+def slow(file, *how):
     time.sleep(0.25 * os.path.exists(os.environ["SLOW"]))
-    return opened(file, *how)
-Image.open = open
+    return fast(file, *how)
+Image.open = slow
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from opal_deploy.errors import UsageError
 from tests.cli.calls import one_line, read_results
-from tests.inference.runs import KILLER, Infer, make_killer
+from tests.inference.runs import KILLER, SLOWER, Infer, make_killer
 
 ray = pytest.importorskip("ray")
 
@@ -62,12 +62,13 @@ class Nodes:
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
     modules = tmp_path_factory.mktemp("modules")
-    (modules / "sitecustomize.py").write_text(KILLER)
+    (modules / "sitecustomize.py").write_text(KILLER + SLOWER)
     # the path of a socket has 107 characters at most
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", str(folder))
         patch.setenv("TMPDIR", str(folder))
+        patch.setenv("SLOW", str(folder / "slow"))
         patch.setenv("PYTHONPATH", str(modules), prepend=os.pathsep)
         for name, value in HEALTH.items():
             patch.setenv(f"RAY_health_check_{name}", value)
@@ -110,9 +111,12 @@ def test_a_cluster_writes_the_files_of_one_machine_and_prints_as_much(infer, nod
 
 def test_a_node_that_is_killed_costs_no_record(infer, nodes):
     infer("one")
+    slow = nodes.folder / "slow"
+    slow.touch()
     process = infer.start("ray", "--ray", nodes.address, "--ray-cpus", "1")
     infer.wait_for("ray", 4, process)
     nodes.kill(nodes.nodes[0])
+    slow.unlink()
     nodes.nodes.append(nodes.add())
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 3, stderr
@@ -141,9 +145,12 @@ def test_a_run_whose_driver_ended_goes_on(infer, nodes, end):
     # where a signal ends it in good order, six times the same images: more than are read ahead of a slow chunk
     images = (*["in"] * 5, "--explain") if end is signal.SIGTERM else ("--explain",)
     infer("one", *images)
+    slow = nodes.folder / "slow"
+    slow.touch()
     process = infer.start("ray", *images, "--ray", nodes.address, "--ray-cpus", "1")
     infer.wait_for("ray", 3, process)
     process.send_signal(end)
+    slow.unlink()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == (130 if end is signal.SIGTERM else -end), stderr
     done = infer("ray", *images, "--ray", nodes.address, "--ray-cpus", "1")
@@ -174,9 +181,12 @@ def find_process(caller, title):
 def test_a_run_whose_ray_ended_stops_early_and_goes_on(infer, nodes, address, victim):
     arguments = ("in", "in", "--explain", "--ray", address or nodes.address, "--ray-cpus", "1")
     infer("one", *arguments[:3])
+    slow = nodes.folder / "slow"
+    slow.touch()
     process = infer.start("ray", *arguments)
     infer.wait_for("ray", 3, process)
     os.kill(find_process(process, victim), signal.SIGKILL)
+    slow.unlink()
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 5, stderr
     # a busy machine may be waiting for its actors
