@@ -70,14 +70,14 @@ def fit_neighbours(
 def measure_baseline(
     session: Session,
     samples: list[Sample],
+    neighbours: Neighbours | None,
     *,
     boxes: bool = True,
-    background: int = 0,
     progress: Progress = no_progress,
 ) -> Baseline | None:
     """Return the baseline of a model on up to 5,000 validation images; None unless single cells are its evidence.
 
-    `background` is the number of images of none of the classes that its strangeness was computed with.
+    `neighbours` are those that its strangeness is computed with.
 
     Raises:
         UsageError: an image cannot be used.
@@ -90,6 +90,7 @@ def measure_baseline(
     for pixels, _ in prepared_batches(chosen, metadata.input_size, boxes=boxes, batch=_BATCH):
         parts.append(session.run(pixels))
         progress(min(_BATCH * len(parts), len(chosen)), len(chosen), "measuring the baseline")
+    background = 0 if neighbours is None else neighbours.num_background
     return baseline_of(Outputs.concatenate(parts), metadata, background)
 
 

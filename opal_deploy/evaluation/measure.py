@@ -195,12 +195,10 @@ class _ModelMeasurement:
         if network.neighbours is None:
             self._log(["no features kept for --unknown: too few training images, or no spread within classes"])
         else:
-            images = f"{network.neighbours.bank.shape[1]:,} training and {network.neighbours.background.shape[1]:,}"
+            images = f"{network.neighbours.bank.shape[1]:,} training and {network.neighbours.num_background:,}"
             self._log([f"kept features of {images} background images for --unknown"])
         session = TorchSession(loaded, device=self.options.device, threads=self.options.threads)
-        baseline = measure_baseline(
-            session, self.inputs.samples, boxes=boxes, background=len(background), progress=progress
-        )
+        baseline = measure_baseline(session, self.inputs.samples, network.neighbours, boxes=boxes, progress=progress)
         return baseline, network.neighbours
 
     def _measure_risk(self, evaluation: EvaluationResult) -> Threshold | None:

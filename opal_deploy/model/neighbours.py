@@ -56,6 +56,11 @@ class Neighbours(nn.Module):
             # checkpoints keep them beside the state dict, which holds what was learned
             self.register_buffer(name, tensor.float().contiguous(), persistent=False)
 
+    @property
+    def num_background(self) -> int:
+        """The number of images of none of the classes, B."""
+        return self.background.shape[1]
+
     @staticmethod
     def fit(features: Tensor, labels: Tensor, background: Tensor | None = None) -> Neighbours | None:
         """Return the neighbours for pooled features of training images.
@@ -111,7 +116,7 @@ class Neighbours(nn.Module):
         centred = exact.mean((2, 3)) - self.mean
         length = _length(centred, self.basis)
         known = _mean_of_nearest(centred @ self.bank / length)
-        if not self.background.shape[1]:
+        if not self.num_background:
             return 1.0 - known
         other = _mean_of_nearest(centred @ self.background / length)
         return 1.0 - known + _BACKGROUND_WEIGHT * (other - known).relu()

@@ -360,7 +360,7 @@ class _TrainingRun:
             )
             checkpoint = Checkpoint(self.network, self.data.class_names, receptive_field=receptive_field)
             session = TorchSession(checkpoint, device=str(group.device))
-            baseline = measure_baseline(session, self.data.val, background=len(self.background), progress=self.progress)
+            baseline = measure_baseline(session, self.data.val, self.network.neighbours, progress=self.progress)
         test = None
         if self.data.test:
             images = TrainImages(self.data.test, options.input_size)

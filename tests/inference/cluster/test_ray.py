@@ -30,7 +30,7 @@ class Nodes:
     def __init__(self, folder):
         from ray.cluster_utils import Cluster
 
-        self.folder = folder
+        self.folder, self.slow = folder, folder / "slow"
         self._cluster = Cluster()
         self._last = 1
         self._add(num_cpus=0)
@@ -111,12 +111,11 @@ def test_a_cluster_writes_the_files_of_one_machine_and_prints_as_much(infer, nod
 
 def test_a_node_that_is_killed_costs_no_record(infer, nodes):
     infer("one")
-    slow = nodes.folder / "slow"
-    slow.touch()
+    nodes.slow.touch()
     process = infer.start("ray", "--ray", nodes.address, "--ray-cpus", "1")
     infer.wait_for("ray", 4, process)
     nodes.kill(nodes.nodes[0])
-    slow.unlink()
+    nodes.slow.unlink()
     nodes.nodes.append(nodes.add())
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 3, stderr
@@ -145,12 +144,11 @@ def test_a_run_whose_driver_ended_goes_on(infer, nodes, end):
     # where a signal ends it in good order, six times the same images: more than are read ahead of a slow chunk
     images = (*["in"] * 5, "--explain") if end is signal.SIGTERM else ("--explain",)
     infer("one", *images)
-    slow = nodes.folder / "slow"
-    slow.touch()
+    nodes.slow.touch()
     process = infer.start("ray", *images, "--ray", nodes.address, "--ray-cpus", "1")
     infer.wait_for("ray", 3, process)
     process.send_signal(end)
-    slow.unlink()
+    nodes.slow.unlink()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == (130 if end is signal.SIGTERM else -end), stderr
     done = infer("ray", *images, "--ray", nodes.address, "--ray-cpus", "1")
@@ -181,12 +179,11 @@ def find_process(caller, title):
 def test_a_run_whose_ray_ended_stops_early_and_goes_on(infer, nodes, address, victim):
     arguments = ("in", "in", "--explain", "--ray", address or nodes.address, "--ray-cpus", "1")
     infer("one", *arguments[:3])
-    slow = nodes.folder / "slow"
-    slow.touch()
+    nodes.slow.touch()
     process = infer.start("ray", *arguments)
     infer.wait_for("ray", 3, process)
     os.kill(find_process(process, victim), signal.SIGKILL)
-    slow.unlink()
+    nodes.slow.unlink()
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 5, stderr
     # a busy machine may be waiting for its actors
