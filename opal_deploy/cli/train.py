@@ -57,11 +57,22 @@ def _format_resume_command() -> str:
     return shlex.join([Path(name).name, *kept, "--resume"])
 
 
+def _describe_epoch(epoch: int) -> str:
+    return f"epoch {epoch}" if epoch else "the fitted head on the frozen network"
+
+
 def _print_result(result: TrainResult) -> None:
+    from opal_deploy.evaluation.metrics import format_classes
+
+    for line in format_classes(result.classes):
+        print_message(line)
+    last = result.epochs[-1].epoch
     print_message(
-        f"Best epoch: {result.best_epoch} (lowest validation loss, {result.val.loss:.4f}; validation accuracy "
-        f"{result.val.accuracy:.1%})"
+        f"Best: {_describe_epoch(result.best_epoch)} (validation accuracy {result.val.accuracy:.1%}, loss "
+        f"{result.val.loss:.4f})"
     )
+    if result.best_epoch == last > 0:
+        print_message(f"The last epoch was the best: more may help (--epochs {2 * last} --overwrite)")
     if result.test is None:
         print_message("Test: the data set has no test images")
     else:
@@ -70,6 +81,8 @@ def _print_result(result: TrainResult) -> None:
             f"Test accuracy: {result.test.accuracy:.1%} on {result.test.images} images"
             + ("" if collapse is None else f", spatial prototype collapse {collapse:.1%}")
         )
+    if (linear := result.config.get("linear_accuracy")) is not None:
+        print_message(f"Without explanation: {linear:.1%} (a linear classifier of the frozen network's features)")
     print_message(f"Calibration: {result.calibration.describe()}")
     print_message(str(result.best))
     if result.config["data"]["crop"] == "boxes":
@@ -79,5 +92,5 @@ def _print_result(result: TrainResult) -> None:
         print_message(f"Trained on images cropped to boxes: give infer the boxes of its images too, such as {boxes}")
     options = result.config["options"]
     if options["stride"] is None and HeadConfig.from_dict(options["head"]).evidence == "exact":
-        print_message("For boxes that say more, train with --recipe grounded: a ResNet-18 with finer cells")
+        print_message("For boxes that say more, train with --stride 16: finer cells")
     print_message(f"Next: opal-deploy export {result.best}")

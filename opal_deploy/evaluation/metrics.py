@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.artifact.slots import Slots
+from opal_deploy.datasets.samples import pluralize, shorten_list
 from opal_deploy.statistics import Mean, compute_risk_curve
 
 _TOP = 5
+# classes listed with their accuracy, the lowest first
+_LOWEST = 10
 
 
 def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: int) -> float:
@@ -137,6 +140,48 @@ def compute_metrics(
         macro_f1=float(f1_score(labels, predicted, average="macro", zero_division=0.0)),
         risk=risk,
     )
+
+
+@dataclass(frozen=True)
+class ClassCounts:
+    """The answers about the images of one class.
+
+    Attributes:
+        images: images with this label.
+        correct: of them, those predicted as this class.
+        predicted: images of any label predicted as this class.
+    """
+
+    label: str
+    images: int
+    correct: int
+    predicted: int
+
+
+def count_by_class(
+    logits: NDArray[np.float32], labels: NDArray[np.int64], class_names: Sequence[str]
+) -> list[ClassCounts]:
+    """Return the counts of each class, in the order of the class names.
+
+    Args:
+        logits: [N, C].
+        labels: [N], class indices.
+    """
+    predicted, size = logits.argmax(axis=1), len(class_names)
+    counts = (np.bincount(each, minlength=size) for each in (labels, labels[predicted == labels], predicted))
+    return [ClassCounts(name, *map(int, row)) for name, *row in zip(class_names, *counts, strict=True)]
+
+
+def format_classes(classes: Sequence[ClassCounts]) -> Iterator[str]:
+    """Yield a line on classes that are never predicted, and one on the classes with the lowest accuracy."""
+    present = [each for each in classes if each.images]
+    never = [each for each in present if not each.predicted]
+    if never:
+        listed = shorten_list([f"{each.label} ({pluralize(each.images, 'image', 'images')})" for each in never])
+        yield f"Never predicted: {listed}"
+    others = sorted((each for each in present if each.predicted), key=lambda each: each.correct / each.images)
+    listed = ", ".join(f"{each.label} {each.correct} of {each.images}" for each in others[:_LOWEST])
+    yield f"Lowest accuracy: {listed}" if len(others) > _LOWEST else f"Accuracy by class: {listed}"
 
 
 @dataclass(frozen=True)

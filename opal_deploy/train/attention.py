@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
 
 # attention lies in [0, 1]: times 20, a cell that leads by a third of that range takes nearly all
@@ -29,42 +30,54 @@ _SHARPNESS = 20.0
 _SMALLEST = 1e-6
 
 
-class AttentionTerms(nn.Module):
-    """A network that is trained with terms of its attention in the loss.
+class HeadTerms(nn.Module):
+    """A head with the terms of its attention in the loss, on features of the backbone.
 
     Attributes:
-        network: the network, whose head has evidence `exact`.
-        agreement: whether mirror images are computed, too.
+        head: the head, whose evidence is `exact` if there are any terms.
+        agreement: whether features of mirror images follow those of the images.
     """
 
-    def __init__(self, network: OpalNetwork, *, agreement: bool) -> None:
+    def __init__(self, head: OpalHead, *, agreement: bool) -> None:
         super().__init__()
-        self.network = network
+        self.head = head
         self.agreement = agreement
 
-    def forward(self, images: Tensor, labels: Tensor, regions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, features: Tensor, labels: Tensor, regions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits, how far mirror images disagree about cells, and the penalty of kept-off regions.
 
         Args:
-            images: normalised, float [n, 3, H0, W0].
+            features: [n, D, H, W], or with mirror agreement [2n, D, H, W], first the images, then their mirror images.
             labels: int64 [n].
-            regions: share of each pixel that is kept off, float [n, H0, W0], 0 ... 1; None for no penalty.
+            regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1; None for no penalty.
 
         Returns:
-            Logits [n, C], or with mirror agreement [2n, C], first those of the images, then those of their mirror
-            images; disagreement [n] and penalty [n], at least 0.
+            Logits [n, C] or [2n, C], in the order of the features; disagreement [n] and penalty [n], at least 0.
         """
-        head, m = self.network.head, self.network.head.config.prototypes_per_class
-        views = torch.cat([images, images.flip(3)]) if self.agreement else images
-        attention = head.attend(head.project(self.network.backbone(views)))  # [n or 2n, K, H, W]
+        head, m = self.head, self.head.config.prototypes_per_class
+        attention = head.attend(head.project(features))  # [n or 2n, K, H, W]
         logits = head.classify(head.pool(attention))
         first = attention[: len(labels)]
-        disagreement = penalty = first.new_zeros(len(labels))
+        disagreement = penalty = logits.new_zeros(len(labels), dtype=torch.float32)
         if self.agreement:
             disagreement = measure_disagreement(first, attention[len(labels) :].flip(3), labels, m, head.kept)
         if regions is not None:
             penalty = measure_kept_off(first, labels, regions, m, head.kept)
         return logits, disagreement, penalty
+
+
+class NetworkTerms(nn.Module):
+    """A network with the terms of its attention in the loss: `HeadTerms` on normalised images [n, 3, H0, W0]."""
+
+    def __init__(self, network: OpalNetwork, *, agreement: bool) -> None:
+        super().__init__()
+        self.backbone = network.backbone
+        self.terms = HeadTerms(network.head, agreement=agreement)
+
+    def forward(self, images: Tensor, labels: Tensor, regions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        views = torch.cat([images, images.flip(3)]) if self.terms.agreement else images
+        terms: tuple[Tensor, Tensor, Tensor] = self.terms(self.backbone(views), labels, regions)
+        return terms
 
 
 def measure_disagreement(
@@ -91,7 +104,7 @@ def measure_kept_off(
     Args:
         attention: float32 [n, K, H, W].
         labels: int64 [n].
-        regions: share of each pixel that is kept off, float [n, H0, W0], 0 ... 1.
+        regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1.
         prototypes_per_class: m.
         kept: float [K], 0 for dropped slots, which do not count, and else 1; None if none was dropped.
     """

@@ -20,7 +20,7 @@ from opal_deploy.artifact.files import remove_temporary_files, write_json
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import CheckpointError, StoppedEarly, UsageError
-from opal_deploy.evaluation.metrics import Evaluation
+from opal_deploy.evaluation.metrics import ClassCounts, Evaluation
 from opal_deploy.model.backbones import load_torch_file
 from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.network import OpalNetwork
@@ -43,7 +43,8 @@ class TrainState:
         step: number of finished steps of the next epoch.
         epoch_metrics: running totals of the next epoch.
         records: one per finished epoch.
-        best: epoch and validation metrics of the lowest validation loss so far.
+        best: epoch and validation metrics of the best weights so far.
+        planned_epochs: the number of epochs that `--minutes` leaves time for; None without it.
         checkpoint_metrics: the metrics that last.pt carries.
     """
 
@@ -52,6 +53,7 @@ class TrainState:
     epoch_metrics: EpochMetrics = field(default_factory=EpochMetrics)
     records: list[EpochRecord] = field(default_factory=list)
     best: tuple[int, Evaluation] | None = None
+    planned_epochs: int | None = None
     checkpoint_metrics: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -64,6 +66,7 @@ class TrainState:
             EpochMetrics(**raw["epoch_metrics"]),
             [EpochRecord(**record) for record in raw["records"]],
             None if best is None else (best[0], Evaluation(**best[1])),
+            raw.get("planned_epochs"),  # absent in runs of earlier versions
             raw["checkpoint_metrics"],
         )
 
@@ -132,6 +135,7 @@ class CheckpointManager:
         self,
         progress: TrainState,
         metrics: dict[str, Any],
+        classes: list[ClassCounts],
         *,
         receptive_field: ReceptiveField | None,
         calibration: Calibration,
@@ -147,7 +151,9 @@ class CheckpointManager:
         summary = {
             **metrics,
             "calibration": calibration.to_dict(),
-            "epochs": len(records),
+            "classes": [asdict(each) for each in classes],
+            "linear_accuracy": self.run_config.get("linear_accuracy"),
+            "epochs": progress.epoch,
             "seconds": sum(record.seconds for record in records),
             "images_per_second": records[-1].images_per_second,
         }

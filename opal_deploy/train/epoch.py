@@ -62,17 +62,46 @@ class EpochMetrics:
     kept_off: float = 0.0
 
 
+@dataclass(frozen=True)
+class Objective:
+    """The training loss: cross-entropy and the weighted terms of the attention.
+
+    Attributes:
+        agreement: weight of the mirror agreement; 0 without mirror images.
+        keep_off: weight of the attention in kept-off regions; None without regions.
+        class_weights: float32 [C] on the device, the loss's weight per class; None weighs all images the same.
+        scale: factor of the logits in the cross-entropy.
+    """
+
+    agreement: float = 0.0
+    keep_off: float | None = None
+    class_weights: Tensor | None = None
+    scale: float = 1.0
+
+    def __call__(self, terms: tuple[Tensor, Tensor, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the objective and the weighted cross-entropy in nats, both summed over n images.
+
+        Args:
+            terms: the outputs of `HeadTerms` for n images.
+            labels: int64 [n], on the device.
+        """
+        logits, disagreement, penalty = terms
+        views = len(logits) // len(labels)
+        # with mirror agreement the mean over an image and its mirror image
+        scaled, targets = self.scale * logits.float(), labels.repeat(views)
+        cross_entropy = functional.cross_entropy(scaled, targets, weight=self.class_weights, reduction="sum") / views
+        objective = cross_entropy + self.agreement * disagreement.sum() + (self.keep_off or 0.0) * penalty.sum()
+        return objective, cross_entropy.detach()
+
+
 @dataclass
 class TrainStep:
     """One optimizer step: forward, loss, backward, update.
 
     Attributes:
-        model: the network, possibly compiled, possibly wrapped for several processes.
+        model: a `NetworkTerms`, possibly compiled, possibly wrapped for several processes.
         mean, std: per channel R, G, B, for normalising the images.
-        agreement: weight of the mirror agreement; above 0, `model` is an `AttentionTerms`.
-        keep_off: weight of the attention in kept-off regions; None without regions, else `model` is an
-            `AttentionTerms` and images have four channels.
-        class_weights: float32 [C] on the device, the loss's weight per class; None weighs all images the same.
+        objective: the loss; with `keep_off`, images have four channels.
         frozen: layers that are not trained and compute as in evaluation, with the batch statistics that they have.
         scaler: the loss scaler, enabled for float16 only.
     """
@@ -83,9 +112,7 @@ class TrainStep:
     group: ProcessGroup
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    agreement: float = 0.0
-    keep_off: float | None = None
-    class_weights: Tensor | None = None
+    objective: Objective
     frozen: nn.Module | None = None
     scaler: torch.amp.GradScaler = field(init=False)
 
@@ -104,32 +131,26 @@ class TrainStep:
             Over the n images the summed, weighted cross-entropy, the number of correct predictions and the summed
             penalty of kept-off regions, scalars on the device.
         """
-        device = self.group.device
-        labels = labels.to(device, non_blocking=True)
-        images = images.to(device, non_blocking=True)
-        inputs = normalize(images[..., :3], self.mean, self.std)  # [n, 3, H0, W0]
-        regions = None if self.keep_off is None else images[..., 3].float() / 255.0  # [n, H0, W0]
+        labels = labels.to(self.group.device, non_blocking=True)
+        images = images.to(self.group.device, non_blocking=True)
         with self.amp.autocast():
-            if self.agreement or self.keep_off is not None:
-                logits, disagreement, penalty = self.model(inputs, labels, regions)  # [n or 2n, C], [n] and [n]
-            else:
-                logits = self.model(inputs)  # [n, C]
-                disagreement = penalty = logits.new_zeros(len(labels), dtype=torch.float32)
-        logits = logits.float()
-        views = len(logits) // len(labels)
-        # with mirror agreement the mean over an image and its mirror image
-        targets, weight = labels.repeat(views), self.class_weights
-        loss_sum = functional.cross_entropy(logits, targets, weight=weight, reduction="sum") / views
-        objective = loss_sum + self.agreement * disagreement.sum() + (self.keep_off or 0.0) * penalty.sum()
+            terms = self.model(normalize(images[..., :3], self.mean, self.std), labels, read_regions_channel(images))
+        objective, cross_entropy = self.objective(terms, labels)
         self.optimizer.zero_grad(set_to_none=True)
         # gradients are averaged over processes, whose shares may differ by an image: this factor makes them the
         # gradients of the global batch's mean loss
         mean = objective * (self.group.size / global_batch)
-        self.scaler.scale(mean).backward()
+        self.scaler.scale(mean).backward()  # type: ignore[no-untyped-call]
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        logits, _, penalty = terms
         correct = (logits[: len(labels)].detach().argmax(1) == labels).sum()
-        return loss_sum.detach(), correct, penalty.detach().sum()
+        return cross_entropy, correct, penalty.detach().sum()
+
+
+def read_regions_channel(images: Tensor) -> Tensor | None:
+    """Return the share of each pixel that is kept off, float [n, H0, W0], of images [n, H0, W0, 4]; None for three."""
+    return images[..., 3].float() / 255.0 if images.shape[3] == 4 else None
 
 
 def train_epoch(
@@ -211,10 +232,10 @@ class LabelledOutputs(NamedTuple):
     cells: NDArray[np.int32] | None
     margins: NDArray[np.float64] | None
 
-    def compute_metrics(self, slots: Slots) -> Evaluation:
-        """Return the metrics over all images of a network with these slots."""
+    def compute_metrics(self, slots: Slots, loss_scale: float = 1.0) -> Evaluation:
+        """Return the metrics over all images of a network with these slots; the loss is of the scaled logits."""
         collapse = None if self.cells is None else collapse_of_cells(self.cells, self.labels, slots)
-        return compute_metrics(self.logits, self.labels, collapse, self.margins)
+        return compute_metrics(loss_scale * self.logits, self.labels, collapse, self.margins)
 
 
 def evaluate(
@@ -224,10 +245,11 @@ def evaluate(
     amp: MixedPrecision | None = None,
     progress: Progress = no_progress,
     group: ProcessGroup | None = None,
+    loss_scale: float = 1.0,
 ) -> Evaluation:
-    """Return the metrics over all batches; see `predict`."""
+    """Return the metrics over all batches; the loss is of logits times `loss_scale`. See `predict`."""
     outputs = predict(network, batches, amp=amp, progress=progress, group=group)
-    return outputs.compute_metrics(network.config.slots)
+    return outputs.compute_metrics(network.config.slots, loss_scale)
 
 
 def predict(

@@ -277,6 +277,7 @@ class Batches:
 
     Attributes:
         images: the images.
+        workers: number of worker processes that decode and augment.
         epoch: determines order and augmentation; set it before each pass.
         first_step: the first batch of the pass, where an earlier process did those before it.
     """
@@ -300,7 +301,7 @@ class Batches:
             workers: number of worker processes that decode and augment.
             rank, size: this process takes image `rank` of each global batch and every `size`-th after it.
         """
-        self.images = images
+        self.images, self.workers = images, workers
         self.epoch = 0
         self.first_step = 0
         self._rank, self._size = rank, size

@@ -1,7 +1,8 @@
 """The training loop: one network, on one device or on several, in one session or in many.
 
 The paper's protocol (Sec. 4.1, Supp. B.2): Adam at a fixed learning rate of 1e-4, batches of 64, cross-entropy on the
-logits, 30 epochs, the weights of the epoch with the lowest validation cross-entropy.
+logits, 30 epochs, the weights of the epoch with the lowest validation cross-entropy. With `head_steps` the head is
+fitted to the frozen backbone first (`frozen`): that network is epoch 0, a candidate like those after it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.baseline import fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import calibrate
+from opal_deploy.evaluation.metrics import Evaluation, count_by_class
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.logs import Estimate, Log, Progress, no_progress
 from opal_deploy.model.backbones import get_library
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.train import machine
-from opal_deploy.train.attention import AttentionTerms
+from opal_deploy.train import frozen, machine
+from opal_deploy.train.attention import NetworkTerms
 from opal_deploy.train.balance import balanced_weights
 from opal_deploy.train.checkpoints import (
     CheckpointManager,
@@ -41,6 +43,7 @@ from opal_deploy.train.checks import check_run
 from opal_deploy.train.epoch import (
     EpochMetrics,
     NonFiniteLossError,
+    Objective,
     TrainStep,
     evaluate,
     predict,
@@ -56,6 +59,10 @@ from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.start import build_network, describe_start, load_start
 
 _MEGABYTE = 1 << 20
+# images per forward pass of validation and tests
+_EVALUATION_BATCH = 64
+# a training step costs about three forward passes
+_PASSES = 3
 # the remaining time is estimated after so many steps, or after an epoch of fewer
 _ESTIMATE_STEPS = 100
 
@@ -102,15 +109,16 @@ def fit(
     if not data.train or not data.val:
         raise UsageError(f"{data.root}: training and validation images are needed; add a val/ folder")
     with join_process_group(options.device) as group:
-        if group.size > 1 and min(options.batch_size, len(data.train)) < 2 * group.size:
+        batch_size, epochs = options.plan_epochs(len(data.train))
+        if group.size > 1 and min(batch_size, len(data.train)) < 2 * group.size:
             raise UsageError(
-                f"batches of {options.batch_size} from {len(data.train)} images over {group.size} processes: "
+                f"batches of {batch_size} from {len(data.train)} images over {group.size} processes: "
                 "each needs at least 2 images; start fewer processes"
             )
         if not group.is_main:
             progress, log = no_progress, lambda line: None
         recipe = Recipe(options) if recipe is None else replace(recipe, options=options)
-        run = _TrainingRun(data, options, run_dir, group, progress, log)
+        run = _TrainingRun(data, options, batch_size, epochs, run_dir, group, progress, log)
         try:
             return run.run(recipe, overwrite=overwrite, resume=resume)
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -122,7 +130,7 @@ def fit(
             if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
                 raise
             raise StoppedEarly(
-                f"out of memory on {group.device} with batches of {options.batch_size} images of "
+                f"out of memory on {group.device} with batches of {batch_size} images of "
                 f"{options.input_size[0]}x{options.input_size[1]} in {options.backbone}; close other programs and "
                 "repeat the command with --resume, or start again with a smaller --batch-size and --overwrite"
             ) from None
@@ -132,6 +140,8 @@ def fit(
 class _TrainingRun:
     data: DataSet
     options: TrainOptions
+    batch_size: int
+    epochs: int
     run_dir: TrainRunDirectory
     group: ProcessGroup
     progress: Progress
@@ -154,26 +164,27 @@ class _TrainingRun:
             "start": None if start is None else describe_start(options, start),
         }
         if resume and run_dir.is_finished:
-            return load_finished_result(run_dir, run_config, options)
+            return load_finished_result(run_dir, run_config, options, self.epochs)
         self.background = [] if options.background is None else read_background(options.background, self.data)
 
         # network and batches ------------------------------------------------------------------------------------------
         machine.set_tf32(options.tf32)
         torch.manual_seed(options.seed)
         network = build_network(options, self.data.num_classes, start).channels_last().to(group.device)
-        machine.check_batch_norm(network, options.batch_size // group.size)
+        machine.check_batch_norm(network, self.batch_size // group.size)
         if group.rank:
             # initial weights are the same in every process, random numbers drawn while training are not
             torch.manual_seed(options.seed + 1_000_003 * group.rank)
+        weights = machine.describe_weights(network, options.weights) if start is None else start.training.get("weights")
         train_batches, val_batches, batch_config = self._build_batches()
-        first_images = min(_ESTIMATE_STEPS * options.batch_size, len(self.data.train))
-        self.estimate = Estimate(self.log, after=first_images - options.batch_size)
+        first_images = min(_ESTIMATE_STEPS * self.batch_size, len(self.data.train))
+        self.estimate = Estimate(self.log, after=first_images - self.batch_size)
         full_config = {
             **run_config,
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
             "data": self.data.summary(),
-            "weights": machine.describe_weights(network, options.weights)
-            if start is None
-            else start.training.get("weights"),
+            "weights": weights,
             "device": str(group.device),
             **batch_config,
             "versions": machine.package_versions(),
@@ -181,16 +192,15 @@ class _TrainingRun:
         if group.size > 1 and group.device.type == "cuda":
             get_library(options.backbone).convert_sync_batch_norm(network)
         self.network = network
-        frozen = network.backbone.requires_grad_(False) if options.freeze_backbone else None
-        optimizer = torch.optim.Adam([each for each in network.parameters() if each.requires_grad], lr=options.lr)
-        has_terms = options.agreement or options.keep_off is not None
-        model: Any = group.wrap_ddp(AttentionTerms(network, agreement=options.agreement > 0) if has_terms else network)
+        frozen_backbone = network.backbone.requires_grad_(False) if options.freeze_backbone else None
+        objective = Objective(options.agreement, options.kept_off_weight(), self._class_weights(), options.loss_scale)
+        model: Any = group.wrap_ddp(NetworkTerms(network, agreement=options.agreement > 0))
         if options.compile:
             model = torch.compile(model)
+        optimizer = torch.optim.Adam([each for each in network.parameters() if each.requires_grad], lr=options.lr)
         train_step = TrainStep(
-            model, optimizer, amp, group, network.config.mean, network.config.std,
-            options.agreement, options.kept_off_weight(), self._class_weights(), frozen,
-        )  # fmt: skip
+            model, optimizer, amp, group, network.config.mean, network.config.std, objective, frozen_backbone
+        )
         # what edits dropped is still dropped, unless it starts anew
         edits = () if start is None or options.reset_dropped else start.edits
         self.checkpoints = CheckpointManager(run_dir, self.data, group, network, full_config, edits)
@@ -204,21 +214,48 @@ class _TrainingRun:
                 check_same_run(run_dir, last, run_config)
             state = TrainState()
             if last is not None:
-                state = restore_run(run_dir, last, network, train_step, group, options.epochs)
+                state = restore_run(run_dir, last, network, train_step, group, self.epochs)
+                self.epochs = self.epochs if state.planned_epochs is None else state.planned_epochs
             group.barrier()  # no process writes before all have read
             self.checkpoints.start(recipe.to_toml(), is_new=last is None)
-            if state.epoch or state.step:
+            self.log(self._describe_run(weights, start is not None))
+            if last is not None:
                 self.log(f"continuing after epoch {state.epoch}, step {state.step}")
+            elif options.head_steps and start is None:
+                self._fit_head(state, train_step, train_batches.images, val_batches)
             with self._open_summary_writer(state.epoch + 1) as writer:
-                for epoch in range(state.epoch + 1, options.epochs + 1):
+                for epoch in range(state.epoch + 1, self.epochs + 1):
                     if state.best is not None and options.stops_after(state.epoch, state.best[0]):
                         self.log(f"stopping: no lower validation loss since epoch {state.best[0]}")
+                        break
+                    if not self._has_time(state):
+                        self.log(f"stopping after epoch {state.epoch}: another one would exceed --minutes")
                         break
                     record = self._run_epoch(epoch, state, train_step, train_batches, val_batches)
                     if writer is not None:
                         for name, value in asdict(record).items():
                             writer.add_scalar(name, value, epoch)
             return self._finish(state, val_batches)
+
+    def _describe_run(self, weights: dict[str, Any] | None, started: bool) -> str:
+        """Return a line on what is trained, from which weights, and how."""
+        options, head = self.options, self.options.head
+        where = "" if options.stride is None else f" at stride {options.stride}"
+        origin = f"from {options.start_from}"
+        if weights is not None and not started:
+            origin = "random weights" if options.weights is None else f"weights {weights['origin']}"
+        slots = f"{head.prototypes_per_class} prototypes per class" if head.anchors else f"head {head.kind}"
+        steps = ""
+        if options.head_steps and not started:
+            steps = f"the head fitted to the frozen network in {options.head_steps} steps"
+            if not self.epochs:
+                return f"training {options.backbone}{where}, {origin}, {slots}: {steps}"
+            steps += ", then "
+        trained = "the head" if options.freeze_backbone else "all layers"
+        return (
+            f"training {options.backbone}{where}, {origin}, {slots}: {steps}{self.epochs} epochs of {trained} in "
+            f"batches of {self.batch_size}, learning rate {options.lr:g}"
+        )
 
     def _open_summary_writer(self, first_epoch: int) -> AbstractContextManager[Any]:
         """Return TensorBoard's writer, which hides earlier logs from `first_epoch` on; a context of None without it."""
@@ -253,8 +290,8 @@ class _TrainingRun:
             val.fill_cache(self.progress)
         workers = machine.default_num_workers(group, cached) if options.workers is None else options.workers
         share = {"rank": group.rank, "size": group.size}
-        train_batches = Batches(train, options.batch_size, shuffle_seed=options.seed, workers=workers, **share)
-        val_batches = Batches(val, options.batch_size, workers=0 if cached else workers, **share)
+        train_batches = Batches(train, self.batch_size, shuffle_seed=options.seed, workers=workers, **share)
+        val_batches = Batches(val, _EVALUATION_BATCH, workers=0 if cached else workers, **share)
         return train_batches, val_batches, {"workers": workers, "cached": cached}
 
     def _run_epoch(
@@ -268,16 +305,16 @@ class _TrainingRun:
         steps = len(train_batches.plan())
 
         def learning_rate(step: int) -> float:
-            return options.learning_rate((epoch - 1 + step / steps) / options.epochs)
+            return options.learning_rate((epoch - 1 + step / steps) / self.epochs)
 
         def after_step(step: int, metrics: EpochMetrics) -> None:
             nonlocal last_saved
-            done, total = (epoch - 1) * images_per_epoch + int(metrics.seen), options.epochs * images_per_epoch
+            done, total = (epoch - 1) * images_per_epoch + int(metrics.seen), self.epochs * images_per_epoch
             self.estimate(done, total)
             self.progress(
                 done,
                 total,
-                f"epoch {epoch}/{options.epochs}, loss {metrics.loss / metrics.seen:.3f}, "
+                f"epoch {epoch}/{self.epochs}, loss {metrics.loss / metrics.seen:.3f}, "
                 f"{metrics.waited / metrics.seconds:.0%} waiting for data",
             )
             is_inside = step < steps
@@ -302,19 +339,11 @@ class _TrainingRun:
         def after_batch(done: int, _: int | None, __: str) -> None:
             # every process does as many, but for the last batch
             seen = min(done * group.size, len(self.data.val))
-            self.progress(
-                before + seen, options.epochs * images_per_epoch, f"epoch {epoch}/{options.epochs}, validating"
-            )
+            self.progress(before + seen, self.epochs * images_per_epoch, f"epoch {epoch}/{self.epochs}, validating")
 
         # float32 would take a GPU as long as training in lower precision; the best weights are judged in float32
         amp = train_step.amp if group.device.type == "cuda" else None
-        val = evaluate(self.network, val_batches, amp=amp, progress=after_batch, group=group)
-        if not math.isfinite(val.loss):
-            raise DivergenceError(
-                f"the validation loss is {val.loss} in epoch {epoch} at learning rate {options.lr:g}; "
-                f"{describe_kept(state)}; train again with a smaller --lr and --overwrite; if that does not help, "
-                "check the initial weights"
-            )
+        val = self._validate(epoch, state, val_batches, amp, after_batch)
         record = EpochRecord(
             epoch,
             train_loss=metrics.loss / metrics.seen,
@@ -326,18 +355,80 @@ class _TrainingRun:
             data_wait=metrics.waited / metrics.seconds,
             kept_off=metrics.kept_off / metrics.seen,
         )
+        self._finish_epoch(record, val, state, train_step)
+        self.progress(epoch * images_per_epoch, self.epochs * images_per_epoch, f"epoch {epoch}/{self.epochs}")
+        return record
+
+    def _validate(
+        self,
+        epoch: int,
+        state: TrainState,
+        val_batches: Batches,
+        amp: machine.MixedPrecision | None,
+        progress: Progress,
+    ) -> Evaluation:
+        scale = self.options.loss_scale
+        val = evaluate(self.network, val_batches, amp=amp, progress=progress, group=self.group, loss_scale=scale)
+        if not math.isfinite(val.loss):
+            raise DivergenceError(
+                f"the validation loss is {val.loss} in epoch {epoch} at learning rate {self.options.lr:g}; "
+                f"{describe_kept(state)}; train again with a smaller --lr and --overwrite; if that does not help, "
+                "check the initial weights"
+            )
+        return val
+
+    def _finish_epoch(self, record: EpochRecord, val: Evaluation, state: TrainState, train_step: TrainStep) -> None:
+        """Write the checkpoints of an epoch, or of the frozen network (epoch 0); updates `state`."""
         state.records.append(record)
-        state.epoch, state.step, state.epoch_metrics = epoch, 0, EpochMetrics()
-        state.checkpoint_metrics = {"epoch": epoch, **val.to_dict("val")}
-        if state.best is None or val.loss < state.best[1].loss:
+        state.epoch, state.step, state.epoch_metrics = record.epoch, 0, EpochMetrics()
+        state.checkpoint_metrics = {"epoch": record.epoch, **val.to_dict("val")}
+        # few validation images: a lower loss may come with fewer correct answers than fine-tuning began with
+        start = state.records[0].val_accuracy if state.records[0].epoch == 0 else 0.0
+        if state.best is None or (val.loss < state.best[1].loss and val.accuracy >= start):
             # before last.pt: a process that is killed between the two repeats this epoch
-            self.checkpoints.save_best(state, epoch, val)
+            self.checkpoints.save_best(state, record.epoch, val)
         self.checkpoints.save_last(state, train_step)
         self.checkpoints.write_epochs(state)
         assert state.best is not None
-        self.progress(epoch * images_per_epoch, options.epochs * images_per_epoch, f"epoch {epoch}/{options.epochs}")
-        self.log(record.describe(options.epochs, is_best=state.best[0] == epoch))
-        return record
+        self.log(record.describe(self.epochs, is_best=state.best[0] == record.epoch))
+
+    def _fit_head(self, state: TrainState, train_step: TrainStep, images: TrainImages, val_batches: Batches) -> None:
+        """Fit the head to the frozen backbone, and write the result as epoch 0; updates `state`."""
+        options, group, started = self.options, self.group, time.perf_counter()
+        batches = Batches(
+            images, frozen.BATCH, shuffle_seed=options.seed, workers=val_batches.workers, rank=group.rank,
+            size=group.size,
+        )  # fmt: skip
+        fit = frozen.fit_head(
+            self.network, batches, train_step.objective, group, train_step.amp,
+            steps=options.head_steps, memory=options.cache_megabytes * _MEGABYTE, progress=self.progress,
+        )  # fmt: skip
+        val = self._validate(0, state, val_batches, None, self.progress)
+        record = EpochRecord(
+            0, fit.loss, fit.accuracy, val.loss, val.accuracy, time.perf_counter() - started,
+            fit.images_per_second, data_wait=0.0,
+        )  # fmt: skip
+        if options.minutes is not None:
+            per_epoch = (_PASSES * len(self.data.train) + len(self.data.val)) / fit.images_per_second
+            left = 60 * options.minutes - record.seconds
+            self.epochs = state.planned_epochs = max(0, min(self.epochs, int(left / per_epoch)))
+        self._finish_epoch(record, val, state, train_step)
+        if group.is_main:
+            split = "test" if self.data.test else "validation"
+            shown = Batches(TrainImages(self.data.test or self.data.val, options.input_size), _EVALUATION_BATCH)
+            self.checkpoints.run_config["linear_accuracy"] = accuracy = fit.linear_accuracy(
+                self.network, shown, self.progress
+            )
+            self.log(
+                f"without explanation, a linear classifier of the same features answers {accuracy:.1%} of the "
+                f"{split} images correctly"
+            )
+        group.barrier()
+
+    def _has_time(self, state: TrainState) -> bool:
+        """Return whether another epoch as long as the last one fits into `--minutes`."""
+        seconds = [record.seconds for record in state.records]
+        return self.options.minutes is None or not seconds or sum(seconds) + seconds[-1] <= 60 * self.options.minutes
 
     def _finish(self, state: TrainState, val_batches: Batches) -> TrainResult:
         """Calibrate the best weights, evaluate them on the test split and write the final files."""
@@ -349,7 +440,7 @@ class _TrainingRun:
         machine.set_tf32(enabled=False)
         outputs = predict(self.network, val_batches, progress=self.progress, group=group)
         # in float32, which the epoch's own figures on a GPU are not
-        val = outputs.compute_metrics(self.network.config.slots)
+        val = outputs.compute_metrics(self.network.config.slots, options.loss_scale)
         calibration = calibrate(outputs.logits, outputs.labels)
         # only the process that writes them measures them, on a bounded number of images
         receptive_field = baseline = None
@@ -365,16 +456,20 @@ class _TrainingRun:
         if self.data.test:
             images = TrainImages(self.data.test, options.input_size)
             workers = machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
-            batches = Batches(images, options.batch_size, workers=workers, rank=group.rank, size=group.size)
-            test = evaluate(self.network, batches, progress=self.progress, group=group)
+            batches = Batches(images, _EVALUATION_BATCH, workers=workers, rank=group.rank, size=group.size)
+            outputs = predict(self.network, batches, progress=self.progress, group=group)
+            test = outputs.compute_metrics(self.network.config.slots, options.loss_scale)
+        classes = count_by_class(outputs.logits, outputs.labels, self.data.class_names)
         metrics = {"epoch": best_epoch, **val.to_dict("val"), **(test.to_dict("test") if test else {})}
         group.barrier()  # other processes may still be reading best.pt
         self.checkpoints.finish(
-            state, metrics, receptive_field=receptive_field, calibration=calibration, baseline=baseline
+            state, metrics, classes, receptive_field=receptive_field, calibration=calibration, baseline=baseline
         )
         group.barrier()
         config = self.checkpoints.run_config
-        return TrainResult(run_dir.best, best_epoch, state.records, val, test, calibration, run_dir.last, config)
+        return TrainResult(
+            run_dir.best, best_epoch, state.records, val, test, calibration, run_dir.last, config, classes
+        )
 
     def _divergence(self, epoch: int, error: NonFiniteLossError, state: TrainState) -> DivergenceError:
         amp = "" if self.checkpoints.run_config["precision"] == "fp32" else " or --precision fp32"

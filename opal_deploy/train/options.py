@@ -56,14 +56,31 @@ class RecipeOverrides(Options):
             panel=_ADVANCED,
         ),
     ] = None
-    epochs: Annotated[int | None, Option("Number of epochs.", min=1, default="14 (grounded), 30 (paper)")] = None
+    epochs: Annotated[
+        int | None,
+        Option(
+            "Epochs of fine-tuning; 0 fits the head only.",
+            min=0, default="12, 8 or 4 by the number of images (grounded), 30 (paper)",
+        ),
+    ] = None  # fmt: skip
+    minutes: Annotated[
+        float | None, Option("Train as many epochs as fit into this time, up to --epochs.", min=0, default="no limit")
+    ] = None
+    head_steps: Annotated[
+        int | None,
+        Option(
+            "Steps that fit the head to the frozen network before fine-tuning; 0: none.",
+            min=0, default="600 (grounded), 0 (paper)", panel=_OPTIMISATION,
+        ),
+    ] = None  # fmt: skip
     batch_size: Annotated[
-        int | None, Option("Batch size over all processes.", min=1, default="64", panel=_OPTIMISATION)
-    ] = None
-    lr: Annotated[
-        float | None,
-        Option("Adam's initial learning rate.", default="2e-4 (grounded), 1e-4 (paper)", panel=_OPTIMISATION),
-    ] = None
+        int | None,
+        Option(
+            "Batch size over all processes.",
+            min=1, default="16, 32 or 64 by the number of images (grounded), 64 (paper)", panel=_OPTIMISATION,
+        ),
+    ] = None  # fmt: skip
+    lr: Annotated[float | None, Option("Adam's initial learning rate.", default="1e-4", panel=_OPTIMISATION)] = None
     augment: Annotated[Augment | None, Option("Augmentation of the training images.", default="paper", panel=_DATA)] = (
         None
     )
@@ -100,7 +117,7 @@ class TrainRunOptions(RecipeOverrides):
         Option(
             "grounded (finer cells), grounded-resnet50, paper, or a .toml file such as a run's own recipe.toml. "
             "Options override it.",
-            default="grounded; with --backbone or --head, paper", cli=str,
+            default="grounded", cli=str,
         ),
     ] = None  # fmt: skip
     dataset: Annotated[
@@ -161,7 +178,14 @@ class TrainRunOptions(RecipeOverrides):
     ] = None  # fmt: skip
     schedule: Annotated[
         Schedule | None,
-        Option("Learning rate: constant, or falling to 0 along a cosine.", default="constant", panel=_OPTIMISATION),
+        Option(
+            "Learning rate: constant, or rising at first and falling to 0 along a cosine.",
+            default="cosine (grounded), constant (paper)", panel=_OPTIMISATION,
+        ),
+    ] = None  # fmt: skip
+    loss_scale: Annotated[
+        float | None,
+        Option("Factor of the logits in the loss.", default="3 (grounded), 1 (paper)", panel=_OPTIMISATION),
     ] = None
     agreement: Annotated[
         float | None,
@@ -237,10 +261,8 @@ class TrainRunOptions(RecipeOverrides):
     progress: Progress | None = None
 
     def recipe_name(self) -> str:
-        """Return the recipe's name or path; `grounded` was measured with its own network and head only."""
-        if self.recipe is not None:
-            return os.fspath(self.recipe)
-        return "grounded" if self.backbone is None and self.head is None else "paper"
+        """Return the recipe's name or path."""
+        return "grounded" if self.recipe is None else os.fspath(self.recipe)
 
 
 @dataclass(frozen=True, kw_only=True)

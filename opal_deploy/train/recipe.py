@@ -3,12 +3,13 @@
     [data]      dataset, partition, skip_missing, boxes
     [model]     backbone, weights, input_size, stride, keep_layers
     [head]      kind, projection, cws, pooling, anchors, prototypes_per_class, distance, epsilon
-    [training]  epochs, patience, batch_size, lr, schedule, class_weights, agreement, keep_off, keep_off_weight,
-                start_from, freeze_backbone, reset_dropped, augment, seed, precision, tf32
+    [training]  head_steps, epochs, minutes, patience, batch_size, lr, schedule, loss_scale, class_weights, agreement,
+                keep_off, keep_off_weight, start_from, freeze_backbone, reset_dropped, augment, seed,
+                precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
-Defaults are the paper's, except for `precision`, which is `auto` where a recipe does not say (`paper` says fp32). A run
-stores its resolved recipe, which repeats it.
+Defaults are the paper's, except that `precision` is `auto`, and that the number of training images determines `epochs`
+and `batch_size`, where a recipe does not say (`paper` does). A run stores its resolved recipe, which repeats it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from opal_deploy.runtime.devices import parse_device
 
 Augment = Literal["paper", "none"]
 ClassWeights = Literal["none", "balanced"]
-# learning rate: fixed, or falling to 0 along half a cosine (Loshchilov and Hutter 2017, without restarts)
+# learning rate: fixed; or rising over the first steps, then falling to 0 along half a cosine (Loshchilov and Hutter
+# 2017, without restarts)
 Schedule = Literal["constant", "cosine"]
 # type of the convolutions while training; `auto` is bfloat16 or float16 on a GPU, float32 on a CPU
 TrainingPrecision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -49,6 +51,12 @@ IMAGENET, RANDOM = "imagenet", "none"
 OUTSIDE = "outside"
 # measured (docs/reference/measurements-training.md): small regions need more, most of an image less
 _REGION_WEIGHT, _OUTSIDE_WEIGHT = 10.0, 3.0
+
+# share of a cosine schedule's steps in which the learning rate rises from 0: Adam's first steps are the largest
+_WARM_UP = 0.1
+# batch size and epochs up to so many training images; an epoch of few images is few steps. Measured up to 240 images
+_PLANS = ((1_000, 16, 12), (10_000, 32, 8))
+_LARGEST_PLAN = (64, 4)
 
 # these change how fast and where a run computes, not what
 MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
@@ -66,19 +74,22 @@ _TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: 
 class TrainOptions:
     """The resolved options of a run; `options.TrainRunOptions` describes each.
 
-    The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2), except for `precision`. Here `weights` of None means
-    random ones, `stride` of None all layers before the global pooling, and `workers` of None
-    `machine.default_num_workers`.
+    The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2), except for `precision`, `epochs` and `batch_size`.
+    Here `weights` of None means random ones, `stride` of None all layers before the global pooling, `workers` of None
+    `machine.default_num_workers`, and `epochs` and `batch_size` of None those of `plan_epochs`.
     """
 
     backbone: str = "convnext_tiny"
     head: HeadConfig = field(default_factory=HeadConfig)
     weights: str | None = None
-    epochs: int = 30
+    head_steps: int = 0
+    epochs: int | None = None
+    minutes: float | None = None
     patience: int | None = None
-    batch_size: int = 64
+    batch_size: int | None = None
     lr: float = 1e-4
     schedule: Schedule = "constant"
+    loss_scale: float = 1.0
     class_weights: ClassWeights = "none"
     agreement: float = 0.0
     keep_off: str | None = None
@@ -101,9 +112,16 @@ class TrainOptions:
     save_every: int = 0
     tensorboard: bool = False
 
+    def plan_epochs(self, num_images: int) -> tuple[int, int]:
+        """Return the batch size and the number of epochs of fine-tuning for a number of training images."""
+        batch_size, epochs = next((plan for limit, *plan in _PLANS if num_images <= limit), _LARGEST_PLAN)
+        return self.batch_size or batch_size, epochs if self.epochs is None else self.epochs
+
     def learning_rate(self, progress: float) -> float:
         """Return the learning rate after a share `progress` of all steps, 0 ... 1."""
-        return self.lr if self.schedule == "constant" else self.lr * (1 + math.cos(math.pi * progress)) / 2
+        if self.schedule == "constant":
+            return self.lr
+        return self.lr * min(progress / _WARM_UP, 1.0) * (1 + math.cos(math.pi * progress)) / 2
 
     def kept_off_weight(self) -> float | None:
         """Return the weight of the attention in kept-off regions; None without regions."""
@@ -120,8 +138,16 @@ class TrainOptions:
         """Raise UsageError for values that no run can have."""
         if self.patience is not None and self.patience < 1:
             raise UsageError(f"patience {self.patience}: expected at least 1 epoch")
-        if self.epochs < 1 or self.batch_size < 1 or not self.lr > 0 or not math.isfinite(self.lr):
-            raise UsageError("epochs and batch size must be at least 1 and the learning rate a number above 0")
+        if self.epochs is not None and self.epochs < (0 if self.head_steps else 1):
+            raise UsageError(
+                f"epochs {self.epochs}: expected at least 1, or 0 to fit the head only (recipe grounded, --head-steps)"
+            )
+        if self.head_steps < 0 or (self.batch_size is not None and self.batch_size < 1):
+            raise UsageError("the batch size must be at least 1, and head_steps must not be negative")
+        for name in ("lr", "loss_scale", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"{name} {value}: expected a number above 0")
         if self.seed >= 1 << 63 or not math.isfinite(self.head.epsilon):
             raise UsageError("the seed must be below 2^63, and the head's epsilon a number")
         if self.save_every < 0 or self.cache_megabytes < 0 or (self.workers or 0) < 0 or self.seed < 0:
@@ -280,7 +306,16 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
     changes = {section: {k: v for k, v in keys.items() if v is not None} for section, keys in overrides.items()}
     if problems := [problem for section, keys in changes.items() for problem in _find_wrong_values(section, keys)]:
         raise UsageError("; ".join(problems))
-    merged: Sections = {section: {**raw.get(section, {}), **changes.get(section, {})} for section in SECTIONS}
+    # another head or random weights instead of the recipe's: what it says for its own does not fit them
+    adapted: Sections = {"model": {}, "training": {}}
+    if changes.get("head", {}).get("kind") in ("linear", "plain"):
+        adapted = {"model": {"stride": None, "keep_layers": False}, "training": {"loss_scale": 1.0}}
+    if changes.get("model", {}).get("weights") == RANDOM:
+        adapted["training"]["head_steps"] = 0
+    merged: Sections = {
+        section: {**raw.get(section, {}), **adapted.get(section, {}), **changes.get(section, {})}
+        for section in SECTIONS
+    }
     model, data = merged["model"], merged["data"]
     backbone = model.get("backbone", TrainOptions.backbone)
     options = TrainOptions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from opal_deploy.train.checkpoints import RESUME_ADVICE, RESUME_KEY, TrainState,
 from opal_deploy.train.checks import read_keep_off
 from opal_deploy.train.epoch import TrainStep
 from opal_deploy.train.machine import ProcessGroup
-from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME, OUTSIDE
+from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME, OUTSIDE, TrainOptions
 from opal_deploy.train.run_directory import TrainRunDirectory
 
 
@@ -113,8 +113,9 @@ def describe_differences(
     """Return a clause for each difference between two configurations, except for the options in `ignored`."""
     if not isinstance(stored, dict) or not isinstance(stored.get("options"), dict):
         return ["its configuration cannot be read"]
-    stored, run_config = json.loads(json.dumps([stored, run_config]))
-    old, new = stored["options"], run_config["options"]
+    stored, run_config, defaults = json.loads(json.dumps([stored, run_config, asdict(TrainOptions())]))
+    # an option that an earlier version did not have was at its default
+    old, new = {**defaults, **stored["options"]}, run_config["options"]
     # a stored run knows what `auto` stood for; for the new run it is compared below, or not known yet
     old["precision"] = stored.get("precision", old.get("precision"))
     if "precision" in run_config or new.get("precision") == "auto":

@@ -49,12 +49,19 @@ class EpochRecord:
 
     def describe(self, epochs: int, *, is_best: bool) -> str:
         """Return a line of text; `epochs` is the number of epochs of the run."""
+        best = "; best so far" if is_best else ""
+        if self.epoch == 0:
+            return (
+                f"frozen network, fitted head: training loss {self.train_loss:.4f}, {self.train_accuracy:.1%}; "
+                f"validation loss {self.val_loss:.4f}, {self.val_accuracy:.1%}; {self.seconds:.1f} s, "
+                f"{self.images_per_second:.0f} feature maps/s{best}"
+            )
         kept_off = f", {self.kept_off:.3f} in kept-off regions" if self.kept_off else ""
         return (
             f"epoch {self.epoch}/{epochs}: training loss {self.train_loss:.4f}, {self.train_accuracy:.1%}{kept_off}; "
             f"validation loss {self.val_loss:.4f}, {self.val_accuracy:.1%}; {self.seconds:.1f} s, "
             f"{self.images_per_second:.0f} images/s, {self.data_wait:.0%} waiting for data"
-            f"{'; best so far' if is_best else ''}"
+            f"{best}"
         )
 
 

@@ -12,7 +12,7 @@ from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.train.balance import balance_warnings, balanced_weights
-from opal_deploy.train.epoch import TrainStep
+from opal_deploy.train.epoch import Objective, TrainStep
 from opal_deploy.train.loop import fit
 from opal_deploy.train.machine import MixedPrecision, ProcessGroup
 from opal_deploy.train.recipe import TrainOptions
@@ -55,17 +55,28 @@ def test_unbalanced_and_small_classes_are_named(squares, counts, weighted, expec
     assert all(part in line for part, line in zip(expected, found, strict=True))
 
 
+class _Terms(nn.Module):
+    """Layers that give logits, without terms of an attention."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, images, labels, regions):
+        return self.layers(images), torch.zeros(len(labels)), torch.zeros(len(labels))
+
+
 def test_a_weight_scales_the_loss_and_the_gradient_of_its_class():
     images, labels = torch.zeros(4, 8, 8, 3, dtype=torch.uint8), torch.tensor([0, 0, 0, 1])
     gradients = []
     for weights in (None, torch.tensor([2 / 3, 2.0])):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
+        model = _Terms(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         group, amp = ProcessGroup(torch.device("cpu")), MixedPrecision("cpu", None)
-        step = TrainStep(model, optimizer, amp, group, (0.5,) * 3, (0.5,) * 3, class_weights=weights)
+        step = TrainStep(model, optimizer, amp, group, (0.5,) * 3, (0.5,) * 3, Objective(class_weights=weights))
         step.step(images, labels, 4)
-        gradients.append(model[1].bias.grad)
+        gradients.append(model.layers[1].bias.grad)
     # all images are equal, so that the weighted gradient is that of as many images of each class
     unweighted, weighted = gradients
     probability = unweighted[0] + 3 / 4

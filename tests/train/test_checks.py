@@ -25,6 +25,7 @@ REFUSED = [
     ({"background": "taken"}, "--background taken: 0 images there; expected at least 5"),
     ({"background": "taken", "head": "linear"}, "background is about the strangeness"),
     ({"keep_layers": True}, "--keep-layers without --stride"),
+    ({"epochs": 0}, "expected at least 1, or 0 to fit the head only"),
     ({"stride": 12}, "stride 12: no network has cells of so many pixels; give 32, 16 or 8"),
     ({"stride": 16, "size": 100}, "input size 100x100: resnet18 needs multiples of its stride 16"),
     ({"head": "linear", "agreement": 0.2}, "agreement is about the cells"),
@@ -54,7 +55,7 @@ def messages(squares, tmp_path_factory):
     (folder / "taken").mkdir()
     for name in ("taken/best.pt", "file"):
         (folder / name).touch()
-    base = {"data": str(squares.root), "backbone": "resnet18", "weights": "none", "out": "run"}
+    base = {"data": str(squares.root), "recipe": "paper", "backbone": "resnet18", "weights": "none", "out": "run"}
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT], input=json.dumps([{**base, **options} for options, _ in REFUSED]),
         cwd=folder, capture_output=True, text=True,

@@ -19,11 +19,12 @@ from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.options import parse_size
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.train.epoch import TrainStep, evaluate
+from opal_deploy.train.attention import NetworkTerms
+from opal_deploy.train.epoch import Objective, TrainStep, evaluate
 from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.machine import MixedPrecision, ProcessGroup, default_num_workers
 
-SMALL = ("--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64")
+SMALL = ("--recipe", "paper", "--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64")
 
 
 def test_size_is_one_number_or_height_x_width():
@@ -43,7 +44,7 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
     assert f"read as imagefolder from {folder}: 3 classes, 24 training images, 6 validation" in done.stderr
     assert "the data set has no test images" in done.stderr
     recommended, following = done.stderr.splitlines()[-2:]
-    assert recommended.startswith("For boxes that say more, train with --recipe grounded")
+    assert recommended.startswith("For boxes that say more, train with --stride 16")
     assert following == f"Next: opal-deploy export {first / 'best.pt'}"
     assert checkpoint.load(first / "best.pt").class_names == ["blue", "green", "red"]
 
@@ -214,7 +215,8 @@ def test_every_step_normalises_as_the_network_says(squares):
     network.backbone.register_forward_pre_hook(lambda _, inputs: None if inputs[0].is_meta else seen.append(inputs[0]))
     white = np.full((2, 64, 64, 3), 255, np.uint8)
     optimizer = torch.optim.Adam(network.parameters())
-    step = TrainStep(network, optimizer, MixedPrecision("cpu", None), group, config.mean, config.std)
+    model = NetworkTerms(network, agreement=False)
+    step = TrainStep(model, optimizer, MixedPrecision("cpu", None), group, config.mean, config.std, Objective())
     step.step(torch.from_numpy(white), torch.tensor([0, 1]), 2)
     GradCam(network)(white, np.array([0, 1]))
     TorchSession(checkpoint.Checkpoint(network, ["a", "b", "c"]), device="cpu").run(white)

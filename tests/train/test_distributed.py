@@ -37,7 +37,7 @@ def folder(write_squares, tmp_path_factory):
 def _arguments(folder, out, *options):
     # a network without batch statistics and chance: those of a process's own share differ from the whole batch's
     return [
-        "train", str(folder), "--out", str(out), "--backbone", "vgg11", "--weights", "none",
+        "train", str(folder), "--out", str(out), "--recipe", "paper", "--backbone", "vgg11", "--weights", "none",
         "--size", "64", "--epochs", "2", "--batch-size", "9", "--device", "cpu", "--prototypes", "2", "--lr", "1e-4",
         "--workers", "0", *options,
     ]  # fmt: skip
@@ -91,7 +91,7 @@ def test_two_processes_train_as_one_does(opal, folder, tmp_path):
 
 def test_the_weights_that_are_saved_are_those_that_are_judged(folder, tmp_path):
     """Batch statistics differ between processes without a common batch norm; one process's are saved."""
-    batch_norm = ("--backbone", "shufflenet_v2_x0_5", "--lr", "0.01", "--epochs", "1")
+    batch_norm = ("--backbone", "shufflenet_v2_x0_5", "--lr", "0.01", "--epochs", "1", "--head-steps", "5")
     done = _train(folder, tmp_path / "run", *batch_norm)
     assert done.returncode == 0, done.stderr
     stored = checkpoint.load(tmp_path / "run" / "last.pt")

@@ -20,8 +20,8 @@ from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConf
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.statistics import choose_threshold
 from opal_deploy.train import loop
-from opal_deploy.train.attention import AttentionTerms, measure_disagreement
-from opal_deploy.train.epoch import TrainStep, evaluate
+from opal_deploy.train.attention import NetworkTerms, measure_disagreement
+from opal_deploy.train.epoch import Objective, TrainStep, evaluate
 from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.machine import MixedPrecision, join_process_group
@@ -55,7 +55,11 @@ def test_files_of_a_run_are_plain_values(run):
     with Image.open(out / "curves.png") as image:
         assert image.format == "PNG"
         assert image.width > 500
-    estimate, *epochs = lines
+    start, estimate, *epochs = lines
+    assert start == (
+        "training shufflenet_v2_x0_5, random weights, 2 prototypes per class: 2 epochs of all layers in batches of 8, "
+        "learning rate 0.001"
+    )
     assert " left, at " in estimate
     assert [line.split(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
     assert 60 in steps  # 24 training and 6 validation images, twice
@@ -248,7 +252,8 @@ def test_training_steps_are_the_authors(tmp_path):
 
     with join_process_group("cpu") as group:
         optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
-        step = TrainStep(network.train(), optimizer, MixedPrecision.select(group.device, "fp32"), group, mean, std)
+        model, amp = NetworkTerms(network.train(), agreement=False), MixedPrecision.select(group.device, "fp32")
+        step = TrainStep(model, optimizer, amp, group, mean, std, Objective())
         torch.manual_seed(1)
         for images, targets in zip(pixels, labels, strict=True):
             step.step(images, targets, len(targets))
@@ -285,7 +290,7 @@ def test_training_on_it_brings_the_mirrored_cell_back():
     torch.manual_seed(0)
     head = HeadConfig(prototypes_per_class=2)
     network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 2, (64, 64), head, stride=16)).eval()
-    model = AttentionTerms(network, agreement=True)
+    model = NetworkTerms(network, agreement=True)
     images, labels = torch.randn(4, 3, 64, 64), torch.tensor([0, 1, 0, 1])
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     losses = []

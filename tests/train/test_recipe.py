@@ -91,7 +91,7 @@ def test_what_is_saved_resolves_to_the_same_run(options, tmp_path):
     ("text", "message"),
     [
         ("epochs = 3", r"unknown section 'epochs'; expected one of data, model, head, training, machine"),
-        ("[training]\nepoch = 3", r"\[training\] has no key 'epoch'; expected one of epochs, patience"),
+        ("[training]\nepoch = 3", r"\[training\] has no key 'epoch'; expected one of head_steps, epochs"),
         ("[training]\nepoch = 3\nlr = 'x'\n[modle]\n", r"'epoch'.*lr = 'x'.*'modle'"),
         ("[training]\nepochs = '3'", r"\[training\] epochs = '3': expected a whole number"),
         ("[training]\nepochs = true", r"epochs = True: expected a whole number"),
@@ -125,18 +125,35 @@ def test_the_grounded_recipe_is_the_papers_head_on_finer_cells():
     [
         ({}, "grounded"),
         ({"weights": "resnet18.pth", "epochs": 3}, "grounded"),
-        ({"backbone": "resnet18"}, "paper"),
-        ({"head": "plain"}, "paper"),
-        ({"recipe": "grounded", "backbone": "resnet34"}, "grounded"),
+        ({"recipe": "paper", "backbone": "resnet34"}, "paper"),
     ],
 )
-def test_without_a_recipe_another_network_or_head_takes_the_papers_protocol(options, name):
+def test_the_grounded_recipe_is_the_default(options, name):
     assert TrainRunOptions(**options).recipe_name() == name
 
 
-def test_the_cosine_falls_from_the_rate_to_zero():
+def test_naming_the_default_changes_nothing_and_other_heads_take_the_whole_network():
+    default = resolve_recipe(load_recipe("grounded"), {})
+    assert resolve_recipe(load_recipe("grounded"), {"model": {"backbone": "resnet18"}}) == default
+    for kind in ("plain", "linear"):
+        options = resolve_recipe(load_recipe("grounded"), {"head": {"kind": kind}}).options
+        assert (options.stride, options.loss_scale, options.head_steps) == (None, 1.0, default.options.head_steps)
+    random = resolve_recipe(load_recipe("grounded"), {"model": {"weights": "none"}}).options
+    assert (random.head_steps, random.stride) == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"), [(60, (16, 12)), (1_000, (16, 12)), (1_001, (32, 8)), (60_000, (64, 4))]
+)
+def test_the_number_of_images_determines_batches_and_epochs_that_are_not_given(images, expected):
+    assert TrainOptions().plan_epochs(images) == expected
+    assert TrainOptions(batch_size=5, epochs=0).plan_epochs(images) == (5, 0)
+
+
+def test_the_cosine_rises_to_the_rate_and_falls_to_zero():
     options = TrainOptions(lr=0.4, schedule="cosine")
-    assert [options.learning_rate(share) for share in (0, 0.5, 1)] == pytest.approx([0.4, 0.2, 0])
+    assert [options.learning_rate(share) for share in (0, 0.5, 1)] == pytest.approx([0, 0.2, 0])
+    assert max(options.learning_rate(share / 100) for share in range(100)) == pytest.approx(0.4, rel=0.03)
     assert TrainOptions(lr=0.4).learning_rate(0.9) == 0.4
 
 
@@ -160,8 +177,8 @@ def test_an_unknown_recipe_names_those_there_are():
         ({"training": {"schedule": "step"}}, "expected one of constant, cosine"),
         ({"training": {"agreement": -1.0}}, "at least 0"),
         ({"training": {"agreement": 0.1}, "head": {"pooling": "avg"}}, "this head has none"),
-        ({"training": {"lr": 0.0}}, "learning rate a number above 0"),
-        ({"training": {"lr": math.inf}}, "learning rate a number above 0"),
+        ({"training": {"lr": 0.0}}, "lr (0.0|inf): expected a number above 0"),
+        ({"training": {"lr": math.inf}}, "lr (0.0|inf): expected a number above 0"),
         ({"training": {"seed": 1 << 64}}, r"the seed must be below 2\^63"),
     ],
     ids=str,

@@ -16,7 +16,7 @@ from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.synthetic import draw_example, generate_dataset
 from opal_deploy.train import images as train_images
-from opal_deploy.train.attention import AttentionTerms, measure_kept_off
+from opal_deploy.train.attention import NetworkTerms, measure_kept_off
 from opal_deploy.train.images import PaperAugmentation, TrainImages
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.run_directory import TrainRunDirectory
@@ -89,7 +89,7 @@ def test_training_on_it_takes_the_attention_away():
     torch.manual_seed(0)
     head = HeadConfig(prototypes_per_class=2)
     network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 2, (64, 64), head, stride=16)).eval()
-    model = AttentionTerms(network, agreement=False)
+    model = NetworkTerms(network, agreement=False)
     images, labels, regions = torch.randn(4, 3, 64, 64), torch.tensor([1] * 4), torch.zeros(4, 64, 64)
     regions[:, :20, 30:] = 1
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-2)

@@ -255,8 +255,8 @@ def test_a_second_process_in_the_same_folder_is_refused(squares, tmp_path):
             refused.append(options)
 
     fit(squares, replace(OPTIONS, epochs=1), tmp_path, log=meanwhile)
-    # once for the estimate of the time, once for the epoch
-    assert refused == 2 * [{"resume": True}, {"overwrite": True}]
+    # once for the line on what is trained, once for the estimate of the time, once for the epoch
+    assert refused == 3 * [{"resume": True}, {"overwrite": True}]
     assert not (tmp_path / ".lock").exists()
 
 

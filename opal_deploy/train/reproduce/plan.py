@@ -311,12 +311,13 @@ def estimate_hours(run: Run, out: Path, tflops: float) -> Estimate | None:
     val = size.val or size.train // 5
     train = size.train if size.val else size.train - val
     options = run.options
+    _, epochs = options.plan_epochs(train)
     if (rate := _measured_rate(out, options)) is not None:
-        return Estimate(options.epochs * (train + val / _PASSES) / rate / 3600, measured=True)
+        return Estimate(epochs * (train + val / _PASSES) / rate / 3600, measured=True)
     from opal_deploy.model.backbones import backbone_macs
 
     flops = 2.0 * backbone_macs(options.backbone, options.input_size, options.stride, options.keep_layers)
-    num_images = options.epochs * (_PASSES * train + val) + size.test
+    num_images = epochs * (_PASSES * train + val) + size.test
     return Estimate(flops * num_images / (tflops * 1e12) / 3600, measured=False)
 
 

@@ -1,0 +1,124 @@
+"""The head fitted to the frozen backbone before fine-tuning."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
+from opal_deploy.model import checkpoint
+from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
+from opal_deploy.train import checkpoints
+from opal_deploy.train.loop import fit
+from opal_deploy.train.recipe import TrainOptions
+from opal_deploy.train.start import build_network
+
+
+@pytest.fixture(scope="module")
+def options(lite0_weights):
+    return TrainOptions(
+        backbone="timm:tf_efficientnet_lite0", weights=str(lite0_weights), head_steps=60, epochs=0, batch_size=8,
+        input_size=(64, 64), stride=16, head=HeadConfig(prototypes_per_class=2), loss_scale=3.0, schedule="cosine",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fitted(squares, options, tmp_path_factory):
+    lines = []
+    return fit(squares, options, tmp_path_factory.mktemp("fitted") / "run", log=lines.append), lines
+
+
+def initial_backbone(options):
+    torch.manual_seed(options.seed)
+    return build_network(options, 3, None).backbone.state_dict()
+
+
+def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, options):
+    result, lines = fitted
+    network = checkpoint.load(result.best).network
+    for name, value in initial_backbone(options).items():
+        assert torch.equal(value, network.backbone.state_dict()[name]), name
+    assert (result.best_epoch, [record.epoch for record in result.epochs]) == (0, [0])
+    # a third by chance
+    assert result.epochs[0].train_accuracy > 0.9
+    assert result.test.accuracy > 0.7
+    start, frozen, linear = lines
+    assert start.endswith("2 prototypes per class: the head fitted to the frozen network in 60 steps")
+    assert frozen.startswith("frozen network, fitted head: training loss ")
+    assert linear.endswith(f"answers {result.config['linear_accuracy']:.1%} of the test images correctly")
+    summary = json.loads((result.best.parent / "summary.json").read_text())
+    assert (summary["epochs"], summary["linear_accuracy"]) == (0, result.config["linear_accuracy"])
+    assert sum(each["correct"] for each in summary["classes"]) == round(9 * result.test.accuracy)
+
+
+def test_fine_tuning_that_helps_nothing_leaves_the_frozen_network(squares, options, fitted, tmp_path):
+    result = fit(squares, replace(options, epochs=2, lr=0.5), tmp_path / "run")
+    assert (result.best_epoch, len(result.epochs)) == (0, 3)
+    weights, expected = (checkpoint.load(each.best).network.state_dict() for each in (result, fitted[0]))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, options, tmp_path, monkeypatch):
+    options = replace(options, epochs=1)
+    whole = fit(squares, options, tmp_path / "whole")
+    save_last = checkpoints.CheckpointManager.save_last
+
+    def end(self, *arguments):
+        save_last(self, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.CheckpointManager, "save_last", end)
+    with pytest.raises(KeyboardInterrupt):
+        fit(squares, options, tmp_path / "ended")
+    monkeypatch.undo()
+    lines = []
+    ended = fit(squares, options, tmp_path / "ended", resume=True, log=lines.append)
+    assert "continuing after epoch 0, step 0" in lines
+    weights, expected = (checkpoint.load(each.last).network.state_dict() for each in (ended, whole))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert [record.epoch for record in ended.epochs] == [0, 1]
+
+
+@pytest.mark.parametrize("head", [PLAIN_CLASSIFIER, LINEAR_BASELINE, HeadConfig(distance="tropical")])
+def test_every_head_is_fitted_and_without_memory_in_passes(squares, options, tmp_path, head):
+    stride = None if head.kind != "opal" else 16
+    options = replace(options, head=head, stride=stride, loss_scale=1.0, cache_megabytes=0, head_steps=20)
+    assert fit(squares, options, tmp_path / "run").val.accuracy > 0.6
+
+
+def test_terms_of_the_attention_are_fitted_too(squares, options, tmp_path):
+    regions = tmp_path / "regions.json"
+    images = [{"id": i, "file_name": str(s.path), "width": 56, "height": 48} for i, s in enumerate(squares.train)]
+    boxes = [{"id": i, "image_id": i, "bbox": [0, 0, 56, 12], "category_id": 1} for i in range(len(images))]
+    regions.write_text(json.dumps({"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "sky"}]}))
+    kept_off = replace(options, keep_off=str(regions), keep_off_weight=100.0, agreement=0.5)
+    scores = []
+    for each in (options, kept_off):
+        run = fit(squares, each, tmp_path / f"run-{each.agreement}")
+        network = checkpoint.load(run.best).network
+        pixels = torch.stack([_pixels(sample.path) for sample in squares.train])
+        with torch.no_grad():
+            attention = network.explain(pixels).attention
+        # in the first row of cells, of the labelled class's slots
+        own = [
+            maps[2 * sample.label : 2 * sample.label + 2, 0]
+            for maps, sample in zip(attention, squares.train, strict=True)
+        ]
+        scores.append(float(torch.stack(own).amax(2).mean()))
+    assert scores[1] < 0.5 * scores[0]
+
+
+def _pixels(path):
+    with Image.open(path) as image:
+        pixels = torch.tensor(np.asarray(image.convert("RGB").resize((64, 64))))
+    return ((pixels / 255 - torch.tensor(IMAGENET_MEAN)) / torch.tensor(IMAGENET_STD)).permute(2, 0, 1)
+
+
+def test_minutes_limit_the_epochs(squares, options, tmp_path):
+    options = replace(options, epochs=50, minutes=0.05)
+    result = fit(squares, options, tmp_path / "run")
+    assert result.epochs[-1].epoch < 50
+    assert fit(squares, options, tmp_path / "run", resume=True).epochs == result.epochs
