@@ -61,7 +61,7 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
         weighted = recipe.options.class_weights == "balanced"
         for line in [*labelled.warnings, *balance_warnings(labelled, weighted=weighted)]:
             options.log(f"warning: {line}")
-        options.log(f"read as {labelled.describe()}")
+        options.log(f"recipe {options.recipe_name()}; read as {labelled.describe()}")
     return fit(
         labelled, recipe.options, out, overwrite=options.overwrite, resume=options.resume,
         recipe=recipe, progress=progress, log=options.log,

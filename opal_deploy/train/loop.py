@@ -216,6 +216,7 @@ class _TrainingRun:
             if last is not None:
                 state = restore_run(run_dir, last, network, train_step, group, self.epochs)
                 self.epochs = self.epochs if state.planned_epochs is None else state.planned_epochs
+                self.checkpoints.run_config["linear_accuracy"] = last["training"].get("linear_accuracy")
             group.barrier()  # no process writes before all have read
             self.checkpoints.start(recipe.to_toml(), is_new=last is None)
             self.log(self._describe_run(weights, start is not None))
@@ -408,10 +409,12 @@ class _TrainingRun:
             0, fit.loss, fit.accuracy, val.loss, val.accuracy, time.perf_counter() - started,
             fit.images_per_second, data_wait=0.0,
         )  # fmt: skip
+        epoch_seconds = (_PASSES * len(self.data.train) + len(self.data.val)) / fit.images_per_second
         if options.minutes is not None:
-            per_epoch = (_PASSES * len(self.data.train) + len(self.data.val)) / fit.images_per_second
             left = 60 * options.minutes - record.seconds
-            self.epochs = state.planned_epochs = max(0, min(self.epochs, int(left / per_epoch)))
+            # of all processes, since their clocks differ
+            planned = min(group.all_gather(max(0, int(left / epoch_seconds))))
+            self.epochs = state.planned_epochs = min(self.epochs, planned)
         self._finish_epoch(record, val, state, train_step)
         if group.is_main:
             split = "test" if self.data.test else "validation"
@@ -423,12 +426,18 @@ class _TrainingRun:
                 f"without explanation, a linear classifier of the same features answers {accuracy:.1%} of the "
                 f"{split} images correctly"
             )
+        if self.epochs:
+            minutes = max(round(self.epochs * epoch_seconds / 60), 1)
+            self.log(f"fine-tuning takes about {minutes} min for {self.epochs} epochs; best.pt can be used meanwhile")
         group.barrier()
 
     def _has_time(self, state: TrainState) -> bool:
-        """Return whether another epoch as long as the last one fits into `--minutes`."""
-        seconds = [record.seconds for record in state.records]
-        return self.options.minutes is None or not seconds or sum(seconds) + seconds[-1] <= 60 * self.options.minutes
+        """Return whether another epoch as long as the last one fits into `--minutes`, for every process."""
+        seconds = [record.seconds for record in state.records if record.epoch]
+        if self.options.minutes is None or not seconds:
+            return True
+        total = sum(record.seconds for record in state.records)
+        return all(self.group.all_gather(total + seconds[-1] <= 60 * self.options.minutes))
 
     def _finish(self, state: TrainState, val_batches: Batches) -> TrainResult:
         """Calibrate the best weights, evaluate them on the test split and write the final files."""

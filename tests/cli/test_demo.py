@@ -19,7 +19,7 @@ from tests.cli.calls import MAIN, check, one_line, read_results
 COMMANDS = ("train", "evaluate", "export", "infer", "verify")
 SHIPPED = Path(str(files("opal_deploy.cli.demo") / "creatures.onnx"))
 ORT_WEB = Path(__file__).parents[2] / ".ort-web/node_modules/onnxruntime-web"
-OWN_FOLDER = "  opal-deploy train photos/ --recipe grounded --out runs/mine"
+OWN_FOLDER = "  opal-deploy train photos/ --out runs/mine"
 
 
 def run_demo(opal, out, *options):

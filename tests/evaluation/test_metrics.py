@@ -10,9 +10,12 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.evaluation.metrics import (
+    ClassCounts,
     Evaluation,
     collapse_per_image,
     compute_metrics,
+    count_by_class,
+    format_classes,
     margins,
     measure_agreement,
     top_k_accuracy,
@@ -123,3 +126,17 @@ def test_agreement_of_two_models(outputs, metadata, same_class, same_cells, diff
     assert (agreement.images, agreement.same_class, agreement.same_cells) == (2, same_class, same_cells)
     if metadata.prototypes_per_class == METADATA.prototypes_per_class:
         assert agreement.largest_cosine_difference == pytest.approx(difference, abs=1e-6)
+
+
+def test_classes_that_are_never_predicted_come_first():
+    logits = np.eye(3, dtype=np.float32)[[0, 0, 0, 1, 0]]
+    counts = count_by_class(logits, np.array([0, 0, 2, 2, 1]), ["gull", "tern", "auk"])
+    assert counts == [
+        ClassCounts("gull", images=2, correct=2, predicted=4),
+        ClassCounts("tern", images=1, correct=0, predicted=1),
+        ClassCounts("auk", images=2, correct=0, predicted=0),
+    ]
+    assert list(format_classes(counts)) == [
+        "Never predicted: auk (2 images)",
+        "Accuracy by class: tern 0 of 1, gull 2 of 2",
+    ]

@@ -168,7 +168,7 @@ class Demo:
 def print_own_folder() -> None:
     """Print the command that trains on the user's own photographs."""
     print_message("\nNow your own folder, photos/<class>/*.jpg (training needs: pip install 'opal-deploy[all-cpu]'):")
-    print_message("  opal-deploy train photos/ --recipe grounded --out runs/mine")
+    print_message("  opal-deploy train photos/ --out runs/mine")
 
 
 def read_marker(out: Path) -> dict[str, Any] | None:
