@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,8 +46,25 @@ class TopOutputs(NamedTuple):
 
 
 @dataclass(frozen=True)
+class OutputSpec:
+    """One output of a graph: its shape, its type, and how it is compared.
+
+    Attributes:
+        shape: from the metadata to the shape per image.
+        dtype: float32 or int32.
+        tolerance: largest absolute difference by precision; None for outputs that `runtime.verification` has rules for.
+        in_test_vectors: whether the test vectors hold it.
+    """
+
+    shape: Callable[[Metadata], tuple[int, ...]]
+    dtype: type[np.generic] = np.float32
+    tolerance: Mapping[str, float] | None = None
+    in_test_vectors: bool = True
+
+
+@dataclass(frozen=True)
 class Outputs:
-    """The outputs of one batch of N images.
+    """The outputs of one batch of N images. Each field declares an output; everything else follows from its spec.
 
     Attributes:
         logits: float32 [N, C], minus the distance to each class's anchor (paper, Eq. 4); [N, 0] where the graph has
@@ -60,29 +77,39 @@ class Outputs:
             where the graph does not compute it.
     """
 
-    logits: FloatArray
-    argmax: IntArray | None = None
-    scores: FloatArray | None = None
-    attention: FloatArray | None = None
+    logits: FloatArray = field(metadata={"spec": OutputSpec(lambda m: (m.num_classes,))})
+    argmax: IntArray | None = field(
+        default=None, metadata={"spec": OutputSpec(lambda m: (m.num_prototypes,), np.int32)}
+    )
+    scores: FloatArray | None = field(default=None, metadata={"spec": OutputSpec(lambda m: (m.num_prototypes,))})
+    attention: FloatArray | None = field(
+        default=None,
+        metadata={"spec": OutputSpec(lambda m: (m.num_prototypes, *m.grid), in_test_vectors=False)},
+    )
     top: TopOutputs | None = None
-    strangeness: FloatArray | None = None
+    strangeness: FloatArray | None = field(
+        default=None,
+        metadata={"spec": OutputSpec(lambda m: (), tolerance={"fp32": 1e-3, "fp16": 5e-2, "bf16": 1e-1, "int8": 3e-1})},
+    )
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> Outputs:
         """Return the outputs of a graph from its arrays by name (docs/contract.md)."""
-        top = TopOutputs(*(arrays[name] for name in TOP_OUTPUTS)) if TOP_OUTPUTS[0] in arrays else None
-        logits = arrays["logits"] if top is None or "logits" in arrays else np.empty((len(top.logits), 0), np.float32)
-        return Outputs(
-            logits, arrays.get("argmax"), arrays.get("scores"), arrays.get("attention"), top, arrays.get("strangeness")
-        )
+        values: dict[str, Any] = {name: arrays[name] for name in OUTPUT_SPECS if name in arrays}
+        if TOP_OUTPUTS[0] in arrays:
+            values["top"] = top = TopOutputs(*(arrays[name] for name in TOP_OUTPUTS))
+            values.setdefault("logits", np.empty((len(top.logits), 0), np.float32))
+        return Outputs(**values)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by the names of the graph's outputs, in the graph's order: what `from_arrays` reads."""
-        names = ("logits", "argmax", "scores", "attention") if self.top is None else ()
-        arrays = {name: getattr(self, name) for name in (*names, "strangeness")}
-        if self.top is not None:
-            arrays = {**dict(zip(TOP_OUTPUTS, self.top, strict=True)), **arrays}
-        return {name: array for name, array in arrays.items() if array is not None}
+        if self.top is None:
+            return {name: array for name in OUTPUT_SPECS if (array := getattr(self, name)) is not None}
+        return {**dict(zip(TOP_OUTPUTS, self.top, strict=True)), **self.per_image()}
+
+    def per_image(self) -> dict[str, FloatArray]:
+        """Return the outputs of one number per image that this graph has, float32 [N] by name."""
+        return {name: array for name in PER_IMAGE if (array := getattr(self, name)) is not None}
 
     def __len__(self) -> int:
         return len(self.logits)
@@ -99,59 +126,61 @@ class Outputs:
         return self._map(lambda array: array[picked])
 
     def is_finite(self) -> NDArray[np.bool_]:
-        """Return bool [N]: whether an image's logits (or those listed, and the norm) and strangeness are finite."""
+        """Return bool [N]: whether an image's logits (or those listed, and the norm) and single numbers are finite."""
         finite: NDArray[np.bool_] = np.isfinite(self.logits if self.top is None else self.top.logits).min(axis=1)
-        for value in (None if self.top is None else self.top.norm, self.strangeness):
-            if value is not None:
-                finite = finite & np.isfinite(value)
+        for value in (*(() if self.top is None else (self.top.norm,)), *self.per_image().values()):
+            finite = finite & np.isfinite(value)
         return finite
 
     @staticmethod
     def concatenate(parts: Sequence[Outputs]) -> Outputs:
         """Return the outputs of consecutive batches of one model as one."""
-
-        def join(name: str) -> Any:
-            arrays = [getattr(part, name) for part in parts]
-            return None if arrays[0] is None else np.concatenate(arrays)
-
-        tops = [part.top for part in parts if part.top is not None]
-        top = TopOutputs(*(np.concatenate(arrays) for arrays in zip(*tops, strict=True))) if tops else None
-        return Outputs(join("logits"), join("argmax"), join("scores"), join("attention"), top, join("strangeness"))
+        joined = [np.concatenate(arrays) for arrays in zip(*(part._arrays().values() for part in parts), strict=True)]
+        return parts[0]._with(joined)
 
     def _map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> Outputs:
-        def apply(array: NDArray[Any] | None) -> Any:
-            return None if array is None else function(array)
+        return self._with([function(array) for array in self._arrays().values()])
 
-        top = None if self.top is None else TopOutputs(*(function(array) for array in self.top))
-        return Outputs(
-            function(self.logits), apply(self.argmax), apply(self.scores), apply(self.attention), top,
-            apply(self.strangeness),
-        )  # fmt: skip
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        """Return all arrays, those of `top` last."""
+        arrays = {name: array for name in OUTPUT_SPECS if (array := getattr(self, name)) is not None}
+        return arrays if self.top is None else {**arrays, **dict(zip(TOP_OUTPUTS, self.top, strict=True))}
+
+    def _with(self, arrays: list[NDArray[Any]]) -> Outputs:
+        """Return outputs of the same names with other arrays."""
+        return Outputs.from_arrays(dict(zip(self._arrays(), arrays, strict=True)))
+
+
+# the outputs that are fields of `Outputs`, and those of `export --outputs topk`
+OUTPUT_SPECS: dict[str, OutputSpec] = {
+    each.name: each.metadata["spec"] for each in fields(Outputs) if "spec" in each.metadata
+}
+PER_IMAGE = tuple(name for name, spec in OUTPUT_SPECS.items() if spec.tolerance is not None)
+TOP_SPECS: dict[str, OutputSpec] = {
+    "top_classes": OutputSpec(lambda m: (m.max_top,), np.int32),
+    "top_logits": OutputSpec(lambda m: (m.max_top,)),
+    "top_scores": OutputSpec(lambda m: (m.max_top, m.prototypes_per_class)),
+    "top_cells": OutputSpec(lambda m: (m.max_top, m.prototypes_per_class), np.int32),
+    "score_norm": OutputSpec(lambda m: ()),
+}
+
+
+def tolerances(precision: str) -> dict[str, float]:
+    """Return the largest difference that a precision may cause in each output of one number per image."""
+    return {name: tolerance[precision] for name in PER_IMAGE if (tolerance := OUTPUT_SPECS[name].tolerance)}
 
 
 def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
     """Return shape per image and dtype of every input and output that the metadata promises; raise ArtifactError."""
     height, width = metadata.input_size
-    channels, k, m = metadata.num_prototypes, metadata.max_top, metadata.prototypes_per_class
-    shapes: dict[str, tuple[int, ...]] = {
-        "logits": (metadata.num_classes,),
-        "argmax": (channels,),
-        "scores": (channels,),
-        "attention": (channels, *metadata.grid),
-        "top_classes": (k,),
-        "top_logits": (k,),
-        "top_scores": (k, m),
-        "top_cells": (k, m),
-        "score_norm": (),
-        "strangeness": (),
-    }
     specs: dict[str, TensorSpec] = {INPUT: ((height, width, 3), np.dtype(np.uint8))}
     if metadata.input_kind == "float32":
         specs[INPUT] = (3, height, width), np.dtype(np.float32)
+    known = {**OUTPUT_SPECS, **TOP_SPECS}
     for name in metadata.outputs:
-        if name not in shapes:
+        if name not in known:
             raise ArtifactError(f"its metadata promises an unknown output, {name!r}")
-        specs[name] = shapes[name], np.dtype(np.int32 if name in ("argmax", "top_classes", "top_cells") else np.float32)
+        specs[name] = known[name].shape(metadata), np.dtype(known[name].dtype)
     return specs
 
 

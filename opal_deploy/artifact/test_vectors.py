@@ -17,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from opal_deploy.artifact.outputs import FloatArray, Outputs
+from opal_deploy.artifact.outputs import OUTPUT_SPECS, FloatArray, Outputs
 from opal_deploy.errors import ArtifactError
 
 # the metadata may come from anywhere: an array's size is bounded before it is decompressed
 _MAX_BYTES = 256 * 1024 * 1024
+_STORED = tuple(name for name, spec in OUTPUT_SPECS.items() if spec.in_test_vectors)
+_MARGIN = "top2_margin"
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,7 @@ class Reference:
 
 def pack(reference: Reference) -> dict[str, Any]:
     """Return a reference as the JSON document that the metadata's `test_vectors` holds."""
-    outputs = reference.outputs
-    arrays = {
-        "logits": outputs.logits,
-        "argmax": outputs.argmax,
-        "scores": outputs.scores,
-        "top2_margin": reference.top2_margin,
-        "strangeness": outputs.strangeness,
-    }
+    arrays = {name: getattr(reference.outputs, name) for name in _STORED} | {_MARGIN: reference.top2_margin}
     return {
         "images": [_encode_png(image) for image in reference.images],
         **{name: _encode_array(array) for name, array in arrays.items() if array is not None},
@@ -81,14 +76,14 @@ def unpack(document: dict[str, Any], origin: str) -> Reference:
         raise ArtifactError(f"{origin}: it has no test vectors; export it again")
     try:
         images = np.stack([_decode_png(text) for text in document["images"]])
-        names = ("logits", "argmax", "scores", "top2_margin", "strangeness")
-        arrays = {name: _decode_array(document[name]) for name in names if name in document}
-        outputs = Outputs(
-            arrays["logits"], arrays.get("argmax"), arrays.get("scores"), strangeness=arrays.get("strangeness")
-        )
+        arrays: dict[str, Any] = {
+            name: _decode_array(document[name]) for name in (*_STORED, _MARGIN) if name in document
+        }
+        margin = arrays.pop(_MARGIN, None)
+        outputs = Outputs(**arrays)
     except (KeyError, TypeError, ValueError, OSError, SyntaxError, AttributeError, zlib.error) as error:
         raise ArtifactError(f"{origin}: its test vectors are damaged ({error}); export it again") from None
-    return Reference(images, outputs, arrays.get("top2_margin"))
+    return Reference(images, outputs, margin)
 
 
 def _encode_png(image: NDArray[np.uint8]) -> str:

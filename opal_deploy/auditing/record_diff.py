@@ -70,8 +70,10 @@ class Tolerance:
         if metadata.precision != "fp32":
             return replace(_LOW_PRECISION[metadata.precision], temperature=metadata.temperature)
         recorded = metadata.verification.get("gate")
-        gate = (Gate(**recorded) if recorded else GATES["fp32"]).relaxed_for_machine()
-        return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie, gate.strangeness, metadata.temperature)
+        gate = (Gate.from_dict(recorded) if recorded else GATES["fp32"]).relaxed_for_machine()
+        return Tolerance(
+            gate.cosine, gate.logit, gate.score, gate.tie, gate.others["strangeness"], metadata.temperature
+        )
 
     def of_logit(self, logit: float) -> float:
         """Return the largest accepted difference of a logit, absolute."""

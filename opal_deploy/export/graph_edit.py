@@ -21,6 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
+from opal_deploy.artifact.outputs import PER_IMAGE
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import ArtifactError, UsageError
 
@@ -136,9 +137,9 @@ def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
 
 
 def drop_other_outputs(candidate: ExportCandidate) -> ExportCandidate:
-    """Return a candidate of `with_top_classes` that outputs only the best classes, and the strangeness if it has it."""
+    """Return a candidate of `with_top_classes` with its best classes and its outputs of one number per image only."""
     model = copy.deepcopy(candidate.model)
-    names = tuple(name for name in candidate.metadata.outputs if name in (*TOP_OUTPUTS, "strangeness"))
+    names = tuple(name for name in candidate.metadata.outputs if name in (*TOP_OUTPUTS, *PER_IMAGE))
     values = {value.name: value for value in model.graph.output}
     del model.graph.output[:]
     model.graph.output.extend(values[name] for name in names)

@@ -255,12 +255,6 @@ def _check_class_names(path: Path, names: list[str], num_classes: int) -> list[s
     return [str(name) for name in names]
 
 
-def _list_outputs(network: OpalNetwork) -> tuple[str, ...]:
-    if network.config.head.evidence == "none":
-        return ("logits",)
-    return ("logits", "argmax", "scores", *(("strangeness",) if network.neighbours else ()))
-
-
 def build_metadata(checkpoint: Checkpoint) -> Metadata:
     """Build the metadata of a checkpoint before its export, without verification report and test vectors."""
     network = checkpoint.network
@@ -289,5 +283,5 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         receptive_field=receptive_field.to_dict(),
         baseline=checkpoint.baseline.to_dict() if checkpoint.baseline else {},
         keep_layers=network.config.keep_layers,
-        outputs=_list_outputs(network),
+        outputs=network.list_outputs(),
     )

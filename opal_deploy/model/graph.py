@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from opal_deploy.artifact.metadata import InputKind
 from opal_deploy.model.network import OpalNetwork
 
-ATTENTION, STRANGENESS = "attention", "strangeness"
+ATTENTION = "attention"
 PROJECTED = "projected"
 # types of the backbone; `tf32` is float32 whose products a GPU rounds, by a PyTorch setting
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -52,10 +52,7 @@ class InferenceGraph(nn.Module):
     @property
     def output_names(self) -> tuple[str, ...]:
         """The contract's outputs, in order."""
-        if self.network.config.head.evidence == "none":
-            return ("logits",)
-        extra = {ATTENTION: self.with_attention, STRANGENESS: self.network.neighbours is not None}
-        return ("logits", "argmax", "scores", *(name for name, wanted in extra.items() if wanted))
+        return self.network.list_outputs(attention=self.with_attention)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         values = self.explain(self.normalise(images))
@@ -72,13 +69,7 @@ class InferenceGraph(nn.Module):
         """Return the outputs that the network has, by name, and the projection, float32 [N, K, H, W]."""
         features = self.network.backbone(normalised)
         projected = self.network.head.project(features)
-        head = self.network.head.explain(projected)
-        values = {
-            "logits": head.logits, "argmax": head.argmax, "scores": head.scores, ATTENTION: head.attention,
-            PROJECTED: projected,
-        }  # fmt: skip
-        if self.network.neighbours is not None:
-            values[STRANGENESS] = self.network.neighbours(features)
+        values = {**vars(self.network.explain_features(features, projected)), PROJECTED: projected}
         return {name: value for name, value in values.items() if value is not None}
 
 

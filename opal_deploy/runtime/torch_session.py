@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import FloatArray, Outputs
+from opal_deploy.artifact.outputs import OUTPUT_SPECS, FloatArray, Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, first_line
 from opal_deploy.model import checkpoint as checkpoints
@@ -80,10 +80,9 @@ class TorchSession:
         finally:
             # exact: these numbers came from float32
             self._network.float()
-        argmax = None if tensors.argmax is None else tensors.argmax.cpu().numpy().astype(np.int32)
-        scores = None if tensors.scores is None else tensors.scores.cpu().numpy()
-        strangeness = None if tensors.strangeness is None else tensors.strangeness.cpu().numpy()
-        return Outputs(tensors.logits.cpu().numpy(), argmax, scores, strangeness=strangeness)
+        named = _named(tensors, attention=False)
+        arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in named.items()}
+        return Outputs(**arrays)
 
     def run_reference(self, images: ImageBatch) -> Reference:
         """Return the outputs with the relative lead of each channel's best cell over its second."""
@@ -135,12 +134,17 @@ def translate_error(error: RuntimeError, batch: int) -> Exception:
 
 def to_outputs(tensors: HeadOutputs, *, attention: bool = False) -> Outputs:
     """Copy the network's tensors to arrays on the host, the large attention maps on request."""
-    if tensors.scores is None or tensors.argmax is None or tensors.attention is None:
-        return Outputs(_numpy(tensors.logits))
-    cells = tensors.argmax.cpu().numpy().astype(np.int32)
-    maps = _numpy(tensors.attention) if attention else None
-    strangeness = None if tensors.strangeness is None else _numpy(tensors.strangeness)
-    return Outputs(_numpy(tensors.logits), cells, _numpy(tensors.scores), maps, strangeness=strangeness)
+    named = _named(tensors, attention=attention)
+    arrays: dict[str, Any] = {
+        name: tensor.cpu().numpy().astype(OUTPUT_SPECS[name].dtype, copy=False) for name, tensor in named.items()
+    }
+    return Outputs(**arrays)
+
+
+def _named(tensors: HeadOutputs, *, attention: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors that a network has, by the names of outputs."""
+    values = {name: getattr(tensors, name) for name in OUTPUT_SPECS if attention or name != "attention"}
+    return {name: tensor for name, tensor in values.items() if tensor is not None}
 
 
 def _top2_margin(attention: torch.Tensor) -> FloatArray:

@@ -8,15 +8,23 @@ class may be missing from the list that is better than a listed one by more than
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 
 from opal_deploy.artifact import test_vectors
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
-from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs, TopOutputs, select_top
+from opal_deploy.artifact.outputs import (
+    OUTPUT_SPECS,
+    PER_IMAGE,
+    FloatArray,
+    IntArray,
+    Outputs,
+    TopOutputs,
+    select_top,
+)
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import VerificationError
 from opal_deploy.runtime.gates import GATES, NEAR_TIE, Agreement, Gate, compute_cosines
@@ -31,8 +39,8 @@ class Comparison:
     """The differences between a candidate and the reference over `images` images; true if the candidate passed.
 
     Attributes:
-        max_cosine, max_logit, max_score, max_strangeness: largest absolute differences (None where the model has no
-            such output).
+        max_cosine, max_logit, max_score: largest absolute differences (None where the model has no such output).
+        max_others: largest absolute differences of the outputs of one number per image, by name.
         cells, cells_tied, cells_different: of all K channels of all images: compared, left out as ties, different.
         block_cells, block_cells_different: the same within the reference's predicted class, ties left out.
         block_near_ties: cells within the predicted class that differ and lead by less than NEAR_TIE.
@@ -54,7 +62,7 @@ class Comparison:
     block_near_ties: int = 0
     classes_different: int = 0
     worst: int = 0
-    max_strangeness: float | None = None
+    max_others: Mapping[str, float] = field(default_factory=dict)
     agreement: Agreement | None = None
     failures: tuple[str, ...] = ()
 
@@ -79,7 +87,7 @@ def compare_outputs(
     if failures:
         return Comparison(len(expected), float("nan"), failures=failures)
     if candidate.top is not None and candidate.scores is None:
-        return _compare_strangeness(_compare_top(reference, candidate.top, metadata, gate), expected, candidate, gate)
+        return _compare_others(_compare_top(reference, candidate.top, metadata, gate), expected, candidate, gate)
     logit, logit_failure = _logits(expected.logits, candidate.logits, gate)
     other_class = expected.logits.argmax(1) != candidate.logits.argmax(1)
     if expected.scores is None or candidate.scores is None:
@@ -94,17 +102,21 @@ def compare_outputs(
         reference, candidate, compute_cosines(candidate, metadata), candidate.logits.argmax(1), metadata, gate,
         confidence=confidence,
     )  # fmt: skip
-    return _compare_strangeness(comparison, expected, candidate, gate)
+    return _compare_others(comparison, expected, candidate, gate)
 
 
-def _compare_strangeness(comparison: Comparison, expected: Outputs, candidate: Outputs, gate: Gate) -> Comparison:
-    if expected.strangeness is None or candidate.strangeness is None:
-        return comparison
-    difference = float(np.abs(expected.strangeness - candidate.strangeness).max())
-    failures = comparison.failures
-    if difference > gate.strangeness:
-        failures += (f"a strangeness differs by {difference:.3g}, more than {gate.strangeness:g}",)
-    return replace(comparison, max_strangeness=difference, failures=failures)
+def _compare_others(comparison: Comparison, expected: Outputs, candidate: Outputs, gate: Gate) -> Comparison:
+    """Return the comparison with the outputs of one number per image."""
+    computed, failures = candidate.per_image(), comparison.failures
+    differences = {
+        name: float(np.abs(values - computed[name]).max())
+        for name, values in expected.per_image().items()
+        if name in computed
+    }
+    for name, difference in differences.items():
+        if difference > gate.others[name]:
+            failures += (f"a {name} differs by {difference:.3g}, more than {gate.others[name]:g}",)
+    return replace(comparison, max_others=differences, failures=failures)
 
 
 def _compare_top(reference: Reference, top: TopOutputs, metadata: Metadata, gate: Gate) -> Comparison:
@@ -178,8 +190,9 @@ def _compare_evidence(
         *_find_cell_failures(cells, gate, agreement),
         _classes_failure(int(flipped.sum())),
     ]
+    counts: dict[str, Any] = {**cells}
     return Comparison(
-        len(expected), logit, cosine, score, **cells, classes_different=int(flipped.sum()),
+        len(expected), logit, cosine, score, **counts, classes_different=int(flipped.sum()),
         worst=_worst(flipped, moved, distance), agreement=agreement, failures=tuple(f for f in messages if f),
     )  # fmt: skip
 
@@ -191,12 +204,12 @@ def _worst(*criteria: Any) -> int:
 
 def _shape_failures(expected: Outputs, candidate: Outputs, metadata: Metadata) -> tuple[str, ...]:
     failures = []
-    names = ("logits", "argmax", "scores", "strangeness")
+    names = [name for name, spec in OUTPUT_SPECS.items() if spec.in_test_vectors]
     pairs = {name: (getattr(expected, name), getattr(candidate, name)) for name in names}
     if candidate.top is not None and candidate.scores is None and expected.scores is not None:
         selected = select_top(expected, metadata.prototypes_per_class, metadata.max_top)
         listed = zip(TOP_OUTPUTS, zip(selected, candidate.top, strict=True), strict=True)
-        pairs = {**dict(listed), "strangeness": pairs["strangeness"]}
+        pairs = {**dict(listed), **{name: pairs[name] for name in PER_IMAGE}}
     for name, (before, after) in pairs.items():
         if before is None:
             continue
@@ -292,7 +305,7 @@ def verify_test_vectors(session: Session, origin: str) -> Comparison:
     metadata = session.metadata
     reference = test_vectors.unpack(metadata.test_vectors, origin)
     recorded = metadata.verification.get("gate")
-    gate = (Gate(**recorded) if recorded else GATES[metadata.precision]).relaxed_for_machine()
+    gate = (Gate.from_dict(recorded) if recorded else GATES[metadata.precision]).relaxed_for_machine()
     comparison = compare_outputs(reference, session.run(reference.images), metadata, gate)
     if not comparison:
         raise VerificationError(

@@ -205,7 +205,7 @@ class Site:
             "kind": _KIND,
             "source": path.name,
             "model_sha256": digest,
-            "gate": asdict(Gate(**recorded) if recorded else GATES[metadata.precision]),
+            "gate": asdict(Gate.from_dict(recorded) if recorded else GATES[metadata.precision]),
             "temperature": metadata.temperature,
             "min_margin": margin,
             "max_strangeness": strangeness,

@@ -79,7 +79,7 @@ def test_a_missing_package_names_the_extra_to_install(opal, exact_model, make_pi
         (["infer", "x", "--tpo", "3"], "--top); see opal-deploy infer --help"),
         (["infer", "x", "--batch", "y"], "'y': input should be a valid integer; see opal-deploy infer --help"),
         (
-            ["train", "x", "--epochs", "0"],
+            ["train", "x", "--epochs", "-1"],
             "'0': input should be greater than or equal to 1; see opal-deploy train --help",
         ),
         (["bench", "latency", "--batch"], "requires an argument; see opal-deploy bench latency --help"),
