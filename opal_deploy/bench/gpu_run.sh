@@ -133,8 +133,8 @@ tests() {
   step gpu_tests 110 python3 -m pytest -q -m "$selected" -p no:cacheprovider --continue-on-collection-errors \
     --junitxml "$out/junit.xml" "${files[@]%conftest.py}"
   look "junit.xml: no failure, no error. Settles, for what is not skipped, 'No GPU has run any of this' (README.md, limits.md):" \
-    "  the sessions for CUDA, TensorRT and TensorRT for RTX, --runtime compiled, mixed precision in training; with two GPUs" \
-    "  also SyncBatchNorm and NCCL."
+    "  the sessions for CUDA, TensorRT and TensorRT for RTX, mixed precision in training; with two GPUs also" \
+    "  SyncBatchNorm and NCCL."
 }
 
 # files with random weights, whose speed is that of trained ones, and images of photographs' size
@@ -220,7 +220,7 @@ print(sum(os.path.getsize(path) for path in paths) / len(paths) / 1e3, "kB an im
 PY
 }
 
-# JPEG to record, beside the bare session: ONNX Runtime, an engine where one could be built, torch.compile, the best classes alone
+# JPEG to record, beside the bare session: ONNX Runtime, an engine where one could be built, the best classes alone
 pipeline() {
   make_models
   make_images
@@ -234,9 +234,6 @@ pipeline() {
     done
   done
   for name in "${two[@]}"; do
-    measure_infer "compiled_$name" "$work/$name.pt" $((distinct * copies)) --runtime compiled
-  done
-  for name in "${two[@]}"; do
     measure_infer "topk_$name" "$work/$name.topk.onnx" $((distinct * copies))
   done
   look "infer_*: 'infer' is near the smaller of the bare session and the decoding: 6,000 to 8,000 images/s on 16 cores." \
@@ -247,9 +244,9 @@ pipeline() {
     "  'sixteen cores would decode some 6,000 images per second (calculated, not measured)' (howto/deploy.md)."
 }
 
-measure_infer() { # name, model, images, more options
+measure_infer() { # name, model, images
   step "infer_$1" 50 "${opal[@]}" bench pipeline "@$work/jpegs.txt" --model "$2" --device "$device" --batch "$batch" --limit "$3" \
-    --repeats "$repeats" --no-explain --out "$results" "${@:4}"
+    --repeats "$repeats" --no-explain --out "$results"
 }
 
 settings() {
@@ -357,8 +354,7 @@ rest() {
     measure_infer "checkpoint_$name" "$work/$name.pt" $((distinct * copies / 4))
   done
   look "latency_*, compile_*: in_flight 1; p50 at batch 1 is some milliseconds, the launches of 100 to 200 kernels of 5 to 10 us, which" \
-    "  CUDA graphs save. checkpoint_*: float32 in PyTorch, several times slower than fp16. Settles '--runtime compiled ran on" \
-    "  CPUs only' (limits.md)."
+    "  CUDA graphs save. checkpoint_*: float32 in PyTorch, several times slower than fp16."
 }
 
 demo() {
