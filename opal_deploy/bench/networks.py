@@ -30,7 +30,7 @@ from opal_deploy.export.checkpoint_source import CheckpointSource, ExportGraph, 
 from opal_deploy.export.exporter import export
 from opal_deploy.export.files import EngineTargets, plan_targets
 from opal_deploy.export.images import Pixels
-from opal_deploy.export.options import ArgmaxForm, ExportOptions
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.precision import to_bf16, to_fp16, to_int8
 from opal_deploy.model import backbones
 from opal_deploy.model import checkpoint as checkpoints
@@ -208,16 +208,14 @@ def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
     return replace(metadata, file_sha256=onnx_file.embed_digest(path))
 
 
-def write_engine(
-    checkpoint: Checkpoint, precision: str, folder: Path, *, random: bool, argmax: ArgmaxForm = "operator"
-) -> Path:
+def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random: bool) -> Path:
     """Write a network as an engine for this machine's GPU and return its path.
 
     An engine must reproduce its test vectors before it runs. The outputs of random weights are nearly equal, which no
     lower precision reproduces, so their batch norms are adapted to images first.
 
     Args:
-        precision, argmax: of the ONNX file that the engine is built from.
+        precision: of the ONNX file that the engine is built from.
 
     Raises:
         UsageError: no GPU, or the builder failed.
@@ -226,7 +224,7 @@ def write_engine(
     driver = visible_driver()
     if not driver.gpus:
         raise UsageError(f"tensorrt: no GPU here ({driver.problem}); engines run on NVIDIA GPUs only")
-    options = ExportOptions(verify=False, overwrite=True, argmax=argmax)
+    options = ExportOptions(verify=False, overwrite=True)
     engines = EngineTargets(choose_engine_targets(options, driver), folder, driver)
     if random:
         checkpoint = copy.deepcopy(checkpoint)
