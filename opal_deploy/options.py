@@ -173,15 +173,13 @@ def describe(option: Option) -> str:
     return f"{option.help} Default: {option.default}." if option.default else option.help
 
 
-RuntimeName = Literal["auto", "onnxruntime", "tensorrt", "torch", "compiled"]
+RuntimeName = Literal["auto", "onnxruntime", "tensorrt", "torch"]
 
 # options of several commands
 Device = Annotated[str, Option("auto, cpu, cuda or cuda:N.")]
 Devices = Annotated[str, Option("auto, cpu, cuda, cuda:N, or GPU numbers such as 0,1.", flag="--device")]
 Threads = Annotated[int | None, Option("CPU threads of the runtime.", min=1, default="all cores")]
-RuntimeChoice = Annotated[
-    RuntimeName, Option("auto: by the model's file; compiled: a checkpoint through torch.compile.", flag="--runtime")
-]
+RuntimeChoice = Annotated[RuntimeName, Option("Runtime; auto: by the model's file.", flag="--runtime")]
 Batch = Annotated[int | None, Option("Batch size.", min=1, default="8, on a GPU 64")]
 Workers = Annotated[int | None, Option("Parallel decode and draw workers.", min=1, default="all cores but two")]
 MaxPixels = Annotated[int, Option("Refuse images with more pixels than this.", min=1)]

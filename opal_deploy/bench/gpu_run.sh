@@ -16,7 +16,7 @@
 # OUT:    a folder (default gpu-results) for small files: log (every step with its time, its output and what to look at),
 #         report.md (tables of all measurements), junit.xml, bench.jsonl (measurements, see bench/results/README.md), gpu.csv
 #         (the GPU's use five times a second; its times are those of the log), doctor.json, demo.json, reproduce.json.
-# STEPS:  tests pipeline settings head cells nine rest demo, and reproduce where CUB100 (the folder of the hundred bird
+# STEPS:  tests pipeline settings head profile nine rest demo, and reproduce where CUB100 (the folder of the hundred bird
 #         classes) and RESNET50 (a file of its ImageNet weights) are set: the paper's protocol, OPAL against the linear head.
 #
 # Lines that begin with LOOK say what to read after a group, what it should be near, and which claim of README.md or of the
@@ -24,7 +24,7 @@
 # bound, or below half of what is expected, is a fault to look for before anything is published.
 #
 # Never run on hardware as it is: the seconds of every cap, with the compile times in them, are estimates for an H100 with 16
-# cores. With DRY=1 on two busy CPU cores requirements, doctor, models, jpegs, infer, settings, head, cells, nine and latency
+# cores. With DRY=1 on two busy CPU cores requirements, doctor, models, jpegs, infer, settings, head, profile, nine and latency
 # came to their end, with eager PyTorch for torch.compile. Tried nowhere: gpu_tests (collected only), whatever needs an engine,
 # CUDA graphs or ONNX Runtime's options on CUDA, freezing on a GPU, the trace of nvidia-smi, the installation of wheels;
 # ceiling and demo were too slow on those cores to end, and reproduce had no data.
@@ -133,8 +133,8 @@ tests() {
   step gpu_tests 110 python3 -m pytest -q -m "$selected" -p no:cacheprovider --continue-on-collection-errors \
     --junitxml "$out/junit.xml" "${files[@]%conftest.py}"
   look "junit.xml: no failure, no error. Settles, for what is not skipped, 'No GPU has run any of this' (README.md, limits.md):" \
-    "  the sessions for CUDA, TensorRT and TensorRT for RTX, --runtime compiled, mixed precision in training; with two GPUs" \
-    "  also SyncBatchNorm and NCCL."
+    "  the sessions for CUDA, TensorRT and TensorRT for RTX, mixed precision in training; with two GPUs also" \
+    "  SyncBatchNorm and NCCL."
 }
 
 # files with random weights, whose speed is that of trained ones, and images of photographs' size
@@ -143,7 +143,6 @@ make_models() {
   step models 110 python3 - "$work" "$precision" "${two[@]}" <<'PY'
 import sys
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import onnx
@@ -152,7 +151,6 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
 from opal_deploy.bench.networks import build_random_network, update_batch_norms, write_engine, write_onnx
 from opal_deploy.errors import OpalError
-from opal_deploy.export.argmax import compare_cells
 from opal_deploy.export.graph_edit import add_top_outputs
 from opal_deploy.model.checkpoint import save
 from opal_deploy.synthetic import example_images
@@ -172,18 +170,11 @@ for name in names:
     metadata = replace(written, outputs=TOP_OUTPUTS, top_k=5, file_sha256=onnx_file.BLANK_DIGEST)
     onnx_file.write_model(top, metadata, folder / f"{name}.topk.onnx")
     onnx_file.embed_digest(folder / f"{name}.topk.onnx")
-    # the same with the cells found by comparisons, as `export --argmax compare` makes it
-    compared = compare_cells(onnx.load(folder / f"{name}.onnx"), prod(written.grid))
-    metadata = replace(written, exporter={**written.exporter, "argmax": "compare"}, file_sha256=onnx_file.BLANK_DIGEST)
-    onnx_file.write_model(compared, metadata, folder / f"{name}.compare.onnx")
-    onnx_file.embed_digest(folder / f"{name}.compare.onnx")
-    for form in ("operator", "compare"):
-        target = folder / name / form
-        target.mkdir(parents=True)
-        try:
-            print(write_engine(network.checkpoint, precision, target, random=False, argmax=form))
-        except OpalError as error:
-            print(f"{name}: no engine: {error}")
+    (folder / name).mkdir()
+    try:
+        print(write_engine(network.checkpoint, precision, folder / name, random=False))
+    except OpalError as error:
+        print(f"{name}: no engine: {error}")
 PY
 }
 
@@ -220,7 +211,7 @@ print(sum(os.path.getsize(path) for path in paths) / len(paths) / 1e3, "kB an im
 PY
 }
 
-# JPEG to record, beside the bare session: ONNX Runtime, an engine where one could be built, torch.compile, the best classes alone
+# JPEG to record, beside the bare session: ONNX Runtime, an engine where one could be built, the best classes alone
 pipeline() {
   make_models
   make_images
@@ -229,12 +220,9 @@ pipeline() {
     measure_infer "onnxruntime_$name" "$work/$name.onnx" $((distinct * copies))
   done
   for name in "${two[@]}"; do
-    for path in $(engines "$work/$name/operator"); do
+    for path in $(engines "$work/$name"); do
       measure_infer "engine_$name" "$path" $((distinct * copies))
     done
-  done
-  for name in "${two[@]}"; do
-    measure_infer "compiled_$name" "$work/$name.pt" $((distinct * copies)) --runtime compiled
   done
   for name in "${two[@]}"; do
     measure_infer "topk_$name" "$work/$name.topk.onnx" $((distinct * copies))
@@ -247,9 +235,9 @@ pipeline() {
     "  'sixteen cores would decode some 6,000 images per second (calculated, not measured)' (howto/deploy.md)."
 }
 
-measure_infer() { # name, model, images, more options
+measure_infer() { # name, model, images
   step "infer_$1" 50 "${opal[@]}" bench pipeline "@$work/jpegs.txt" --model "$2" --device "$device" --batch "$batch" --limit "$3" \
-    --repeats "$repeats" --no-explain --out "$results" "${@:4}"
+    --repeats "$repeats" --no-explain --out "$results"
 }
 
 settings() {
@@ -287,39 +275,26 @@ head_ratio() {
   done
   look "head_*: ratio of OPAL's throughput to the linear head's; in_flight [3, 3] in ONNX Runtime. The paper counts 0.1005 GFLOPs" \
     "  for 200 classes beside resnet50's 4.13, 2.4 %: a ratio of 0.97 to 1. Softmax, maximum and cells read or write" \
-    "  64 x 1000 x 49 float32, 12.5 MB or 4 us a pass: 1 % of a batch of 5 ms. Below 0.95: see which node in 'cells'." \
+    "  64 x 1000 x 49 float32, 12.5 MB or 4 us a pass: 1 % of a batch of 5 ms. Below 0.95: see which node in 'profile'." \
     "  Settles what explaining costs on a GPU, which README.md leaves open."
 }
 
-# which nodes take the time, and whether comparisons find the cells faster than ArgMax
-cells() {
+# which nodes take the time
+profile() {
   make_models
-  local name form path other
+  local name path
   for name in "${two[@]}"; do
-    for form in "" .compare; do
-      # the host waits for every kernel, for where ONNX Runtime cannot time kernels itself
-      step "profile_onnxruntime_$name$form" 30 env CUDA_LAUNCH_BLOCKING=1 "${opal[@]}" bench latency --profile \
-        --model "$work/$name$form.onnx" --device "$device" --batch "1,$batch" "${quick[@]}" --out "$results"
-    done
-    for form in operator compare; do
-      for path in $(engines "$work/$name/$form"); do
-        step "profile_engine_${name}_$form" 30 "${opal[@]}" bench latency --profile --model "$path" --device "$device" \
-          --batch "1,$batch" "${quick[@]}" --out "$results"
-      done
-    done
-    step "cells_onnxruntime_$name" 40 "${opal[@]}" bench compare "$work/$name.onnx" "$work/$name.compare.onnx" --device "$device" \
-      --batch "$batch" "${pairs[@]}" --out "$results"
-    for path in $(engines "$work/$name/operator"); do
-      for other in $(engines "$work/$name/compare"); do
-        step "cells_engine_$name" 40 "${opal[@]}" bench compare "$path" "$other" --device "$device" --batch "$batch" "${pairs[@]}" \
-          --out "$results"
-      done
+    # the host waits for every kernel, for where ONNX Runtime cannot time kernels itself
+    step "profile_onnxruntime_$name" 30 env CUDA_LAUNCH_BLOCKING=1 "${opal[@]}" bench latency --profile \
+      --model "$work/$name.onnx" --device "$device" --batch "1,$batch" "${quick[@]}" --out "$results"
+    for path in $(engines "$work/$name"); do
+      step "profile_engine_$name" 30 "${opal[@]}" bench latency --profile --model "$path" --device "$device" \
+        --batch "1,$batch" "${quick[@]}" --out "$results"
     done
   done
   look "profile_*: the head's share, 1 to 2 % at a batch of 64: 4 us a pass by memory traffic, 10 us with its launch. ArgMax or" \
     "  ReduceMax above 50 us are slow kernels. The other latencies of these ONNX files are marked 'blocking': do not publish them." \
-    "cells_*: ratio of --argmax compare to ArgMax. An interval above 1.01: make it the default of 'export'. Settles 'On a GPU it" \
-    "  was never measured' (howto/measure.md)."
+    "  Settles 'On a GPU it was never measured' (reference/measurements-running.md)."
 }
 
 nine_backbones() {
@@ -357,8 +332,7 @@ rest() {
     measure_infer "checkpoint_$name" "$work/$name.pt" $((distinct * copies / 4))
   done
   look "latency_*, compile_*: in_flight 1; p50 at batch 1 is some milliseconds, the launches of 100 to 200 kernels of 5 to 10 us, which" \
-    "  CUDA graphs save. checkpoint_*: float32 in PyTorch, several times slower than fp16. Settles '--runtime compiled ran on" \
-    "  CPUs only' (limits.md)."
+    "  CUDA graphs save. checkpoint_*: float32 in PyTorch, several times slower than fp16."
 }
 
 demo() {
@@ -388,12 +362,12 @@ reproduce() {
     "  'No table of the paper was reproduced with its protocol' (README.md, limits.md)."
 }
 
-for group in ${STEPS:-tests pipeline settings head cells nine rest demo reproduce}; do
+for group in ${STEPS:-tests pipeline settings head profile nine rest demo reproduce}; do
   case $group in
     head) head_ratio ;;
     nine) nine_backbones ;;
-    tests | pipeline | settings | cells | rest | demo | reproduce) "$group" ;;
-    *) echo "STEPS: no group $group; expected tests, pipeline, settings, head, cells, nine, rest, demo, reproduce" | tee -a "$log" ;;
+    tests | pipeline | settings | profile | rest | demo | reproduce) "$group" ;;
+    *) echo "STEPS: no group $group; expected tests, pipeline, settings, head, profile, nine, rest, demo, reproduce" | tee -a "$log" ;;
   esac
 done
 step report 20 "${opal[@]}" bench report "$results" && keep "$work/output" report.md

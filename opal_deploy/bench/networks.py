@@ -7,6 +7,7 @@ exporter writes, but unverified: verification takes long and does not affect spe
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any
 
 import onnx
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
@@ -29,7 +30,7 @@ from opal_deploy.export.checkpoint_source import CheckpointSource, ExportGraph, 
 from opal_deploy.export.exporter import export
 from opal_deploy.export.files import EngineTargets, plan_targets
 from opal_deploy.export.images import Pixels
-from opal_deploy.export.options import ArgmaxForm, ExportOptions
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.precision import to_bf16, to_fp16, to_int8
 from opal_deploy.model import backbones
 from opal_deploy.model import checkpoint as checkpoints
@@ -38,7 +39,6 @@ from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConf
 from opal_deploy.model.graph import TYPES, build_inference_graph
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime.compiled_session import compile_graph
 from opal_deploy.runtime.cuda import visible_driver
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.torch_session import torch_device
@@ -49,6 +49,8 @@ _SEED = 0
 # enough for ranges; they change int8's outputs, not its speed
 _CALIBRATION_IMAGES = 8
 _BATCH_NORM_IMAGES = 16
+# torch.compile compiles every batch size of every network separately
+_MAX_RECOMPILATIONS = 1024
 
 
 @dataclass(frozen=True)
@@ -206,16 +208,14 @@ def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
     return replace(metadata, file_sha256=onnx_file.embed_digest(path))
 
 
-def write_engine(
-    checkpoint: Checkpoint, precision: str, folder: Path, *, random: bool, argmax: ArgmaxForm = "operator"
-) -> Path:
+def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random: bool) -> Path:
     """Write a network as an engine for this machine's GPU and return its path.
 
     An engine must reproduce its test vectors before it runs. The outputs of random weights are nearly equal, which no
     lower precision reproduces, so their batch norms are adapted to images first.
 
     Args:
-        precision, argmax: of the ONNX file that the engine is built from.
+        precision: of the ONNX file that the engine is built from.
 
     Raises:
         UsageError: no GPU, or the builder failed.
@@ -224,7 +224,7 @@ def write_engine(
     driver = visible_driver()
     if not driver.gpus:
         raise UsageError(f"tensorrt: no GPU here ({driver.problem}); engines run on NVIDIA GPUs only")
-    options = ExportOptions(verify=False, overwrite=True, argmax=argmax)
+    options = ExportOptions(verify=False, overwrite=True)
     engines = EngineTargets(choose_engine_targets(options, driver), folder, driver)
     if random:
         checkpoint = copy.deepcopy(checkpoint)
@@ -262,7 +262,7 @@ class TorchGraphSession:
             checkpoint: the model; it is copied, not changed.
             threads: PyTorch's threads in this process; None leaves their number.
             precision: fp32, tf32 (GPUs only), fp16 or bf16, of the backbone, as the exporter casts it.
-            compiled: run torch.compile as `infer --runtime compiled` does, once per batch size.
+            compiled: run it through torch.compile, with frozen weights, once per batch size.
             cuda_graphs: record torch.compile's kernels as CUDA graphs; only on a GPU.
 
         Raises:
@@ -285,7 +285,7 @@ class TorchGraphSession:
         self._names = graph.output_names
         self.cuda_graphs = cuda_graphs and compiled and self._device.type == "cuda"
         self.compile_options = f"freezing{', CUDA graphs' * self.cuda_graphs}" * compiled
-        self._run: Any = compile_graph(graph, cuda_graphs=self.cuda_graphs) if compiled else graph
+        self._run: Any = _compile_graph(graph, cuda_graphs=self.cuda_graphs) if compiled else graph
         self._compiled = compiled
         # page-locked arrays that outputs are copied to, by name and shape
         self._host: dict[tuple[str, torch.Size], Tensor] = {}
@@ -365,3 +365,16 @@ class TorchGraphSession:
                 raise
             # a missing compiler or Triton, or an unsupported operation: many classes, all RuntimeErrors
             raise UsageError(f"torch.compile does not work here: {first_line(error)}") from None
+
+
+def _compile_graph(graph: nn.Module, *, cuda_graphs: bool) -> Any:
+    """Return the graph, compiled by its first call with each batch size; called in `torch.inference_mode()`.
+
+    Autotuning is off: it multiplies the minutes of compiling, and its gain was never measured on a GPU here.
+    """
+    # beyond its limits torch.compile would silently run eagerly
+    torch._dynamo.config.recompile_limit = _MAX_RECOMPILATIONS
+    torch._dynamo.config.accumulated_recompile_limit = _MAX_RECOMPILATIONS
+    # it warns on every machine without a GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    return torch.compile(graph, dynamic=False, options={"freezing": True, "triton.cudagraphs": cuda_graphs})

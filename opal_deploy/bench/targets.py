@@ -218,7 +218,7 @@ def load_file(path: Path, setup: Setup) -> LoadedTarget:
 
 
 def load_for_inference(path: Path, options: PipelineOptions) -> LoadedTarget:
-    """Load a model as `infer` does: a checkpoint in the reference session or the compiled one.
+    """Load a model as `infer` does: a checkpoint in the reference session.
 
     Raises:
         ArtifactError, CheckpointError: not a model.
@@ -230,24 +230,16 @@ def load_for_inference(path: Path, options: PipelineOptions) -> LoadedTarget:
     check_runtime(path, runtime)
     if model_kind(path) != "checkpoint" or not path.is_file():
         return load_file(path, setup)
-    compiled = runtime == "compiled"
-    (session,) = open_sessions(path, device=device, threads=threads, cuda_graphs=options.cuda_graphs, runtime=runtime)
+    setup.check_fits()
+    (session,) = open_sessions(path, device=device, threads=threads)
     import torch
 
     from opal_deploy.runtime.torch_session import torch_device
 
-    on_gpu = torch_device(device).type != "cpu"
-    setup.check_fits(cuda_graphs=compiled and on_gpu)
-    target = _describe(
-        path,
-        session.metadata,
-        f"torch {'compiled' if compiled else 'eager'}",
-        torch.__version__,
-        str(torch_device(device)),
-        f"uint8 NHWC, normalised on the device; convolutions {'NHWC' if compiled else 'NCHW'}",
-        "CUDA graphs" if options.cuda_graphs else "",
-    )
-    return LoadedTarget(session, target, None if on_gpu else torch.get_num_threads())
+    used = torch_device(device)
+    layout = "uint8 NHWC, normalised on the device; convolutions NCHW"
+    target = _describe(path, session.metadata, "torch eager", torch.__version__, str(used), layout, "")
+    return LoadedTarget(session, target, torch.get_num_threads() if used.type == "cpu" else None)
 
 
 def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:

@@ -21,7 +21,6 @@ from opal_deploy.artifact.engine_file import check_engine
 from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata, Precision
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
-from opal_deploy.export.argmax import COMPARE, with_compared_cells
 from opal_deploy.export.candidate import ExportCandidate, ExportSource, convert_precision, refine_precision
 from opal_deploy.export.engine import stage_engines
 from opal_deploy.export.files import (
@@ -98,8 +97,7 @@ def _stage_first_to_pass(
             options.log(f"Trying again, quantised: {attempt.metadata.exporter['quantised']}")
         listed = options.listed_classes
         try:
-            found = with_compared_cells(attempt) if options.argmax == COMPARE else attempt
-            selected = found if listed is None else with_top_classes(found, listed)
+            selected = attempt if listed is None else with_top_classes(attempt, listed)
             return stack.enter_context(stage_onnx(selected, path, options))
         except VerificationError as error:
             refused = error
@@ -244,7 +242,6 @@ def _describe_file(metadata: Metadata) -> dict[str, Any]:
         "precision": metadata.precision,
         "input": metadata.input_kind,
         "outputs": ["attention" in metadata.outputs, "strangeness" in metadata.outputs, metadata.top_k],
-        "argmax": exporter.get("argmax", "operator"),
         "images": exporter.get("images"),
         "calibration images": exporter.get("calibrate"),
         "verification": not metadata.unverified,
@@ -259,8 +256,6 @@ def _describe_request(source: ExportSource, precision: Precision, options: Expor
         "precision": precision,
         "input": options.input,
         "outputs": [options.attention, "strangeness" in origin.outputs, options.listed_classes],
-        # an ONNX source keeps its form
-        "argmax": origin.exporter.get("argmax", options.argmax),
         "images": None if options.images is None else str(options.images),
         "calibration images": None if options.calibrate is None else str(options.calibrate),
         "verification": options.verify and not origin.unverified,

@@ -18,9 +18,8 @@ from opal_deploy.artifact.metadata import Metadata, Precision, check_all_outputs
 from opal_deploy.artifact.outputs import FloatArray
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import UsageError
-from opal_deploy.export.argmax import find_attention
 from opal_deploy.export.candidate import ExportCandidate, SampledReference
-from opal_deploy.export.graph_edit import with_outputs
+from opal_deploy.export.graph_edit import producers, with_outputs
 from opal_deploy.export.images import SAMPLE_SIZES, Pixels, choose_images
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -102,16 +101,11 @@ class OnnxSource:
         """
         onnx_file.check_digest(self.path, self.metadata)
         self._check_interface(options)
-        fixed = {
-            "--outputs topk": options.listed_classes in (None, self.metadata.top_k),
-            "--argmax compare": options.argmax in ("operator", self.metadata.exporter.get("argmax")),
-        }
-        for flag, fits in fixed.items():
-            if not fits:
-                raise UsageError(
-                    f"{self.path}: already {self.onnx_precision}, so it is built as it is; for {flag} give the fp32 "
-                    "file or the checkpoint"
-                )
+        if options.listed_classes not in (None, self.metadata.top_k):
+            raise UsageError(
+                f"{self.path}: already {self.onnx_precision}, so it is built as it is; for --outputs topk give the "
+                "fp32 file or the checkpoint"
+            )
         if options.images is not None or options.calibrate is not None:
             raise UsageError(
                 f"{self.path}: already {self.onnx_precision}, so it is built as it is: nothing to verify or "
@@ -139,7 +133,7 @@ def margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pix
     """Return a function from uint8 [n, H0, W0, 3] to `Reference.top2_margin`, float32 [n, K]; None without cells."""
     if "argmax" not in session.metadata.outputs:
         return None
-    attention = with_outputs(model, [find_attention(model.graph)])
+    attention = with_outputs(model, [_find_attention(model.graph)])
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = session.threads, 1
     runner = onnxruntime.InferenceSession(attention.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -149,6 +143,18 @@ def margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pix
         return _relative_margin(cells.reshape(*cells.shape[:2], -1))
 
     return find
+
+
+def _find_attention(graph: onnx.GraphProto) -> str:
+    """Return the name of the attention [N, K, H * W] that a graph's output `argmax` is found in.
+
+    Some files of earlier versions compare it with its maximum (Equal) instead of using ArgMax.
+    """
+    made_by = producers(graph)
+    node = made_by["argmax"]
+    while node.op_type not in ("ArgMax", "Equal"):
+        node = made_by[node.input[0]]
+    return str(node.input[0])
 
 
 def _relative_margin(cells: NDArray[Any]) -> FloatArray:

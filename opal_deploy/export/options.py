@@ -14,8 +14,6 @@ from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, Progress, log_line
 from opal_deploy.options import Option, Options, StrPath, Threads, default_of, option_fields, parse_size
 
-ArgmaxForm = Literal["operator", "compare"]
-
 _ENGINES = "TensorRT engines (--trt)"
 _AUTHORS = "Checkpoints of the OPAL authors, which do not record these"
 _WEB = "Static site for browsers (--web)"
@@ -183,10 +181,6 @@ class ExportOptions(CheckpointOptions, EngineOptions):
             flag="--strangeness/--no-strangeness",
         ),
     ] = True
-    argmax: Annotated[
-        ArgmaxForm,
-        Option("How the graph finds cells: ONNX's ArgMax, or comparisons with the maximum; equal results."),
-    ] = "operator"
     triton: Annotated[StrPath | None, Option("Repository folder; gets two models.", panel=_TRITON, cli=Path)] = None
     name: Annotated[
         str, Option("Name of the model that takes pixels; NAME_explain takes image files.", panel=_TRITON)

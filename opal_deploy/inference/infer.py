@@ -28,7 +28,6 @@ from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
 from opal_deploy.inference.run_files import OVERLAYS, REPORT, RESULTS, SHEETS, SUMMARY
 from opal_deploy.inference.setup import (
     LoadedModel,
-    add_batch_size,
     check_model,
     describe_model,
     load_model,
@@ -128,14 +127,9 @@ def run_inference(
     """
     with ExitStack() as stack:
         job = _prepare(images, model, options, stack)
-        if options.overwrite:
-            # a model that cannot be compiled must not remove an earlier run
-            job.compile()
         with job.open_directory() as directory:
             if directory.state == "finished":
                 return job.complete(directory)
-            if not options.overwrite:
-                job.compile()
             return job.run(directory)
 
 
@@ -218,13 +212,6 @@ class _Job:
         # raises if there is no image
         self.images = self.inputs.find_images(self.skipped)
 
-    def compile(self) -> None:
-        """Compile sessions that compile for a batch size."""
-        batch = self.inference.batch
-        if self.options.runtime == "compiled":
-            self.options.log(f"Compiling {self.loaded.path} for batches of {batch}, and checking the result")
-        add_batch_size(self.sheets.sessions, batch)
-
     def open_directory(self) -> AbstractContextManager[RunDirectory]:
         """Acquire the run directory, on this machine's disk or in a bucket."""
         config, resume, overwrite = self._config(), self.options.resume, self.options.overwrite
@@ -249,8 +236,6 @@ class _Job:
             "shard": "{}/{}".format(*inputs.shard) if inputs.shard[1] > 1 else None,
             "recursive": options.recursive,
             **self.sheets.config,
-            # its arithmetic differs, and on a GPU it is half precision
-            **({"runtime": options.runtime} if options.runtime == "compiled" else {}),
             **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
             **({"sign": self.signer.fingerprint} if self.signer is not None else {}),
         }

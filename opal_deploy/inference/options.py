@@ -93,9 +93,7 @@ class InferOptions(Options):
         bool,
         Option("Decode in processes, so that a decoder that crashes costs one image.", flag="--isolate/--no-isolate"),
     ] = True
-    cuda_graphs: Annotated[bool, Option("Replay each batch size as a CUDA graph (engines, --runtime compiled).")] = (
-        False
-    )
+    cuda_graphs: Annotated[bool, Option("Replay each batch size as a CUDA graph (engines).")] = False
     expect_sha256: ExpectSha256 = None
     max_pixels: MaxPixels = 100_000_000
     ray: Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,15 +66,6 @@ def describe_model(
     if expect_sha256 is not None:
         check_sha256(path, expect_sha256)
     return LoadedModel(path, [], fingerprint_model(path), read_model_metadata(path))
-
-
-def add_batch_size(sessions: Sequence[Session], size: int) -> None:
-    """Let sessions that compile for a batch size do so; raise UsageError or VerificationError if that fails."""
-    from opal_deploy.runtime.session import PaddingSession
-
-    for session in sessions:
-        if isinstance(session, PaddingSession):
-            session.add_batch_size(size)
 
 
 def find_default_model(

@@ -148,10 +148,9 @@ def _with_attention(session: Session, model: str) -> Session:
     if isinstance(session, AttentionSession):
         return _AlwaysAttention(session)
     source = session.metadata.checkpoint_name
-    cause = "it was exported" if session.metadata.exporter else "it was compiled"
     raise UsageError(
-        f"{model}: {cause} without attention maps, which --heatmap needs; opal-deploy export {source} --outputs "
-        "attention, or run the checkpoint by --runtime torch"
+        f"{model}: it was exported without attention maps, which --heatmap needs; "
+        f"opal-deploy export {source} --outputs attention, or give the checkpoint"
     )
 
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import shutil
 import subprocess
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,12 +19,9 @@ from opal_deploy.runtime.devices import Driver, is_importable
 
 # what inference may be required to run on
 RequiredDevice = Literal["cpu", "gpu", "any"]
-# what PyTorch calls on the CPU, unless CXX names another
-_CXX_COMPILERS = {"darwin": ("clang++",), "win32": ("cl",)}.get(sys.platform, ("g++",))
 # what was never seen working; `doctor` prints it, and nothing may claim more
 NEVER_RUN = (
     "CUDA session: never run on hardware",
-    "compiled PyTorch session: run on CPUs, never on a GPU",
     "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run on hardware",
 )
 
@@ -195,7 +189,7 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
         if name == "tensorrt" and driver.gpus:
             lost += (
                 ", and no other runtime fuses and times kernels for one GPU ahead of its run: without it, exported "
-                "files run in ONNX Runtime, checkpoints by `infer --runtime compiled`"
+                "files run in ONNX Runtime"
             )
         return RuntimeStatus(name, None, problem=lost, advice=install)
     if not all(is_importable(module + part) for part in _TENSORRT_PARTS):
@@ -212,40 +206,12 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
     return RuntimeStatus(name, version, gpu=True)
 
 
-def find_compile_problem(*, gpu: bool) -> tuple[str, str]:
-    """Return why torch.compile cannot work here and what to do; two empty strings where nothing is missing.
-
-    For a GPU Triton needs a C compiler, for the CPU PyTorch needs a C++ compiler.
-    """
-    if gpu and not is_importable("triton"):
-        return "torch.compile needs Triton for a GPU, not installed", "pip install triton"
-    # the names that Triton and PyTorch look for
-    variable, names, language = ("CC", ("gcc", "clang"), "C") if gpu else ("CXX", _CXX_COMPILERS, "C++")
-    chosen = os.environ.get(variable, "")
-    if not any(shutil.which(name) for name in ((chosen,) if chosen else names)):
-        found = f"{variable}={chosen} does not exist" if chosen else f"{' or '.join(names)} not found"
-        return f"torch.compile needs a {language} compiler ({found})", f"install {names[0]}"
-    if not has_python_headers():
-        return "torch.compile needs Python's C headers (Python.h), not installed", "install python3-dev"
-    return "", ""
-
-
-def has_python_headers() -> bool:
-    """Return whether Python's C headers are installed."""
-    return Path(sysconfig.get_path("include"), "Python.h").is_file()
-
-
-def _inspect_torch(driver: Driver) -> RuntimeStatus:
+def _inspect_torch() -> RuntimeStatus:
     version = installed_version("torch")
     if version is None:
         problem = "not installed; training, exporting and checkpoints need it"
         return RuntimeStatus("torch", None, problem=problem, advice="pip install 'opal-deploy[train,export]'")
-    uses = "for training, exporting and checkpoints; `infer --runtime compiled` "
-    problem, advice = find_compile_problem(gpu=bool(driver.gpus))
-    if problem:
-        return RuntimeStatus("torch", version, problem=f"{uses}cannot work: {problem}", advice=advice)
-    where = "on the GPU (never run on hardware) and the CPU" if driver.gpus else "on the CPU"
-    return RuntimeStatus("torch", version, problem=f"{uses}can work {where}")
+    return RuntimeStatus("torch", version, problem="for training, exporting and checkpoints")
 
 
 def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
@@ -254,7 +220,7 @@ def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
         *_inspect_onnxruntime(driver),
         _inspect_tensorrt("tensorrt", "tensorrt", "trt", driver),
         _inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver),
-        _inspect_torch(driver),
+        _inspect_torch(),
     ]
 
 

@@ -1,8 +1,8 @@
 """Batches in flight on an NVIDIA GPU: buffers on host and device, and two streams.
 
 One stream copies images to the device, the other runs the kernels and copies their outputs back, so that the next
-images arrive while a batch is computed. `Kernels` stands for what computes (an engine, ONNX Runtime, a compiled
-checkpoint). Host buffers are page-locked; images in memory that the caller registered are copied from there.
+images arrive while a batch is computed. `Kernels` stands for what computes (an engine, ONNX Runtime). Host buffers are
+page-locked; images in memory that the caller registered are copied from there.
 """
 
 from __future__ import annotations
@@ -97,10 +97,6 @@ class PipelineSession:
         self._running: deque[_RunningPart] = deque()
         self._closed = False
 
-    def _prepare(self, images: ImageBatch) -> None:
-        """Check a batch, and make ready for its size, before it begins."""
-        check_batch(images, self.metadata)
-
     @property
     def depth(self) -> int:
         """See `PipelinedSession.depth`."""
@@ -108,17 +104,17 @@ class PipelineSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        self._prepare(images)
+        check_batch(images, self.metadata)
         return self._run_batch(images)
 
     def submit(self, images: ImageBatch) -> PendingBatch:
         """See `PipelinedSession.submit`; a batch that takes several executions waits for its first parts."""
-        self._prepare(images)
+        check_batch(images, self.metadata)
         return self._submit(images)
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         """See `StagedSession.run_staged`; everything runs on one stream, where nothing overlaps."""
-        self._prepare(images)
+        check_batch(images, self.metadata)
         self._check_idle()
         parts: list[Outputs] = []
         seconds = [0.0, 0.0, 0.0]

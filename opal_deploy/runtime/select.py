@@ -16,7 +16,7 @@ from opal_deploy.runtime.devices import split_devices
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.tensorrt import find_doubt
 
-_KINDS = {"onnxruntime": "onnx", "tensorrt": "engine", "torch": "checkpoint", "compiled": "checkpoint"}
+_KINDS = {"onnxruntime": "onnx", "tensorrt": "engine", "torch": "checkpoint"}
 _KIND_NAMES = {"onnx": "an ONNX file", "engine": "an engine", "checkpoint": "a checkpoint (.pt)"}
 
 
@@ -57,9 +57,8 @@ def open_sessions(
         path: an ONNX file, an engine or a checkpoint.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, or numbers such as `0` or `0,1`.
         threads: CPU threads; None: as many as this process may use.
-        cuda_graphs: let engines and compiled checkpoints record their kernels once per batch size; others ignore it.
-        runtime: `auto` decides by the suffix, and takes `torch` for a checkpoint. `compiled` is chosen only by name: it
-            compiles for a minute, and its file is not a verified export.
+        cuda_graphs: let engines record their kernels once per batch size; others ignore it.
+        runtime: `auto` decides by the suffix.
 
     Raises:
         ArtifactError: the model is missing, not exported by us, or damaged.
@@ -78,10 +77,6 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
     check_runtime(path, runtime)
     if kind == "checkpoint":
         require("torch", "train", "running a checkpoint")
-        if runtime == "compiled":
-            from opal_deploy.runtime.compiled_session import open_compiled_session
-
-            return open_compiled_session(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
         from opal_deploy.runtime.torch_session import TorchSession
 
         return TorchSession(path, device=device, threads=threads)
@@ -125,8 +120,8 @@ def check_runtime(path: Path, runtime: RuntimeName) -> None:
 def find_newest_run(folder: Path, runtime: RuntimeName = "auto") -> RunChoice | None:
     """Return the run with the newest `runs/*/best.*` that the runtime takes, in a working directory of `train`.
 
-    A checkpoint counts only for `torch` and `compiled`: a run that is not exported is chosen if none is. None if there
-    is no run, or if a checkpoint, an ONNX file or an engine lies in `folder` itself.
+    A checkpoint counts only for `torch`: a run that is not exported is chosen if none is. None if there is no run, or
+    if a checkpoint, an ONNX file or an engine lies in `folder` itself.
     """
     if any(model_kind(path) in _KIND_NAMES for path in folder.iterdir()):
         return None
@@ -158,15 +153,15 @@ def find_model(
         folder: the folder; subfolders are not searched.
         gpu: whether this machine can run ONNX Runtime on a GPU; half precision pays only there.
         check_engine: returns why an engine cannot run here, from its sidecar; empty if it can.
-        runtime: consider only its models; for `torch` and `compiled` the folder's only checkpoint.
+        runtime: consider only its models; for `torch` the folder's only checkpoint.
         prefix: consider only files whose names begin with this.
         option: how a model is given instead, for errors.
 
     Raises:
         UsageError: there is no model, or there are models from several checkpoints.
     """
-    if _KINDS.get(runtime) == "checkpoint":
-        return _find_checkpoint(folder, runtime, prefix, option)
+    if runtime == "torch":
+        return _find_checkpoint(folder, prefix, option)
     models, others = _list_models(folder, check_engine, prefix)
     if runtime != "auto":
         wanted = [model for model in models if model.engine == (runtime == "tensorrt")]
@@ -192,11 +187,11 @@ def find_model(
     return ModelChoice(best.path, "; ".join([f"{what}, {where}", *rejected]))
 
 
-def _find_checkpoint(folder: Path, runtime: RuntimeName, prefix: str, option: str) -> ModelChoice:
+def _find_checkpoint(folder: Path, prefix: str, option: str) -> ModelChoice:
     paths = _list_checkpoints(folder, prefix)
     if len(paths) != 1:
         found = f"several checkpoints here: {', '.join(path.name for path in paths)}" if paths else "no checkpoint here"
-        raise UsageError(f"--runtime {runtime}: {found}; choose one with {option}")
+        raise UsageError(f"--runtime torch: {found}; choose one with {option}")
     return ModelChoice(paths[0], "the only checkpoint here")
 
 

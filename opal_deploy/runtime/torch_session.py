@@ -105,10 +105,10 @@ class TorchSession:
             with torch.inference_mode():
                 return self._network.explain(prepare(images))
         except RuntimeError as error:
-            raise translate_error(error, len(images)) from None
+            raise _translate_error(error, len(images)) from None
 
     def _upload(self, images: NDArray[Any]) -> torch.Tensor:
-        return to_tensor(images).to(self._device)
+        return _to_tensor(images).to(self._device)
 
     def _normalise(self, images: ImageBatch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the images on the device, normalised there by the arithmetic of `preprocess.resize.normalise`."""
@@ -117,12 +117,12 @@ class TorchSession:
         return pixels.div_(pixels.new_tensor(255.0)).sub_(self._mean.to(dtype)).div_(self._std.to(dtype))
 
 
-def to_tensor(array: NDArray[Any]) -> torch.Tensor:
+def _to_tensor(array: NDArray[Any]) -> torch.Tensor:
     """Return a tensor of an array, without a copy where PyTorch can share the memory."""
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
-def translate_error(error: RuntimeError, batch: int) -> Exception:
+def _translate_error(error: RuntimeError, batch: int) -> Exception:
     """Return OutOfMemory or StoppedEarly for full memory or a lost device; any other error is returned as it is."""
     line = first_line(error)
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in line:

@@ -15,7 +15,6 @@ from opal_deploy.bench.options import PipelineOptions, parse_counts
 from opal_deploy.bench.pipeline.measure import ReplaySession, decode_images, measure_pipeline
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.types import InputImage
-from opal_deploy.runtime import compiled_session
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import BatchTimes
 from tests.cli.calls import check
@@ -242,27 +241,16 @@ def test_a_checkpoint_is_measured_without_the_network(bench, exact_model):
     measurement = Measurement.from_line(done.stdout)
     # a checkpoint runs as `infer` runs it
     assert (measurement.target.runtime, measurement.target.device) == ("torch eager", "cpu")
+    assert measurement.target.layout == "uint8 NHWC, normalised on the device; convolutions NCHW"
     assert (measurement.case["network"], measurement.case["threads"]) == (False, 1)
     assert not {"bare", "infer_share", "bare.cpu"} & measurement.figures.keys()
     assert {"infer", "infer_explain"} <= measurement.figures.keys()
 
 
-def test_a_checkpoint_is_measured_compiled_too(bench, exact_model, monkeypatch):
-    # compiling takes a minute, and is another test's subject
-    monkeypatch.setattr(compiled_session, "compile_graph", lambda graph: graph)
-    monkeypatch.setattr(compiled_session, "find_compile_problem", lambda gpu: ("", ""))
-    options = ("--batch", "4", "--workers", "1", "--no-explain", "--runtime", "compiled", "--device", "cpu")
-    done = check(bench(*options, "--repeats", "1", model=exact_model.with_suffix(".pt")))
-    target = Measurement.from_line(done.stdout).target
-    assert target.runtime == "torch compiled"
-    assert target.layout == "uint8 NHWC, normalised on the device; convolutions NHWC"
-    assert "compiled on cpu" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--runtime", "compiled"], "an ONNX file, and --runtime compiled runs a checkpoint"),
+        (["--runtime", "torch"], "an ONNX file, and --runtime torch runs a checkpoint"),
         (["--cuda-graphs"], "--cuda-graphs applies only to engines"),
         (["--batch", "99"], "12 usable images for a batch of 99"),
     ],

@@ -13,9 +13,6 @@ from typing import IO, cast
 
 import pytest
 
-from opal_deploy.errors import UsageError
-from opal_deploy.runtime import compiled_session
-from opal_deploy.runtime.compiled_session import CompiledSession
 from tests.cli.calls import MAIN, check, read_results
 
 IMAGES = 100
@@ -306,33 +303,3 @@ def test_a_full_disk_stops_it_in_one_line_and_room_lets_it_go_on(infer, clean, s
     assert (small_disk / "out/results.jsonl").read_bytes().endswith(b"}\n")
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     assert_goes_on(infer, clean, "small/out")
-
-
-def test_a_checkpoint_is_compiled_for_a_run_that_has_work_and_before_another_is_replaced(
-    infer, exact_model, monkeypatch
-):
-    compiled = []
-
-    def compile_size(session, size):
-        compiled.append(size)
-        return session._graph
-
-    # compiling takes a minute, and is another test's subject
-    monkeypatch.setattr(compiled_session, "compile_graph", lambda graph: graph)
-    monkeypatch.setattr(compiled_session, "find_compile_problem", lambda gpu: ("", ""))
-    monkeypatch.setattr(CompiledSession, "_compile", compile_size)
-    options = ("--model", str(exact_model.with_suffix(".pt")), "--runtime", "compiled", "--device", "cpu")
-    assert infer(*options).returncode == 3
-    assert len(compiled) == 1
-    again = infer(*options)
-    assert again.returncode == 3
-    assert "Compiling" not in again.stderr
-    assert len(compiled) == 1
-    written = (infer.cwd / "out/results.jsonl").read_bytes()
-
-    def fail(session, size):
-        raise UsageError("no compiler")
-
-    monkeypatch.setattr(CompiledSession, "_compile", fail)
-    assert infer(*options, "--overwrite").returncode == 2
-    assert (infer.cwd / "out/results.jsonl").read_bytes() == written

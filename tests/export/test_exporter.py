@@ -1,11 +1,12 @@
 """What an export writes from a checkpoint or one of our files, what it refuses, and that failures leave nothing."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from opal_deploy.artifact import onnx_file
@@ -17,12 +18,45 @@ from opal_deploy.export.options import ExportOptions
 from opal_deploy.model.config import PLAIN_CLASSIFIER
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
+from opal_deploy.synthetic import example_images
 from tests.builders import build_checkpoint
 
 
 @pytest.fixture(scope="module")
 def fp16(fp32, write_onnx, tmp_path_factory):
     return write_onnx(fp32, tmp_path_factory.mktemp("fp16") / "c.fp16.onnx", "fp16").path
+
+
+@pytest.fixture
+def compared(fp32, tmp_path):
+    """Return the path of `c.onnx` as `--argmax compare` of earlier versions wrote it, without ArgMax."""
+    model, metadata = onnx.load(fp32), onnx_file.read_metadata(fp32)
+    nodes, num_cells = model.graph.node, metadata.grid[0] * metadata.grid[1]
+    (argmax,) = [node for node in nodes if node.op_type == "ArgMax"]
+    (cast,) = [node for node in nodes if "argmax" in node.output]
+    attention = argmax.input[0]
+    nodes.remove(argmax)
+    nodes.remove(cast)
+    constants = {
+        "axis": np.array([2], np.int64),
+        "numbers": np.arange(num_cells, dtype=np.float32)[None, None],
+        "none": np.array([[[num_cells]]], np.float32),
+        "count": np.array([[num_cells]], np.float32),
+    }
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    nodes.extend([
+        helper.make_node("Unsqueeze", ["scores", "axis"], ["maximum"]),
+        helper.make_node("Equal", [attention, "maximum"], ["is_maximum"]),
+        helper.make_node("Where", ["is_maximum", "numbers", "none"], ["candidates"]),
+        helper.make_node("ReduceMin", ["candidates", "axis"], ["first"], keepdims=0),
+        helper.make_node("Mod", ["first", "count"], ["in_range"], fmod=1),
+        helper.make_node("Cast", ["in_range"], ["argmax"], to=TensorProto.INT32),
+    ])  # fmt: skip
+    exporter = {**metadata.exporter, "argmax": "compare"}
+    path = tmp_path / "compared.onnx"
+    onnx_file.write_model(model, replace(metadata, exporter=exporter, file_sha256=onnx_file.BLANK_DIGEST), path)
+    onnx_file.embed_digest(path)
+    return path
 
 
 class TestFromOnnx:
@@ -55,6 +89,18 @@ class TestFromOnnx:
         with pytest.raises(UsageError, match=message):
             write_onnx(request.getfixturevalue(source), tmp_path / "x.onnx", precision, **options)
         assert list(tmp_path.iterdir()) == []
+
+    def test_a_file_of_an_earlier_version_without_argmax_runs_and_keeps_its_nodes(
+        self, compared, fp32, write_onnx, tmp_path
+    ):
+        session = OnnxSession(compared, device="cpu", threads=1)
+        assert verify_test_vectors(session, "compared.onnx")
+        images = example_images(5, *session.metadata.input_size)
+        expected = OnnxSession(fp32, device="cpu", threads=1).run(images)
+        np.testing.assert_array_equal(session.run(images).argmax, expected.argmax)
+        half = write_onnx(compared, tmp_path / "c.fp16.onnx", "fp16")
+        assert half.metadata.exporter["argmax"] == "compare"
+        assert "ArgMax" not in {node.op_type for node in onnx.load(half.path).graph.node}
 
     def test_a_body_that_half_precision_ruins_is_rejected(self, overflowing, write_onnx, tmp_path):
         out = write_onnx(overflowing, tmp_path / "c.onnx").path

@@ -128,7 +128,7 @@ class TestRuns:
         choice = find_newest_run(runs)
         assert choice == RunChoice(runs / "runs/b", (runs / "runs/a",))
         assert choice.describe().endswith(f"newer, but not exported: {runs / 'runs/a'}")
-        assert find_newest_run(runs, "compiled") == RunChoice(runs / "runs/a")
+        assert find_newest_run(runs, "torch") == RunChoice(runs / "runs/a")
         (runs / "runs/b/best.onnx").unlink()
         assert find_newest_run(runs) == RunChoice(runs / "runs/a")
 
@@ -136,7 +136,7 @@ class TestRuns:
         shutil.copy(another, runs / "runs/a/last.onnx")
         choice = find(runs / "runs/a", prefix="best.")
         assert choice.path == runs / "runs/a/best.onnx"
-        choice = find(runs / "runs/a", runtime="compiled", prefix="best.")
+        choice = find(runs / "runs/a", runtime="torch", prefix="best.")
         assert choice.path == runs / "runs/a/best.pt"
 
     def test_a_run_that_was_not_exported_says_how_to(self, runs):
@@ -185,15 +185,13 @@ class TestRuntimes:
 
     def test_only_its_models_are_considered(self, folder):
         assert find(folder, runtime="onnxruntime").path.suffix == ".onnx"
-        for runtime in ("torch", "compiled"):
-            choice = find(folder, runtime=runtime)
-            assert choice.path.name == "ckpt.pt"
+        assert find(folder, runtime="torch").path.name == "ckpt.pt"
         with pytest.raises(UsageError, match=r"no exported model .*--runtime tensorrt does not run ckpt\.onnx"):
             find(folder, runtime="tensorrt")
         (folder / "other.pt").touch()
         with pytest.raises(UsageError, match=r"several checkpoints here: ckpt\.pt, other\.pt; choose one with --model"):
-            find(folder, runtime="compiled")
+            find(folder, runtime="torch")
 
     def test_another_kind_of_model_is_refused(self, folder):
-        with pytest.raises(UsageError, match=r"an ONNX file, and --runtime compiled runs a checkpoint"):
-            open_sessions(folder / "ckpt.onnx", runtime="compiled")
+        with pytest.raises(UsageError, match=r"an ONNX file, and --runtime torch runs a checkpoint"):
+            open_sessions(folder / "ckpt.onnx", runtime="torch")

@@ -27,7 +27,6 @@ from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageErro
 from opal_deploy.inference.parallel.chunk import Chunk, ChunkResult
 from opal_deploy.inference.parallel.predictor import ChunkPredictor, SessionOptions
 from opal_deploy.inference.run.run import RunOptions
-from opal_deploy.inference.setup import add_batch_size
 
 if TYPE_CHECKING:
     import ray
@@ -89,7 +88,6 @@ class ChunkActor:
         files = local_model(config.digests, lambda: ray.get(reference))
         model = self._stack.enter_context(files)
         sessions = config.sessions.open(model)
-        add_batch_size(sessions, config.options.inference.batch)
         self._predictor = self._stack.enter_context(ChunkPredictor(sessions, config.options))
         return sessions[0].description
 

@@ -25,7 +25,6 @@ from opal_deploy.inference.isolation.worker import end_with_the_parent
 from opal_deploy.inference.parallel.chunk import IN_FLIGHT, Chunk
 from opal_deploy.inference.parallel.predictor import ChunkPredictor
 from opal_deploy.inference.run.run import RunOptions
-from opal_deploy.inference.setup import add_batch_size
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.runtime.devices import default_batch
 from opal_deploy.runtime.session import Session
@@ -86,7 +85,6 @@ class _Worker:
         try:
             sessions = config.open_sessions()
             batch = config.batch or default_batch(sessions[0])
-            add_batch_size(sessions, batch)
         except OpalError as error:
             self.send(error)
             return
