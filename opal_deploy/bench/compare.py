@@ -187,10 +187,10 @@ def format_comparison(measurement: Measurement) -> str:
     ratio, rate, reference = (figures[name] for name in ("ratio", "images_per_second", "reference_images_per_second"))
     low, high = ratio.interval or (ratio.value, ratio.value)
     target = measurement.target
-    name = f"{target.name} ({target.runtime}, {target.precision})" if target is not None else ""
     lines = [
-        f"{name}: {ratio.value:.4f} of {case['reference']}'s throughput, 95 % interval {low:.4f} to {high:.4f}; "
-        f"{rate.value:.2f} against {reference.value:.2f} images/s, batch {case['batch']}, {len(ratio.repeats)} rounds"
+        f"{target.name} ({target.runtime}, {target.precision}): {ratio.value:.4f} of {case['reference']}'s throughput, "
+        f"95 % interval {low:.4f} to {high:.4f}; {rate.value:.2f} against {reference.value:.2f} images/s, "
+        f"batch {case['batch']}, {len(ratio.repeats)} rounds"
     ]
     medians = rate.value / reference.value
     if abs(medians - ratio.value) > 0.005:

@@ -183,6 +183,4 @@ def _label_measurements(measurements: Sequence[Measurement]) -> dict[str, str]:
 
 def _without_version(measurement: Measurement) -> Measurement:
     # versions are compared, so they do not belong to the label
-    if measurement.target is None:
-        return measurement
     return replace(measurement, target=replace(measurement.target, runtime_version="", sha256=None))

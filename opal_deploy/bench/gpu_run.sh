@@ -27,7 +27,7 @@
 # cores. With DRY=1 on two busy CPU cores requirements, doctor, models, jpegs, infer, settings, head, profile, nine and latency
 # came to their end, with eager PyTorch for torch.compile. Tried nowhere: gpu_tests (collected only), whatever needs an engine,
 # CUDA graphs or ONNX Runtime's options on CUDA, freezing on a GPU, the trace of nvidia-smi, the installation of wheels;
-# ceiling and demo were too slow on those cores to end, and reproduce had no data.
+# demo was too slow on those cores to end, and reproduce had no data.
 #
 # Everything runs from the repository's root without installing the project.
 set -u -o pipefail
@@ -309,16 +309,13 @@ nine_backbones() {
         "${layout[@]}" --device "$device" --batch "$batch" "${quick[@]}" --out "$results"
     done
   done
-  look "nine_*: share_of_ceiling below 100 %. The roofline of fp16 resnet50 is 75,000 images/s on an H100 and 107,000 on an H200," \
-    "  of layers that read and write memory once; ONNX Runtime at most 13,000. Within a family slower in the order of the" \
-    "  paper's GFLOPs: 4.13, 7.86 and 11.60 of the ResNets. Gives bench/results its first speeds of a GPU."
+  look "nine_*: fp16 resnet50 below 75,000 images/s on an H100 and 107,000 on an H200, where each layer reads and writes memory" \
+    "  once; ONNX Runtime at most 13,000. Within a family slower in the order of the paper's GFLOPs: 4.13, 7.86 and 11.60" \
+    "  of the ResNets. Gives bench/results its first speeds of a GPU."
 }
 
 rest() {
   local name
-  step ceiling 20 "${opal[@]}" bench roofline --measure-ceiling --device "$device" --backbone "${two[0]}" --out "$results"
-  look "ceiling: copy 85 to 95 % of the data sheet (H100 3,350 GB/s, H200 4,800); fp16 and bf16 products 60 to 85 % of 989 TFLOP/s;" \
-    "  fp32 below 67 TFLOP/s, or TF32 is on. Settles the bounds: repeat the throughputs with --ceiling."
   for name in "${two[@]}"; do
     step "latency_$name" 40 "${opal[@]}" bench latency --backbone "$name" --runtime onnxruntime --runtime eager \
       --channels-last --precision "$precision" --device "$device" --batch 1 "${quick[@]}" --out "$results"

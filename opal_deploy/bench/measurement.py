@@ -23,7 +23,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadKind
 
 SCHEMA = 1
-Kind = Literal["overhead", "roofline", "ceiling", "latency", "throughput", "compare", "pipeline"]
+Kind = Literal["overhead", "latency", "throughput", "compare", "pipeline"]
 Better = Literal["higher", "lower"]
 Scalar = str | bool | int | float | None
 OPAL: HeadKind = "opal"
@@ -115,7 +115,7 @@ class Measurement:
 
     Attributes:
         kind: the benchmark that wrote the line.
-        target: the measured model; None for a measurement of the machine itself.
+        target: the measured model.
         case: values that distinguish the line from others of the same kind and target: batch, threads, workers.
         figures: results by name, in reading order.
         settings: how it was measured: seconds, warm-up iterations, buffers.
@@ -128,7 +128,7 @@ class Measurement:
     """
 
     kind: Kind
-    target: Target | None
+    target: Target
     case: dict[str, Scalar]
     figures: dict[str, Figure]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Measurement:
     @property
     def key(self) -> str:
         """A text that two measurements of the same thing share, whatever their time and versions."""
-        target = asdict(self.target) if self.target is not None else {}
+        target = asdict(self.target)
         for changing in ("runtime_version", "sha256"):
             target.pop(changing, None)
         return json.dumps([self.kind, target, self.case], sort_keys=True)

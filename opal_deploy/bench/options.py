@@ -14,7 +14,6 @@ from opal_deploy.options import Decode, Device, Option, Options, RuntimeChoice, 
 Runtime = Literal["eager", "compile", "onnxruntime", "tensorrt"]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8"]
 Question = Literal["head", "runtime", "precision"]
-TableFormat = Literal["text", "markdown"]
 Size = tuple[int, int]
 
 _MODEL, _TIMING = "Model", "Timing"
@@ -33,15 +32,10 @@ def parse_counts(option: str, text: str) -> tuple[int, ...]:
 
 
 # options of several benchmarks
-Backbones = Annotated[
-    tuple[str, ...],
-    Option("torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine", panel=_MODEL),
-]
 Batches = Annotated[
     tuple[int, ...],
     Option("Batch sizes, such as 8 or 1,2,4.", cli=str, parse=partial(parse_counts, "--batch"), panel=_TIMING),
 ]
-Table = Annotated[TableFormat, Option("Format of the table on stdout.", flag="--format")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +181,6 @@ class ThroughputOptions(SweepOptions):
     """The options of `bench throughput`."""
 
     batch: Batches = (1, 2, 4, 8, 16, 32)
-    ceiling: Annotated[
-        Path | None, Option("File of `bench roofline --measure-ceiling --out FILE` from this machine.")
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +220,12 @@ class PipelineOptions(DeviceOptions, OutputOptions):
 class OverheadOptions(StrideOptions, BackboneOptions):
     """The options of `bench overhead`."""
 
-    backbone: Backbones = ()
+    backbone: Annotated[
+        tuple[str, ...],
+        Option(
+            "torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine", panel=_MODEL
+        ),
+    ] = ()
     classes: Annotated[
         tuple[int, ...],
         Option("Classes, C; repeatable.", cli=list[int], min=2, default="those of the paper's data sets", panel=_MODEL),
@@ -237,27 +233,4 @@ class OverheadOptions(StrideOptions, BackboneOptions):
     check: Annotated[bool, Option("Compare with every figure that the paper prints; exit with 4 on a difference.")] = (
         False
     )
-    table: Table = "text"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RooflineOptions(DeviceOptions, BackboneOptions):
-    """The options of `bench roofline`."""
-
-    backbone: Backbones = ()
-    classes: Annotated[int, Option("Classes, C.", min=2, panel=_MODEL)] = 200
-    batch: Annotated[int, Option("Batch size.", min=1)] = 64
-    precision: Annotated[
-        Precision | None, Option("Precision of the whole network.", default="fp16; fp32 for a measured CPU")
-    ] = None
-    gpu: Annotated[
-        tuple[str, ...],
-        Option(
-            "GPU with a data sheet: a100-80gb-sxm, h100-sxm, h200-sxm, l4, t4, ..., or its driver's name; repeatable.",
-            cli=list[str],
-            default="all",
-        ),
-    ] = ()
-    ceiling: Annotated[Path | None, Option("File with a ceiling from --measure-ceiling.")] = None
-    measure_ceiling: Annotated[bool, Option("First time a large copy and a large product on --device.")] = False
-    table: Table = "text"
+    table: Annotated[Literal["text", "markdown"], Option("Format of the table on stdout.", flag="--format")] = "text"

@@ -44,7 +44,7 @@ Rows = Sequence[Sequence[str]]
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 # units of counts, which get a prefix from 10,000 on
-_COUNTED_UNITS = ("mac", "flop", "param", "byte", "op/s", "ops", "operation", "element")
+_COUNTED_UNITS = ("mac", "flop", "param", "operation")
 _ABBREVIATIONS = {
     "gb": "GB", "mb": "MB", "mhz": "MHz", "macs": "MACs", "flops": "FLOPs", "cpu": "CPU", "gpu": "GPU", "gpus": "GPU",
     "cuda": "CUDA", "rss": "RSS",
@@ -107,11 +107,10 @@ def label_measurements(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def _list_fields(measurements: Sequence[Measurement]) -> list[Field]:
-    columns: dict[str, list[Any]] = {}
-    if any(m.target for m in measurements):
-        for title, get in _TARGET_FIELDS.items():
-            columns[title] = [get(m.target) or None if m.target else None for m in measurements]
-    fields = [Field(title, tuple(map(format_value, values)), title in _MAIN) for title, values in columns.items()]
+    fields = [
+        Field(title, tuple(format_value(get(m.target) or None) for m in measurements), title in _MAIN)
+        for title, get in _TARGET_FIELDS.items()
+    ]
     for name in dict.fromkeys(key for m in measurements for key in m.case):
         fields.append(Field(humanize(name), tuple(format_value(m.case.get(name)) for m in measurements), True))
     return fields
@@ -257,21 +256,20 @@ def flatten_facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str
     return facts[:_MAX_FACTS]
 
 
-def format_table(header: Sequence[str], rows: Rows, *, left: int = 1, markdown: bool = False) -> str:
-    """Return a table, ending in a newline.
+def format_table(header: Sequence[str], rows: Rows, *, markdown: bool = False) -> str:
+    """Return a table, ending in a newline; its first column is aligned to the left, the others hold numbers.
 
     Args:
-        left: number of columns aligned to the left; the others hold numbers.
         markdown: a table of GitHub's Markdown, else one aligned with spaces.
     """
     if markdown:
-        rule = ["---" if column < left else "---:" for column in range(len(header))]
+        rule = ["---", *["---:"] * (len(header) - 1)]
         escaped = [[cell.replace("|", "\\|").replace("*", "\\*") for cell in row] for row in (header, rule, *rows)]
         return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = [
         "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
+            cell.rjust(width) if column else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in (header, ["-" * width for width in widths], *rows)

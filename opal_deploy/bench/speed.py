@@ -9,8 +9,6 @@ from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import Figure, Measurement, Scalar
 from opal_deploy.bench.options import TimingOptions
 from opal_deploy.bench.profile import check_profile, format_profile, profile_batch
-from opal_deploy.bench.roofline.ceiling import Ceiling, compute_share
-from opal_deploy.bench.roofline.work import Work, count_model_work
 from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import BatchTiming, time_batch, time_stages
 from opal_deploy.errors import StoppedEarly
@@ -51,19 +49,19 @@ def measure_latency(
     return _sweep("latency", loaded, batches, options, build)
 
 
-def measure_throughput(
-    loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions, ceilings: Sequence[Ceiling] = ()
-) -> Iterator[Measurement]:
-    """Yield one measurement per batch size, as `measure_latency` does, with its share of the device's ceiling.
+def measure_throughput(loaded: LoadedTarget, batches: Sequence[int], options: TimingOptions) -> Iterator[Measurement]:
+    """Yield one measurement per batch size; one that fails, usually for lack of memory, has no figures and ends."""
 
-    Args:
-        ceilings: measured on this machine; the data sheets of known GPUs serve for other devices.
-    """
-    fitting = (c for c in ceilings if c.device == loaded.target.device and c.threads in (None, loaded.threads))
-    ceiling, work = next(fitting, None), count_model_work(loaded.metadata)
-    return _sweep(
-        "throughput", loaded, batches, options, lambda timing: _build_throughput(loaded, timing, work, ceiling)
-    )
+    def build(timing: BatchTiming) -> Measurement:
+        figures = {
+            "images_per_second": timing.throughput,
+            "p50_ms": timing.latency(50),
+            "p99_ms": timing.latency(99),
+            "peak_memory": Figure(timing.peak_megabytes, "MB", "lower"),
+        }
+        return _build_measurement("throughput", loaded, timing, figures, {})
+
+    return _sweep("throughput", loaded, batches, options, build)
 
 
 def _sweep(
@@ -90,7 +88,7 @@ def format_speed(measurement: Measurement) -> str:
     batch, figures = measurement.case["batch"], measurement.figures
     if not figures:
         return f"  batch {batch}: {measurement.marks[0]}"
-    text = _format_latency(figures) if measurement.kind == "latency" else _format_throughput(measurement)
+    text = _format_latency(figures) if measurement.kind == "latency" else _format_throughput(figures)
     line = f"  batch {batch}: {text}{''.join(f'; {mark}' for mark in measurement.marks)}"
     return "\n".join([line, *format_profile(measurement)])
 
@@ -106,35 +104,12 @@ def _format_latency(figures: dict[str, Figure]) -> str:
     )
 
 
-def _format_throughput(measurement: Measurement) -> str:
-    figures, share = measurement.figures, ""
+def _format_throughput(figures: dict[str, Figure]) -> str:
     rate = figures["images_per_second"]
-    if ceiling := figures.get("share_of_ceiling"):
-        share = f", {ceiling.value:.1f} % of the ceiling ({measurement.details['ceiling']['bound']})"
     return (
         f"{rate.value:.2f} images/s{_format_spread(rate)}, p50 {figures['p50_ms'].value:.2f} ms, "
-        f"p99 {figures['p99_ms'].value:.2f} ms, {figures['peak_memory'].value:.0f} MB{share}"
+        f"p99 {figures['p99_ms'].value:.2f} ms, {figures['peak_memory'].value:.0f} MB"
     )
-
-
-def _build_throughput(
-    loaded: LoadedTarget, timing: BatchTiming, work: Work | None, ceiling: Ceiling | None
-) -> Measurement:
-    figures = {
-        "images_per_second": timing.throughput,
-        "p50_ms": timing.latency(50),
-        "p99_ms": timing.latency(99),
-        "peak_memory": Figure(timing.peak_megabytes, "MB", "lower"),
-    }
-    target, reached = loaded.target, None
-    if work is not None:
-        reached = compute_share(work, timing.batch, target.precision, target.device, timing.throughput.value, ceiling)
-    details: dict[str, Any] = {}
-    if reached is not None:
-        figures["share_of_ceiling"] = Figure(100 * reached.fraction, "%", "higher")
-        limit = {"images_per_second": reached.ceiling, "bound": reached.bound, "source": reached.source}
-        details["ceiling"] = limit
-    return _build_measurement("throughput", loaded, timing, figures, details)
 
 
 def _build_measurement(

@@ -18,7 +18,6 @@ from opal_deploy.bench.options import (
     OutputOptions,
     OverheadOptions,
     PipelineOptions,
-    RooflineOptions,
     SweepOptions,
     ThroughputOptions,
 )
@@ -83,38 +82,6 @@ def overhead(options: OverheadOptions) -> None:
         papers.require_agreement(cells)
 
 
-def roofline(options: RooflineOptions) -> None:
-    """Count the work of networks and the maximum images per second that devices allow: their roofline."""
-    for package in ("torch", "torchvision"):
-        require(package, "train", "opal-deploy bench roofline")
-    from opal_deploy.bench.overhead.paper import load_paper
-    from opal_deploy.bench.roofline import table
-    from opal_deploy.bench.roofline.ceiling import default_precisions, format_ceiling, measure_ceiling, to_ceiling
-
-    ceilings = table.find_ceilings(options)
-    if options.measure_ceiling:
-        with progress("runs") as advance:
-            precisions = (options.precision,) if options.precision else default_precisions(options.device)
-            measured = measure_ceiling(options.device, precisions, options.threads, advance)
-        _write(measured, options)
-        print_message(format_ceiling(measured))
-        ceilings.insert(0, to_ceiling(measured))
-    precision = table.choose_precision(options, ceilings)
-    points: list[table.Point] = []
-    names = list(dict.fromkeys(options.backbone or load_paper().backbones))
-    with progress("networks") as advance:
-        advance(0, len(names))
-        for done, name in enumerate(names, 1):
-            points += table.count_points(name, options, precision)
-            work, intensity = points[-1].work, points[-1].intensity
-            print_message(f"{name}: {len(work.layers)} layers, {work.macs / 1e9:.3f} GMACs, {intensity:.1f} FLOPs/byte")
-            advance(done, len(names))
-    for measurement in table.build_measurements(points, options, ceilings):
-        _write(measurement, options)
-    if not options.as_json:
-        print(table.format_roofline(points, options, ceilings), flush=True)
-
-
 def latency(options: LatencyOptions) -> None:
     """Measure milliseconds per batch: p50, p90, p95, p99 and mean; on a GPU also copies and computation separately.
 
@@ -126,15 +93,13 @@ def latency(options: LatencyOptions) -> None:
 
 
 def throughput(options: ThroughputOptions) -> None:
-    """Measure images per second over batch sizes, with the share of the hardware's ceiling.
+    """Measure images per second over batch sizes.
 
     A batch size that does not fit into memory is named, and ends that model's sweep.
     """
-    from opal_deploy.bench.roofline.ceiling import read_ceilings
     from opal_deploy.bench.speed import measure_throughput
 
-    ceilings = () if options.ceiling is None else read_ceilings(options.ceiling)
-    _measure_targets(options, partial(measure_throughput, ceilings=ceilings))
+    _measure_targets(options, measure_throughput)
 
 
 def compare(
@@ -232,7 +197,7 @@ bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for command in (overhead, roofline, latency, throughput, compare, pipeline, report, diff):
+for command in (overhead, latency, throughput, compare, pipeline, report, diff):
     bench.command(cls=GroupedCommand)(expand_options(command))
 
 

@@ -13,7 +13,7 @@ from opal_deploy.bench.compare import (
     measure_comparison,
     time_interleaved,
 )
-from opal_deploy.bench.measurement import Figure, Measurement
+from opal_deploy.bench.measurement import Figure, Measurement, Target
 from opal_deploy.bench.options import CompareOptions
 from opal_deploy.bench.targets import Setup
 from opal_deploy.runtime.cuda_options import parse_cuda_options
@@ -112,5 +112,5 @@ def test_a_ratio_that_the_two_rates_do_not_divide_to_is_explained(rate, explaine
         "images_per_second": Figure(rate, "images/s"),
         "reference_images_per_second": Figure(29.51, "images/s"),
     }
-    text = format_comparison(Measurement("compare", None, {"reference": "A", "batch": 1}, figures))
+    text = format_comparison(Measurement("compare", Target("B"), {"reference": "A", "batch": 1}, figures))
     assert ("the two rates divide to 1.0010" in text) is explained

@@ -30,7 +30,7 @@ FULL = Measurement(
     command="opal-deploy bench throughput --model m.onnx",
     when="2026-05-01T12:00:00+00:00",
 )  # fmt: skip
-MINIMAL = Measurement("ceiling", None, {}, {})
+MINIMAL = Measurement("latency", Target("model.onnx"), {}, {})
 
 
 def raw(**changes):
@@ -61,7 +61,7 @@ def test_files_of_a_folder_are_read_in_order_whatever_their_line_ends_and_newer_
     newer = raw(weather="fine", target=target(colour="red"), figures={"x": figure(mood="good")}, timed="second")
     (tmp_path / "b.jsonl").write_text(json.dumps(newer))
     # separators that are no line ends
-    text = json.dumps(raw(timed="a\u2028b\x85c", target=None), ensure_ascii=False)
+    text = json.dumps(raw(timed="a\u2028b\x85c", target=target(name="model.onnx")), ensure_ascii=False)
     (tmp_path / "a.jsonl").write_text(f"{text}\r\n\n", encoding="utf-8")
     (tmp_path / "c.json").write_text("no measurements")
     first, second = read_measurements([tmp_path])
@@ -75,7 +75,7 @@ def test_files_of_a_folder_are_read_in_order_whatever_their_line_ends_and_newer_
         ([], "list found, an object expected"),
         (raw(schema=2), "schema 2 found, 1 expected"),
         (raw(kind="speed"), "kind is not one of overhead"),
-        ({"schema": 1, "target": None, "case": {}, "figures": {}}, "kind is missing"),
+        ({"schema": 1, "target": target(), "case": {}, "figures": {}}, "kind is missing"),
         (raw(case=[]), "case is not an object"),
         (raw(case={"batch": [1]}), r"case\.batch is not a number"),
         (raw(figures={"p50": {"unit": "ms"}}), r"figures\.p50\.value is missing"),
@@ -137,8 +137,8 @@ def test_the_key_ignores_time_and_versions():
         target=replace(FULL.target, runtime_version="2", sha256=None),
     )  # fmt: skip
     assert later.key == FULL.key
-    changes = [{"kind": "latency"}, {"target": None}, {"case": {**FULL.case, "batch": 16}}]
-    for change in (*changes, {"target": replace(FULL.target, precision="fp16")}):
+    other = replace(FULL.target, precision="fp16")
+    for change in ({"kind": "latency"}, {"case": {**FULL.case, "batch": 16}}, {"target": other}):
         assert replace(FULL, **change).key != FULL.key
 
 

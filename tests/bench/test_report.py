@@ -40,7 +40,6 @@ EVERYTHING = [
     ),
     measured("pipeline", {f"infer.{n}.wall": Figure(n, "ms/image") for n in range(11)}),
     measured("overhead", {"backbone_params": Figure(23508032, "parameters")}, timed=""),
-    measured("ceiling", {"copy": Figure(21.0, "GB/s", "higher")}, target=None),
 ]  # fmt: skip
 
 

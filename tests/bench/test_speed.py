@@ -2,12 +2,10 @@
 
 import pytest
 
-from opal_deploy.bench.measurement import Figure, Measurement, Target, append_measurement
+from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.options import TimingOptions
-from opal_deploy.bench.roofline.ceiling import read_ceilings
-from opal_deploy.bench.roofline.work import Layer, Work
 from opal_deploy.bench.speed import measure_latency, measure_throughput
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import StoppedEarly
 
 QUICK = TimingOptions(seconds=0.02, iterations=2, repeats=2, warmup=0, buffers=2)
 
@@ -70,23 +68,3 @@ def test_latency_has_percentiles(fake_target, fake_time):
     assert (figures["p50_ms"].value, figures["p95_ms"].value) == pytest.approx((1, 10))
     assert figures["p50_ms"].value < figures["mean_ms"].value < figures["p99_ms"].value
     assert figures["images_per_second"].value == pytest.approx(3 / 0.0019, rel=0.01)
-
-
-def write_ceiling(path, device, threads, kind="ceiling"):
-    figures = {"copy": Figure(20.0, "GB/s"), "matmul_fp32": Figure(0.1, "TFLOP/s")}
-    append_measurement(path, Measurement(kind, Target(device, device=device), {"threads": threads}, figures))
-
-
-def test_a_ceiling_applies_to_its_device_and_threads(tmp_path, fake_target, fake_time, monkeypatch):
-    for device, threads in (("cpu", 2), ("cpu", 1), ("cuda:0 NVIDIA H200", None)):
-        write_ceiling(tmp_path / "c.jsonl", device, threads)
-    ceilings = read_ceilings(tmp_path / "c.jsonl")
-    assert [(c.device, c.threads, c.bytes_per_second) for c in ceilings][1:] == [("cpu", 1, 20e9), ("cpu", 2, 20e9)]
-    layers = Work("x", (Layer("a", "conv", 10**6, 10, 10, 10),))
-    monkeypatch.setattr("opal_deploy.bench.speed.count_model_work", lambda _: layers)
-    for known, sources in ((ceilings, 1), (ceilings[2:], 0)):
-        (row,) = measure_throughput(fake_target(0.001, fake_time.spend), [1], QUICK, known)
-        assert len(row.details) == sources
-    write_ceiling(tmp_path / "other.jsonl", "cpu", 1, kind="latency")
-    with pytest.raises(UsageError, match="no measured ceiling found"):
-        read_ceilings(tmp_path / "other.jsonl")

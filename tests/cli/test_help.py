@@ -80,7 +80,7 @@ def test_a_missing_package_names_the_extra_to_install(opal, exact_model, make_pi
         (["infer", "x", "--batch", "y"], "'y': input should be a valid integer; see opal-deploy infer --help"),
         (
             ["train", "x", "--epochs", "-1"],
-            "'0': input should be greater than or equal to 1; see opal-deploy train --help",
+            "'-1': input should be greater than or equal to 0; see opal-deploy train --help",
         ),
         (["bench", "latency", "--batch"], "requires an argument; see opal-deploy bench latency --help"),
         (["bench", "nothing"], "no such command 'nothing'; see opal-deploy bench --help"),

@@ -1,1 +1,0 @@
-"""The roofline: work counted layer by layer, and the maximum speed that a device allows."""
