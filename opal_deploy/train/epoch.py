@@ -70,13 +70,11 @@ class Objective:
         agreement: weight of the mirror agreement; 0 without mirror images.
         keep_off: weight of the attention in kept-off regions; None without regions.
         class_weights: float32 [C] on the device, the loss's weight per class; None weighs all images the same.
-        scale: factor of the logits in the cross-entropy.
     """
 
     agreement: float = 0.0
     keep_off: float | None = None
     class_weights: Tensor | None = None
-    scale: float = 1.0
 
     def __call__(self, terms: tuple[Tensor, Tensor, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective and the weighted cross-entropy in nats, both summed over n images.
@@ -88,8 +86,8 @@ class Objective:
         logits, disagreement, penalty = terms
         views = len(logits) // len(labels)
         # with mirror agreement the mean over an image and its mirror image
-        scaled, targets = self.scale * logits.float(), labels.repeat(views)
-        cross_entropy = functional.cross_entropy(scaled, targets, weight=self.class_weights, reduction="sum") / views
+        targets, weight = labels.repeat(views), self.class_weights
+        cross_entropy = functional.cross_entropy(logits.float(), targets, weight=weight, reduction="sum") / views
         objective = cross_entropy + self.agreement * disagreement.sum() + (self.keep_off or 0.0) * penalty.sum()
         return objective, cross_entropy.detach()
 
@@ -232,10 +230,10 @@ class LabelledOutputs(NamedTuple):
     cells: NDArray[np.int32] | None
     margins: NDArray[np.float64] | None
 
-    def compute_metrics(self, slots: Slots, loss_scale: float = 1.0) -> Evaluation:
-        """Return the metrics over all images of a network with these slots; the loss is of the scaled logits."""
+    def compute_metrics(self, slots: Slots) -> Evaluation:
+        """Return the metrics over all images of a network with these slots."""
         collapse = None if self.cells is None else collapse_of_cells(self.cells, self.labels, slots)
-        return compute_metrics(loss_scale * self.logits, self.labels, collapse, self.margins)
+        return compute_metrics(self.logits, self.labels, collapse, self.margins)
 
 
 def evaluate(
@@ -245,11 +243,10 @@ def evaluate(
     amp: MixedPrecision | None = None,
     progress: Progress = no_progress,
     group: ProcessGroup | None = None,
-    loss_scale: float = 1.0,
 ) -> Evaluation:
-    """Return the metrics over all batches; the loss is of logits times `loss_scale`. See `predict`."""
+    """Return the metrics over all batches; see `predict`."""
     outputs = predict(network, batches, amp=amp, progress=progress, group=group)
-    return outputs.compute_metrics(network.config.slots, loss_scale)
+    return outputs.compute_metrics(network.config.slots)
 
 
 def predict(

@@ -193,7 +193,7 @@ class _TrainingRun:
             get_library(options.backbone).convert_sync_batch_norm(network)
         self.network = network
         frozen_backbone = network.backbone.requires_grad_(False) if options.freeze_backbone else None
-        objective = Objective(options.agreement, options.kept_off_weight(), self._class_weights(), options.loss_scale)
+        objective = Objective(options.agreement, options.kept_off_weight(), self._class_weights())
         model: Any = group.wrap_ddp(NetworkTerms(network, agreement=options.agreement > 0))
         if options.compile:
             model = torch.compile(model)
@@ -368,8 +368,7 @@ class _TrainingRun:
         amp: machine.MixedPrecision | None,
         progress: Progress,
     ) -> Evaluation:
-        scale = self.options.loss_scale
-        val = evaluate(self.network, val_batches, amp=amp, progress=progress, group=self.group, loss_scale=scale)
+        val = evaluate(self.network, val_batches, amp=amp, progress=progress, group=self.group)
         if not math.isfinite(val.loss):
             raise DivergenceError(
                 f"the validation loss is {val.loss} in epoch {epoch} at learning rate {self.options.lr:g}; "
@@ -449,7 +448,7 @@ class _TrainingRun:
         machine.set_tf32(enabled=False)
         outputs = predict(self.network, val_batches, progress=self.progress, group=group)
         # in float32, which the epoch's own figures on a GPU are not
-        val = outputs.compute_metrics(self.network.config.slots, options.loss_scale)
+        val = outputs.compute_metrics(self.network.config.slots)
         calibration = calibrate(outputs.logits, outputs.labels)
         # only the process that writes them measures them, on a bounded number of images
         receptive_field = baseline = None
@@ -467,7 +466,7 @@ class _TrainingRun:
             workers = machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
             batches = Batches(images, _EVALUATION_BATCH, workers=workers, rank=group.rank, size=group.size)
             outputs = predict(self.network, batches, progress=self.progress, group=group)
-            test = outputs.compute_metrics(self.network.config.slots, options.loss_scale)
+            test = outputs.compute_metrics(self.network.config.slots)
         classes = count_by_class(outputs.logits, outputs.labels, self.data.class_names)
         metrics = {"epoch": best_epoch, **val.to_dict("val"), **(test.to_dict("test") if test else {})}
         group.barrier()  # other processes may still be reading best.pt

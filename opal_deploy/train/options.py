@@ -183,10 +183,6 @@ class TrainRunOptions(RecipeOverrides):
             default="cosine (grounded), constant (paper)", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
-    loss_scale: Annotated[
-        float | None,
-        Option("Factor of the logits in the loss.", default="3 (grounded), 1 (paper)", panel=_OPTIMISATION),
-    ] = None
     agreement: Annotated[
         float | None,
         Option(

@@ -3,9 +3,8 @@
     [data]      dataset, partition, skip_missing, boxes
     [model]     backbone, weights, input_size, stride, keep_layers
     [head]      kind, projection, cws, pooling, anchors, prototypes_per_class, distance, epsilon
-    [training]  head_steps, epochs, minutes, patience, batch_size, lr, schedule, loss_scale, class_weights, agreement,
-                keep_off, keep_off_weight, start_from, freeze_backbone, reset_dropped, augment, seed,
-                precision, tf32
+    [training]  head_steps, epochs, minutes, patience, batch_size, lr, schedule, class_weights, agreement, keep_off,
+                keep_off_weight, start_from, freeze_backbone, reset_dropped, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
 Defaults are the paper's, except that `precision` is `auto`, and that the number of training images determines `epochs`
@@ -89,7 +88,6 @@ class TrainOptions:
     batch_size: int | None = None
     lr: float = 1e-4
     schedule: Schedule = "constant"
-    loss_scale: float = 1.0
     class_weights: ClassWeights = "none"
     agreement: float = 0.0
     keep_off: str | None = None
@@ -144,7 +142,7 @@ class TrainOptions:
             )
         if self.head_steps < 0 or (self.batch_size is not None and self.batch_size < 1):
             raise UsageError("the batch size must be at least 1, and head_steps must not be negative")
-        for name in ("lr", "loss_scale", "minutes"):
+        for name in ("lr", "minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UsageError(f"{name} {value}: expected a number above 0")
@@ -309,7 +307,7 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
     # another head or random weights instead of the recipe's: what it says for its own does not fit them
     adapted: Sections = {"model": {}, "training": {}}
     if changes.get("head", {}).get("kind") in ("linear", "plain"):
-        adapted = {"model": {"stride": None, "keep_layers": False}, "training": {"loss_scale": 1.0}}
+        adapted["model"] = {"stride": None, "keep_layers": False}
     if changes.get("model", {}).get("weights") == RANDOM:
         adapted["training"]["head_steps"] = 0
     merged: Sections = {

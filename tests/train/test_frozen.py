@@ -21,7 +21,7 @@ from opal_deploy.train.start import build_network
 def options(lite0_weights):
     return TrainOptions(
         backbone="timm:tf_efficientnet_lite0", weights=str(lite0_weights), head_steps=60, epochs=0, batch_size=8,
-        input_size=(64, 64), stride=16, head=HeadConfig(prototypes_per_class=2), loss_scale=3.0, schedule="cosine",
+        input_size=(64, 64), stride=16, head=HeadConfig(prototypes_per_class=2), schedule="cosine",
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, options, tmp_
 @pytest.mark.parametrize("head", [PLAIN_CLASSIFIER, LINEAR_BASELINE, HeadConfig(distance="tropical")])
 def test_every_head_is_fitted_and_without_memory_in_passes(squares, options, tmp_path, head):
     stride = None if head.kind != "opal" else 16
-    options = replace(options, head=head, stride=stride, loss_scale=1.0, cache_megabytes=0, head_steps=20)
+    options = replace(options, head=head, stride=stride, cache_megabytes=0, head_steps=20)
     assert fit(squares, options, tmp_path / "run").val.accuracy > 0.6
 
 
