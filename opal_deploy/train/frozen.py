@@ -32,8 +32,8 @@ from opal_deploy.train.machine import MixedPrecision, ProcessGroup
 VIEWS = 3
 # images per step, over all processes
 BATCH = 64
-# Adam's initial learning rate where features have a root mean square of 1
-_RATE = 3e-3
+# Adam's initial learning rate, measured on features whose root mean square was within these bounds
+_RATE, _RMS_BOUNDS = 3e-3, (0.2, 2.0)
 # features above this would lose too much in float16, whose largest number is 65,504
 _MAX_HALF = 1e4
 # pooled features that a linear classifier is fitted to, and the inverse of its regularisation
@@ -117,8 +117,8 @@ def fit_head(
 ) -> HeadFit:
     """Fit the head to the features of the backbone, which stays as it is; returns what the fit showed.
 
-    Adam, at a learning rate that falls along a cosine and fits the size of the features. At least one pass over the
-    features is made, whatever `steps`.
+    Adam, at a learning rate that falls along a cosine; it is larger for very small features and smaller for large ones.
+    At least one pass over the features is made, whatever `steps`.
 
     Args:
         network: left in evaluation mode.
@@ -138,7 +138,7 @@ def fit_head(
     source.keep(memory // group.local_size, progress)
     steps = max(steps, source.views * len(batches.plan()))
     parameters = [each for each in network.head.parameters() if each.requires_grad]
-    rate = _RATE / source.rms
+    rate = _RATE * min(max(source.rms, _RMS_BOUNDS[0]), _RMS_BOUNDS[1]) / source.rms
     optimizer = torch.optim.Adam(parameters, lr=rate)
     totals = torch.zeros(3, dtype=torch.float64)
     for step, batch in enumerate(itertools.islice(source.batches(BATCH // group.size), steps)):
