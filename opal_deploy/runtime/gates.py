@@ -24,8 +24,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs, cosines
+from opal_deploy.errors import ArtifactError
 from opal_deploy.statistics import share_bounds
 
 # a runtime's kernels may round this many times as much as PyTorch's; one layer in half precision is hundreds of times
@@ -55,6 +57,23 @@ class Gate:
     cells: float
     all_cells: float = 0.0
     strangeness: float = 1e-3
+
+    @staticmethod
+    def of_model(metadata: Metadata) -> Gate:
+        """Return the gate that a model's file passed, or that of its precision where the file records none.
+
+        Raises:
+            ArtifactError: the recorded gate is not one of numbers.
+        """
+        if not (recorded := metadata.verification.get("gate")):
+            return GATES[metadata.precision]
+        try:
+            known = {name: recorded[name] for name in Gate.__dataclass_fields__ if name in recorded}
+            if all(map(is_finite_number, known.values())):
+                return Gate(**known)
+        except (TypeError, KeyError):
+            pass
+        raise ArtifactError("its verification's gate is not one of numbers; export it again")
 
     def widened_by(self, rounding: Rounding) -> Gate:
         """Return the gate for a runtime on which a network with this float32 error is computed; never over `WIDEST`."""
