@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ SIDECAR_SCHEMA = 1
 UNVERIFIED = "unverified"
 VERIFIED = "verified"
 
+# keys of every sidecar of schema 1; a key that was added since is optional
+_REQUIRED = frozenset({
+    "schema", "engine", "builder", "target", "options", "onnx", "key", "built", "state", "metadata"
+})  # fmt: skip
 # the parts of a sidecar's fields that its readers rely on
 _PARTS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "engine": {"file": str, "sha256": str, "bytes": int},
@@ -64,6 +68,7 @@ class Sidecar:
         built: time, seconds, version of opal-deploy and driver of the build.
         state: `unverified` (never run where it was built) or `verified`, with machine and time.
         metadata: the model's metadata, with its test vectors.
+        unknown: keys that this version does not know, kept where the sidecar is written again.
     """
 
     engine: dict[str, Any]
@@ -76,6 +81,7 @@ class Sidecar:
     state: dict[str, Any]
     metadata: Metadata
     schema: int = SIDECAR_SCHEMA
+    unknown: dict[str, Any] = field(default_factory=dict)
 
     @property
     def batch(self) -> BatchRange:
@@ -92,9 +98,15 @@ class Sidecar:
         words += [f"--{n.replace('_', '-')}" for n in ("version_compatible", "strip_weights") if self.options.get(n)]
         return shlex.join(words)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document without its digest."""
+        document = asdict(self)
+        unknown = document.pop("unknown")
+        return {**document, "metadata": self.metadata.to_dict(), **unknown}
+
     def to_json(self) -> str:
         """Return the sidecar as indented JSON with a digest of its own."""
-        document = {**asdict(self), "metadata": self.metadata.to_dict()}
+        document = self.to_dict()
         return json.dumps({**document, "digest": _compute_digest(document)}, indent=1, ensure_ascii=True) + "\n"
 
 
@@ -174,12 +186,15 @@ def _parse(engine: Path, document: dict[str, Any]) -> Sidecar:
             f"{path}: sidecar schema {document.get('schema')!r} found, {SIDECAR_SCHEMA} expected; use the opal-deploy "
             f"version that wrote it, or rebuild with: {_rebuild_command(document, engine)}"
         )
-    if missing := sorted({f.name for f in fields(Sidecar)} - document.keys()):
+    if missing := sorted(_REQUIRED - document.keys()):
         raise _damaged(path, f"it lacks {', '.join(missing)}")
     if wrong := _find_wrong_parts(document):
         raise _damaged(path, f"of wrong type or missing: {', '.join(wrong)}")
     metadata = Metadata.from_json(json.dumps(document["metadata"]), str(path))
-    return Sidecar(**{f.name: document[f.name] for f in fields(Sidecar)} | {"metadata": metadata})
+    known = {f.name for f in fields(Sidecar)} - {"unknown"}
+    unknown = {name: value for name, value in document.items() if name not in known}
+    values = {name: value for name, value in document.items() if name in known}
+    return Sidecar(**{**values, "metadata": metadata, "unknown": unknown})
 
 
 def _find_wrong_parts(document: dict[str, Any]) -> list[str]:
@@ -248,7 +263,8 @@ def read_checks(engine: Path) -> list[Check]:
     """Return recorded outcomes, oldest first; none where their file is missing or damaged."""
     try:
         document = read_json(checks_path(engine))
-        return [Check(**entry) for entry in document["checks"]]
+        known = {f.name for f in fields(Check)}
+        return [Check(**{name: entry[name] for name in known}) for entry in document["checks"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

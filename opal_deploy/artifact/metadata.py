@@ -55,6 +55,12 @@ _SEQUENCES: tuple[tuple[str, int | None, Callable[[Any], bool], str], ...] = (
     ("class_names", None, lambda value: isinstance(value, str), "a list of names"),
     ("outputs", None, lambda value: isinstance(value, str), "a list of names"),
 )
+# keys of every file of schema 1; a key that was added since is optional, and its default means "not known"
+_REQUIRED = frozenset({
+    "schema", "class_names", "prototypes_per_class", "head", "evidence", "backbone", "grid", "input_size", "input_kind",
+    "mean", "std", "resize", "crop", "precision", "source", "training", "exporter", "verification", "test_vectors",
+    "outputs", "file_sha256",
+})  # fmt: skip
 # shortens values: a few entries of a few levels
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring = 2, 3, 3, 3, 40
@@ -96,6 +102,7 @@ class Metadata:
         outputs: names of the graph's outputs, in order.
         top_k: number of classes that the graph lists in `TOP_OUTPUTS`; None where it outputs all.
         file_sha256: digest of the file with this field blanked; see `artifact.onnx_file`.
+        unknown: keys of the document that this version does not know, kept where the document is written again.
     """
 
     class_names: tuple[str, ...]
@@ -127,6 +134,7 @@ class Metadata:
     top_k: int | None = None
     file_sha256: str = BLANK_DIGEST
     schema: int = SCHEMA
+    unknown: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_classes(self) -> int:
@@ -209,7 +217,10 @@ class Metadata:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document."""
-        return asdict(self)
+        document = asdict(self)
+        unknown = document.pop("unknown")
+        # last: the first `file_sha256` of a file is the one that its digest replaces
+        return {**document, **unknown}
 
     def to_json(self) -> str:
         """Return the document as one line of ASCII JSON, which `from_json` reads back."""
@@ -217,7 +228,7 @@ class Metadata:
 
     @staticmethod
     def from_json(text: str, origin: str = "model metadata") -> Metadata:
-        """Return the metadata of a document.
+        """Return the metadata of a document, which may lack keys that were added after schema 1 began.
 
         Raises:
             ArtifactError: the text is not JSON, has another schema, or a field is missing or of the wrong type; its
@@ -234,13 +245,14 @@ class Metadata:
                 f"{origin}: metadata schema {raw.get('schema')!r} found, {SCHEMA} expected; "
                 "use the opal-deploy version that wrote it, or export again"
             )
-        known = {f.name for f in fields(Metadata)}
-        if missing := sorted(known - raw.keys()):
+        if missing := sorted(_REQUIRED - raw.keys()):
             raise ArtifactError(f"{origin}: metadata lacks {', '.join(missing)}; export it again")
-        values = {name: raw[name] for name in known}
+        known = {f.name for f in fields(Metadata)} - {"unknown"}
+        values = {name: value for name, value in raw.items() if name in known}
+        values["unknown"] = {name: value for name, value in raw.items() if name not in known}
         for name in ("edits", *(name for name, *_ in _SEQUENCES)):
-            if isinstance(raw[name], list):
-                values[name] = tuple(raw[name])
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         metadata = Metadata(**cast(Mapping[str, Any], values))
         try:
             metadata._check()

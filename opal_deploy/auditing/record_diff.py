@@ -17,7 +17,7 @@ from typing import Any
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.records.record import Record
-from opal_deploy.runtime.gates import GATES, Gate
+from opal_deploy.runtime.gates import Gate
 
 # fields that no model computes
 NOT_COMPUTED = frozenset({"image", "image_index", "overlay", "sheet", "drawing_error", "label", "signature"})
@@ -69,8 +69,7 @@ class Tolerance:
         """
         if metadata.precision != "fp32":
             return replace(_LOW_PRECISION[metadata.precision], temperature=metadata.temperature)
-        recorded = metadata.verification.get("gate")
-        gate = (Gate.from_dict(recorded) if recorded else GATES["fp32"]).relaxed_for_machine()
+        gate = Gate.of_model(metadata).relaxed_for_machine()
         return Tolerance(
             gate.cosine, gate.logit, gate.score, gate.tie, gate.others["strangeness"], metadata.temperature
         )

@@ -8,6 +8,7 @@ can only be read from beginning to end, are kept in a temporary file.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import tempfile
 import weakref
@@ -24,7 +25,7 @@ from opal_deploy.inference.run_files import RESULTS, RUN
 from opal_deploy.inference.sources.archives import is_archive_name
 from opal_deploy.inference.types import InputImage
 from opal_deploy.records.names import escape_name, unescape_name
-from opal_deploy.records.record import Record, is_record
+from opal_deploy.records.record import RECORD_SCHEMA, Record, is_record
 from opal_deploy.storage.files import RemoteFile, parse_source
 from opal_deploy.storage.urls import is_url
 
@@ -64,9 +65,7 @@ def read_all_records(path: Path) -> Iterator[Record]:
     """
     for line_number, record in read_numbered_records(path):
         if record is None:
-            raise UsageError(
-                f"{path}: line {line_number} is not a whole record of `opal-deploy infer`; the file is damaged"
-            )
+            raise _damaged(path, line_number)
         yield record
 
 
@@ -95,6 +94,20 @@ def _read_single(path: Path) -> Record | None:
         # the answer for an image with an error
         document = document["record"]
     return document if is_record(document) else None
+
+
+def _damaged(path: Path, line_number: int) -> UsageError:
+    """Return the error for a line, or for the only document, that is not a record of this schema."""
+    with path.open("rb") as stream:
+        lines = iter(lambda: stream.readline(_MAX_LINE), b"")
+        document = parse_json(next(itertools.islice(lines, line_number - 1, None), b""))
+    schema = document.get("schema", RECORD_SCHEMA) if isinstance(document, dict) else RECORD_SCHEMA
+    if schema != RECORD_SCHEMA:
+        return UsageError(
+            f"{path}: line {line_number}: record schema {schema!r} found, {RECORD_SCHEMA} expected; use the "
+            "opal-deploy version that wrote it"
+        )
+    return UsageError(f"{path}: line {line_number} is not a whole record of `opal-deploy infer`; the file is damaged")
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, int, Record | None]]:
@@ -129,7 +142,7 @@ class RecordIndex:
         self.unnamed = 0
         for line_number, offset, record in _read_lines(path):
             if record is None:
-                raise UsageError(f"{path}: line {line_number} is not a whole record; the file is damaged")
+                raise _damaged(path, line_number)
             name = record["image"]
             if name is None:
                 self.unnamed += 1

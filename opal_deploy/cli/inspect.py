@@ -78,8 +78,10 @@ def _inspect_engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     builder, target, built = sidecar.builder, sidecar.target, sidecar.built
     options = ", ".join(f"{k} {v}" for k, v in sidecar.options.items() if v and k != "batch")
     gpu = f" ({target['gpu']})" if target.get("gpu") else ""
-    shown = asdict(sidecar) | {"metadata": _count_test_vectors(metadata), "checks": [asdict(check) for check in checks]}
-    document = {"path": str(path), "kind": "engine", "intact": intact, **shown}
+    document = {
+        "path": str(path), "kind": "engine", "intact": intact, **sidecar.to_dict(),
+        "metadata": _count_test_vectors(metadata), "checks": [asdict(check) for check in checks],
+    }  # fmt: skip
     lines = [
         ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), an engine: executable code"),
         ("sha256", f"{sidecar.engine['sha256']} {state}"),
@@ -224,6 +226,7 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
 
 def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, str]]:
     from opal_deploy.artifact.measurements import describe_calibration, describe_edits, describe_evaluation
+    from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 
     config, metrics = index["config"], index.get("metrics") or {}
     head = config["head"]
@@ -238,7 +241,7 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
     return [
         ("written by", f"opal-deploy {index.get('version')}"),
         ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}{cut}"),
-        ("normalised", _format_normalisation(config)),
+        ("normalised", _format_normalisation({"mean": IMAGENET_MEAN, "std": IMAGENET_STD, **config})),
         ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts) + dropped),
         ("classes", _list_names(list(index["class_names"]))),
         *_describe_weights(index.get("training") or {}),

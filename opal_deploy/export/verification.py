@@ -124,7 +124,7 @@ def verify_candidate(
         "candidate": session.description + how,
         "image_set": images.description,
         "batches": list(BATCHES),
-        "gate": asdict(gate),
+        "gate": gate.to_dict(),
     }
     if in_float64 is not None:
         document["float64"] = {name: asdict(part) for name, part in in_float64._asdict().items()}

@@ -21,13 +21,19 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, CheckpointError, UsageError
 from opal_deploy.model import authors_checkpoint, backbones
 from opal_deploy.model.authors_checkpoint import Assumptions
-from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.config import NetworkConfig, find_unknown_settings
 from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.receptive_field import compute_receptive_field
 
 FORMAT = "opal-deploy checkpoint"
 SCHEMA = 1
+_KEYS = frozenset({
+    "format", "schema", "version", "config", "class_names", "crop", "metrics", "training", "edits", "evaluation",
+    "receptive_field", "calibration", "baseline", "neighbours", "state_dict",
+    # what `train --resume` needs, which is no part of a model
+    "resume",
+})  # fmt: skip
 
 
 @dataclass
@@ -46,6 +52,7 @@ class Checkpoint:
         receptive_field: of the network's cells, if measured.
         calibration: of the logits, if measured.
         baseline: of the answers to validation images, if measured.
+        unknown: keys of the file that this version does not know, kept where the checkpoint is written again.
     """
 
     network: OpalNetwork
@@ -59,6 +66,7 @@ class Checkpoint:
     receptive_field: ReceptiveField | None = None
     calibration: Calibration | None = None
     baseline: Baseline | None = None
+    unknown: dict[str, Any] = field(default_factory=dict)
 
 
 def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = None) -> None:
@@ -73,6 +81,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         UsageError: the folder cannot be written to.
     """
     document = {
+        **checkpoint.unknown,
         "format": FORMAT,
         "schema": SCHEMA,
         "version": __version__,
@@ -182,10 +191,15 @@ def read_class_names(path: Path) -> list[str]:
 def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -> Checkpoint:
     if raw.get("schema") != SCHEMA:
         raise CheckpointError(
-            f"{path}: checkpoint schema {raw.get('schema')!r}, expected {SCHEMA}; "
+            f"{path}: checkpoint schema {raw.get('schema')!r} found, {SCHEMA} expected; "
             f"use opal-deploy {raw.get('version')}, which wrote it"
         )
     try:
+        if unknown := find_unknown_settings(raw["config"]):
+            raise CheckpointError(
+                f"{path}: its network has settings that this version does not know: {', '.join(unknown)}; "
+                f"use opal-deploy {raw.get('version')}, which wrote it"
+            )
         config = NetworkConfig.from_dict(raw["config"])
         stored_names, state = list(raw["class_names"]), dict(raw["state_dict"])
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
@@ -217,6 +231,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         receptive_field=receptive_field,
         calibration=calibration,
         baseline=baseline,
+        unknown={key: value for key, value in raw.items() if key not in _KEYS},
     )
 
 

@@ -177,7 +177,7 @@ class NetworkConfig:
 
     @staticmethod
     def from_dict(raw: dict[str, Any]) -> NetworkConfig:
-        """Build the configuration that `to_dict` wrote.
+        """Build the configuration that `to_dict` wrote, in this or an earlier version.
 
         Raises:
             KeyError, TypeError: not a dictionary of `to_dict`.
@@ -188,8 +188,14 @@ class NetworkConfig:
             num_classes=int(raw["num_classes"]),
             input_size=(int(size[0]), int(size[1])),
             head=HeadConfig.from_dict(raw["head"]),
-            stride=raw["stride"],
-            keep_layers=bool(raw["keep_layers"]),
-            mean=tuple(raw["mean"]),
-            std=tuple(raw["std"]),
+            stride=raw.get("stride"),
+            keep_layers=bool(raw.get("keep_layers", False)),
+            mean=tuple(raw.get("mean", IMAGENET_MEAN)),
+            std=tuple(raw.get("std", IMAGENET_STD)),
         )
+
+
+def find_unknown_settings(raw: dict[str, Any]) -> list[str]:
+    """Return the keys of a stored configuration that this version does not know and cannot leave out of a network."""
+    known = NetworkConfig.__dataclass_fields__, HeadConfig.__dataclass_fields__
+    return sorted({*(raw.keys() - known[0].keys()), *(raw["head"].keys() - known[1].keys())})

@@ -91,9 +91,13 @@ class Neighbours(nn.Module):
 
     @staticmethod
     def from_dict(tensors: Mapping[str, Tensor], num_features: int, num_classes: int) -> Neighbours | None:
-        """Return the neighbours that `to_dict` wrote; None for an empty dictionary, ValueError for other tensors."""
+        """Return the neighbours that `to_dict` wrote; None for an empty dictionary, ValueError for other tensors.
+
+        `background` is missing where there are no such images.
+        """
         if not tensors:
             return None
+        tensors = {"background": torch.zeros(num_features, 0), **tensors}
         shapes = [tuple(tensors[name].shape) for name in _TENSORS]
         rank, images, others = (shape[-1] for shape in shapes[1:])
         expected = [(num_features,), *((num_features, size) for size in (rank, images, others))]

@@ -19,13 +19,15 @@ computes in float32 may then differ by `_RUNTIME_FACTOR` times the network's own
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, cast
 
 import numpy as np
 
+from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import PER_IMAGE, FloatArray, Outputs, cosines, tolerances
+from opal_deploy.errors import ArtifactError
 from opal_deploy.statistics import share_bounds
 
 # a runtime's kernels may round this many times as much as PyTorch's; one layer in half precision is hundreds of times
@@ -57,13 +59,29 @@ class Gate:
     others: Mapping[str, float] = field(default_factory=lambda: tolerances("fp32"))
 
     @staticmethod
-    def from_dict(recorded: Mapping[str, Any]) -> Gate:
-        """Return the gate that a verification report holds; TypeError or ValueError for something else."""
-        names = {each.name for each in fields(Gate)}
-        # until 2026-11-25 these stood beside the other limits
-        beside = {name: float(recorded[name]) for name in PER_IMAGE if name in recorded}
-        others = {**tolerances("fp32"), **beside, **recorded.get("others", {})}
-        return Gate(**{**{name: value for name, value in recorded.items() if name in names}, "others": others})
+    def of_model(metadata: Metadata) -> Gate:
+        """Return the gate that a model's file passed, or that of its precision where the file records none.
+
+        Raises:
+            ArtifactError: the recorded gate is not one of numbers.
+        """
+        if not (recorded := metadata.verification.get("gate")):
+            return GATES[metadata.precision]
+        try:
+            names = [each.name for each in fields(Gate) if each.name != "others"]
+            known = {name: recorded[name] for name in (*names, *PER_IMAGE) if name in recorded}
+            if all(map(is_finite_number, known.values())):
+                others = {name: known.pop(name, default) for name, default in tolerances("fp32").items()}
+                return Gate(**known, others=others)
+        except (TypeError, KeyError):
+            pass
+        raise ArtifactError("its verification's gate is not one of numbers; export it again")
+
+    def to_dict(self) -> dict[str, float]:
+        """Return all limits by name, for the verification report in the metadata."""
+        limits = asdict(self)
+        others = limits.pop("others")
+        return {**limits, **others}
 
     def widened_by(self, rounding: Rounding) -> Gate:
         """Return the gate for a runtime on which a network with this float32 error is computed; never over `WIDEST`."""

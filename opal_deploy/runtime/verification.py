@@ -27,7 +27,7 @@ from opal_deploy.artifact.outputs import (
 )
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import VerificationError
-from opal_deploy.runtime.gates import GATES, NEAR_TIE, Agreement, Gate, compute_cosines
+from opal_deploy.runtime.gates import NEAR_TIE, Agreement, Gate, compute_cosines
 from opal_deploy.runtime.session import Session
 
 # float32 logits do not tell classes apart that are nearer than this, even where both sides' scores are the same
@@ -304,8 +304,7 @@ def verify_test_vectors(session: Session, origin: str) -> Comparison:
     """
     metadata = session.metadata
     reference = test_vectors.unpack(metadata.test_vectors, origin)
-    recorded = metadata.verification.get("gate")
-    gate = (Gate.from_dict(recorded) if recorded else GATES[metadata.precision]).relaxed_for_machine()
+    gate = Gate.of_model(metadata).relaxed_for_machine()
     comparison = compare_outputs(reference, session.run(reference.images), metadata, gate)
     if not comparison:
         raise VerificationError(

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from opal_deploy.inference.setup import fingerprint_model, parse_thresholds
 from opal_deploy.inference.sheets import load_atlas
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
-from opal_deploy.runtime.gates import GATES, Gate
+from opal_deploy.runtime.gates import Gate
 from opal_deploy.synthetic import example_images
 from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch
 from opal_deploy.visualization.atlas.storage import load_atlas as load_atlas_folder
@@ -197,7 +197,6 @@ class Site:
         """Return the content of model.json."""
         described = json.loads(metadata.to_json())
         vectors = described.pop("test_vectors")
-        recorded = metadata.verification.get("gate")
         chosen = _choose_patches(atlas).items() if atlas else ()
         m = metadata.prototypes_per_class
         margin, strangeness = parse_thresholds(self.min_margin, self.unknown, path, metadata)
@@ -205,7 +204,7 @@ class Site:
             "kind": _KIND,
             "source": path.name,
             "model_sha256": digest,
-            "gate": asdict(Gate.from_dict(recorded) if recorded else GATES[metadata.precision]),
+            "gate": Gate.of_model(metadata).to_dict(),
             "temperature": metadata.temperature,
             "min_margin": margin,
             "max_strangeness": strangeness,

@@ -1,11 +1,12 @@
 """Sidecars of engines: what is written is read back, and what is no sidecar of ours is refused in one line."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import read_sidecar, write_sidecar
+from opal_deploy.artifact.engine_file import read_sidecar, sidecar_path, write_sidecar
 from opal_deploy.errors import ArtifactError
 from tests.builders import build_sidecar
 
@@ -41,3 +42,9 @@ def test_parts_that_are_missing_are_one_line(engine, sidecar, change):
     with pytest.raises(ArtifactError, match="of wrong type or missing") as error:
         read_sidecar(engine)
     assert "\n" not in str(error.value)
+
+
+def test_keys_of_a_later_version_are_kept_where_the_sidecar_is_written_again(engine, sidecar):
+    write_sidecar(engine, replace(sidecar, unknown={"invented": [1]}))
+    write_sidecar(engine, replace(read_sidecar(engine), state={"state": "unverified", "why": "moved"}))
+    assert json.loads(sidecar_path(engine).read_text("utf-8"))["invented"] == [1]

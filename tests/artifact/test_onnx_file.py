@@ -4,6 +4,8 @@ import hashlib
 import os
 import random
 import re
+import shutil
+from dataclasses import replace
 
 import onnx
 import pytest
@@ -131,3 +133,15 @@ def test_a_file_without_a_digest_is_refused_and_one_with_a_digest_gets_no_second
     path.write_bytes(content)
     with pytest.raises(ArtifactError, match="no blank digest"):
         onnx_file.embed_digest(path)
+
+
+def test_keys_of_a_later_version_are_kept_where_a_file_is_written_again(exported, tmp_path):
+    path = tmp_path / "later.onnx"
+    shutil.copy(exported, path)
+    # the marker that the digest is found by
+    invented = {"invented": {"file_sha256": "0" * 64}}
+    onnx_file.rewrite_metadata(path, replace(onnx_file.read_metadata(path), unknown=invented))
+    _check(path)
+    onnx_file.rewrite_metadata(path, replace(onnx_file.read_metadata(path), crop="boxes"))
+    _check(path)
+    assert onnx_file.read_metadata(path).unknown == invented

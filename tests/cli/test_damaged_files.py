@@ -40,6 +40,18 @@ REFUSED = {
     "convert, no box": ("results.jsonl", NO_BOX, ["convert", "run", "--to", "coco"], "line 1 is not a whole record"),
     "diff, no box": ("results.jsonl", NO_BOX, ["diff", "run", "run"], "line 1 is not a whole record"),
     "diff, a huge margin": ("results.jsonl", change(margin=10**400), ["diff", "run", "run"], "not a whole record"),
+    "convert, another schema": (
+        "results.jsonl",
+        change(schema=2),
+        ["convert", "run", "--to", "coco"],
+        "record schema 2 found, 1 expected",
+    ),
+    "infer, another schema": (
+        "run.json",
+        change(schema=2),
+        ["infer", "in", "--out", "run"],
+        "schema 2 found, 1 expected",
+    ),
     "infer, a pipe": ("run.json", pipe, ["infer", "in", "--out", "run"], "run.json: damaged"),
     "atlas, a pipe": ("atlas.json", pipe, ["explain", "in/000.png", "--atlas", "run"], "a pipe or a device"),
 }

@@ -111,7 +111,7 @@ class TestOurs:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"schema": 99}, "schema 99, expected 1"),
+            ({"schema": 99}, "schema 99 found, 1 expected"),
             ({"config": {}}, "damaged"),
             ({"config": None}, "damaged"),
             ({"class_names": ["a"]}, "names 1 classes but its network has 3"),
@@ -123,6 +123,31 @@ class TestOurs:
     )
     def test_an_inconsistent_document_is_refused(self, ours, save, change, message):
         assert message in refusal(save({**torch.load(ours, weights_only=True), **change}))
+
+    def test_keys_that_earlier_versions_did_not_write_may_be_missing(self, ours, save, written):
+        document = torch.load(ours, weights_only=True)
+        for key in ("edits", "evaluation", "receptive_field", "calibration", "baseline", "neighbours"):
+            del document[key]
+        for key in ("stride", "keep_layers", "mean", "std"):
+            del document["config"][key]
+        for key in ("plain", "dropped"):
+            del document["config"]["head"][key]
+        read = checkpoint.load(save(document))
+        assert read.network.config == written.network.config
+        assert (read.receptive_field, read.calibration, read.baseline, read.network.neighbours) == (None,) * 4
+
+    def test_keys_of_a_later_version_are_kept_and_the_state_of_training_is_not(self, ours, save, tmp_path):
+        document = {**torch.load(ours, weights_only=True), "invented": {"a": 1}, "resume": {"progress": {}}}
+        edited = checkpoint.with_dropped_slots(checkpoint.load(save(document)), (0,))
+        checkpoint.save(tmp_path / "edited.pt", edited)
+        again = torch.load(tmp_path / "edited.pt", weights_only=True)
+        assert again.keys() == document.keys() - {"resume"}
+        assert again["invented"] == {"a": 1}
+
+    def test_a_setting_of_the_network_that_is_not_known_is_refused(self, ours, save):
+        document = torch.load(ours, weights_only=True)
+        document["config"]["head"]["temperature"] = 2.0
+        assert "settings that this version does not know: temperature; use opal-deploy" in refusal(save(document))
 
 
 class TestAuthors:

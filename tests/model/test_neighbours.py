@@ -89,6 +89,11 @@ def test_a_checkpoint_gives_back_what_it_was_given_and_nothing_else():
     read = Neighbours.from_dict(tensors, D, CLASSES)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.to_dict().items())
     assert Neighbours.from_dict({}, D, CLASSES) is None
+    # earlier versions kept no background images
+    del tensors["background"]
+    early = Neighbours.from_dict(tensors, D, CLASSES)
+    assert (early.num_background, torch.equal(early.bank, neighbours.bank)) == (0, True)
+    tensors = neighbours.to_dict()
     wrong = [
         ("mean", tensors["mean"][1:]), ("basis", tensors["basis"][:, :, None]), ("bank", tensors["bank"][:, :4]),
         ("bank", torch.zeros(D, 2_001)), ("background", tensors["background"][:, :4]),

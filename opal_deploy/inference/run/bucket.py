@@ -48,7 +48,7 @@ class BucketRunDirectory(RunDirectory):
     def write_config(self) -> None:
         """Write run.json; raise UsageError if another process has just begun a run there, or StoppedEarly."""
         new = self.state == "new"
-        self.details = {"parts": self.run_id}
+        self.details = {**self.details, "parts": self.run_id}
         super().write_config()
         data = (self.root / RUN).read_bytes()
         if not new:
@@ -175,7 +175,9 @@ def _inspect(root: Path, remote: RemoteFile, config: RunConfig) -> BucketRunDire
         run_id = str(read_json(root / RUN).get("parts", ""))
         if found.state == "unfinished" and not run_id.isalnum():
             raise UsageError(f"{remote}: the run there was not begun in a bucket, so it cannot be resumed there")
-    return BucketRunDirectory(root, config, found.state, found.started, found.resumed, remote, run_id=run_id)
+    return BucketRunDirectory(
+        root, config, found.state, found.started, found.resumed, remote, found.details, run_id=run_id
+    )
 
 
 def _clear(remote: RemoteFile) -> None:

@@ -35,6 +35,8 @@ State = Literal["new", "unfinished", "finished"]
 # the options that determine records and drawings, and `images`; values as in JSON
 RunConfig = Mapping[str, Any]
 
+# the entries of every run.json
+_KEYS = ("schema", "opal_deploy", "started", "resumed", "run")
 _HINT = "choose another --out, or give --overwrite"
 _MAX_SHOWN = 60
 
@@ -48,7 +50,7 @@ class RunDirectory:
         state: of the run that it holds.
         started, resumed: times when the run began and when it was resumed, ISO 8601.
         remote: where the files are uploaded to; None: they stay in `root`.
-        details: more entries of run.json.
+        details: more entries of run.json; those that this version does not know are kept.
     """
 
     root: Path
@@ -163,14 +165,20 @@ def inspect_run_dir(
             raise UsageError(f"{where}: it holds the results of an earlier run; {_HINT}")
         return RunDirectory(root, config)
     document = _read(root / RUN)
+    if document is not None and document.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{where}/{RUN}: schema {document.get('schema')!r} found, {SCHEMA} expected; continue it with the "
+            f"opal-deploy version that wrote it, {_HINT}"
+        )
     if document is None or not isinstance(document.get("run"), dict):
-        raise UsageError(f"{where}/{RUN}: damaged, or of another version, so nothing can be continued there; {_HINT}")
+        raise UsageError(f"{where}/{RUN}: damaged, so nothing can be continued there; {_HINT}")
     if different := _differences(document["run"], config):
         raise UsageError(f"{where}: it holds another run: {'; '.join(different)}; {_HINT}")
     summary = _read(root / SUMMARY) or {}
     # a summary of other results, or of results that are gone, says nothing
     finished = (
         size is not None
+        and summary.get("schema") == SCHEMA
         and summary.get("complete") is True
         and summary.get("results_bytes") == size
         and {"images", "errors", "statuses", "accuracy", "ended"} <= summary.keys()
@@ -182,6 +190,7 @@ def inspect_run_dir(
         "finished" if finished else "unfinished",
         str(started),
         [str(time) for time in resumed] if isinstance(resumed, list) else [],
+        details={name: value for name, value in document.items() if name not in _KEYS},
     )
 
 
@@ -253,7 +262,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         document = read_json(path)
     except (OSError, ValueError):
         return None
-    return document if isinstance(document, dict) and document.get("schema") == SCHEMA else None
+    return document if isinstance(document, dict) else None
 
 
 def _size(path: Path) -> int | None:

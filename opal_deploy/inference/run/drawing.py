@@ -199,7 +199,7 @@ def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> 
         head.append(("Not verified", metadata.unverified))
     if metadata.verification.get("reference"):
         head.append(
-            ("Verified", f"against {metadata.verification['reference']} on {metadata.verification['image_set']}")
+            ("Verified", f"against {metadata.verification['reference']} on {metadata.verification.get('image_set')}")
         )
     return (*head, ("Command", command))
 

@@ -103,12 +103,30 @@ def test_results_that_nothing_is_known_of_are_not_touched(tmp_path):
     assert (tmp_path / "results.jsonl").read_text() == "precious"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": 1}', '{"schema": 99, "run": {}}', "\0" * 50])
-def test_a_damaged_run_json_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "damaged") for text in ("", "[]", '{"schema": 1}', "\0" * 50)),
+        ('{"schema": 99, "run": {}}', "schema 99 found, 1 expected"),
+    ],
+)
+def test_a_damaged_run_json_is_refused(tmp_path, text, message):
     begin(tmp_path)
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(UsageError, match="damaged, or of another version"):
+    with pytest.raises(UsageError, match=message):
         look(tmp_path)
+
+
+def test_a_run_that_another_version_began_goes_on_and_keeps_what_that_wrote(tmp_path):
+    begin(tmp_path)
+    document = json.loads((tmp_path / "run.json").read_text())
+    # an option that came later, and one that this version does not know but that was not given
+    del document["run"]["boxes"]
+    document |= {"run": {**document["run"], "invented": None}, "invented": [1]}
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    assert look(tmp_path).state == "unfinished"
+    begin(tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text())["invented"] == [1]
 
 
 def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path):

@@ -1,0 +1,73 @@
+"""Files that each version wrote open, verify, answer and resume in this one; tests/golden/make.py writes them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from opal_deploy.artifact.engine_file import check_engine
+from tests.cli.calls import check, one_line, read_results
+
+GOLDEN = Path(__file__).parent / "golden"
+VERSIONS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name != "__pycache__")
+MODELS = ("model.pt", "model.onnx", "model.fp16.onnx", "model.int8.onnx", "model.bf16.onnx", "early.onnx")
+CPU = ("--device", "cpu", "--threads", "1")
+
+
+@pytest.fixture(params=VERSIONS)
+def folder(request, tmp_path):
+    """A copy of a version's files, in which commands may write."""
+    shutil.copytree(GOLDEN / request.param, tmp_path / "golden")
+    return tmp_path / "golden"
+
+
+@pytest.fixture
+def call(opal, folder):
+    return lambda *arguments: opal(*arguments, cwd=folder)
+
+
+def test_every_model_is_inspected(call):
+    for name in (*MODELS, "model.engine"):
+        document = json.loads(check(call("inspect", name, "--json")).stdout)
+        assert document.get("intact", True), name
+
+
+def test_every_model_that_a_cpu_runs_reproduces_its_vectors_and_the_records_of_that_time(call):
+    for name in MODELS:
+        if name == "model.bf16.onnx":
+            continue
+        if name != "model.pt":
+            check(call("verify", name, *CPU))
+        done = json.loads(check(call("verify", f"{name}.jsonl", "--model", name, *CPU, "--all", "--json")).stdout)
+        assert (done["records"], done["checked"]) == (3, 3), name
+
+
+def test_a_signed_run_is_verified_converted_and_compared(call):
+    model = ("--model", "model.onnx", *CPU)
+    done = check(call("verify", "run", *model, "--all", "--public-key", "public.pem", "--json"))
+    assert json.loads(done.stdout)["signatures_valid"] == 3
+    check(call("convert", "run", "--to", "coco"))
+    check(call("diff", "run", "model.onnx.jsonl"))
+
+
+def test_an_interrupted_run_goes_on_where_it_ended(call, folder):
+    before = (folder / "unfinished/results.jsonl").read_bytes()
+    check(call("infer", "images", "--model", "model.onnx", *CPU, "--out", "unfinished"))
+    after = (folder / "unfinished/results.jsonl").read_bytes()
+    assert (before.count(b"\n"), after.count(b"\n"), after[: len(before)]) == (2, 3, before)
+
+
+def test_a_file_without_keys_that_came_later_answers_and_refuses_what_needs_them(call, folder):
+    model = ("--model", "early.onnx", *CPU)
+    check(call("infer", "images", *model, "--out", "out"))
+    assert [record["status"] for record in read_results(folder / "out")] == ["ok"] * 3
+    advice = "opal-deploy evaluate"
+    assert advice in one_line(call("infer", "images", *model, "--out", "unknown", "--unknown", "5%"))
+    assert advice in one_line(call("drift", "out", "--baseline", "early.onnx"))
+
+
+def test_the_sidecar_of_an_engine_is_read(folder):
+    sidecar = check_engine(folder / "model.engine")
+    assert sidecar.metadata.known_baseline is not None
+    assert sidecar.onnx["file"] == "c.onnx"
