@@ -136,9 +136,12 @@ class TrainOptions:
         """Raise UsageError for values that no run can have."""
         if self.patience is not None and self.patience < 1:
             raise UsageError(f"patience {self.patience}: expected at least 1 epoch")
-        if self.epochs is not None and self.epochs < (0 if self.head_steps else 1):
+        # a head that another run has trained is not fitted again
+        fits_head = self.head_steps > 0 and self.start_from is None
+        if self.epochs is not None and self.epochs < (0 if fits_head else 1):
             raise UsageError(
-                f"epochs {self.epochs}: expected at least 1, or 0 to fit the head only (recipe grounded, --head-steps)"
+                f"epochs {self.epochs}: expected at least 1; 0 fits the head only, which takes --head-steps and no "
+                "--start-from"
             )
         if self.head_steps < 0 or (self.batch_size is not None and self.batch_size < 1):
             raise UsageError("the batch size must be at least 1, and head_steps must not be negative")

@@ -25,7 +25,7 @@ REFUSED = [
     ({"background": "taken"}, "--background taken: 0 images there; expected at least 5"),
     ({"background": "taken", "head": "linear"}, "background is about the strangeness"),
     ({"keep_layers": True}, "--keep-layers without --stride"),
-    ({"epochs": 0}, "expected at least 1, or 0 to fit the head only"),
+    ({"epochs": 0}, "epochs 0: expected at least 1; 0 fits the head only"),
     ({"stride": 12}, "stride 12: no network has cells of so many pixels; give 32, 16 or 8"),
     ({"stride": 16, "size": 100}, "input size 100x100: resnet18 needs multiples of its stride 16"),
     ({"head": "linear", "agreement": 0.2}, "agreement is about the cells"),
