@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import INPUT, Outputs
+from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
 from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
 from opal_deploy.inference.decoding.pool import DecoderPool
@@ -53,9 +53,8 @@ class TensorModelSession:
             as_float = metadata.input_kind == "float32"
             arrays = dict(self._infer(normalise(part, metadata.mean, metadata.std) if as_float else part))
             # in Triton every tensor has a dimension beside N
-            for name in arrays.keys() & {"score_norm", "strangeness"}:
-                arrays[name] = arrays[name].reshape(-1)
-            parts.append(Outputs.from_arrays(arrays))
+            shapes = {name: shape for name, (shape, _) in tensor_specs(metadata).items()}
+            parts.append(Outputs.from_arrays({name: each.reshape(-1, *shapes[name]) for name, each in arrays.items()}))
         return Outputs.concatenate(parts)
 
 

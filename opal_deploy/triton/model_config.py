@@ -42,7 +42,7 @@ def tensor_config(name: str, model: TensorModel) -> str:
         _header(name, model.backend, batch.max),
         "# RGB; normalisation is in the graph\n" if metadata.input_kind == "uint8" else "# RGB, already normalised\n",
         _tensor("input", INPUT, *_type(pixels)),
-        *(_tensor("output", output, *_type(spec), _OUTPUT_FIELDS.get(output, "")) for output, spec in specs.items()),
+        *(_tensor("output", output, *_type(spec), _describe_output(output, spec)) for output, spec in specs.items()),
         f"dynamic_batching {{\n  preferred_batch_size: {sizes}\n{_QUEUE}}}\n",
         "# one per GPU, or one on the CPU\ninstance_group [ { count: 1 } ]\n",
         _NO_TF32 if model.backend == "onnxruntime" else "",
@@ -85,8 +85,6 @@ def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> 
 
 
 _TYPES = {"uint8": "UINT8", "int32": "INT32", "float32": "FP32"}
-_SCALAR = "reshape { shape: [] }"
-_OUTPUT_FIELDS = {"logits": f'label_filename: "{LABELS_FILE}"', "score_norm": _SCALAR, "strangeness": _SCALAR}
 # Triton refuses further requests
 _QUEUE = "  default_queue_policy { max_queue_size: 256 }\n"
 _NO_TF32 = """# on a GPU, ONNX Runtime would round the inputs of float32 convolutions to 10 bits (TF32)
@@ -105,6 +103,14 @@ def _header(name: str, backend: str, max_batch_size: int) -> str:
 def _tensor(field: str, name: str, kind: str, dims: Sequence[int], more: str = "") -> str:
     end = f" {more}" if more else ""
     return f"{field} [ {{ name: {_quote(name)} data_type: TYPE_{kind} dims: {list(dims)}{end} }} ]\n"
+
+
+def _describe_output(name: str, spec: TensorSpec) -> str:
+    """Return the further fields of an output: its labels, or that it has no dimension beside N."""
+    if name == "logits":
+        return f'label_filename: "{LABELS_FILE}"'
+    shape, _ = spec
+    return "" if shape else "reshape { shape: [] }"
 
 
 def _type(spec: TensorSpec) -> tuple[str, list[int]]:
