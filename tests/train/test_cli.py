@@ -57,7 +57,7 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
 
 
 def test_the_function_trains_what_the_command_trains_and_prints_nothing(squares, tmp_path, opal, capsys):
-    small = {"backbone": "shufflenet_v2_x0_5", "weights": "none", "size": 64, "epochs": 2, "device": "cpu"}
+    small = {"recipe": "paper", "backbone": "shufflenet_v2_x0_5", "weights": "none", "size": 64, "epochs": 2, "device": "cpu"}
     lines, notes, out = [], [], tmp_path / "run"
 
     def stop(line):
@@ -135,7 +135,7 @@ def test_interrupted_training_names_the_command_that_resumes_it(opal, squares, t
     shutil.copytree(squares.root / "train", tmp_path / "my data")
     done = opal("train", "my data", *SMALL, "--overwrite", "--epochs", 3, cwd=tmp_path)
     assert done.returncode == ExitCode.INTERRUPTED
-    options = "--backbone shufflenet_v2_x0_5 --weights none --size 64 --epochs 3"
+    options = "--recipe paper --backbone shufflenet_v2_x0_5 --weights none --size 64 --epochs 3"
     assert f"resume with: opal-deploy train 'my data' {options} --resume\n" in done.stderr
 
 
