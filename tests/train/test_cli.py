@@ -57,7 +57,14 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
 
 
 def test_the_function_trains_what_the_command_trains_and_prints_nothing(squares, tmp_path, opal, capsys):
-    small = {"recipe": "paper", "backbone": "shufflenet_v2_x0_5", "weights": "none", "size": 64, "epochs": 2, "device": "cpu"}
+    small = {
+        "recipe": "paper",
+        "backbone": "shufflenet_v2_x0_5",
+        "weights": "none",
+        "size": 64,
+        "epochs": 2,
+        "device": "cpu",
+    }
     lines, notes, out = [], [], tmp_path / "run"
 
     def stop(line):
