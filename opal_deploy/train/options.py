@@ -179,7 +179,7 @@ class TrainRunOptions(RecipeOverrides):
     schedule: Annotated[
         Schedule | None,
         Option(
-            "Learning rate: constant, or rising at first and falling to 0 along a cosine.",
+            "Learning rate: constant, or falling to 0 along a cosine; after a fitted head it rises first.",
             default="cosine (grounded), constant (paper)", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip

@@ -36,8 +36,8 @@ from opal_deploy.runtime.devices import parse_device
 
 Augment = Literal["paper", "none"]
 ClassWeights = Literal["none", "balanced"]
-# learning rate: fixed; or rising over the first steps, then falling to 0 along half a cosine (Loshchilov and Hutter
-# 2017, without restarts)
+# learning rate: fixed; or falling to 0 along half a cosine (Loshchilov and Hutter 2017, without restarts), with a
+# warm-up after a fitted head
 Schedule = Literal["constant", "cosine"]
 # type of the convolutions while training; `auto` is bfloat16 or float16 on a GPU, float32 on a CPU
 TrainingPrecision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -51,7 +51,8 @@ OUTSIDE = "outside"
 # measured (docs/reference/measurements-training.md): small regions need more, most of an image less
 _REGION_WEIGHT, _OUTSIDE_WEIGHT = 10.0, 3.0
 
-# share of a cosine schedule's steps in which the learning rate rises from 0: Adam's first steps are the largest
+# share of a cosine schedule's steps in which the learning rate rises from 0 after a fitted head: Adam's first steps are
+# the largest
 _WARM_UP = 0.1
 # batch size and epochs up to so many training images; an epoch of few images is few steps. Measured up to 240 images
 _PLANS = ((1_000, 16, 12), (10_000, 32, 8))
@@ -119,7 +120,9 @@ class TrainOptions:
         """Return the learning rate after a share `progress` of all steps, 0 ... 1."""
         if self.schedule == "constant":
             return self.lr
-        return self.lr * min(progress / _WARM_UP, 1.0) * (1 + math.cos(math.pi * progress)) / 2
+        # a random head has nothing that Adam's first steps could destroy
+        warm_up = min(progress / _WARM_UP, 1.0) if self.head_steps else 1.0
+        return self.lr * warm_up * (1 + math.cos(math.pi * progress)) / 2
 
     def kept_off_weight(self) -> float | None:
         """Return the weight of the attention in kept-off regions; None without regions."""

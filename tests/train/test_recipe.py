@@ -150,10 +150,12 @@ def test_the_number_of_images_determines_batches_and_epochs_that_are_not_given(i
     assert TrainOptions(batch_size=5, epochs=0).plan_epochs(images) == (5, 0)
 
 
-def test_the_cosine_rises_to_the_rate_and_falls_to_zero():
+def test_the_cosine_falls_from_the_rate_to_zero_and_rises_first_after_a_fitted_head():
     options = TrainOptions(lr=0.4, schedule="cosine")
-    assert [options.learning_rate(share) for share in (0, 0.5, 1)] == pytest.approx([0, 0.2, 0])
-    assert max(options.learning_rate(share / 100) for share in range(100)) == pytest.approx(0.4, rel=0.03)
+    assert [options.learning_rate(share) for share in (0, 0.5, 1)] == pytest.approx([0.4, 0.2, 0])
+    fitted = TrainOptions(lr=0.4, schedule="cosine", head_steps=600)
+    assert [fitted.learning_rate(share) for share in (0, 0.5, 1)] == pytest.approx([0, 0.2, 0])
+    assert max(fitted.learning_rate(share / 100) for share in range(100)) == pytest.approx(0.4, rel=0.03)
     assert TrainOptions(lr=0.4).learning_rate(0.9) == 0.4
 
 
