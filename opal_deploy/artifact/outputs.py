@@ -104,7 +104,7 @@ class Outputs:
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by the names of the graph's outputs, in the graph's order: what `from_arrays` reads."""
         if self.top is None:
-            return {name: array for name in OUTPUT_SPECS if (array := getattr(self, name)) is not None}
+            return self._arrays()
         return {**dict(zip(TOP_OUTPUTS, self.top, strict=True)), **self.per_image()}
 
     def per_image(self) -> dict[str, FloatArray]:
