@@ -200,21 +200,6 @@ CropFile = Annotated[
 LabelSource = Annotated[
     str | None, Option("True labels: `folders` (the name of each image's folder), or a CSV file (image,label).")
 ]
-MinMargin = Annotated[
-    float | str | None,
-    Option(
-        "Abstain below this margin, or below the margin that keeps an error rate such as 5% on the validation images.",
-        cli=str,
-    ),
-]
-Unknown = Annotated[
-    float | str | None,
-    Option(
-        "Status `unknown` above this strangeness, or above that which a share of the validation images, such as 5%, "
-        "exceeds.",
-        cli=str,
-    ),
-]
 SigningKey = Annotated[
     StrPath | None, Option("Sign each record with this Ed25519 private key (PEM, PKCS#8).", cli=Path)
 ]

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.files import is_finite_number
+from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.artifact.outputs import DoubleArray
 from opal_deploy.errors import ArtifactError
 
@@ -32,7 +33,7 @@ PLACES = (
     "lower left corner", "lower edge", "lower right corner",
 )  # fmt: skip
 # quantities of an image, by their names in `Observations`
-QUANTITIES = ("cosine", "margin", "norm", "shared_cells", "strangeness")
+QUANTITIES = ("cosine", "margin", "norm", "shared_cells", "ood_score")
 # significant digits of a stored number
 DIGITS = 4
 _MAX_STORED = 1_000
@@ -48,7 +49,7 @@ class Observations:
         class_ids: int64 [N], the predicted classes.
         cosine, margin, norm: float64 [N]; NaN where not known. `norm` is |s| over all K channels.
         shared_cells: float64 [N], share of the predicted class's slots whose cell another of them has, too; 0 ... 1.
-        strangeness: float64 [N]; NaN where not known.
+        ood_score: float64 [N]; NaN where not known.
         scores: float64 [N, m], of the predicted class's slots; NaN for dropped ones.
         contributions: float64 [N, m]; NaN for dropped slots, and where the distance is not a sum over slots.
         places: int64 [N, m], index into `PLACES`; -1 for dropped slots.
@@ -59,7 +60,7 @@ class Observations:
     margin: DoubleArray
     norm: DoubleArray
     shared_cells: DoubleArray
-    strangeness: DoubleArray
+    ood_score: DoubleArray
     scores: DoubleArray
     contributions: DoubleArray
     places: NDArray[np.int64]
@@ -129,9 +130,9 @@ class Baseline:
         quantiles: of each of `QUANTITIES` that is known, at `LEVELS`.
         slots: by channel, for the classes that were predicted for at least `MIN_IMAGES` images.
         pooled: of the slots of all other classes; None if there are none.
-        strangeness: the images' values in ascending order, or 1,000 of them at even ranks, from which a threshold is
+        ood_score: the images' values in ascending order, or 1,000 of them at even ranks, from which a threshold is
             chosen; empty where not known.
-        background: images of none of the classes that the strangeness was computed with.
+        background: out-of-distribution images that the OOD score was computed with.
     """
 
     images: int
@@ -141,7 +142,7 @@ class Baseline:
     quantiles: Mapping[str, tuple[float, ...]]
     slots: Mapping[int, SlotBaseline] = field(default_factory=dict)
     pooled: SlotBaseline | None = None
-    strangeness: tuple[float, ...] = ()
+    ood_score: tuple[float, ...] = ()
     background: int = 0
 
     @staticmethod
@@ -162,13 +163,13 @@ class Baseline:
                     slots[class_id * m + slot] = measured
         few = observations.select((counts < MIN_IMAGES)[observations.class_ids])
         pooled = _measure_slots(few, slice(None)) if len(few) else None
-        strangeness: tuple[float, ...] = ()
-        if "strangeness" in quantiles:
+        ood_score: tuple[float, ...] = ()
+        if "ood_score" in quantiles:
             ranks = _stored_ranks(len(observations))
-            strangeness = tuple(round(value, 6) for value in np.sort(observations.strangeness)[ranks - 1].tolist())
+            ood_score = tuple(round(value, 6) for value in np.sort(observations.ood_score)[ranks - 1].tolist())
         images = len(observations)
         classes = tuple(counts.tolist())
-        return Baseline(images, split, stride, classes, quantiles, slots, pooled, strangeness, background)
+        return Baseline(images, split, stride, classes, quantiles, slots, pooled, ood_score, background)
 
     def find_slot(self, channel: int) -> SlotBaseline | None:
         """Return the distribution of a slot by its channel, or that of the pooled ones; None if there is neither."""
@@ -184,21 +185,21 @@ class Baseline:
         few = sum(count < MIN_IMAGES for count in self.classes)
         pooled = f"; the slots of {few} classes with fewer than {MIN_IMAGES} images are pooled" if few else ""
         counts = f"{min(self.classes):,} to {max(self.classes):,} per predicted class"
-        background = f"; strangeness knows {self.background:,} background images" if self.background else ""
+        background = f"; OOD score knows {self.background:,} background images" if self.background else ""
         return [
             f"{self.images:,} {self.split} images, {counts}{pooled}{background}",
             f"median (and 90 % of images) of {', '.join(usual)}",
         ]
 
     def choose_threshold(self, rate: float) -> float | None:
-        """Return the strangeness that an image exceeds with a probability of at most `rate`; None for too few images.
+        """Return the OOD score that an image exceeds with a probability of at most `rate`; None for too few images.
 
         Split conformal prediction: of n + 1 exchangeable images, the new one is with probability k / (n + 1) at most
         the k-th smallest of the others (Vovk, Gammerman and Shafer, "Algorithmic learning in a random world", 2005).
         """
         rank = math.ceil((self.images + 1) * (1 - rate) - 1e-9)
         place = int(np.searchsorted(_stored_ranks(self.images), rank))
-        return self.strangeness[place] if place < len(self.strangeness) else None
+        return self.ood_score[place] if place < len(self.ood_score) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the baseline for JSON, which `from_dict` reads.
@@ -214,7 +215,7 @@ class Baseline:
             "quantiles": {name: list(values) for name, values in self.quantiles.items()},
             "slots": {"channel": list(self.slots), **columns},
             "pooled": None if self.pooled is None else {name: getattr(self.pooled, name) for name in _SLOT_FIELDS},
-            "strangeness": list(self.strangeness),
+            "ood_score": list(self.ood_score),
             "background": self.background,
         }
 
@@ -228,6 +229,7 @@ class Baseline:
         if not raw:
             return None
         try:
+            raw = with_current_names(raw)
             images, stride, classes = int(raw["images"]), int(raw["stride"]), tuple(map(int, raw["classes"]))
             if not (0 < images <= _MAX_COUNT and stride > 0 and min(classes) >= 0 and sum(classes) == images):
                 raise ValueError(f"{images} images, stride {stride}, {sum(classes)} images of its classes")
@@ -237,11 +239,13 @@ class Baseline:
             rows = zip(*(columns[name] for name in _SLOT_FIELDS), strict=True)
             slots = dict(zip(map(int, columns["channel"]), (_read_slot(row) for row in rows), strict=True))
             pooled = raw["pooled"]
-            quantiles = {str(name): _read(values, len(LEVELS)) for name, values in raw["quantiles"].items()}
+            quantiles = {
+                str(name): _read(values, len(LEVELS)) for name, values in with_current_names(raw["quantiles"]).items()
+            }
             return Baseline(
                 images, str(raw["split"]), stride, classes, quantiles, slots,
                 None if pooled is None else _read_slot([pooled[name] for name in _SLOT_FIELDS]),
-                _read(raw["strangeness"], len(_stored_ranks(images)) if raw["strangeness"] else 0), background,
+                _read(raw["ood_score"], len(_stored_ranks(images)) if raw["ood_score"] else 0), background,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ArtifactError(f"its baseline is not one that `evaluate --record` wrote ({error!r})") from None
@@ -251,7 +255,7 @@ _SLOT_FIELDS = tuple(SlotBaseline.__dataclass_fields__)
 
 
 def _stored_ranks(images: int) -> NDArray[np.int64]:
-    """Return the ranks, from 1, of the values of strangeness that a baseline of so many images keeps."""
+    """Return the ranks, from 1, of the values of OOD score that a baseline of so many images keeps."""
     kept = min(images, _MAX_STORED)
     return -(-np.arange(1, kept + 1) * images // kept)
 

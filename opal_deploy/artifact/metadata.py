@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.measurements import EVALUATION_KEYS, Calibration, EffectiveField, ReceptiveField
@@ -21,6 +21,8 @@ from opal_deploy.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.baseline import Baseline
+
+T = TypeVar("T")
 
 SCHEMA = 1
 METADATA_KEY = "opal"
@@ -37,6 +39,9 @@ TOP_OUTPUTS = ("top_classes", "top_logits", "top_scores", "top_cells", "score_no
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+
+# names that version 0.1.0 wrote, and what they are now; files keep the names that they were written with
+_FORMER_NAMES = {"strangeness": "ood_score"}
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "evidence": get_args(Evidence),
@@ -155,6 +160,15 @@ class Metadata:
     def max_top(self) -> int:
         """The largest number of classes that a record can list: C, or fewer where the graph lists only the best."""
         return self.num_classes if self.top_k is None else self.top_k
+
+    def find_outputs(self, names: Collection[str]) -> dict[str, str]:
+        """Return those of some outputs that the graph has, each with its name in the graph."""
+        here = with_current_names({name: name for name in self.outputs})
+        return {name: here[name] for name in names if name in here}
+
+    def has_output(self, name: str) -> bool:
+        """Return whether the graph has an output, whatever version named it."""
+        return bool(self.find_outputs([name]))
 
     @property
     def checkpoint_name(self) -> str:
@@ -313,6 +327,11 @@ class Metadata:
         Calibration.from_dict(self.calibration)
         if not isinstance(self.file_sha256, str):
             raise ArtifactError("file_sha256 is not a text")
+
+
+def with_current_names(document: Mapping[str, T]) -> dict[str, T]:
+    """Return a document, or arrays by name, with the names of outputs and measures that this version uses."""
+    return {_FORMER_NAMES.get(name, name): value for name, value in document.items()}
 
 
 def check_all_outputs(metadata: Metadata, model: str, use: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
+from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata, with_current_names
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import ArtifactError
 
@@ -73,7 +73,7 @@ class Outputs:
         scores: float32 [N, K], each channel's pooled attention (paper, Eq. 3); None like `argmax`.
         attention: float32 [N, K, H, W], only where the graph was exported with it.
         top: the best classes, where the graph selects them itself.
-        strangeness: float32 [N], at least 0: how far an image's features are from those of the training images; None
+        ood_score: float32 [N], at least 0: how far an image's features are from those of the training images; None
             where the graph does not compute it.
     """
 
@@ -87,7 +87,7 @@ class Outputs:
         metadata={"spec": OutputSpec(lambda m: (m.num_prototypes, *m.grid), in_test_vectors=False)},
     )
     top: TopOutputs | None = None
-    strangeness: FloatArray | None = field(
+    ood_score: FloatArray | None = field(
         default=None,
         metadata={"spec": OutputSpec(lambda m: (), tolerance={"fp32": 1e-3, "fp16": 5e-2, "bf16": 1e-1, "int8": 3e-1})},
     )
@@ -95,6 +95,7 @@ class Outputs:
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> Outputs:
         """Return the outputs of a graph from its arrays by name (docs/contract.md)."""
+        arrays = with_current_names(arrays)
         values: dict[str, Any] = {name: arrays[name] for name in OUTPUT_SPECS if name in arrays}
         if TOP_OUTPUTS[0] in arrays:
             values["top"] = top = TopOutputs(*(arrays[name] for name in TOP_OUTPUTS))
@@ -177,10 +178,10 @@ def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
     if metadata.input_kind == "float32":
         specs[INPUT] = (3, height, width), np.dtype(np.float32)
     known = {**OUTPUT_SPECS, **TOP_SPECS}
-    for name in metadata.outputs:
-        if name not in known:
+    for current, name in with_current_names({name: name for name in metadata.outputs}).items():
+        if current not in known:
             raise ArtifactError(f"its metadata promises an unknown output, {name!r}")
-        specs[name] = known[name].shape(metadata), np.dtype(known[name].dtype)
+        specs[name] = known[current].shape(metadata), np.dtype(known[current].dtype)
     return specs
 
 

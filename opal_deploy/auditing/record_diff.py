@@ -49,7 +49,7 @@ class Tolerance:
         logit: relative to max(1, |logit|).
         score: absolute.
         tie: relative lead of a cell under which another one counts as equal.
-        strangeness: absolute.
+        ood_score: absolute.
         temperature: of calibrated probabilities, which follow from logits that may differ; None for a model without.
     """
 
@@ -57,7 +57,7 @@ class Tolerance:
     logit: float
     score: float
     tie: float
-    strangeness: float
+    ood_score: float
     temperature: float | None = None
 
     @staticmethod
@@ -70,9 +70,7 @@ class Tolerance:
         if metadata.precision != "fp32":
             return replace(_LOW_PRECISION[metadata.precision], temperature=metadata.temperature)
         gate = Gate.of_model(metadata).relaxed_for_machine()
-        return Tolerance(
-            gate.cosine, gate.logit, gate.score, gate.tie, gate.others["strangeness"], metadata.temperature
-        )
+        return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie, gate.others["ood_score"], metadata.temperature)
 
     def of_logit(self, logit: float) -> float:
         """Return the largest accepted difference of a logit, absolute."""
@@ -89,9 +87,9 @@ class Tolerance:
 
 # ten units in the last place of the body's format, at values near 1; int8 kernels differ in how they saturate
 _LOW_PRECISION = {
-    "fp16": Tolerance(cosine=5e-3, logit=1e-2, score=1e-2, tie=1e-2, strangeness=1e-2),
-    "bf16": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, strangeness=4e-2),
-    "int8": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, strangeness=4e-2),
+    "fp16": Tolerance(cosine=5e-3, logit=1e-2, score=1e-2, tie=1e-2, ood_score=1e-2),
+    "bf16": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, ood_score=4e-2),
+    "int8": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, ood_score=4e-2),
 }
 
 
@@ -143,8 +141,8 @@ def _compare_records(
             yield from _compare_object(key, old, new, {"code": _compare_code, "message": lambda *_: iter(())})
         elif key == "margin":
             yield from _compare_number(key, old, new, 2 * tolerance.cosine)
-        elif key == "strangeness":
-            yield from _compare_number(key, old, new, tolerance.strangeness)
+        elif key == "ood_score":
+            yield from _compare_number(key, old, new, tolerance.ood_score)
         elif old != new or type(old) is not type(new):
             yield FieldDifference(key, old, new)
 

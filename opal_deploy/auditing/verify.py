@@ -9,13 +9,14 @@ import secrets
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import Log, Progress, log_line, no_progress, one_line
-from opal_deploy.options import Device, ExpectSha256, Option, Options, StrPath, Threads, keywords
+from opal_deploy.options import Device, ExpectSha256, Option, StrPath, Threads, keywords
+from opal_deploy.records.decision import THRESHOLDS, Decision
 
 if TYPE_CHECKING:
     from opal_deploy.auditing.results import RecordSources
@@ -30,8 +31,8 @@ _RESULTS = "Only for results"
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(Options):
-    """The options of `verify` and `opal-deploy verify`."""
+class VerifyOptions(Decision):
+    """The options of `verify` and `opal-deploy verify`; thresholds are those of results without a run.json."""
 
     sample: Annotated[int, Option("Number of records to check.", min=1, panel=_RESULTS)] = 100
     every: Annotated[bool, Option("Check all records.", flag="--all", panel=_RESULTS)] = False
@@ -41,14 +42,10 @@ class VerifyOptions(Options):
     labels: Annotated[
         str | None, Option("Check labels too: `folders`, or a CSV file (image,label).", panel=_RESULTS)
     ] = None
-    min_margin: Annotated[float | None, Option("The run's --min-margin, without run.json.", panel=_RESULTS)] = None
     public_key: Annotated[
         tuple[StrPath, ...],
         Option("Check all signatures with this public key (PEM); repeatable.", cli=list[Path], panel=_RESULTS),
     ] = ()
-    max_strangeness: Annotated[
-        float | None, Option("The strangeness of the run's --unknown, without run.json.", panel=_RESULTS)
-    ] = None
     batch: Annotated[int | None, Option("The run's --batch.", min=1, panel=_RESULTS)] = None
     device: Device = "auto"
     threads: Threads = None
@@ -139,7 +136,7 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
     session = open_sessions(model, device=options.device, threads=options.threads)[0]
     expected = options.expect_sha256
     sha256 = compute_sha256(model) if expected is None else check_sha256(model, expected)
-    inference = _inference_options(run, options, session)
+    inference = _inference_options(run, model, options, session)
     raise_pillow_limit(inference.max_pixels)
     which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {seed})"
     options.log(f"{path}: checking {which} with {model} in {session.description}")
@@ -178,35 +175,28 @@ def _hint_at_thresholds(report: RecordsReport, inference: InferenceOptions) -> s
     differences = [difference for finding in report.findings for difference in finding.differences]
     statuses = [difference.recorded for difference in differences if difference.field == "status"]
     missing = [
-        option
-        for status, option, threshold in (
-            ("abstained", "--min-margin", inference.min_margin),
-            ("unknown", "--max-strangeness", inference.max_strangeness),
-        )
-        if status in statuses and threshold is None
+        f"--{name.replace('_', '-')}"
+        for name, limit in inference.decision.limits.items()
+        if limit is None and THRESHOLDS[name].status in statuses
     ]
     return f"; give the {' and '.join(missing)} with which they were made" if missing else ""
 
 
-def _inference_options(run: dict[str, Any], options: VerifyOptions, session: Session) -> InferenceOptions:
+def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions, session: Session) -> InferenceOptions:
     """Return how the run prepared images, with defaults for what run.json does not state."""
     from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
     from opal_deploy.runtime.devices import default_batch, default_workers
 
     decode, max_pixels = run.get("decode"), run.get("max_pixels")
-
-    def choose(name: str) -> float | None:
-        given, recorded = getattr(options, name), run.get(name)
-        return float(recorded) if given is None and isinstance(recorded, int | float) else given
-
+    given = Decision.of(options).resolve(model, session.metadata, options.log)
+    limits = {name: limit for name, limit in given.limits.items() if limit is not None}
     return InferenceOptions(
         batch=options.batch or default_batch(session),
         fixed_batch=True,
         workers=default_workers(),
         max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
-        min_margin=choose("min_margin"),
-        max_strangeness=choose("max_strangeness"),
+        decision=replace(Decision.read(run), **limits),
         decode=Decoding(decode) if decode in list(Decoding) else Decoding.default,
         isolate=True,
     )

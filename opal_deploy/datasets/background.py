@@ -1,4 +1,4 @@
-"""Images of none of the classes, the folder of `--background`: empty scenes, other objects, what else a camera sees."""
+"""Out-of-distribution images, the folder of `--background`: empty scenes, other objects, what else a camera sees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opal_deploy.datasets.samples import DataSet, Sample, display_path, list_ima
 from opal_deploy.errors import UsageError
 from opal_deploy.options import StrPath
 
-# as many as the strangeness averages over
+# as many as the OOD score averages over
 _MIN_IMAGES = 5
 
 

@@ -93,8 +93,8 @@ class EvaluateOptions(Options):
     background: Annotated[
         StrPath | None,
         Option(
-            "Folder of images of none of the classes, such as empty scenes: with --split val --record, images like "
-            "them become stranger for --unknown. For checkpoints.",
+            "Folder of out-of-distribution images, e.g. empty scenes; with --split val --record they help --unknown "
+            "flag similar images. For checkpoints.",
             default="those of training", cli=Path,
         ),
     ] = None  # fmt: skip

@@ -40,7 +40,7 @@ def fit_neighbours(
     Args:
         network: left in evaluation mode; computes on its device.
         samples: the training images.
-        background: images of none of the classes; none, or at least five.
+        background: out-of-distribution images; none, or at least five.
         boxes: crop images to their boxes, as in training.
 
     Raises:
@@ -77,7 +77,7 @@ def measure_baseline(
 ) -> Baseline | None:
     """Return the baseline of a model on up to 5,000 validation images; None unless single cells are its evidence.
 
-    `neighbours` are those that its strangeness is computed with.
+    `neighbours` are those that its OOD score is computed with.
 
     Raises:
         UsageError: an image cannot be used.

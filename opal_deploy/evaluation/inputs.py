@@ -63,7 +63,7 @@ class EvaluationInputs:
     Attributes:
         part_locations: CUB's part locations; None for other data sets or with --no-parts.
         annotations: one per sample, for the pointing game; may be empty.
-        background: images of none of the classes, for the strangeness; may be empty.
+        background: out-of-distribution images, for the OOD score; may be empty.
     """
 
     data: DataSet

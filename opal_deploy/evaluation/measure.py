@@ -184,7 +184,7 @@ class _ModelMeasurement:
         if not self._has_validation_images():
             return None, None
         metadata, data, background = self.session.metadata, self.inputs.data, self.inputs.background
-        has_neighbours = "strangeness" in metadata.outputs and not background
+        has_neighbours = metadata.has_output("ood_score") and not background
         if has_neighbours or model_kind(self.path) != "checkpoint" or not data.train:
             known = metadata.known_baseline
             return baseline_of(evaluation.outputs, metadata, known.background if known else 0), None

@@ -11,13 +11,14 @@ from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.export.files import EngineTargets, ExportResult, plan_targets
 from opal_deploy.export.options import CheckpointOptions, EngineOptions, ExportOptions
 from opal_deploy.options import StrPath, keywords
+from opal_deploy.records.decision import THRESHOLDS, Decision
 from opal_deploy.triton.repository import Repository
 from opal_deploy.web.site import Site
 
 if TYPE_CHECKING:
     from opal_deploy.export.candidate import ExportSource
 
-_SITE_ONLY = ("ort_web", "examples", "atlas", "min_margin", "unknown", "webgpu")
+_SITE_ONLY = ("ort_web", "examples", "atlas", *THRESHOLDS, "webgpu")
 # options that apply where a file is served as it is
 _SERVING = ("triton", "name", "web", *_SITE_ONLY, "overwrite", "verify", "threads")
 
@@ -110,7 +111,7 @@ def _open_source(source: Path, options: ExportOptions) -> ExportSource:
         options.log(f"Assumed, since the authors' format does not record it: {settings}")
     elif changed := replace(options, classes=None).changed(CheckpointOptions):
         raise UsageError(f"{source}: {changed}: recorded in the checkpoint; only for the authors' checkpoints")
-    if not options.strangeness:
+    if not options.ood_score:
         checkpoint.network.neighbours = None
     return CheckpointSource(checkpoint, source)
 
@@ -163,7 +164,7 @@ def _open_site(options: ExportOptions) -> Site | None:
         None if path is None else Path(path) for path in (options.ort_web, options.examples, options.atlas)
     )
     site = Site(
-        Path(options.web), ort_web, examples, atlas, options.min_margin, options.unknown, webgpu=options.webgpu,
+        Path(options.web), ort_web, examples, atlas, Decision.of(options), webgpu=options.webgpu,
         overwrite=options.overwrite,
     )  # fmt: skip
     site.check()

@@ -1,7 +1,7 @@
 """Checkpoints as sources of an export, and the tracing of networks: the only part of the exporter that needs torch.
 
 A traced graph has the contract's shape (docs/contract.md). Input `images`: uint8 [N, H0, W0, 3]. Outputs: logits
-float32 [N, C], argmax int32 [N, K], scores float32 [N, K] and, where the checkpoint has neighbours, strangeness float32
+float32 [N, C], argmax int32 [N, K], scores float32 [N, K] and, where the checkpoint has neighbours, OOD score float32
 [N]; on request, attention float32 [N, K, H, W].
 """
 

@@ -118,7 +118,7 @@ class OnnxSource:
             self._verify_vectors(options)
 
     def _check_interface(self, options: ExportOptions) -> None:
-        removed = not options.strangeness and "strangeness" in self.metadata.outputs
+        removed = not options.ood_score and self.metadata.has_output("ood_score")
         if options.attention or removed or options.input != self.metadata.input_kind:
             raise UsageError(f"{self.path}: inputs and outputs are fixed in an ONNX file; export the checkpoint again")
 

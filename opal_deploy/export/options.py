@@ -13,6 +13,7 @@ from opal_deploy.artifact.metadata import Distance, InputKind, Precision
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, Progress, log_line
 from opal_deploy.options import Option, Options, StrPath, Threads, default_of, option_fields, parse_size
+from opal_deploy.records.decision import Decision
 
 _ENGINES = "TensorRT engines (--trt)"
 _AUTHORS = "Checkpoints of the OPAL authors, which do not record these"
@@ -137,7 +138,7 @@ class CheckpointOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(CheckpointOptions, EngineOptions):
+class ExportOptions(CheckpointOptions, EngineOptions, Decision):
     """All options of an export."""
 
     trt: Annotated[bool, Option("Build TensorRT engines too; no GPU is needed.")] = False
@@ -173,12 +174,12 @@ class ExportOptions(CheckpointOptions, EngineOptions):
         ),
     ] = None
     top_k: Annotated[int, Option("Classes that --outputs topk lists.", min=2, max=32)] = 5
-    strangeness: Annotated[
+    ood_score: Annotated[
         bool,
         Option(
-            "Output the strangeness of each image, for --unknown, where the checkpoint has it; without it the file "
+            "Output the OOD score of each image, for --unknown, where the checkpoint has it; without it the file "
             "holds no features of training images.",
-            flag="--strangeness/--no-strangeness",
+            flag="--ood-score/--no-ood-score",
         ),
     ] = True
     triton: Annotated[StrPath | None, Option("Repository folder; gets two models.", panel=_TRITON, cli=Path)] = None
@@ -203,17 +204,6 @@ class ExportOptions(CheckpointOptions, EngineOptions):
     atlas: Annotated[
         StrPath | None, Option("Atlas folder; its patches are shown beside each slot.", panel=_WEB, cli=Path)
     ] = None
-    min_margin: Annotated[
-        float | str | None,
-        Option("Margin below which the page is not sure, or an error rate such as 5%.", panel=_WEB, cli=str),
-    ] = None
-    unknown: Annotated[
-        float | str | None,
-        Option(
-            "Strangeness above which the page says `perhaps none of the classes`, or a rate such as 5%.", panel=_WEB,
-            cli=str,
-        ),
-    ] = None  # fmt: skip
     webgpu: Annotated[
         bool, Option("Also copy the WebGPU runtime (27 MB), for large models; used where it is exact.", panel=_WEB)
     ] = False

@@ -105,7 +105,7 @@ def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelPro
     outside = {name for node in graph.node if node.output[0] not in body for name in node.input}
     cast_in, cast_out = f"{start}_{to.name}", f"{end}_{to.name}"
     converted: dict[str, str] = {}
-    # features, from which the strangeness is computed
+    # features, from which the OOD score is computed
     inner = {name for node in graph.node if node.output[0] in body for name in node.output if name != end}
     for node in graph.node:
         if node.output[0] not in body:

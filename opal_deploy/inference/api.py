@@ -23,6 +23,7 @@ from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.geometry import Box
+from opal_deploy.records.decision import THRESHOLDS, Decision
 from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.select import open_sessions
@@ -59,10 +60,9 @@ class Model:
         *,
         boxes: Box | Sequence[Box | None] | None = None,
         top: int = 5,
-        min_margin: float | None = None,
-        max_strangeness: float | None = None,
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
+        **thresholds: float | str | None,
     ) -> Explanation: ...
 
     @overload
@@ -72,10 +72,9 @@ class Model:
         *,
         boxes: Sequence[Box | None] | None = None,
         top: int = 5,
-        min_margin: float | None = None,
-        max_strangeness: float | None = None,
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
+        **thresholds: float | str | None,
     ) -> Explanations: ...
 
     def explain(
@@ -84,10 +83,9 @@ class Model:
         *,
         boxes: Sequence[Box | None] | Box | None = None,
         top: int = 5,
-        min_margin: float | None = None,
-        max_strangeness: float | None = None,
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
+        **thresholds: float | str | None,
     ) -> Explanation | Explanations:
         """Return the records that `opal-deploy infer` writes, without their index, for one image or many.
 
@@ -97,10 +95,10 @@ class Model:
             boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one per image, None for no
                 crop. For one image a sequence of one box is accepted.
             top: maximum number of classes in the record's `top`.
-            min_margin: predictions with a smaller margin have the status `abstained`; None: none.
-            max_strangeness: images with a larger strangeness have the status `unknown`; None: none.
             batch: batch size.
             max_pixels: width times height above which an image gets an error record.
+            thresholds: fields of `Decision`, such as `min_margin=0.05` or `unknown="5%"`, which give records their
+                status.
 
         Returns:
             A record, or a list of records in the order of the images, which print in one line per image, display
@@ -119,8 +117,7 @@ class Model:
         options = InferenceOptions(
             batch=batch,
             top=top,
-            min_margin=min_margin,
-            max_strangeness=max_strangeness,
+            decision=self._decide(thresholds),
             max_pixels=max_pixels,
             model_sha256=self.sha256,
         )
@@ -136,26 +133,25 @@ class Model:
         images: Source | Iterable[Source],
         *,
         top: int = 5,
-        min_margin: float | None = None,
-        max_strangeness: float | None = None,
         batch: int = 16,
         workers: int = 2,
         max_pixels: int = MAX_PIXELS,
+        **thresholds: float | str | None,
     ) -> Iterator[Explanation]:
         """Yield one record per image, in order, while the next images are decoded; for inputs of any size.
 
         Args:
             images: a folder, a glob, an archive or their URL, searched as `opal-deploy infer` does; or any iterable of
                 images as `explain` takes them, which may be endless.
-            top, min_margin, max_strangeness, batch, max_pixels: see `explain`.
+            top, batch, max_pixels, thresholds: see `explain`.
             workers: images decoded in parallel.
 
         Raises:
             UsageError: the input does not exist or holds no image. StoppedEarly: the device was lost.
         """
         options = InferenceOptions(
-            batch=batch, workers=workers, top=top, min_margin=min_margin, max_strangeness=max_strangeness,
-            max_pixels=max_pixels, model_sha256=self.sha256,
+            batch=batch, workers=workers, top=top, decision=self._decide(thresholds), max_pixels=max_pixels,
+            model_sha256=self.sha256,
         )  # fmt: skip
         if isinstance(images, str | os.PathLike):
             inputs = [os.fspath(images)]
@@ -213,8 +209,7 @@ class Model:
     ) -> bytes:
         """Return the evidence sheet of an image as the bytes of a .png or .svg file, by the suffix of `path`.
 
-        `max_pixels`, `min_margin` and `max_strangeness` of `options` apply. `narrow`, and what is raised: see
-        `draw_sheet`.
+        `max_pixels` and `decision` of `options` apply. `narrow`, and what is raised: see `draw_sheet`.
         """
         from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 
@@ -222,7 +217,7 @@ class Model:
         file_format = Path(path).suffix.lower().lstrip(".")
         if file_format not in ("png", "svg"):
             raise UsageError(f"{os.fspath(path)}: expected a .png or .svg file")
-        sheets = SheetOptions(min_margin=options.min_margin, max_strangeness=options.max_strangeness)
+        sheets = SheetOptions(decision=options.decision)
         builder = SheetBuilder(self.metadata, sheets, model=str(self.path or "the model"))
         options = replace(options, batch=1, workers=1, keep_images=True, keep_outputs=True)
         (result,) = predict_stream([image], self.sessions[:1], options)
@@ -238,12 +233,11 @@ class Model:
         capacity: int = 256,
         workers: int = 2,
         top: int = 5,
-        min_margin: float | None = None,
-        max_strangeness: float | None = None,
         max_pixels: int = MAX_PIXELS,
         decode: Decoding = Decoding.default,
         decode_timeout: float | None = 30.0,
         isolate: bool = False,
+        **thresholds: float | str | None,
     ) -> Service:
         """Start a service that classifies images as they arrive, from any thread; see `Service.submit`.
 
@@ -254,7 +248,7 @@ class Model:
             max_wait_ms: longest time that an image waits for its batch to fill, in milliseconds.
             capacity: maximum in-flight images; `submit` waits or raises beyond that.
             workers: parallel decode threads or processes.
-            top, min_margin, max_strangeness, max_pixels: see `explain`.
+            top, max_pixels, thresholds: see `explain`.
             decode: the decode path.
             decode_timeout: seconds per image, with `isolate`; None: no limit.
             isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
@@ -264,14 +258,19 @@ class Model:
             workers=workers,
             max_pixels=max_pixels,
             top=top,
-            min_margin=min_margin,
-            max_strangeness=max_strangeness,
+            decision=self._decide(thresholds),
             decode=decode,
             decode_timeout=decode_timeout,
             isolate=isolate,
             model_sha256=self.sha256,
         )
         return Service(self.sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
+
+    def _decide(self, thresholds: Mapping[str, float | str | None]) -> Decision:
+        if unknown := thresholds.keys() - THRESHOLDS:
+            raise TypeError(f"unexpected keyword {min(unknown)!r}; thresholds are {', '.join(THRESHOLDS)}")
+        path = self.path or Path("the model")
+        return Decision(**thresholds).resolve(path, self.metadata, lambda _: None)
 
     def __repr__(self) -> str:
         metadata = self.metadata

@@ -18,13 +18,12 @@ from opal_deploy.options import (
     LabelSource,
     MaxPixels,
     Option,
-    Options,
     SlotNameFile,
     StrPath,
     Threads,
-    Unknown,
     keywords,
 )
+from opal_deploy.records.decision import Decision
 
 if TYPE_CHECKING:
     from opal_deploy.inference.sheets import SheetBuilder
@@ -34,7 +33,7 @@ FORMATS = ("png", "svg")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainOptions(Options):
+class ExplainOptions(Decision):
     """The options of `write_sheets` and `opal-deploy explain`."""
 
     out: Annotated[
@@ -55,8 +54,6 @@ class ExplainOptions(Options):
     slot_names: SlotNameFile = None
     boxes: CropFile = None
     labels: LabelSource = None
-    min_margin: Annotated[float | None, Option("Mark answers below this margin as abstained.")] = None
-    unknown: Unknown = None
     device: Device = "auto"
     threads: Threads = None
     expect_sha256: ExpectSha256 = None
@@ -136,14 +133,12 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     metadata = sessions[0].metadata
     if options.receptive_field:
         sheets.check_effective_field(metadata, str(path))
-    limit = None if options.unknown is None else setup.parse_unknown(options.unknown, path, metadata, options.log)
+    decision = Decision.of(options).resolve(path, metadata, options.log)
     folder = None if options.atlas is None else Path(options.atlas)
     atlas = None if folder is None else sheets.load_atlas(path, metadata, setup.fingerprint_model(path), folder)
     named = None if options.slot_names is None else Path(options.slot_names)
     names = sheets.load_slot_names(metadata, sheets.find_names_file(named, folder))
-    shown = sheets.SheetOptions(
-        options.heatmap, atlas, options.rows, names, options.min_margin, limit, options.receptive_field
-    )
+    shown = sheets.SheetOptions(options.heatmap, atlas, options.rows, names, decision, options.receptive_field)
     builder = sheets.SheetBuilder(metadata, shown, model=str(path))
     if options.heatmap:
         sessions = sheets.with_attention(sessions, str(path))

@@ -31,13 +31,13 @@ from opal_deploy.inference.setup import (
     check_model,
     describe_model,
     load_model,
-    parse_thresholds,
 )
 from opal_deploy.inference.sheets import SheetSetup, prepare_sheets
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.options import StrPath, keywords, to_arguments
 from opal_deploy.preprocess.decode import Decoding
+from opal_deploy.records.decision import Decision
 from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, check_formats
 from opal_deploy.runtime.devices import default_workers
@@ -156,11 +156,10 @@ def _prepare(
     loaded = _open_model(model, plan or processes, options)
     path, metadata = loaded.path, loaded.metadata
     check_model(
-        path, metadata, explain=options.explain, margin=options.min_margin is not None, boxed=inputs.boxes is not None,
-        top=options.top, log=options.log,
-    )  # fmt: skip
-    margin, unknown = parse_thresholds(options.min_margin, options.unknown, path, metadata, options.log)
-    sheets = prepare_sheets(loaded, options, margin, unknown)
+        path, metadata, explain=options.explain, boxed=inputs.boxes is not None, top=options.top, log=options.log
+    )
+    decision = Decision.of(options).resolve(path, metadata, options.log)
+    sheets = prepare_sheets(loaded, options, decision)
     backend: Backend
     if driver is not None:
         from opal_deploy.inference.cluster.backend import RayBackend
@@ -181,8 +180,7 @@ def _prepare(
         isolate=options.isolate,
         decode_timeout=options.decode_timeout or None,
         top=options.top,
-        min_margin=margin,
-        max_strangeness=unknown,
+        decision=decision,
         model_sha256=loaded.fingerprint["sha256"],
         slot_names=sheets.slot_names,
     )
@@ -228,8 +226,7 @@ class _Job:
             "explain": options.explain,
             "boxes": None if inputs.boxes is None else inputs.boxes.identity,
             "labels": None if inputs.labels is None else inputs.labels.identity,
-            "min_margin": self.inference.min_margin,
-            "max_strangeness": self.inference.max_strangeness,
+            **self.inference.decision.limits,
             "top": options.top,
             "max_pixels": options.max_pixels,
             "decode": options.decode,

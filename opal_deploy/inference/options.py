@@ -16,22 +16,20 @@ from opal_deploy.options import (
     ExpectSha256,
     LabelSource,
     MaxPixels,
-    MinMargin,
     Option,
-    Options,
     RuntimeChoice,
     SigningKey,
     SlotNameFile,
     StrPath,
     Threads,
     Top,
-    Unknown,
     Workers,
 )
+from opal_deploy.records.decision import Decision
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferOptions(Options):
+class InferOptions(Decision):
     """The options of a run.
 
     Attributes:
@@ -64,8 +62,6 @@ class InferOptions(Options):
     ] = True
     boxes: CropFile = None
     labels: LabelSource = None
-    min_margin: MinMargin = None
-    unknown: Unknown = None
     top: Top = 5
     formats: Annotated[
         tuple[str, ...],

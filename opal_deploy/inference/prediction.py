@@ -188,7 +188,7 @@ class BatchPredictor:
             records = iter(
                 build_records(
                     infos, outputs.take(answered), self._session.metadata,
-                    top=options.top, min_margin=options.min_margin, max_strangeness=options.max_strangeness,
+                    top=options.top, decision=options.decision,
                     slot_names=options.slot_names,
                 )
             )  # fmt: skip

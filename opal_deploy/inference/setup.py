@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
+from opal_deploy.artifact.files import check_sha256, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import Log, log_line
-from opal_deploy.options import RuntimeName, parse_rate
+from opal_deploy.options import RuntimeName
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.engine_file import Sidecar
@@ -98,21 +97,18 @@ def find_default_model(
     return choice.path
 
 
-def check_model(
-    path: Path, metadata: Metadata, *, explain: bool, margin: bool, boxed: bool, top: int, log: Log = log_line
-) -> None:
+def check_model(path: Path, metadata: Metadata, *, explain: bool, boxed: bool, top: int, log: Log = log_line) -> None:
     """Check that the model supports the call, and log what limits its use.
 
     Args:
         path, metadata: the model file, and its metadata.
         explain: overlays are drawn.
-        margin: predictions abstain by their margin.
         boxed: images are cropped to boxes.
         top: classes to list in each record.
         log: receives the cautions.
 
     Raises:
-        UsageError: the model has no evidence or no margins, or lists fewer classes than asked for.
+        UsageError: the model has no evidence, or lists fewer classes than asked for.
     """
     if metadata.max_top < min(top, metadata.num_classes):
         raise UsageError(
@@ -124,8 +120,6 @@ def check_model(
             f"{path}: it has no anchors, so a dense layer mixes all channels and no evidence can be shown; "
             "leave out --explain, or train the OPAL head"
         )
-    if metadata.evidence == "none" and margin:
-        raise UsageError(f"{path}: it has no cosines, so no margin; leave out --min-margin")
     if metadata.evidence == "map" and explain:
         log("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
     log_cautions(metadata, boxed=boxed, log=log)
@@ -142,103 +136,6 @@ def log_cautions(metadata: Metadata, *, boxed: bool, log: Log = log_line) -> Non
             "This model was trained on images cropped to boxes; expect lower accuracy without them: give "
             f"{format_box_option(metadata.training)}"
         )
-
-
-def parse_thresholds(
-    min_margin: float | str | None, unknown: float | str | None, path: Path, metadata: Metadata, log: Log = log_line
-) -> tuple[float | None, float | None]:
-    """Return the margin below which predictions abstain and the strangeness above which images are unknown.
-
-    Each is a number, or the one for a rate such as `5%` on the validation images of the model at `path`; None where
-    none was given.
-
-    Raises UsageError as `parse_min_margin` and `parse_unknown` do.
-    """
-    margin = None if min_margin is None else parse_min_margin(min_margin, path, metadata, log)
-    return margin, None if unknown is None else parse_unknown(unknown, path, metadata, log)
-
-
-def parse_min_margin(value: float | str, path: Path, metadata: Metadata, log: Log = log_line) -> float:
-    """Return the margin below which predictions abstain: a number, or the one for an error rate such as `5%`.
-
-    Raises UsageError for anything else, and if the model has too few validation images for that rate.
-    """
-    text = str(value)
-    if not text.strip().endswith("%"):
-        return _parse_threshold("--min-margin", text, "a margin such as 0.05, or an error rate such as 5%")
-    from opal_deploy.statistics import choose_threshold, smallest_target
-
-    rate = parse_rate("--min-margin", text)
-    if not metadata.risk:
-        raise UsageError(
-            f"--min-margin {text}: {path} has no validation images to choose a margin by; choose one with "
-            f"`opal-deploy evaluate DATA --model {path} --target-error {text}`, and give that"
-        )
-    chosen = choose_threshold(metadata.risk, rate)
-    if chosen.min_margin is None:
-        smallest = smallest_target(metadata.risk)
-        advice = "give a margin" if smallest is None else f"the smallest rate that works is {100 * smallest:g}%"
-        raise UsageError(f"--min-margin {text}: {chosen.reason} ({chosen.images} validation images); {advice}")
-    log(
-        f"Abstaining below margin {chosen.min_margin:.4g}: on {chosen.images} validation images it answers "
-        f"{chosen.coverage:.1%}, {chosen.wrong} of {chosen.answered} wrong; error rate at most {chosen.bound:.2%} with "
-        f"{chosen.confidence:.0%} confidence"
-    )
-    return chosen.min_margin
-
-
-def parse_unknown(value: float | str, path: Path, metadata: Metadata, log: Log = log_line) -> float:
-    """Return the strangeness above which images are unknown: a number, or the one for a rate such as `5%`.
-
-    Raises UsageError for anything else, for a model that computes no strangeness, and if it has too few validation
-    images for that rate.
-    """
-    text = str(value)
-    if metadata.evidence != "exact":
-        raise UsageError(
-            f"--unknown {text}: {path} computes no strangeness, since no single cell is its evidence (evidence "
-            f"{metadata.evidence}); leave --unknown out"
-        )
-    if "strangeness" not in metadata.outputs:
-        is_checkpoint = model_kind(path) == "checkpoint"
-        why = "its checkpoint has no features of training images"
-        model, after = (path, "") if is_checkpoint else (metadata.checkpoint_name, ", then export it again")
-        raise UsageError(
-            f"--unknown {text}: {path} computes no strangeness: "
-            f"{why if is_checkpoint else f'exported with --no-strangeness, or {why}'}; add them with "
-            f"`opal-deploy evaluate DATA --model {model} --split val --record`{after}"
-        )
-    if not text.strip().endswith("%"):
-        return _parse_threshold("--unknown", text, "a strangeness such as 0.7, or a rate such as 5%")
-    rate, baseline = parse_rate("--unknown", text), metadata.known_baseline
-    if baseline is None or not baseline.strangeness:
-        raise UsageError(
-            f"--unknown {text}: {path} has no baseline of validation images; measure one with `opal-deploy evaluate "
-            f"DATA --model {path} --split val --record`, or give a strangeness such as 0.7"
-        )
-    limit = baseline.choose_threshold(rate)
-    if limit is None:
-        least = math.ceil(1000 / (baseline.images + 1)) / 10
-        raise UsageError(
-            f"--unknown {text}: {baseline.images} validation images are too few for that rate; give {least:g}% or "
-            "more, or a strangeness"
-        )
-    log(
-        f"Unknown above strangeness {limit}: an image like the {baseline.images:,} {baseline.split} images exceeds "
-        f"it with a probability of at most {100 * rate:g}%"
-    )
-    return limit
-
-
-def _parse_threshold(option: str, text: str, expected: str) -> float:
-    """Return a finite number; run.json and the records' JSON have no other."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise UsageError(f"{option} {text!r}: expected {expected}")
-    return value
 
 
 def fingerprint_model(path: Path) -> dict[str, str]:

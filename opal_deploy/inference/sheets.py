@@ -15,6 +15,7 @@ from opal_deploy.inference.decoding.prepare import content_sha256
 from opal_deploy.inference.options import InferOptions
 from opal_deploy.inference.setup import LoadedModel, fingerprint_file
 from opal_deploy.inference.types import Prepared, Result
+from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.names import SlotNames, read_slot_names
 from opal_deploy.records.record import ImageInfo
 from opal_deploy.runtime.session import AttentionSession, ImageBatch, Session
@@ -37,8 +38,7 @@ class SheetOptions:
         atlas: the model's atlas, for exemplars from other images; None: none.
         exemplar_rows: maximum number of exemplars per slot.
         names: names of slots.
-        min_margin, max_strangeness: predictions below this margin and images above this strangeness are marked; None:
-            none.
+        decision: thresholds that mark images, resolved.
         fields: draw effective receptive fields on the photographs.
     """
 
@@ -46,8 +46,7 @@ class SheetOptions:
     atlas: Atlas | None = None
     exemplar_rows: int = 4
     names: SlotNames | None = None
-    min_margin: float | None = None
-    max_strangeness: float | None = None
+    decision: Decision = NO_DECISION
     fields: bool = False
 
 
@@ -88,10 +87,7 @@ class SheetBuilder:
         if not options.heatmap:
             outputs = replace(outputs, attention=None)
         info = ImageInfo(prepared.input.name, prepared.geometry, label=prepared.input.label)
-        content = build_sheet_content(
-            info, outputs, self._metadata,
-            min_margin=options.min_margin, max_strangeness=options.max_strangeness, names=options.names,
-        )  # fmt: skip
+        content = build_sheet_content(info, outputs, self._metadata, decision=options.decision, names=options.names)
         exemplars = None if options.atlas is None else self._find_exemplars(options.atlas, content, result)
         return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields, narrow=narrow))
 
@@ -159,7 +155,7 @@ class _AlwaysAttention:
 
     def __init__(self, session: AttentionSession) -> None:
         self._session = session
-        self.metadata, self.description = session.metadata, session.description
+        self.metadata, self.device, self.description = session.metadata, session.device, session.description
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
@@ -202,9 +198,7 @@ class SheetSetup:
     config: dict[str, object]
 
 
-def prepare_sheets(
-    model: LoadedModel, options: InferOptions, min_margin: float | None, max_strangeness: float | None
-) -> SheetSetup:
+def prepare_sheets(model: LoadedModel, options: InferOptions, decision: Decision) -> SheetSetup:
     """Check that the model can draw the sheets of a run, and read the files that they need.
 
     Raises:
@@ -241,8 +235,7 @@ def prepare_sheets(
         options.heatmap,
         loaded_atlas,
         names=names,
-        min_margin=min_margin,
-        max_strangeness=max_strangeness,
+        decision=decision,
         fields=options.receptive_field,
     )
     return SheetSetup(SheetBuilder(metadata, sheet_options) if sheets else None, names, sessions, config)

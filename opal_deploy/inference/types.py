@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.geometry import Box, Geometry
+from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.names import escape_name
 from opal_deploy.storage.files import RemoteFile
 
@@ -51,8 +52,7 @@ class InferenceOptions:
         decode_timeout: seconds per image to read, decode and resize it, with `isolate`; None: no limit.
 
         top: maximum number of classes in a record.
-        min_margin: predictions with a smaller margin have the status `abstained`; None: none.
-        max_strangeness: images with a larger strangeness have the status `unknown`; None: none.
+        decision: thresholds that give records their status, resolved.
         model_sha256: digest of the model's file, for the records.
         slot_names: names of slots, for the records.
 
@@ -71,8 +71,7 @@ class InferenceOptions:
     decode_timeout: float | None = 30.0
 
     top: int = 5
-    min_margin: float | None = None
-    max_strangeness: float | None = None
+    decision: Decision = NO_DECISION
     model_sha256: str | None = None
     slot_names: SlotNames | None = None
 

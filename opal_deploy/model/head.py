@@ -34,14 +34,14 @@ class HeadOutputs:
         scores: float32 [N, K], pooled attention; in [0, 1] with CWS.
         argmax: int32 [N, K], the cell of each channel's maximum as `row * W + col`; of equal maxima the lowest index.
         attention: float32 [N, K, H, W]; sums to 1 over K at each cell with CWS.
-        strangeness: float32 [N], at least 0; of a network with `Neighbours`, which the head does not know.
+        ood_score: float32 [N], at least 0; of a network with `Neighbours`, which the head does not know.
     """
 
     logits: Tensor
     scores: Tensor | None = None
     argmax: Tensor | None = None
     attention: Tensor | None = None
-    strangeness: Tensor | None = None
+    ood_score: Tensor | None = None
 
 
 class OpalHead(nn.Module):

@@ -1,13 +1,13 @@
-"""The strangeness of an image: how far its features are from those of the training images.
+"""The OOD score of an image: how far its features are from those of the training images.
 
 Features are pooled over the cells and compared by the cosine in a space in which the spread within classes is the same
 in all directions, as in linear discriminant analysis: there, what tells classes apart counts most. The similarity is
 the mean cosine to the five nearest training images (as Sun, Ming, Zhu and Li, "Out-of-distribution detection with deep
-nearest neighbors", ICML 2022, take the k-th nearest of plain features); the strangeness is 1 minus that, in [0, 2].
+nearest neighbors", ICML 2022, take the k-th nearest of plain features); the OOD score is 1 minus that, in [0, 2].
 docs/reference/measurements-unknown.md compares it with the alternatives.
 
-Images of none of the classes may be kept, too. An image that is nearer to the five nearest of them than to the training
-images is stranger by twice the difference, so that the range is [0, 6]; all others are as strange as without them.
+Out-of-distribution images may be kept, too. An image that is nearer to the five nearest of them than to the training
+images scores higher by twice the difference, so that the range is [0, 6]; all others score as without them.
 
 The covariance within classes is S = U diag(w) U' + v (I - U U'), of rank r and with equal variance v in the other
 directions (probabilistic PCA), after shrinkage towards its mean variance. Nothing needs a D x D matrix.
@@ -42,7 +42,7 @@ class Neighbours(nn.Module):
         basis: float32 [D, r], B = U sqrt(1 - v / w), so that v S^-1 = I - B B'.
         bank: float32 [D, M], S^-1 (t - mean) of each training image, scaled so that its product with x - mean is the
             cosine times the length of x - mean.
-        background: float32 [D, B], the same of each image of none of the classes; B is 0, or at least 5.
+        background: float32 [D, B], the same of each out-of-distribution image; B is 0, or at least 5.
     """
 
     mean: Tensor
@@ -58,7 +58,7 @@ class Neighbours(nn.Module):
 
     @property
     def num_background(self) -> int:
-        """The number of images of none of the classes, B."""
+        """The number of out-of-distribution images, B."""
         return self.background.shape[1]
 
     @staticmethod
@@ -70,7 +70,7 @@ class Neighbours(nn.Module):
         Args:
             features: [M, D].
             labels: int64 [M].
-            background: [B, D], of at least five images of none of the classes.
+            background: [B, D], of at least five out-of-distribution images.
         """
         features = features.double()
         mean = features.mean(0)
@@ -115,7 +115,7 @@ class Neighbours(nn.Module):
         return {name: getattr(self, name).cpu() for name in _TENSORS}
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the strangeness, float32 [N], for features [N, D, H, W]."""
+        """Return the OOD score, float32 [N], for features [N, D, H, W]."""
         exact = features if features.dtype == torch.float64 else features.float()
         centred = exact.mean((2, 3)) - self.mean
         length = _length(centred, self.basis)

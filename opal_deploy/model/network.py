@@ -54,21 +54,21 @@ class OpalNetwork(nn.Module):
         return logits
 
     def explain(self, images: Tensor) -> HeadOutputs:
-        """Return logits, scores, argmax, attention and strangeness of one forward pass."""
+        """Return logits, scores, argmax, attention and OOD score of one forward pass."""
         features = self.backbone(images)
         return self.explain_features(features, self.head.project(features))
 
     def explain_features(self, features: Tensor, projected: Tensor) -> HeadOutputs:
         """Return the outputs for features [N, D, H, W] and their projection [N, K, H, W]."""
         outputs = self.head.explain(projected)
-        outputs.strangeness = None if self.neighbours is None else self.neighbours(features)
+        outputs.ood_score = None if self.neighbours is None else self.neighbours(features)
         return outputs
 
     def list_outputs(self, *, attention: bool = False) -> tuple[str, ...]:
         """Return the names of the contract's outputs that the network has, in order."""
         if self.config.head.evidence == "none":
             return ("logits",)
-        extra = {"attention": attention, "strangeness": self.neighbours is not None}
+        extra = {"attention": attention, "ood_score": self.neighbours is not None}
         return ("logits", "argmax", "scores", *(name for name, wanted in extra.items() if wanted))
 
     def channels_last(self) -> OpalNetwork:

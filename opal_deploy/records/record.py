@@ -17,6 +17,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
 from opal_deploy.records.names import SlotNames
 
@@ -96,7 +97,7 @@ class Record(TypedDict):
     Attributes:
         image: the image's name; members of an archive may share theirs.
         image_index: position among all inputs of the run, from 0, the same in every shard; unique. Only from `infer`.
-        status: `ok`, `abstained` (margin below --min-margin), `unknown` (strangeness above that of --unknown), or
+        status: `ok`, `abstained` (margin below --min-margin), `unknown` (OOD score above that of --unknown), or
             `error`, which has `error` instead of a prediction.
         frame: number of frames before a frame of a video.
         time: seconds after the video's first frame; None for a video without time stamps.
@@ -104,7 +105,7 @@ class Record(TypedDict):
         model_sha256: digest of the model's file; None for a session without a file.
         width, height: pixels of the whole oriented image.
         margin: cosine of the prediction minus that of the runner-up; None without anchors.
-        strangeness: how far the image's features are from those of the training images, at least 0; only if the model
+        ood_score: how far the image's features are from those of the training images, at least 0; only if the model
             computes it.
         reason: why the status is `unknown`, in words.
         top: the best classes, the prediction first.
@@ -127,7 +128,7 @@ class Record(TypedDict):
     height: NotRequired[int]
     prediction: NotRequired[Answer]
     margin: NotRequired[float | None]
-    strangeness: NotRequired[float]
+    ood_score: NotRequired[float]
     reason: NotRequired[str]
     top: NotRequired[list[Answer]]
     evidence: NotRequired[list[Slot]]
@@ -218,7 +219,7 @@ _ANSWERED: _Checks = {
 }  # fmt: skip
 _FAILED: _Checks = {"error": _is_problem}
 _OPTIONAL: _Checks = {
-    "strangeness": is_finite_number, "reason": _is_text,
+    "ood_score": is_finite_number, "reason": _is_text,
     "image": _is_text_or_none, "image_index": _is_count, "frame": _is_count, "time": _is_number_or_none,
     "image_sha256": _is_text_or_none, "model_sha256": _is_text_or_none, "evidence": _are_slots, "overlay": _is_text,
     "sheet": _is_text, "drawing_error": _is_problem, "label": _is_text, "signature": _is_signature,
@@ -255,16 +256,14 @@ def build_records(
     metadata: Metadata,
     *,
     top: int = 5,
-    min_margin: float | None = None,
-    max_strangeness: float | None = None,
+    decision: Decision = NO_DECISION,
     slot_names: SlotNames | None = None,
 ) -> list[Record]:
     """Return the records of N images, in the order of the outputs, whose logits are all finite.
 
     Args:
         top: number of classes to list, or all that the model lists.
-        min_margin: margin below which the status is `abstained`; None: never.
-        max_strangeness: strangeness above which the status is `unknown`, whatever the margin; None: never.
+        decision: gives each record its status; resolved, see `Decision.resolve`.
     """
     best = find_top_classes(outputs, metadata, max(top, 2))
     all_answers = _build_answers(best, metadata)
@@ -273,26 +272,21 @@ def build_records(
         geometries = [image.geometry for image in images]
         evidence = find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms)
         all_slots = _build_slots(evidence, metadata.slots)
-    all_strange: Iterable[float | None] = itertools.repeat(None)
-    if outputs.strangeness is not None:
-        all_strange = outputs.strangeness.tolist()
+    columns = {name: array.tolist() for name, array in outputs.per_image().items()}
     records = []
-    for image, answers, slots, strangeness in zip(images, all_answers, all_slots, all_strange, strict=False):
+    for number, (image, answers, slots) in enumerate(zip(images, all_answers, all_slots, strict=False)):
         first, second = answers[0]["cosine"], answers[1]["cosine"] if len(answers) > 1 else None
         margin = None if first is None or second is None else first - second
-        status: Status = "ok"
-        if max_strangeness is not None and strangeness is not None and strangeness > max_strangeness:
-            status = "unknown"
-        elif min_margin is not None and margin is not None and margin < min_margin:
-            status = "abstained"
+        values = {"margin": margin, **{name: column[number] for name, column in columns.items()}}
+        status, reason = decision.judge(values, slots or (), metadata)
         record = _start_record(image.name, image.image_index, status, image.digests, image.frame)
         record["width"], record["height"] = image.geometry.width, image.geometry.height
         record["prediction"] = answers[0]
         record["margin"] = margin
-        if strangeness is not None:
-            record["strangeness"] = strangeness
-            if max_strangeness is not None and status == "unknown":
-                record["reason"] = describe_strangeness(strangeness, max_strangeness, slots or (), metadata)
+        if (ood_score := values.get("ood_score")) is not None:
+            record["ood_score"] = ood_score
+        if reason:
+            record["reason"] = reason
         record["top"] = answers[:top]
         if slots is not None:
             record["evidence"] = slots
@@ -305,30 +299,10 @@ def build_records(
     return records
 
 
-def describe_strangeness(strangeness: float, limit: float, slots: Sequence[Slot], metadata: Metadata) -> str:
-    """Return why an image is `unknown`, in words: its strangeness, and the slot whose score is the least usual."""
-    text = f"strangeness {strangeness:.2f}, more than {limit:.2f}"
-    baseline = metadata.known_baseline
-    worst: tuple[float, str] | None = None
-    for slot in slots:
-        usual = None if baseline is None else baseline.find_slot(slot["channel"])
-        if usual is None:
-            continue
-        low, high, score = usual.score[0], usual.score[-1], slot["score"]
-        unusual = max(low / max(score, 1e-9), score / max(high, 1e-9))
-        if unusual > 1 and (worst is None or unusual > worst[0]):
-            own = baseline is not None and slot["channel"] in baseline.slots
-            whose = f"in {usual.images:,} images of this class" if own else "over all classes"
-            worst = unusual, f"; slot {slot['slot']} usually {low:.2g} to {high:.2g} {whose}, here {score:.2g}"
-    if baseline is None:
-        return text
-    return text + (worst[1] if worst else "; the slots score as usual")
-
-
 def describe_status(record: Record) -> str:
     """Return a sentence on a status that a reader should know; empty for `ok` and `error`."""
     if record["status"] == "unknown":
-        return f"Unknown, perhaps none of the classes: {record.get('reason', 'strange')}"
+        return f"Unknown: {record.get('reason', 'OOD score above the threshold')}"
     return "Abstained: margin below the threshold" if record["status"] == "abstained" else ""
 
 

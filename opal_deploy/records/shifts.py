@@ -17,13 +17,13 @@ from opal_deploy.artifact.baseline import PLACES, QUANTITIES, Observations
 from opal_deploy.significance import kolmogorov_smirnov
 
 Kind = Literal[
-    "label", "cosine", "margin", "norm", "shared_cells", "strangeness", "score", "contribution", "place"
+    "label", "cosine", "margin", "norm", "shared_cells", "ood_score", "score", "contribution", "place"
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # default limits of a shift: the false discovery rate, and the effect
 MAX_Q, MIN_EFFECT = 0.01, 0.1
 _WORDS: dict[str, str] = {
-    "cosine": "cosine", "margin": "margin", "norm": "norm of the scores", "strangeness": "strangeness",
+    "cosine": "cosine", "margin": "margin", "norm": "norm of the scores", "ood_score": "OOD score",
     "shared_cells": "share of slots that look at the same cell", "score": "score", "contribution": "contribution",
 }  # fmt: skip
 # families of tests: labels, quantities of images, slots

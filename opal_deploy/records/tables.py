@@ -48,7 +48,7 @@ COLUMNS = {
     "calibrated_probability": "float64",
     "frame": "int64",
     "time": "float64",
-    "strangeness": "float64",
+    "ood_score": "float64",
     "reason": "string",
 }
 LISTS: dict[str, dict[str, str]] = {

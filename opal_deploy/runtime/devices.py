@@ -81,7 +81,7 @@ def split_devices(devices: str) -> list[str]:
 
 def default_batch(session: Session) -> int:
     """Return the default batch size for the device of a session."""
-    return CPU_BATCH if "on cpu" in session.description.lower() else GPU_BATCH
+    return CPU_BATCH if session.device == "cpu" else GPU_BATCH
 
 
 def default_workers(cores: int | None = None) -> int:

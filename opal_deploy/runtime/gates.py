@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy as np
 
 from opal_deploy.artifact.files import is_finite_number
-from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.metadata import Metadata, with_current_names
 from opal_deploy.artifact.outputs import PER_IMAGE, FloatArray, Outputs, cosines, tolerances
 from opal_deploy.errors import ArtifactError
 from opal_deploy.statistics import share_bounds
@@ -68,6 +68,7 @@ class Gate:
         if not (recorded := metadata.verification.get("gate")):
             return GATES[metadata.precision]
         try:
+            recorded = with_current_names(recorded)
             names = [each.name for each in fields(Gate) if each.name != "others"]
             known = {name: recorded[name] for name in (*names, *PER_IMAGE) if name in recorded}
             if all(map(is_finite_number, known.values())):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import Sidecar, read_sidecar
-from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, ENGINE_SUFFIX, ONNX_SUFFIX, model_kind
+from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, ENGINE_SUFFIX, ONNX_SUFFIX, ModelKind, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.options import RuntimeName
@@ -16,8 +16,55 @@ from opal_deploy.runtime.devices import split_devices
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.tensorrt import find_doubt
 
-_KINDS = {"onnxruntime": "onnx", "tensorrt": "engine", "torch": "checkpoint"}
-_KIND_NAMES = {"onnx": "an ONNX file", "engine": "an engine", "checkpoint": "a checkpoint (.pt)"}
+
+def _open_onnx(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
+    from opal_deploy.runtime.onnx_session import OnnxSession
+
+    return OnnxSession(path, device=device, threads=threads)
+
+
+def _open_engine(path: Path, device: str, _threads: int | None, cuda_graphs: bool) -> Session:
+    from opal_deploy.runtime.engine_session import EngineSession
+
+    return EngineSession(path, device=device, cuda_graphs=cuda_graphs)
+
+
+def _open_checkpoint(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
+    require("torch", "train", "running a checkpoint")
+    from opal_deploy.runtime.torch_session import TorchSession
+
+    return TorchSession(path, device=device, threads=threads)
+
+
+def _read_checkpoint(path: Path) -> Metadata:
+    from opal_deploy.model import checkpoint
+
+    return checkpoint.build_metadata(checkpoint.load(path))
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A runtime, for `--runtime`.
+
+    Attributes:
+        kind: the kind of model file that it runs.
+        file: such a file in words.
+        open: opens a session, from path, device, CPU threads (None: all) and whether to record CUDA graphs.
+        read_metadata: reads a model's metadata without the runtime.
+    """
+
+    kind: ModelKind
+    file: str
+    open: Callable[[Path, str, int | None, bool], Session]
+    read_metadata: Callable[[Path], Metadata]
+
+
+RUNTIMES: dict[RuntimeName, Runtime] = {
+    "onnxruntime": Runtime("onnx", "an ONNX file (.onnx)", _open_onnx, onnx_file.read_metadata),
+    "tensorrt": Runtime("engine", "an engine (.engine)", _open_engine, lambda path: read_sidecar(path).metadata),
+    "torch": Runtime("checkpoint", "a checkpoint (.pt)", _open_checkpoint, _read_checkpoint),
+}
+_BY_KIND = {runtime.kind: runtime for runtime in RUNTIMES.values()}
 
 
 @dataclass(frozen=True)
@@ -73,47 +120,32 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
         raise ArtifactError(f"{path}: no such model; expected an exported file or a checkpoint")
     if path.is_dir():
         raise ArtifactError(f"{path}: is a folder; give the model's file")
-    kind = model_kind(path)
     check_runtime(path, runtime)
-    if kind == "checkpoint":
-        require("torch", "train", "running a checkpoint")
-        from opal_deploy.runtime.torch_session import TorchSession
+    return _find_runtime(path).open(path, device, threads, cuda_graphs)
 
-        return TorchSession(path, device=device, threads=threads)
-    if kind == "engine":
-        from opal_deploy.runtime.engine_session import EngineSession
 
-        return EngineSession(path, device=device, cuda_graphs=cuda_graphs)
-    if kind != "onnx":
+def _find_runtime(path: Path) -> Runtime:
+    """Return the runtime of a model's file by its suffix."""
+    kind = model_kind(path)
+    if kind is None:
         raise ArtifactError(
-            f"{path}: unknown kind of model; expected .onnx or .engine (from `opal-deploy export`), or .pt"
+            f"{path}: unknown kind of model; expected {', '.join(runtime.file for runtime in RUNTIMES.values())}"
         )
-    from opal_deploy.runtime.onnx_session import OnnxSession
-
-    return OnnxSession(path, device=device, threads=threads)
+    return _BY_KIND[kind]
 
 
 def read_model_metadata(path: Path) -> Metadata:
-    """Return a model's metadata without opening a runtime; UsageError for another or a damaged file."""
-    kind = model_kind(path)
-    if kind == "checkpoint":
-        from opal_deploy.model import checkpoint
-
-        return checkpoint.build_metadata(checkpoint.load(path))
-    if kind == "engine":
-        return read_sidecar(path).metadata
-    if kind == "onnx":
-        return onnx_file.read_metadata(path)
-    raise UsageError(f"{path}: unknown kind of model; expected .onnx, .engine, .pt or .pth")
+    """Return a model's metadata without opening a runtime; raise ArtifactError for another or a damaged file."""
+    return _find_runtime(path).read_metadata(path)
 
 
 def check_runtime(path: Path, runtime: RuntimeName) -> None:
     """Raise UsageError unless a runtime runs models of this suffix."""
     kind = model_kind(path)
-    if kind in _KIND_NAMES and runtime != "auto" and kind != _KINDS[runtime]:
+    if kind is not None and runtime != "auto" and kind != RUNTIMES[runtime].kind:
         raise UsageError(
-            f"{path}: {_KIND_NAMES[kind]}, and --runtime {runtime} runs {_KIND_NAMES[_KINDS[runtime]]}; give such a "
-            "model, or leave out --runtime"
+            f"{path}: {_BY_KIND[kind].file}, and --runtime {runtime} runs {RUNTIMES[runtime].file}; give such a model, "
+            "or leave out --runtime"
         )
 
 
@@ -123,11 +155,11 @@ def find_newest_run(folder: Path, runtime: RuntimeName = "auto") -> RunChoice | 
     A checkpoint counts only for `torch`: a run that is not exported is chosen if none is. None if there is no run, or
     if a checkpoint, an ONNX file or an engine lies in `folder` itself.
     """
-    if any(model_kind(path) in _KIND_NAMES for path in folder.iterdir()):
+    if any(model_kind(path) is not None for path in folder.iterdir()):
         return None
-    ages = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/best.*") if model_kind(path) in _KIND_NAMES}
+    ages = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/best.*") if model_kind(path) is not None}
     newest = sorted(ages, key=lambda path: (ages[path], path), reverse=True)
-    kinds = ("onnx", "engine") if runtime == "auto" else (_KINDS[runtime],)
+    kinds = ("onnx", "engine") if runtime == "auto" else (RUNTIMES[runtime].kind,)
     chosen = next((path for path in newest if model_kind(path) in kinds), next(iter(newest), None))
     if chosen is None:
         return None

@@ -28,6 +28,11 @@ class Session(Protocol):
         ...
 
     @property
+    def device(self) -> str:
+        """`cpu`, or `cuda:N`, which may be followed by the GPU's name."""
+        ...
+
+    @property
     def description(self) -> str:
         """One line for users: engine, device, threads, precision."""
         ...

@@ -45,6 +45,7 @@ class TorchSession:
             for values in (self.metadata.mean, self.metadata.std)
         )
         note = f", {torch.get_num_threads()} threads" if self._device.type == "cpu" else ""
+        self.device = str(self._device)
         self.description = f"PyTorch {torch.__version__} on {self._device}{note}, fp32"
 
     def run(self, images: ImageBatch) -> Outputs:

@@ -150,10 +150,7 @@ def start_model(
     metadata = sessions[0].metadata
     sheets = None
     if metadata.evidence == "exact":
-        sheet = SheetOptions(
-            names=options.slot_names, min_margin=options.min_margin, max_strangeness=options.max_strangeness
-        )
-        sheets = SheetBuilder(metadata, sheet)
+        sheets = SheetBuilder(metadata, SheetOptions(names=options.slot_names, decision=options.decision))
     # one image per decode process starts them all
     stream = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stream, "PNG")

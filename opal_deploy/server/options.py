@@ -13,16 +13,14 @@ from opal_deploy.options import (
     Decode,
     Devices,
     MaxPixels,
-    MinMargin,
     Option,
-    Options,
     SigningKey,
     StrPath,
     Threads,
     Top,
-    Unknown,
     Workers,
 )
+from opal_deploy.records.decision import Decision
 
 TOKEN_VARIABLE = "OPAL_DEPLOY_TOKEN"
 # of a token and the line end after it
@@ -31,7 +29,7 @@ LogFormat = Literal["text", "json", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Options):
+class ServeOptions(Decision):
     """How models are served over HTTP."""
 
     host: Annotated[str, Option("Address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1"
@@ -80,8 +78,6 @@ class ServeOptions(Options):
         str,
         Option("Images, or duration such as 6h, after which answers are compared with the model's baseline; 0: never."),
     ] = "500"
-    min_margin: MinMargin = None
-    unknown: Unknown = None
     top: Top = 5
     device: Devices = "auto"
     threads: Threads = None

@@ -25,7 +25,7 @@ function showRecord(record) {
   const { prediction, status, evidence: slots } = record;
   byId("label").textContent = prediction.label;
   byId("flag").hidden = status === "ok";
-  byId("flag").textContent = status === "unknown" ? `Perhaps none of the classes: ${record.reason}`
+  byId("flag").textContent = status === "unknown" ? `Unknown: ${record.reason}`
     : "Abstained: the margin is too small for an answer";
   byId("figures").replaceChildren(...evidence.summary(record));
   byId("slots").replaceChildren(...(slots?.length

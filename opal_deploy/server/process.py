@@ -19,9 +19,10 @@ from starlette.types import ASGIApp
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
-from opal_deploy.inference.setup import check_model, find_default_model, load_model, parse_thresholds
+from opal_deploy.inference.setup import check_model, find_default_model, load_model
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.preprocess.decode import parse_decoding
+from opal_deploy.records.decision import Decision
 from opal_deploy.records.signatures import Signer
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.server.app import create_app
@@ -57,14 +58,13 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
             models = {default.stem: default}
         for name, path in models.items():
             model = load_model(path, device=options.device, threads=options.threads, log=log)
-            metadata, abstains = model.metadata, options.min_margin is not None
-            check_model(path, metadata, explain=False, margin=abstains, boxed=True, top=options.top, log=log)
-            margin, strangeness = parse_thresholds(options.min_margin, options.unknown, path, metadata, log)
+            check_model(path, model.metadata, explain=False, boxed=True, top=options.top, log=log)
             inference = InferenceOptions(
                 batch=options.batch or default_batch(model.sessions[0]), workers=workers,
                 max_pixels=options.max_pixels, decode=parse_decoding(options.decode), isolate=True,
                 decode_timeout=options.decode_timeout, top=options.top,
-                min_margin=margin, max_strangeness=strangeness, model_sha256=model.fingerprint["sha256"],
+                decision=Decision.of(options).resolve(path, model.metadata, log),
+                model_sha256=model.fingerprint["sha256"],
             )  # fmt: skip
             served = start_model(
                 name, path, model.sessions, inference, max_wait=options.max_wait / 1e3,

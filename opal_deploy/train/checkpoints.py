@@ -15,18 +15,17 @@ from typing import Any
 
 import torch
 
-from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import remove_temporary_files, write_json
-from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import CheckpointError, StoppedEarly, UsageError
-from opal_deploy.evaluation.metrics import ClassCounts, Evaluation
+from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.model.backbones import load_torch_file
 from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.records.names import escape_name
 from opal_deploy.train.epoch import EpochMetrics, TrainStep
 from opal_deploy.train.machine import ProcessGroup
+from opal_deploy.train.measure import Measurements
 from opal_deploy.train.run_directory import FILES, EpochRecord, TrainRunDirectory
 
 # the key in last.pt beside the checkpoint's own
@@ -135,13 +134,9 @@ class CheckpointManager:
         self,
         progress: TrainState,
         metrics: dict[str, Any],
-        classes: list[ClassCounts],
-        *,
-        receptive_field: ReceptiveField | None,
-        calibration: Calibration,
-        baseline: Baseline | None,
+        measured: Measurements,
     ) -> None:
-        """Write best.pt with its test metrics and what was measured of the network, then summary.json.
+        """Write best.pt with its metrics and what was measured of the network, then summary.json.
 
         Expects the best weights in the network.
         """
@@ -150,20 +145,21 @@ class CheckpointManager:
         records = progress.records
         summary = {
             **metrics,
-            "calibration": calibration.to_dict(),
-            "classes": [asdict(each) for each in classes],
+            "calibration": measured.calibration.to_dict(),
+            "classes": [asdict(each) for each in measured.classes],
             "linear_accuracy": self.run_config.get("linear_accuracy"),
             "epochs": progress.epoch,
             "seconds": sum(record.seconds for record in records),
             "images_per_second": records[-1].images_per_second,
         }
         with _stop_when_full(progress):
-            measured: dict[str, Any] = {
-                "receptive_field": receptive_field,
-                "calibration": calibration,
-                "baseline": baseline,
-            }
-            self._save(self.run_dir.best, metrics, **measured)
+            self._save(
+                self.run_dir.best,
+                metrics,
+                receptive_field=measured.receptive_field,
+                calibration=measured.calibration,
+                baseline=measured.baseline,
+            )
             self.write_epochs(progress)
             write_json(self.run_dir.summary, summary)
             # a finished run needs no state for resuming

@@ -20,15 +20,10 @@ from opal_deploy.artifact.files import lock_directory
 from opal_deploy.datasets.background import read_background
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
-from opal_deploy.evaluation.baseline import fit_neighbours, measure_baseline
-from opal_deploy.evaluation.calibration import calibrate
-from opal_deploy.evaluation.metrics import Evaluation, count_by_class
-from opal_deploy.evaluation.receptive_field import measure_receptive_field
+from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.logs import Estimate, Log, Progress, no_progress
 from opal_deploy.model.backbones import get_library
-from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.train import frozen, machine
 from opal_deploy.train.attention import NetworkTerms
 from opal_deploy.train.balance import balanced_weights
@@ -46,11 +41,11 @@ from opal_deploy.train.epoch import (
     Objective,
     TrainStep,
     evaluate,
-    predict,
     train_epoch,
 )
 from opal_deploy.train.images import Batches, PaperAugmentation, TrainImages
 from opal_deploy.train.machine import ProcessGroup, join_process_group
+from opal_deploy.train.measure import EVALUATION_BATCH, measure_best
 from opal_deploy.train.recipe import Recipe, TrainOptions
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.result import TrainResult, load_finished_result
@@ -59,8 +54,6 @@ from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.start import build_network, describe_start, load_start
 
 _MEGABYTE = 1 << 20
-# images per forward pass of validation and tests
-_EVALUATION_BATCH = 64
 # a training step costs about three forward passes
 _PASSES = 3
 # the remaining time is estimated after so many steps, or after an epoch of fewer
@@ -292,7 +285,7 @@ class _TrainingRun:
         workers = machine.default_num_workers(group, cached) if options.workers is None else options.workers
         share = {"rank": group.rank, "size": group.size}
         train_batches = Batches(train, self.batch_size, shuffle_seed=options.seed, workers=workers, **share)
-        val_batches = Batches(val, _EVALUATION_BATCH, workers=0 if cached else workers, **share)
+        val_batches = Batches(val, EVALUATION_BATCH, workers=0 if cached else workers, **share)
         return train_batches, val_batches, {"workers": workers, "cached": cached}
 
     def _run_epoch(
@@ -417,7 +410,7 @@ class _TrainingRun:
         self._finish_epoch(record, val, state, train_step)
         if group.is_main:
             split = "test" if self.data.test else "validation"
-            shown = Batches(TrainImages(self.data.test or self.data.val, options.input_size), _EVALUATION_BATCH)
+            shown = Batches(TrainImages(self.data.test or self.data.val, options.input_size), EVALUATION_BATCH)
             self.checkpoints.run_config["linear_accuracy"] = accuracy = fit.linear_accuracy(
                 self.network, shown, self.progress
             )
@@ -440,44 +433,19 @@ class _TrainingRun:
 
     def _finish(self, state: TrainState, val_batches: Batches) -> TrainResult:
         """Calibrate the best weights, evaluate them on the test split and write the final files."""
-        run_dir, group, options = self.run_dir, self.group, self.options
+        run_dir, group = self.run_dir, self.group
         assert state.best is not None  # there was at least one epoch
         best_epoch, _ = state.best
         group.barrier()
         self.network.load_state_dict(load_run_file(run_dir.best)["state_dict"])
-        machine.set_tf32(enabled=False)
-        outputs = predict(self.network, val_batches, progress=self.progress, group=group)
-        # in float32, which the epoch's own figures on a GPU are not
-        val = outputs.compute_metrics(self.network.config.slots)
-        calibration = calibrate(outputs.logits, outputs.labels)
-        # only the process that writes them measures them, on a bounded number of images
-        receptive_field = baseline = None
-        if group.is_main:
-            receptive_field = measure_receptive_field(self.network, self.data.val)
-            self.network.neighbours = fit_neighbours(
-                self.network, self.data.train, self.background, progress=self.progress
-            )
-            checkpoint = Checkpoint(self.network, self.data.class_names, receptive_field=receptive_field)
-            session = TorchSession(checkpoint, device=str(group.device))
-            baseline = measure_baseline(session, self.data.val, self.network.neighbours, progress=self.progress)
-        test = None
-        if self.data.test:
-            images = TrainImages(self.data.test, options.input_size)
-            workers = machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
-            batches = Batches(images, _EVALUATION_BATCH, workers=workers, rank=group.rank, size=group.size)
-            outputs = predict(self.network, batches, progress=self.progress, group=group)
-            test = outputs.compute_metrics(self.network.config.slots)
-        classes = count_by_class(outputs.logits, outputs.labels, self.data.class_names)
-        metrics = {"epoch": best_epoch, **val.to_dict("val"), **(test.to_dict("test") if test else {})}
+        measured = measure_best(self.network, self.data, val_batches, self.background, group, self.progress)
         group.barrier()  # other processes may still be reading best.pt
-        self.checkpoints.finish(
-            state, metrics, classes, receptive_field=receptive_field, calibration=calibration, baseline=baseline
-        )
+        self.checkpoints.finish(state, {"epoch": best_epoch, **measured.metrics}, measured)
         group.barrier()
-        config = self.checkpoints.run_config
         return TrainResult(
-            run_dir.best, best_epoch, state.records, val, test, calibration, run_dir.last, config, classes
-        )
+            run_dir.best, best_epoch, state.records, measured.val, measured.test, measured.calibration, run_dir.last,
+            self.checkpoints.run_config, measured.classes,
+        )  # fmt: skip
 
     def _divergence(self, epoch: int, error: NonFiniteLossError, state: TrainState) -> DivergenceError:
         amp = "" if self.checkpoints.run_config["precision"] == "fp32" else " or --precision fp32"

@@ -229,8 +229,8 @@ class TrainRunOptions(RecipeOverrides):
     background: Annotated[
         StrPath | None,
         Option(
-            "Folder of images of none of the classes, such as empty scenes. They do not change the network; images "
-            "like them become stranger for --unknown.",
+            "Folder of out-of-distribution images, e.g. empty scenes. They are not trained on; they help --unknown "
+            "flag similar images.",
             default="none", cli=str, panel=_DATA,
         ),
     ] = None  # fmt: skip

@@ -180,7 +180,7 @@ class TrainOptions:
             )
         if self.background is not None and self.head.evidence != "exact":
             raise UsageError(
-                "background is about the strangeness of images, which this head has not; leave it out or train the "
+                "background is about the OOD score of images, which this head has not; leave it out or train the "
                 "whole OPAL head"
             )
         if self.start_from is None and (self.freeze_backbone or self.reset_dropped):

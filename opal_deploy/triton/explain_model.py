@@ -24,6 +24,7 @@ from opal_deploy.inference.explain_tensors import BOX, IMAGE, NAME, RECORD, buil
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.preprocess.resize import normalise
+from opal_deploy.records.decision import THRESHOLDS, Decision, with_current_thresholds
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import ImageBatch, check_batch
@@ -37,6 +38,9 @@ Infer = Callable[[NDArray[Any]], Mapping[str, NDArray[Any]]]
 
 class TensorModelSession:
     """The `Session` of a model that Triton runs."""
+
+    # Triton alone knows where
+    device = "triton"
 
     def __init__(self, metadata: Metadata, infer: Infer, max_batch: int, description: str) -> None:
         """Wrap a function that runs at most `max_batch` images."""
@@ -185,11 +189,13 @@ def _parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOption
         except ValueError:
             raise UsageError(f"config.pbtxt: parameter {name} is {text!r}; expected {expected}") from None
 
+    parameters = with_current_thresholds(parameters)
     return InferenceOptions(
         batch=batch,
         top=parse("top", _positive, "a positive number of classes"),
-        min_margin=parse("min_margin", _optional_number, "a margin, or none"),
-        max_strangeness=parse("max_strangeness", _optional_number, "a strangeness, or none"),
+        decision=Decision(
+            **{name: parse(name, _optional_number, "a number, or none") for name in THRESHOLDS if name in parameters}
+        ),
         max_pixels=parse("max_pixels", _positive, "a positive number of pixels"),
         workers=parse("decode_workers", _positive, "a positive number of processes"),
         decode_timeout=parse("decode_timeout", _optional_number, "seconds, or none"),

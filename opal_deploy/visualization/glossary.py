@@ -33,9 +33,9 @@ GLOSSARY: dict[str, str] = {
     "margin": (
         "By how much the predicted class's cosine exceeds that of the runner-up. A small margin means a close call."
     ),
-    "strangeness": (
-        "How unlike the training images an image is: 0 for equal features, about 1 for unrelated ones. "
-        "A strange image may be of none of the classes."
+    "ood_score": (
+        "How unlike the training images an image is: identical features score 0, unrelated ones about 1. "
+        "An image with a high score may belong to none of the classes."
     ),
     "evidence": (
         "What the prediction is computed from: the slots of the predicted class, each with its cell, box, score and "

@@ -110,7 +110,7 @@ export async function run(context) {
   const outputs = await session.run({ images }, wanted);
   return {
     logits: outputs.logits.data, cells: outputs.argmax.data, scores: outputs.scores.data,
-    strangeness: outputs.strangeness?.data[0] ?? null,
+    perImage: Object.fromEntries(Object.entries(model.per_image).map(([name, output]) => [name, outputs[output].data[0]])),
   };
 }
 
@@ -153,7 +153,11 @@ export function findSlots(classId, { scores, cells }, norm, off, imageWidth, ima
   });
 }
 
-export const isUnsure = (margin) => model.min_margin !== null && margin !== null && margin < model.min_margin;
+/** The rule that decides the status of an image with these quantities, as `records/decision.py`; undefined: ok. */
+export const judge = (values) => model.decision.find(({ quantity, above, limit }) => {
+  const value = values[quantity] ?? null;
+  return value !== null && (above ? value > limit : value < limit);
+});
 
 /** What a slot's score usually is: the lowest and highest of its middle 90 % on the validation images. */
 function findUsual(channel) {
@@ -163,25 +167,25 @@ function findUsual(channel) {
   return score && { low: score[0], high: score.at(-1), whose };
 }
 
-/** Why an image is unknown, in the words of `infer`: its strangeness, and the slot whose score is the least usual. */
-function describeStrangeness(strangeness, slots) {
-  const text = `strangeness ${strangeness.toFixed(2)}, more than ${model.max_strangeness.toFixed(2)}`;
+/** Why an image is unknown, in the words of `infer`: its OOD score, and the slot whose score is the least usual. */
+function describeOodScore(score, limit, slots) {
+  const text = `OOD score ${score.toFixed(2)}, threshold ${limit.toFixed(2)}`;
   // as Python's .2g
   const short = (value) => {
     const [digits, power] = value.toExponential(1).split("e").map(Number);
     if (power >= -4 && power < 2) return String(Number(value.toPrecision(2)));
     return `${digits}e${power < 0 ? "-" : "+"}${String(Math.abs(power)).padStart(2, "0")}`;
   };
-  let worst = 1, words = "; the slots score as usual";
-  for (const { slot, channel, score } of slots) {
+  let worst = 1, words = "";
+  for (const { slot, channel, score: here } of slots) {
     const usual = findUsual(channel);
     if (!usual) continue;
-    const unusual = Math.max(usual.low / Math.max(score, 1e-9), score / Math.max(usual.high, 1e-9));
+    const unusual = Math.max(usual.low / Math.max(here, 1e-9), here / Math.max(usual.high, 1e-9));
     if (unusual <= worst) continue;
     worst = unusual;
-    words = `; slot ${slot} usually ${short(usual.low)} to ${short(usual.high)} ${usual.whose}, here ${short(score)}`;
+    words = `; slot ${slot} usually ${short(usual.low)} to ${short(usual.high)} ${usual.whose}, here ${short(here)}`;
   }
-  return model.metadata.baseline.slots ? text + words : text;
+  return text + words;
 }
 
 /** The record, in the form of `infer`. */
@@ -194,12 +198,13 @@ export function buildRecord(picture, outputs) {
     ...(probabilities && { calibrated_probability: probabilities[classId] }),
   });
   const margin = order.length > 1 ? cosines[order[0]] - cosines[order[1]] : null;
-  const { strangeness } = outputs, evidence = findSlots(order[0], outputs, norm, new Set(), picture.width, picture.height);
-  const isUnknown = strangeness !== null && model.max_strangeness !== null && strangeness > model.max_strangeness;
+  const evidence = findSlots(order[0], outputs, norm, new Set(), picture.width, picture.height);
+  const { ood_score } = outputs.perImage, rule = judge({ margin, ...outputs.perImage });
   return {
-    schema: 1, image: picture.name, status: isUnknown ? "unknown" : isUnsure(margin) ? "abstained" : "ok", image_sha256: picture.sha256, model_sha256: model.model_sha256,
+    schema: 1, image: picture.name, status: rule?.status ?? "ok", image_sha256: picture.sha256, model_sha256: model.model_sha256,
     width: picture.width, height: picture.height, prediction: answer(order[0]),
-    margin, ...(strangeness !== null && { strangeness }), ...(isUnknown && { reason: describeStrangeness(strangeness, evidence) }),
+    margin, ...(ood_score !== undefined && { ood_score }),
+    ...(rule?.quantity === "ood_score" && { reason: describeOodScore(ood_score, rule.limit, evidence) }),
     top: order.slice(0, 5).map(answer), evidence,
   };
 }
@@ -222,10 +227,14 @@ export async function digest(bytes) {
 /** Run the test vectors; throws where an output is not PyTorch's. */
 async function verify() {
   const { vectors, gate } = model;
-  const [logits, cells, scores, margins, strangeness] = await Promise.all([
+  const [logits, cells, scores, margins] = await Promise.all([
     unpack(vectors.logits, Float32Array), unpack(vectors.argmax, Int32Array), unpack(vectors.scores, Float32Array),
-    unpack(vectors.top2_margin, Float32Array), vectors.strangeness && unpack(vectors.strangeness, Float32Array),
+    unpack(vectors.top2_margin, Float32Array),
   ]);
+  const perImage = {};
+  for (const [name, output] of Object.entries(model.per_image)) {
+    if (vectors[output]) perImage[name] = await unpack(vectors[output], Float32Array);
+  }
   let compared = 0, equal = 0, furthest = 0;
   for (const [index, png] of vectors.images.entries()) {
     const context = await decode(new Blob([fromBase64(png)], { type: "image/png" }));
@@ -234,8 +243,8 @@ async function verify() {
       const expected = logits[index * labels.length + i];
       furthest = Math.max(furthest, Math.abs(logit - expected) / Math.max(1, Math.abs(expected)));
     });
-    if (strangeness && !(Math.abs(outputs.strangeness - strangeness[index]) <= gate.strangeness)) {
-      throw new Error("a strangeness is not PyTorch's");
+    for (const [name, expected] of Object.entries(perImage)) {
+      if (!(Math.abs(outputs.perImage[name] - expected[index]) <= gate[name])) throw new Error(`${name} is not PyTorch's`);
     }
     outputs.cells.forEach((cell, channel) => {
       const place = index * numChannels + channel;

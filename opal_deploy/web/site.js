@@ -1,5 +1,5 @@
 // The page: takes pictures, shows answers and their evidence, and lets people try them.
-import { buildRecord, computeCosines, decode, digest, findSlots, isUnsure, labels, m, model, rank, run, start } from "./model.js";
+import { buildRecord, computeCosines, decode, digest, findSlots, judge, labels, m, model, rank, run, start } from "./model.js";
 
 const byId = (id) => document.getElementById(id);
 const { el, number, say } = evidence;
@@ -58,8 +58,9 @@ function showAnswer() {
     prediction: { cosine: cosines[first] }, margin: second === undefined ? null : cosines[first] - cosines[second],
     top: order.slice(0, 2).map((classId) => ({ label: labels[classId], cosine: cosines[classId] })), evidence: left,
   } : record;
-  byId("flag").textContent = record.status === "unknown" ? `Perhaps none of the classes: ${record.reason}`
-    : isUnsure(shown.margin) ? `Not sure: the margin is below ${number(model.min_margin)}` : "";
+  const unsure = judge({ margin: shown.margin });
+  byId("flag").textContent = record.status === "unknown" ? `Unknown: ${record.reason}`
+    : unsure ? `Not sure: the margin is below ${number(unsure.limit)}` : "";
   byId("flag").hidden = !byId("flag").textContent;
   byId("label").textContent = labels[first];
   byId("figures").replaceChildren(...evidence.summary(shown));

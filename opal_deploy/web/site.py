@@ -28,12 +28,14 @@ from PIL import Image
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import PER_IMAGE
 from opal_deploy.datasets.samples import list_images
 from opal_deploy.errors import ArtifactError, ImageError, UsageError
-from opal_deploy.inference.setup import fingerprint_model, parse_thresholds
+from opal_deploy.inference.setup import fingerprint_model
 from opal_deploy.inference.sheets import load_atlas
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
+from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.runtime.gates import Gate
 from opal_deploy.synthetic import example_images
 from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch
@@ -68,8 +70,7 @@ class Site:
         ort_web: the npm package, or its folder `dist`; None: in `node_modules` of the working directory.
         examples: a folder of pictures to try, of which the first six are taken; None: generated ones.
         atlas: the model's atlas, whose best three patches of each slot are shown beside it.
-        min_margin: the margin below which the page is not sure, or an error rate such as `5%`; None: always sure.
-        unknown: the strangeness above which it says so, or a rate such as `5%`; None: never.
+        decision: thresholds that mark answers.
         webgpu: also take ONNX Runtime's files for WebGPU, which the page prefers where they answer right.
         overwrite: replace another site.
     """
@@ -78,8 +79,7 @@ class Site:
     ort_web: Path | None = None
     examples: Path | None = None
     atlas: Path | None = None
-    min_margin: float | str | None = None
-    unknown: float | str | None = None
+    decision: Decision = NO_DECISION
     webgpu: bool = False
     overwrite: bool = False
 
@@ -199,15 +199,14 @@ class Site:
         vectors = described.pop("test_vectors")
         chosen = _choose_patches(atlas).items() if atlas else ()
         m = metadata.prototypes_per_class
-        margin, strangeness = parse_thresholds(self.min_margin, self.unknown, path, metadata)
         return {
             "kind": _KIND,
             "source": path.name,
             "model_sha256": digest,
             "gate": Gate.of_model(metadata).to_dict(),
             "temperature": metadata.temperature,
-            "min_margin": margin,
-            "max_strangeness": strangeness,
+            "per_image": metadata.find_outputs(PER_IMAGE),
+            "decision": self.decision.resolve(path, metadata).to_rules(),
             "runtimes": {
                 provider: dict(zip(("script", "wasm"), map(_served_name, _ORT_FILES[provider]), strict=True))
                 for provider in self._providers

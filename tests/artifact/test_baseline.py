@@ -38,15 +38,15 @@ def test_a_baseline_survives_json_and_pools_rare_classes():
     assert sum(baseline.find_slot(1).places) == pytest.approx(1, abs=1e-3)
     # two slots of each of the five answers with a rare class
     assert (baseline.find_slot(4), baseline.pooled.images) == (baseline.pooled, 10)
-    assert baseline.strangeness == pytest.approx(sorted(observations.strangeness), abs=1e-6)
+    assert baseline.ood_score == pytest.approx(sorted(observations.ood_score), abs=1e-6)
 
 
 def test_what_the_model_does_not_compute_is_left_out():
     unknown = np.full(8, np.nan)
-    observations = observe([0] * 8, strangeness=unknown, margin=unknown, contributions=np.full((8, M), np.nan))
+    observations = observe([0] * 8, ood_score=unknown, margin=unknown, contributions=np.full((8, M), np.nan))
     baseline = Baseline.measure(observations, "val", 32, num_classes=1)
     assert set(baseline.quantiles) == {"cosine", "norm", "shared_cells"}
-    assert (baseline.strangeness, baseline.slots[0].contribution, baseline.slots[0].share) == ((), (), None)
+    assert (baseline.ood_score, baseline.slots[0].contribution, baseline.slots[0].share) == ((), (), None)
     assert baseline.choose_threshold(0.05) is None
     assert Baseline.from_dict(json.loads(json.dumps(baseline.to_dict()))) == baseline
 
@@ -54,11 +54,11 @@ def test_what_the_model_does_not_compute_is_left_out():
 @pytest.mark.parametrize("images", [1, 18, 19, 20, 60, 999, 1000, 1001, 1999, 2500])
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
 def test_of_exchangeable_images_at_most_the_rate_exceeds_the_threshold(images, rate):
-    # each image's rank is its strangeness
+    # each image's rank is its OOD score
     ranks = np.random.default_rng(0).permutation(images) + 1.0
-    observations = observe(np.zeros(images, np.int64), strangeness=ranks)
+    observations = observe(np.zeros(images, np.int64), ood_score=ranks)
     baseline = Baseline.measure(observations, "val", 16, num_classes=1)
-    assert len(baseline.strangeness) == min(images, 1000)
+    assert len(baseline.ood_score) == min(images, 1000)
     threshold = baseline.choose_threshold(rate)
     if threshold is None:
         assert images + 1 < 1 / rate
@@ -74,8 +74,8 @@ def test_of_exchangeable_images_at_most_the_rate_exceeds_the_threshold(images, r
         ("images", None),
         ("images", "many"),
         ("images", float("inf")),
-        ("strangeness", [0.5] * 19),
-        ("strangeness", [float("nan")] * 20),
+        ("ood_score", [0.5] * 19),
+        ("ood_score", [float("nan")] * 20),
         ("quantiles", {"cosine": [0.1]}),
         ("quantiles", []),
         ("slots", {"channel": [0]}),

@@ -23,7 +23,7 @@ from tests.cli.calls import check
 class SleepingSession:
     """Takes so many seconds a batch, and keeps so many megabytes of each."""
 
-    description = "sleeping on CPU"
+    device, description = "cpu", "sleeping on CPU"
 
     def __init__(self, seconds=0.0, *, leaks=0):
         self.metadata = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32))
@@ -83,7 +83,7 @@ class PipelinedSleeper(SleepingSession):
     """Takes three batches at a time, and page-locked memory."""
 
     depth = 3
-    description = "sleeping on a GPU"
+    device, description = "cuda:0", "sleeping on a GPU"
 
     def __init__(self):
         super().__init__()

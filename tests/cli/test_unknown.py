@@ -69,35 +69,35 @@ def unknown(records):
     return {record["image"].removeprefix("in/") for record in records if record["status"] == "unknown"}
 
 
-def test_strangers_are_unknown_and_say_why(records, folder, opal):
+def test_out_of_distribution_images_are_unknown_and_say_why(records, folder, opal):
     baseline = onnx_file.read_metadata(folder / "model.onnx").known_baseline
     limit = baseline.choose_threshold(0.5)
     assert "noise.png" in unknown(records)
     assert len(unknown(records)) < 5
     for record in records:
-        assert (record["status"] == "unknown") == (record["strangeness"] > limit) == ("reason" in record)
+        assert (record["status"] == "unknown") == (record["ood_score"] > limit) == ("reason" in record)
         if record["status"] == "unknown":
-            assert record["reason"].startswith(f"strangeness {record['strangeness']:.2f}, more than {limit:.2f}; ")
+            assert record["reason"].startswith(f"OOD score {record['ood_score']:.2f}, threshold {limit:.2f}")
             assert record["prediction"]["label"]
     done = check(opal("verify", "out", "--model", "model.onnx", "--all", *CPU, cwd=folder))
     assert f"{len(records)} of {len(records)} records match the model" in done.stderr
     shutil.copy(folder / "out/results.jsonl", folder / "alone.jsonl")
     done = check(opal("verify", "alone.jsonl", "--model", "model.onnx", "--all", *CPU, cwd=folder), 4)
-    assert "; give the --max-strangeness with which they were made" in done.stderr
-    check(opal("verify", "alone.jsonl", "--model", "model.onnx", "--max-strangeness", limit, *CPU, cwd=folder))
+    assert "; give the --unknown with which they were made" in done.stderr
+    check(opal("verify", "alone.jsonl", "--model", "model.onnx", "--unknown", limit, *CPU, cwd=folder))
     # summary, table and report say it
     assert json.loads((folder / "out/summary.json").read_text("utf-8"))["statuses"]["unknown"] == len(unknown(records))
     rows = (folder / "out/results.csv").read_text("utf-8")
     assert rows.count(",unknown,") == len(unknown(records))
     report = (folder / "out/report.html").read_text("utf-8")
-    assert "Unknown, perhaps none of the classes: strangeness" in report
+    assert "Unknown: OOD score" in report
 
 
 def test_the_graph_computes_what_the_checkpoint_does(folder, records):
-    named = {record["image"]: record["strangeness"] for record in records}
+    named = {record["image"]: record["ood_score"] for record in records}
     images = sorted((folder / "in").iterdir())
     explained = opal_deploy.load(folder / "model.pt", device="cpu", threads=1).explain(images)
-    assert [record["strangeness"] for record in explained] == pytest.approx(list(named.values()), abs=1e-4)
+    assert [record["ood_score"] for record in explained] == pytest.approx(list(named.values()), abs=1e-4)
 
 
 def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, folder, records):
@@ -112,11 +112,11 @@ def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, f
     check(infer("plain"))
     plain = read_results(folder / "plain")
     assert unknown(plain) == set()
-    assert [record["strangeness"] for record in plain] == [record["strangeness"] for record in records]
+    assert [record["ood_score"] for record in plain] == [record["ood_score"] for record in records]
 
 
 def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact_model, map_model):
-    before = "exact.onnx computes no strangeness: exported with --no-strangeness, or its checkpoint has no features of"
+    before = "exact.onnx computes no OOD score: exported with --no-ood-score, or its checkpoint has no features of"
     assert before in one_line(infer("x", "--unknown", "5%", model=exact_model))
     assert before in one_line(opal("serve", exact_model, "--unknown", "5%", "--port", "0"))
     assert "no single cell is its evidence (evidence map)" in one_line(infer("x", "--unknown", "5%", model=map_model))
@@ -130,7 +130,7 @@ def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact
     few = one_line(infer("x", "--unknown", "1%"))
     assert "30 validation images are too few for that rate; give 3.3% or more" in few
     check(infer("least", "--unknown", "3.3%"))
-    assert "expected a strangeness such as 0.7" in one_line(infer("x", "--unknown", "often"))
+    assert "expected an OOD score such as 0.7" in one_line(infer("x", "--unknown", "often"))
     assert not (folder / "x").exists()
 
 
@@ -143,22 +143,22 @@ def background(folder):
     return folder / "noises"
 
 
-def test_images_like_the_background_become_stranger(opal, folder, infer, records, background):
+def test_images_like_the_background_score_higher(opal, folder, infer, records, background):
     path, val = folder / "more.pt", ("--split", "val", "--record", *CPU)
     shutil.copy(folder / "model.pt", path)
     done = check(opal("evaluate", folder / "data", "--model", path, *val, "--background", background))
     assert "kept features of 24 training and 5 background images for --unknown" in done.stderr
     images = sorted((folder / "in").iterdir())
     noise = [image.name for image in images].index("noise.png")
-    more = [each["strangeness"] for each in opal_deploy.load(path, device="cpu", threads=1).explain(images)]
-    before = [record["strangeness"] for record in records]
+    more = [each["ood_score"] for each in opal_deploy.load(path, device="cpu", threads=1).explain(images)]
+    before = [record["ood_score"] for record in records]
     assert more[noise] - before[noise] > 0.3 > max(np.delete(more, noise) - np.delete(before, noise))
     # a later record keeps it, and the graph computes it
     check(opal("evaluate", folder / "data", "--model", path, *val))
     check(opal("export", path, "--threads", "1"))
     check(infer("more", model="more.onnx"))
-    assert [record["strangeness"] for record in read_results(folder / "more")] == pytest.approx(more, abs=1e-4)
-    assert "; strangeness knows 5 background images" in check(opal("inspect", folder / "more.onnx")).stderr
+    assert [record["ood_score"] for record in read_results(folder / "more")] == pytest.approx(more, abs=1e-4)
+    assert "; OOD score knows 5 background images" in check(opal("inspect", folder / "more.onnx")).stderr
 
 
 def test_a_background_is_for_the_baseline_of_a_checkpoint(folder, background):
@@ -175,16 +175,16 @@ def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records, 
     name = f"{out}.onnx"
     fp16 = ("--precision", "fp16", "--no-verify", "--threads", "1")
     check(opal("export", folder / "model.onnx", *fp16, *options, "--out", folder / name))
-    assert "strangeness" in {value.name for value in onnx.load(folder / name).graph.output}
+    assert "ood_score" in {value.name for value in onnx.load(folder / name).graph.output}
     check(infer(out, "--unknown", RATE, "--top", "2", model=name))
     found = read_results(folder / out)
-    expected = [record["strangeness"] for record in records]
-    assert [record["strangeness"] for record in found] == pytest.approx(expected, abs=1e-2)
+    expected = [record["ood_score"] for record in records]
+    assert [record["ood_score"] for record in found] == pytest.approx(expected, abs=1e-2)
     assert "noise.png" in unknown(found)
 
 
 def test_a_file_without_the_output_holds_no_features(opal, folder):
-    options = ("--out", folder / "without.onnx", "--no-strangeness", "--no-verify", "--threads", "1")
+    options = ("--out", folder / "without.onnx", "--no-ood-score", "--no-verify", "--threads", "1")
     check(opal("export", folder / "model.pt", *options))
     graph = onnx.load(folder / "without.onnx").graph
     assert [value.name for value in graph.output] == ["logits", "argmax", "scores"]
@@ -199,25 +199,25 @@ def test_explain_warns_and_serve_answers_unknown(opal, folder):
         answer = httpx.post(f"{url}/explain", content=stranger.read_bytes()).json()
         outputs = httpx.get(f"{url}/v2/models/model").json()["outputs"]
         metrics = httpx.get(f"{url}/metrics").text
-    assert (answer["status"], answer["reason"][:12]) == ("unknown", "strangeness ")
-    assert {"name": "strangeness", "datatype": "FP32", "shape": [-1, 1]} in outputs
+    assert (answer["status"], answer["reason"][:10]) == ("unknown", "OOD score ")
+    assert {"name": "ood_score", "datatype": "FP32", "shape": [-1, 1]} in outputs
     assert 'status="unknown"' in metrics
 
 
 def test_triton_gets_output_and_threshold(opal, folder, tmp_path):
     check(opal("export", folder / "model.onnx", "--triton", tmp_path, "--no-verify"))
-    assert 'name: "strangeness"' in (tmp_path / "opal/config.pbtxt").read_text("utf-8")
-    assert 'key: "max_strangeness"' in (tmp_path / "opal_explain/config.pbtxt").read_text("utf-8")
+    assert 'name: "ood_score"' in (tmp_path / "opal/config.pbtxt").read_text("utf-8")
+    assert 'key: "unknown"' in (tmp_path / "opal_explain/config.pbtxt").read_text("utf-8")
     session = OnnxSession(folder / "model.onnx", device="cpu", threads=1)
 
     def infer(images):
         arrays = session.run(images).to_arrays()
         # in Triton every tensor has a dimension beside N
-        return {**arrays, "strangeness": arrays["strangeness"][:, None]}
+        return {**arrays, "ood_score": arrays["ood_score"][:, None]}
 
     model = TensorModelSession(session.metadata, infer, 64, "Triton")
     pixels = example_images(3, 64, 64)
-    np.testing.assert_array_equal(model.run(pixels).strangeness, session.run(pixels).strangeness)
+    np.testing.assert_array_equal(model.run(pixels).ood_score, session.run(pixels).ood_score)
 
 
 @needs_ort_web
@@ -225,4 +225,5 @@ def test_the_site_knows_the_threshold(opal, folder, tmp_path):
     options = ("--web", tmp_path / "site", "--ort-web", ORT_WEB, "--unknown", RATE, "--no-verify")
     check(opal("export", folder / "model.onnx", *options))
     limit = onnx_file.read_metadata(folder / "model.onnx").known_baseline.choose_threshold(0.5)
-    assert json.loads((tmp_path / "site/model.json").read_text("utf-8"))["max_strangeness"] == limit
+    (rule,) = json.loads((tmp_path / "site/model.json").read_text("utf-8"))["decision"]
+    assert (rule["name"], rule["quantity"], rule["limit"]) == ("unknown", "ood_score", limit)

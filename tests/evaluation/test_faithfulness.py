@@ -28,7 +28,7 @@ class KnownSession:
     """Three classes of two slots, decided by a rule from the brightness of the cells to scores and cells [N, 6]."""
 
     metadata = METADATA
-    description = "a rule"
+    device, description = "cpu", "a rule"
 
     def __init__(self, rule):
         self._rule = rule

@@ -28,7 +28,7 @@ class BrightSession:
         hold: awaited before each batch is answered; None: no waiting.
     """
 
-    description = "brightness on CPU"
+    device, description = "cpu", "brightness on CPU"
 
     def __init__(self, *, fails_at=None, hold=None, input_size=(32, 32)):
         distance = {"distance": "l2", "epsilon": 1e-8}

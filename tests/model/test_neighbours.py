@@ -1,4 +1,4 @@
-"""The strangeness of features against its definition, computed with a whitening matrix."""
+"""The OOD score of features against its definition, computed with a whitening matrix."""
 
 import math
 
@@ -21,7 +21,7 @@ def draw(images, seed=0, spread=1.0):
 
 
 def compute(training, labels, features, background=None):
-    """Return the strangeness, [N], with a matrix [D, D]: 64 measured directions, equal variance in the others."""
+    """Return the OOD score, [N], with a matrix [D, D]: 64 measured directions, equal variance in the others."""
     training, labels, features = (tensor.numpy() for tensor in (training, labels, features))
     within = training - np.stack([training[labels == label].mean(0) for label in range(CLASSES)])[labels]
     variances, directions = np.linalg.eigh(within.T @ within / len(within))
@@ -46,30 +46,30 @@ def as_map(features, cells=(2, 3)):
     return features[:, :, None, None] + noise - noise.mean((2, 3), keepdim=True)
 
 
-def test_the_strangeness_is_one_minus_the_mean_whitened_cosine_to_the_five_nearest():
+def test_the_ood_score_is_one_minus_the_mean_whitened_cosine_to_the_five_nearest():
     torch.manual_seed(0)
     training, labels = draw(M)
     near, far = draw(20, seed=1)[0], 4 * torch.randn(20, D, dtype=torch.float64)
     features = torch.cat([near, far])
     neighbours = Neighbours.fit(training, labels)
-    strangeness = neighbours(as_map(features).float())
+    ood_score = neighbours(as_map(features).float())
     expected = compute(training, labels, features)
-    assert strangeness.dtype == torch.float32
-    np.testing.assert_allclose(strangeness, expected, atol=2e-5)
+    assert ood_score.dtype == torch.float32
+    np.testing.assert_allclose(ood_score, expected, atol=2e-5)
     # no rounding that grows with the length of the features
     np.testing.assert_allclose(neighbours.double()(as_map(features)), expected, atol=1e-6)
-    assert strangeness[:20].max() < strangeness[20:].min()
+    assert ood_score[:20].max() < ood_score[20:].min()
 
 
-def test_images_of_none_of_the_classes_make_those_nearer_to_them_stranger_and_leave_the_others():
+def test_images_nearer_to_the_background_score_higher_and_others_stay():
     training, labels = draw(M)
     background, asked = draw(30, seed=1)[0] + 2, torch.cat([draw(30, seed=2)[0] + 2, draw(30, seed=3)[0]])
     neighbours = Neighbours.fit(training, labels, background)
-    strangeness = neighbours(as_map(asked).float())
-    np.testing.assert_allclose(strangeness, compute(training, labels, asked, background), atol=5e-5)
+    ood_score = neighbours(as_map(asked).float())
+    np.testing.assert_allclose(ood_score, compute(training, labels, asked, background), atol=5e-5)
     without = Neighbours.fit(training, labels)(as_map(asked).float())
-    assert (strangeness[:30] > without[:30]).all()
-    torch.testing.assert_close(strangeness[30:], without[30:], atol=1e-5, rtol=0)
+    assert (ood_score[:30] > without[:30]).all()
+    torch.testing.assert_close(ood_score[30:], without[30:], atol=1e-5, rtol=0)
 
 
 def test_fewer_images_than_features_are_enough():

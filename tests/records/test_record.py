@@ -9,6 +9,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines, select_top
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import ImageInfo, build_records, class_evidence
 
 C, M, N = 60, 3, 11
@@ -25,7 +26,9 @@ def test_a_batch_of_records_is_what_each_image_says_alone(top):
     argmax = rng.integers(0, 28, (N, C * M)).astype(np.int32)
     logits = -np.sqrt(2 - 2 * cosines(scores, Slots(scores.shape[1] // M, M), 1e-8)).astype(np.float32)
     images = [ImageInfo(f"{i}.png", Geometry(500 + i, 333, (i, 3, 411 + i, 330))) for i in range(N)]
-    records = build_records(images, Outputs(logits, argmax, scores), METADATA, top=top, min_margin=0.01)
+    records = build_records(
+        images, Outputs(logits, argmax, scores), METADATA, top=top, decision=Decision(min_margin=0.01)
+    )
     for i, (record, image) in enumerate(zip(records, images, strict=True)):
         order = sorted(range(C), key=lambda c: (-logits[i, c], c))
         assert [answer["class_id"] for answer in record["top"]] == order[:top]
@@ -82,7 +85,7 @@ def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance):
 
     def build(outputs):
         records = build_records(images[:4], outputs.rows(2, 6), metadata)
-        records += build_records(images[:3], outputs.take(rows), metadata, top=2, min_margin=0.01)
+        records += build_records(images[:3], outputs.take(rows), metadata, top=2, decision=Decision(min_margin=0.01))
         return records + build_records(images, Outputs.concatenate([outputs.rows(0, 4), outputs.rows(4, N)]), metadata)
 
     assert build(best) == approx_records(build(everything))

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from opal_deploy.records.decision import Decision
 from opal_deploy.server.admission import HttpError, inflate
 from opal_deploy.server.telemetry import ServerLog
 from tests.inference.bright import BrightSession, wait_until
@@ -301,7 +302,7 @@ def test_a_lost_device_makes_the_server_unwell_and_end(serving):
 
 
 def test_requests_are_logged_and_counted(serving, capsys):
-    with serving({"light": BrightSession()}, log=ServerLog("json"), min_margin=2.0) as running:
+    with serving({"light": BrightSession()}, log=ServerLog("json"), decision=Decision(min_margin=2.0)) as running:
         for data in (picture(), picture(), b"junk"):
             httpx.post(f"{running.url}/explain", content=data, headers={"X-Request-ID": "mine"})
         httpx.get(f"{running.url}/v2/models/%0anone")

@@ -23,7 +23,7 @@ REFUSED = [
     ({"start_from": "model.onnx"}, "only checkpoints can be trained"),
     ({"keep_off": "none.json"}, "--keep-off none.json: cannot be read"),
     ({"background": "taken"}, "--background taken: 0 images there; expected at least 5"),
-    ({"background": "taken", "head": "linear"}, "background is about the strangeness"),
+    ({"background": "taken", "head": "linear"}, "background is about the OOD score"),
     ({"keep_layers": True}, "--keep-layers without --stride"),
     ({"epochs": 0}, "epochs 0: expected at least 1; 0 fits the head only"),
     ({"stride": 12}, "stride 12: no network has cells of so many pixels; give 32, 16 or 8"),

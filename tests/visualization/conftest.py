@@ -7,6 +7,7 @@ from playwright.sync_api import sync_playwright
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import ImageInfo, build_records
 from opal_deploy.visualization.report import ReportWriter
 from tests.browser import CHROMIUM
@@ -32,7 +33,9 @@ def make_record():
             np.concatenate([own, np.full(m, 0.1)])[None].astype(np.float32),
         )
         image = names.get("image", "a/b.jpg")
-        (record,) = build_records([ImageInfo(image, Geometry.whole(*size))], outputs, metadata, min_margin=min_margin)
+        (record,) = build_records(
+            [ImageInfo(image, Geometry.whole(*size))], outputs, metadata, decision=Decision(min_margin=min_margin)
+        )
         return record
 
     return make

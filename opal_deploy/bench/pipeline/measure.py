@@ -76,6 +76,8 @@ class ReplaySession:
         metadata: the model's, so that records and overlays take the same work.
     """
 
+    device = "cpu"
+
     def __init__(self, metadata: Metadata, outputs: Outputs, origin: str) -> None:
         self.metadata = metadata
         self.description = f"no network: outputs precomputed by {origin}"

@@ -23,6 +23,7 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHEETS, SUMMARY, remove_image_files
+from opal_deploy.records.decision import with_current_thresholds
 from opal_deploy.records.tables import TABLES, Format, write_table
 from opal_deploy.storage.files import RemoteFile
 
@@ -172,7 +173,7 @@ def inspect_run_dir(
         )
     if document is None or not isinstance(document.get("run"), dict):
         raise UsageError(f"{where}/{RUN}: damaged, so nothing can be continued there; {_HINT}")
-    if different := _differences(document["run"], config):
+    if different := _differences(with_current_thresholds(document["run"]), config):
         raise UsageError(f"{where}: it holds another run: {'; '.join(different)}; {_HINT}")
     summary = _read(root / SUMMARY) or {}
     # a summary of other results, or of results that are gone, says nothing
@@ -206,9 +207,6 @@ def _differences(there: RunConfig, here: RunConfig) -> list[str]:
 
 
 def _option_name(name: str) -> str:
-    # the threshold that the option chose
-    if name == "max_strangeness":
-        return "--unknown"
     return name if name == IMAGES else "--" + name.replace("_", "-")
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.names import SlotNames, hide_folders
 from opal_deploy.records.record import Answer, ImageInfo, Slot, Status, build_records, class_evidence, describe_status
 from opal_deploy.visualization.overlay import BOX_NOTE, bar_ends
@@ -313,20 +314,18 @@ def build_sheet_content(
     outputs: Outputs,
     metadata: Metadata,
     *,
-    min_margin: float | None = None,
-    max_strangeness: float | None = None,
+    decision: Decision = NO_DECISION,
     names: SlotNames | None = None,
 ) -> SheetContent:
     """Return the content of a sheet.
 
     Args:
-        min_margin: margin below which the answer is marked as abstained; None: never.
-        max_strangeness: strangeness above which the image is marked as unknown; None: never.
+        decision: thresholds that mark the image, resolved.
 
     Raises:
         ValueError: the model's evidence is not `exact`.
     """
-    (record,) = build_records([image], outputs, metadata, top=2, min_margin=min_margin, max_strangeness=max_strangeness)
+    (record,) = build_records([image], outputs, metadata, top=2, decision=decision)
     answers = record["top"]
     evidence = [class_evidence(answer["class_id"], image.geometry, outputs, metadata) for answer in answers]
     meaning: Meaning = "cosine" if metadata.distance == "l2" else "score"

@@ -10,6 +10,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines, embedding
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import ImageInfo
 from opal_deploy.visualization.sheet.content import build_sheet_content
 
@@ -128,8 +129,8 @@ def test_collapse_and_one_slot_that_carries_the_answer_are_reasons_to_doubt_it()
 
 def test_an_answer_below_the_threshold_abstains():
     margin = content().margin
-    thresholds = (margin + 1e-6, margin, None)
-    assert [content(min_margin=threshold).status for threshold in thresholds] == ["abstained", "ok", "ok"]
+    decisions = [Decision(min_margin=threshold) for threshold in (margin + 1e-6, margin, None)]
+    assert [content(decision=decision).status for decision in decisions] == ["abstained", "ok", "ok"]
 
 
 def test_a_model_of_one_class_has_no_runner_up():

@@ -13,6 +13,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import ImageInfo
 from opal_deploy.visualization.atlas.entries import Exemplar, Exemplars
 from opal_deploy.visualization.overlay import crop_box
@@ -91,7 +92,7 @@ CASES = {
     "tall": (content(size=(70, 700)), exemplars(5)),
     "wide": (content(size=(1400, 70), heatmap=True), exemplars(5)),
     "cropped": (content(crop=(100, 50, 600, 400)), None),
-    "abstained": (content(min_margin=0.99), None),
+    "abstained": (content(decision=Decision(min_margin=0.99)), None),
     "label of no class": (content(label=LONG), None),
     "fields": (content(10, field=96, crop=(100, 50, 600, 400)), exemplars(10)),
     "long names": (content(labels=(LONG, LONG[::-1]), image=LONG * 5, heatmap=True), exemplars(5)),
@@ -144,7 +145,7 @@ def test_a_narrow_sheet_has_the_same_figures_readable_on_a_phone(shown, others):
 
 @pytest.mark.parametrize(("label", "alarming"), [(None, False), ("birch", False), ("ash", True)])
 def test_only_a_wrong_answer_has_its_notes_in_the_colour_of_an_alert(label, alarming):
-    shown = content(label=label, min_margin=0.99)
+    shown = content(label=label, decision=Decision(min_margin=0.99))
     notes = [shape for shape in draw(shown).shapes if isinstance(shape, Text) and shape.text in shown.cautions()]
     assert len(notes) == 2
     assert {note.color == ALERT for note in notes} == {alarming}

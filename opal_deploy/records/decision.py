@@ -1,0 +1,276 @@
+"""The thresholds that give an image another status than `ok`; each is declared once, as a field of `Decision`.
+
+Commands, `Model`, `serve`, Triton, run.json and the page in the browser take a decision as it is, so that a threshold
+has one name everywhere: `--min-margin`, `min_margin=`, `"min_margin"`. Light to import: numpy comes with a rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
+
+from opal_deploy.artifact.files import is_finite_number, model_kind
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import UsageError
+from opal_deploy.logs import Log, log_line
+from opal_deploy.options import Option, Options, parse_rate
+
+if TYPE_CHECKING:
+    from opal_deploy.records.record import Slot, Status
+
+_PANEL = "Thresholds"
+
+
+class Chosen(NamedTuple):
+    """A limit that was chosen by a rate, and what it does to the validation images, in a sentence."""
+
+    limit: float
+    effect: str
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The rule of one threshold.
+
+    Attributes:
+        quantity: the field of a record that is compared with the limit.
+        above: the status is given above the limit; False: below it.
+        status: the record's status.
+        number: a limit in words, for messages.
+        check: raises UsageError if the model lacks the quantity; gets `--flag VALUE`, the model's file and metadata.
+        choose: finds the limit for a rate; raises UsageError where the validation images do not allow it. Gets what
+            `check` gets, and the rate.
+        explain: why an image has the status, in words, from its quantity, the limit, its slots and the metadata; None:
+            the status says enough.
+    """
+
+    quantity: str
+    above: bool
+    status: Status
+    number: str
+    check: Callable[[str, Path, Metadata], None]
+    choose: Callable[[str, Path, Metadata, float], Chosen]
+    explain: Callable[[float, float, Sequence[Slot], Metadata], str] | None = None
+
+
+def _check_margin(given: str, path: Path, metadata: Metadata) -> None:
+    if metadata.evidence == "none":
+        raise UsageError(f"{path}: it has no cosines, so no margin; leave out {given.split()[0]}")
+
+
+def _choose_margin(given: str, path: Path, metadata: Metadata, rate: float) -> Chosen:
+    """Return the margin that keeps an error rate on the validation images (`statistics.choose_threshold`)."""
+    from opal_deploy.statistics import choose_threshold, smallest_target
+
+    if not metadata.risk:
+        raise UsageError(
+            f"{given}: {path} has no validation images to choose a margin by; choose one with "
+            f"`opal-deploy evaluate DATA --model {path} --target-error {100 * rate:g}%`, and give that"
+        )
+    chosen = choose_threshold(metadata.risk, rate)
+    if chosen.min_margin is None:
+        smallest = smallest_target(metadata.risk)
+        advice = "give a margin" if smallest is None else f"the smallest rate that works is {100 * smallest:g}%"
+        raise UsageError(f"{given}: {chosen.reason} ({chosen.images} validation images); {advice}")
+    return Chosen(
+        chosen.min_margin,
+        f"Abstaining below margin {chosen.min_margin:.4g}: on {chosen.images} validation images it answers "
+        f"{chosen.coverage:.1%}, {chosen.wrong} of {chosen.answered} wrong; error rate at most {chosen.bound:.2%} with "
+        f"{chosen.confidence:.0%} confidence",
+    )
+
+
+def _check_ood_score(given: str, path: Path, metadata: Metadata) -> None:
+    flag = given.split()[0]
+    if metadata.evidence != "exact":
+        raise UsageError(
+            f"{given}: {path} computes no OOD score, since no single cell is its evidence (evidence "
+            f"{metadata.evidence}); leave {flag} out"
+        )
+    if not metadata.has_output("ood_score"):
+        is_checkpoint = model_kind(path) == "checkpoint"
+        why = "its checkpoint has no features of training images"
+        model, after = (path, "") if is_checkpoint else (metadata.checkpoint_name, ", then export it again")
+        raise UsageError(
+            f"{given}: {path} computes no OOD score: "
+            f"{why if is_checkpoint else f'exported with --no-ood-score, or {why}'}; add them with "
+            f"`opal-deploy evaluate DATA --model {model} --split val --record`{after}"
+        )
+
+
+def _choose_ood_score(given: str, path: Path, metadata: Metadata, rate: float) -> Chosen:
+    """Return the OOD score that an image like the validation images exceeds with this probability at most."""
+    baseline = metadata.known_baseline
+    if baseline is None or not baseline.ood_score:
+        raise UsageError(
+            f"{given}: {path} has no baseline of validation images; measure one with `opal-deploy evaluate "
+            f"DATA --model {path} --split val --record`, or give an OOD score such as 0.7"
+        )
+    limit = baseline.choose_threshold(rate)
+    if limit is None:
+        least = math.ceil(1000 / (baseline.images + 1)) / 10
+        raise UsageError(
+            f"{given}: {baseline.images} validation images are too few for that rate; give {least:g}% or more, or an "
+            "OOD score"
+        )
+    return Chosen(
+        limit,
+        f"Unknown above OOD score {limit}: an image like the {baseline.images:,} {baseline.split} images exceeds it "
+        f"with a probability of at most {100 * rate:g}%",
+    )
+
+
+def _explain_ood_score(score: float, limit: float, slots: Sequence[Slot], metadata: Metadata) -> str:
+    """Return the OOD score in words, and the slot whose score is the least usual."""
+    text = f"OOD score {score:.2f}, threshold {limit:.2f}"
+    baseline = metadata.known_baseline
+    worst: tuple[float, str] | None = None
+    for slot in slots:
+        usual = None if baseline is None else baseline.find_slot(slot["channel"])
+        if usual is None:
+            continue
+        low, high, here = usual.score[0], usual.score[-1], slot["score"]
+        unusual = max(low / max(here, 1e-9), here / max(high, 1e-9))
+        if unusual > 1 and (worst is None or unusual > worst[0]):
+            own = baseline is not None and slot["channel"] in baseline.slots
+            whose = f"in {usual.images:,} images of this class" if own else "over all classes"
+            worst = unusual, f"; slot {slot['slot']} usually {low:.2g} to {high:.2g} {whose}, here {here:.2g}"
+    return text + (worst[1] if worst else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(Options):
+    """Thresholds, each a number, a rate on the model's validation images such as `5%`, or None: not applied.
+
+    A field declares a threshold. Where several hold, the first field's status is given. Options classes of commands
+    inherit the fields.
+    """
+
+    unknown: Annotated[
+        float | str | None,
+        Option(
+            "Mark an image `unknown` above this OOD score. `5%` picks the score that 5% of validation images exceed.",
+            panel=_PANEL, cli=str,
+        ),
+        Threshold(
+            "ood_score", True, "unknown", "an OOD score such as 0.7, or a rate such as 5%", _check_ood_score,
+            _choose_ood_score, _explain_ood_score,
+        ),
+    ] = None  # fmt: skip
+    min_margin: Annotated[
+        float | str | None,
+        Option(
+            "Abstain below this margin. `5%` picks the margin that keeps the validation error rate at or below 5%.",
+            panel=_PANEL, cli=str,
+        ),
+        Threshold(
+            "margin", False, "abstained", "a margin such as 0.05, or an error rate such as 5%", _check_margin,
+            _choose_margin,
+        ),
+    ] = None  # fmt: skip
+
+    @staticmethod
+    def of(options: Decision) -> Decision:
+        """Return the thresholds among the options of a command."""
+        return Decision(**{name: getattr(options, name) for name in THRESHOLDS})
+
+    @staticmethod
+    def read(document: Mapping[str, Any]) -> Decision:
+        """Return the numbers in a document that `limits` wrote, such as run.json; anything else is no threshold."""
+        limits = {name: value for name, value in with_current_thresholds(document).items() if name in THRESHOLDS}
+        return Decision(**{name: float(value) for name, value in limits.items() if is_finite_number(value)})
+
+    def resolve(self, path: Path, metadata: Metadata, log: Log = log_line) -> Decision:
+        """Return the decision with a number for each rate, and log what that number does.
+
+        Args:
+            path, metadata: the model's file, which messages name, and its metadata.
+            log: receives a line per rate.
+
+        Raises:
+            UsageError: a threshold is neither a number nor a rate, the model does not compute what it compares, or has
+                too few validation images for the rate.
+        """
+        limits: dict[str, Any] = {}
+        for name, threshold in THRESHOLDS.items():
+            if (value := getattr(self, name)) is None:
+                continue
+            given, text = f"--{name.replace('_', '-')}", str(value)
+            threshold.check(f"{given} {text}", path, metadata)
+            if text.strip().endswith("%"):
+                chosen = threshold.choose(f"{given} {text}", path, metadata, parse_rate(given, text))
+                log(chosen.effect)
+                limits[name] = chosen.limit
+            else:
+                limits[name] = _parse_number(given, text, threshold.number)
+        return replace(self, **limits)
+
+    @property
+    def limits(self) -> dict[str, float | None]:
+        """The number of each threshold of a resolved decision, None where it is not applied."""
+        return {name: getattr(self, name) for name in THRESHOLDS}
+
+    def judge(
+        self, values: Mapping[str, float | None], slots: Sequence[Slot], metadata: Metadata
+    ) -> tuple[Status, str]:
+        """Return the status of an image by a resolved decision, and the reason in words, which may be empty.
+
+        Args:
+            values: the image's margin, and its outputs of one number per image, by name.
+            slots: evidence for the predicted class, as the record has it.
+            metadata: of the model.
+        """
+        for threshold, limit in self._rules:
+            value = values.get(threshold.quantity)
+            if value is not None and (value > limit if threshold.above else value < limit):
+                reason = "" if threshold.explain is None else threshold.explain(value, limit, slots, metadata)
+                return threshold.status, reason
+        return "ok", ""
+
+    def to_rules(self) -> list[dict[str, Any]]:
+        """Return the rules of a resolved decision for JSON: name, quantity, whether above, limit and status of each."""
+        return [
+            {"name": name, "quantity": rule.quantity, "above": rule.above, "limit": limit, "status": rule.status}
+            for (name, rule), limit in zip(THRESHOLDS.items(), self.limits.values(), strict=True)
+            if limit is not None
+        ]
+
+    @cached_property
+    def _rules(self) -> list[tuple[Threshold, float]]:
+        limits = zip(THRESHOLDS.values(), self.limits.values(), strict=True)
+        return [(threshold, limit) for threshold, limit in limits if limit is not None]
+
+
+def _parse_number(option: str, text: str, expected: str) -> float:
+    """Return a finite number; run.json and the records' JSON have no other."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UsageError(f"{option} {text!r}: expected {expected}")
+    return value
+
+
+def _find_thresholds() -> dict[str, Threshold]:
+    hints = get_type_hints(Decision, include_extras=True)
+    return {
+        field.name: next(each for each in hints[field.name].__metadata__ if isinstance(each, Threshold))
+        for field in fields(Decision)
+    }
+
+
+# the rules by the names of the thresholds, in the order in which they apply
+THRESHOLDS: dict[str, Threshold] = _find_thresholds()
+NO_DECISION = Decision()
+# names that version 0.1.0 wrote, and what they are now
+_FORMER_NAMES = {"max_strangeness": "unknown"}
+
+
+def with_current_thresholds(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with the names of thresholds that this version uses."""
+    return {_FORMER_NAMES.get(name, name): value for name, value in document.items()}

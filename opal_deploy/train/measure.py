@@ -1,0 +1,90 @@
+"""What a run measures of its best weights at the end: metrics, calibration, and what `drift` and `--unknown` need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from opal_deploy.artifact.baseline import Baseline
+from opal_deploy.artifact.measurements import Calibration, ReceptiveField
+from opal_deploy.datasets.samples import DataSet, Sample
+from opal_deploy.evaluation.baseline import fit_neighbours, measure_baseline
+from opal_deploy.evaluation.calibration import calibrate
+from opal_deploy.evaluation.metrics import ClassCounts, Evaluation, count_by_class
+from opal_deploy.evaluation.receptive_field import measure_receptive_field
+from opal_deploy.logs import Progress
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.train import machine
+from opal_deploy.train.epoch import predict
+from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.machine import ProcessGroup
+
+# images per forward pass of validation and tests
+EVALUATION_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The measurements of a run's best weights, in float32.
+
+    Attributes:
+        val, test: metrics on the validation and the test split; `test` is None without one.
+        classes: answers per class on the test split, or on the validation split without one.
+        calibration: fitted to the validation split.
+        receptive_field, baseline: only of the process that writes the checkpoint; None in the others.
+    """
+
+    val: Evaluation
+    test: Evaluation | None
+    classes: list[ClassCounts]
+    calibration: Calibration
+    receptive_field: ReceptiveField | None
+    baseline: Baseline | None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics of both splits, as the checkpoint keeps them."""
+        return {**self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {})}
+
+
+def measure_best(
+    network: OpalNetwork,
+    data: DataSet,
+    val_batches: Batches,
+    background: list[Sample],
+    group: ProcessGroup,
+    progress: Progress,
+) -> Measurements:
+    """Measure a network with its best weights; the main process also gives it the neighbours of its training images.
+
+    Args:
+        network: on the group's device; changed only by `network.neighbours`.
+        data: the data set that it was trained on.
+        val_batches: of the validation split.
+        background: out-of-distribution images for the neighbours; may be empty.
+        group: the processes that share the work.
+        progress: called with batches or images done.
+    """
+    machine.set_tf32(enabled=False)
+    outputs = predict(network, val_batches, progress=progress, group=group)
+    # in float32, which the epoch's own figures on a GPU are not
+    val = outputs.compute_metrics(network.config.slots)
+    calibration = calibrate(outputs.logits, outputs.labels)
+    # only the process that writes them measures them, on a bounded number of images
+    receptive_field = baseline = test = None
+    if group.is_main:
+        receptive_field = measure_receptive_field(network, data.val)
+        network.neighbours = fit_neighbours(network, data.train, background, progress=progress)
+        checkpoint = Checkpoint(network, data.class_names, receptive_field=receptive_field)
+        session = TorchSession(checkpoint, device=str(group.device))
+        baseline = measure_baseline(session, data.val, network.neighbours, progress=progress)
+    if data.test:
+        workers = machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
+        images = TrainImages(data.test, val_batches.images.resize_size)
+        batches = Batches(images, EVALUATION_BATCH, workers=workers, rank=group.rank, size=group.size)
+        outputs = predict(network, batches, progress=progress, group=group)
+        test = outputs.compute_metrics(network.config.slots)
+    classes = count_by_class(outputs.logits, outputs.labels, data.class_names)
+    return Measurements(val, test, classes, calibration, receptive_field, baseline)
