@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
-from opal_deploy.editing.api import EditOptions, EditResult
+from opal_deploy.editing.api import EditResult
+from opal_deploy.editing.options import EditOptions
 
 if TYPE_CHECKING:
     from opal_deploy.editing.scores import Effect

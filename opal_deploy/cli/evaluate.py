@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from opal_deploy.cli.console import print_json, print_line, progress
-from opal_deploy.evaluation.api import EvaluateOptions
+from opal_deploy.evaluation.options import EvaluateOptions
 
 
 def evaluate(

@@ -7,26 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
-from opal_deploy.editing.drops import SlotName, check_drops, name_slot, parse_slots, read_drops, write_slot
+from opal_deploy.editing.drops import check_drops, name_slot, parse_slots, read_drops, write_slot
+from opal_deploy.editing.options import EditOptions
 from opal_deploy.errors import ArtifactError, UsageError, require
-from opal_deploy.evaluation.api import EvaluateOptions, Split
-from opal_deploy.logs import Log, Progress, log_line, no_progress
 from opal_deploy.options import (
-    CropToBoxes,
-    DatasetName,
-    Device,
-    Option,
-    Options,
-    Partition,
-    SkipMissing,
     StrPath,
-    Threads,
     keywords,
     to_arguments,
 )
@@ -35,70 +26,6 @@ if TYPE_CHECKING:
     from opal_deploy.editing.data import ScoredData
     from opal_deploy.editing.scores import Effect, Scores
     from opal_deploy.editing.suggestions import Suggestion
-
-
-@dataclass(frozen=True, kw_only=True)
-class EditOptions(Options):
-    """Options of an edit.
-
-    Attributes:
-        log: receives the lines that the command prints.
-        progress: receives the number of images done and in all.
-    """
-
-    drop: Annotated[
-        tuple[SlotName, ...], Option("Slot to take out: CLASS/SLOT, such as Gull/2. Repeatable.", cli=list[str])
-    ] = ()
-    drops: Annotated[
-        StrPath | None, Option('TOML file of slots to take out: drop = ["Gull/2", "Gull/4"].', cli=Path)
-    ] = None
-    restore: Annotated[
-        tuple[SlotName, ...], Option("Dropped slot to give back, in a checkpoint. Repeatable.", cli=list[str])
-    ] = ()
-    data: Annotated[StrPath | None, Option("A data set as `train` takes it, to measure on.", cli=Path)] = None
-    suggest: Annotated[bool, Option("List slots that look at the wrong thing. Needs --data.")] = False
-    background: Annotated[
-        StrPath | None,
-        Option("Folder of images without any object; slots that fire there as strongly are suggested.", cli=Path),
-    ] = None
-    split: Annotated[Split, Option("Images of --data to measure on; test images should stay for the end.")] = "val"
-    page: Annotated[
-        StrPath | None,
-        Option("HTML page to write: suggestions to try out, and images whose answer changes.", cli=Path),
-    ] = None
-    atlas: Annotated[
-        StrPath | None,
-        Option("Folder of `opal-deploy atlas`; --page shows its patches of the slots.", cli=Path),
-    ] = None
-    out: Annotated[StrPath | None, Option("Edited model to write.", default="none is written", cli=Path)] = None
-    overwrite: Annotated[bool, Option("Replace --out or --page if it exists.")] = False
-    reason: Annotated[str | None, Option("Why, kept in the model's file.")] = None
-    dataset: DatasetName = None
-    partition: Partition = 1
-    skip_missing: SkipMissing = False
-    boxes: CropToBoxes = True
-    annotations: Annotated[
-        StrPath | None, Option("COCO file with object boxes.", default="the data set's boxes or masks", cli=Path)
-    ] = None
-    batch: Annotated[int, Option("Batch size.", min=1)] = 16
-    device: Device = "auto"
-    threads: Threads = None
-    log: Log = log_line
-    progress: Progress = no_progress
-
-    def evaluate_options(self) -> EvaluateOptions:
-        """Return the options with which the data set is read and measured."""
-        shared = ("dataset", "partition", "skip_missing", "split", "boxes", "annotations", "batch", "device", "threads")
-        values = {name: getattr(self, name) for name in (*shared, "log", "progress")}
-        return EvaluateOptions(**values, parts=None)
-
-    def repeat(self, model: Path, drop: Sequence[str] = ()) -> list[str]:
-        """Return the command that takes these slots out, measured on the same images."""
-        edit = replace(
-            self, drop=tuple(drop), drops=None, suggest=False, background=None, page=None, atlas=None, overwrite=False,
-            out=f"{model.stem}.edited{model.suffix}",
-        )  # fmt: skip
-        return ["opal-deploy", "edit", str(model), *to_arguments(edit)]
 
 
 @dataclass(frozen=True)

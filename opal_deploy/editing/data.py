@@ -14,7 +14,7 @@ from opal_deploy.artifact.outputs import FloatArray, IntArray
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.datasets.background import list_background
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.editing.api import EditOptions
+from opal_deploy.editing.options import EditOptions
 from opal_deploy.editing.scores import Scores
 from opal_deploy.evaluation.annotations import Annotations
 from opal_deploy.evaluation.calibration import calibrate

@@ -17,8 +17,8 @@ import numpy as np
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.annotations import Annotations
-from opal_deploy.evaluation.api import BASELINES, Baseline
 from opal_deploy.evaluation.metrics import figures_to_dict, format_columns
+from opal_deploy.evaluation.options import BASELINES, Baseline
 from opal_deploy.evaluation.perturbation import (
     Curve,
     Curves,

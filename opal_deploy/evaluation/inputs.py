@@ -17,7 +17,7 @@ from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample, pluralize
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import Annotations, annotate, has_creatures
-from opal_deploy.evaluation.api import EvaluateOptions
+from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.inference.api import Model
 from opal_deploy.runtime.select import open_sessions, read_model_metadata
 from opal_deploy.runtime.session import Session

@@ -12,7 +12,6 @@ from opal_deploy.artifact.files import model_kind, write_json
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import files
-from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.baseline import baseline_of, fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import CalibrationFigures, evaluate_calibration, format_calibration
 from opal_deploy.evaluation.faithfulness import (
@@ -23,6 +22,7 @@ from opal_deploy.evaluation.faithfulness import (
 )
 from opal_deploy.evaluation.inputs import EvaluatedModel, EvaluationInputs, check_model, read_inputs
 from opal_deploy.evaluation.metrics import measure_agreement
+from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.pointing import PointingGame, format_game, play_pointing_game
 from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.evaluation.receptive_field import measure_receptive_field

@@ -17,7 +17,7 @@ from PIL import Image, ImageFilter
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.api import Baseline
+from opal_deploy.evaluation.options import Baseline
 from opal_deploy.evaluation.rankings import Rankings
 from opal_deploy.runtime.session import Session
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import NamedTuple, Protocol
 
 import onnx
 
-from opal_deploy.artifact.metadata import Metadata, Precision
+from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata, Precision
+from opal_deploy.artifact.outputs import PER_IMAGE
 from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.errors import UsageError
+from opal_deploy.export.graph_edit import add_top_outputs
 from opal_deploy.export.images import ImagePool, Pixels, VerificationImages, run_in_batches
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.precision import refinements, to_bf16, to_fp16, to_int8
@@ -157,3 +161,30 @@ def refine_precision(candidate: ExportCandidate) -> Iterator[ExportCandidate]:
     for quantised, model in refinements(candidate.model):
         metadata = replace(candidate.metadata, exporter={**candidate.metadata.exporter, "quantised": quantised})
         yield replace(candidate, model=model, metadata=metadata)
+
+
+def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
+    """Return a candidate that also outputs its `k` best classes, or all C if there are fewer.
+
+    Raises:
+        UsageError: the model has no evidence, so its only output is the logits.
+    """
+    metadata = candidate.metadata
+    if metadata.evidence == "none":
+        raise UsageError(
+            "--outputs topk: the model has only logits and no evidence to select (evidence none); leave it out"
+        )
+    k = min(k, metadata.num_classes)
+    model = add_top_outputs(candidate.model, metadata.num_classes, metadata.prototypes_per_class, k)
+    outputs = (*metadata.outputs, *TOP_OUTPUTS)
+    return replace(candidate, model=model, metadata=replace(metadata, outputs=outputs, top_k=k))
+
+
+def drop_other_outputs(candidate: ExportCandidate) -> ExportCandidate:
+    """Return a candidate of `with_top_classes` with its best classes and its outputs of one number per image only."""
+    model = copy.deepcopy(candidate.model)
+    names = tuple(name for name in candidate.metadata.outputs if name in (*TOP_OUTPUTS, *PER_IMAGE))
+    values = {value.name: value for value in model.graph.output}
+    del model.graph.output[:]
+    model.graph.output.extend(values[name] for name in names)
+    return replace(candidate, model=model, metadata=replace(candidate.metadata, outputs=names))

@@ -21,7 +21,14 @@ from opal_deploy.artifact.engine_file import check_engine
 from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata, Precision
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
-from opal_deploy.export.candidate import ExportCandidate, ExportSource, convert_precision, refine_precision
+from opal_deploy.export.candidate import (
+    ExportCandidate,
+    ExportSource,
+    convert_precision,
+    drop_other_outputs,
+    refine_precision,
+    with_top_classes,
+)
 from opal_deploy.export.engine import stage_engines
 from opal_deploy.export.files import (
     EngineTargets,
@@ -31,7 +38,6 @@ from opal_deploy.export.files import (
     ExportTargets,
     engine_name,
 )
-from opal_deploy.export.graph_edit import drop_other_outputs, with_top_classes
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.verification import verification_error, verify_candidate

@@ -13,20 +13,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
-from opal_deploy.artifact.outputs import PER_IMAGE
 from opal_deploy.artifact.slots import Slots
-from opal_deploy.errors import ArtifactError, UsageError
-
-if TYPE_CHECKING:
-    from opal_deploy.export.candidate import ExportCandidate
+from opal_deploy.errors import ArtifactError
 
 # names of the values at the two ends of the body
 BODY_INPUT = "normalised"
@@ -117,33 +112,6 @@ def with_slots(model: onnx.ModelProto, slots: Slots, distance: str) -> onnx.Mode
         mask = helper.make_node("Mul", [maximum.output[0], KEPT], ["scores"], name="kept_scores")
         changed.graph.node.insert(number + 1, mask)
     return changed
-
-
-def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
-    """Return a candidate that also outputs its `k` best classes, or all C if there are fewer.
-
-    Raises:
-        UsageError: the model has no evidence, so its only output is the logits.
-    """
-    metadata = candidate.metadata
-    if metadata.evidence == "none":
-        raise UsageError(
-            "--outputs topk: the model has only logits and no evidence to select (evidence none); leave it out"
-        )
-    k = min(k, metadata.num_classes)
-    model = add_top_outputs(candidate.model, metadata.num_classes, metadata.prototypes_per_class, k)
-    outputs = (*metadata.outputs, *TOP_OUTPUTS)
-    return replace(candidate, model=model, metadata=replace(metadata, outputs=outputs, top_k=k))
-
-
-def drop_other_outputs(candidate: ExportCandidate) -> ExportCandidate:
-    """Return a candidate of `with_top_classes` with its best classes and its outputs of one number per image only."""
-    model = copy.deepcopy(candidate.model)
-    names = tuple(name for name in candidate.metadata.outputs if name in (*TOP_OUTPUTS, *PER_IMAGE))
-    values = {value.name: value for value in model.graph.output}
-    del model.graph.output[:]
-    model.graph.output.extend(values[name] for name in names)
-    return replace(candidate, model=model, metadata=replace(candidate.metadata, outputs=names))
 
 
 def add_top_outputs(model: onnx.ModelProto, num_classes: int, m: int, k: int) -> onnx.ModelProto:

@@ -11,7 +11,7 @@ import torch
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.api import BASELINES
+from opal_deploy.evaluation.options import BASELINES
 from opal_deploy.evaluation.perturbation import baseline_image, replace_cells
 from opal_deploy.evaluation.rankings import GradCam, build_rankings, evidence_cells
 from opal_deploy.evaluation.session import choose_samples

@@ -13,8 +13,9 @@ from opal_deploy.artifact.outputs import TopOutputs, select_top
 from opal_deploy.artifact.test_vectors import pack
 from opal_deploy.errors import UsageError
 from opal_deploy.export.builder import EngineTarget, Network
+from opal_deploy.export.candidate import with_top_classes
 from opal_deploy.export.checkpoint_source import CheckpointSource
-from opal_deploy.export.graph_edit import add_top_outputs, with_top_classes
+from opal_deploy.export.graph_edit import add_top_outputs
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import EngineOptions, ExportOptions
 from opal_deploy.export.verification import verify_candidate

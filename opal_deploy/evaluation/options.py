@@ -1,0 +1,101 @@
+"""The options of `evaluate_model` and `opal-deploy evaluate`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from opal_deploy.errors import UsageError
+from opal_deploy.logs import Log, Progress, log_line, no_progress
+from opal_deploy.options import (
+    CropToBoxes,
+    DatasetName,
+    Device,
+    Option,
+    Options,
+    Partition,
+    SkipMissing,
+    StrPath,
+    Threads,
+    parse_rate,
+)
+
+Split = Literal["test", "val", "train", "all"]
+Baseline = Literal["blur", "mean", "noise"]
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(Options):
+    """Options of an evaluation.
+
+    Attributes:
+        log: receives the lines that the command prints.
+        progress: receives the number of images done and in all.
+    """
+
+    dataset: DatasetName = None
+    partition: Partition = 1
+    skip_missing: SkipMissing = False
+    split: Annotated[Split, Option("Images to measure; `all` for a folder that was not used in training.")] = "test"
+    boxes: CropToBoxes = True
+    parts: Annotated[
+        bool | None,
+        Option(
+            "Prototype consistency, stability and part purity, and the pointing game on parts.",
+            flag="--parts/--no-parts",
+            default="where the data set has parts",
+        ),
+    ] = None
+    annotations: Annotated[
+        StrPath | None,
+        Option("COCO file with object boxes for the pointing game.", default="the data set's boxes or masks", cli=Path),
+    ] = None
+    target_error: Annotated[
+        float | None,
+        Option(
+            "Choose a --min-margin for `infer` that keeps this error rate, such as 5%.",
+            cli=str,
+            parse=functools.partial(parse_rate, "--target-error"),
+        ),
+    ] = None
+    faithfulness: Annotated[bool, Option("Measure what removing evidence cells changes, and how stable cells are.")] = (
+        False
+    )
+    limit: Annotated[int, Option("Images for --faithfulness, evenly over classes.", min=1)] = 100
+    fill: Annotated[
+        tuple[Baseline, ...], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])
+    ] = BASELINES
+    seed: Annotated[int, Option("Seed of the noise and the random cells.", min=0)] = 0
+    device: Device = "auto"
+    threads: Threads = None
+    batch: Annotated[int, Option("Batch size.", min=1)] = 16
+    out: Annotated[StrPath | None, Option("Folder for evaluation.json, tables and plots.", cli=Path)] = None
+    overwrite: Annotated[bool, Option("Replace the evaluation in --out.")] = False
+    record: Annotated[
+        bool,
+        Option(
+            "Store the figures in the model's file, for `inspect` and `infer --explain`. With --split val also the "
+            "baseline for `drift` and --unknown, and, if the model has none, a temperature for calibrated "
+            "probabilities. Changes the file's digest.",
+        ),
+    ] = False
+    background: Annotated[
+        StrPath | None,
+        Option(
+            "Folder of out-of-distribution images, e.g. empty scenes; with --split val --record they help --unknown "
+            "flag similar images. For checkpoints.",
+            default="those of training", cli=Path,
+        ),
+    ] = None  # fmt: skip
+    log: Log = log_line
+    progress: Progress = no_progress
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_error is not None and not 0 < self.target_error < 1:
+            raise UsageError(f"target_error {self.target_error}: expected a share between 0 and 1, such as 0.05")
+        # each baseline once
+        object.__setattr__(self, "fill", tuple(dict.fromkeys(self.fill)))
