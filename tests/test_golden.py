@@ -8,6 +8,7 @@ import pytest
 
 from opal_deploy.artifact.engine_file import check_engine
 from tests.cli.calls import check, one_line, read_results
+from tests.golden.make import TRAINING
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name != "__pycache__")
@@ -65,6 +66,18 @@ def test_a_file_without_keys_that_came_later_answers_and_refuses_what_needs_them
     advice = "opal-deploy evaluate"
     assert advice in one_line(call("infer", "images", *model, "--out", "unknown", "--unknown", "5%"))
     assert advice in one_line(call("drift", "out", "--baseline", "early.onnx"))
+
+
+def test_an_interrupted_training_goes_on(call, folder):
+    before = (folder / "training/metrics.csv").read_text("utf-8").splitlines()
+    check(call(*TRAINING, "--resume"))
+    after = (folder / "training/metrics.csv").read_text("utf-8").splitlines()
+    assert (after[: len(before)], len(after)) == (before, 4)
+
+
+def test_an_atlas_is_shown_beside_a_model_of_that_time(call, folder):
+    check(call("explain", "images/0.png", "--model", "model.onnx", "--atlas", "atlas", "--out", "sheet.svg", *CPU))
+    assert "image/jpeg" in (folder / "sheet.svg").read_text("utf-8")
 
 
 def test_the_sidecar_of_an_engine_is_read(folder):

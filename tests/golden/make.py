@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
-from shutil import copy, copytree
+from shutil import copy, copytree, ignore_patterns, rmtree
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ RUNNABLE = ("model.pt", "model.onnx", "model.fp16.onnx", "model.int8.onnx", "ear
 # keys that files of the first versions of schema 1 lack
 ADDED_LATER = (
     "risk", "calibration", "edits", "evaluation", "receptive_field", "baseline", "keep_layers", "top_k"
+)  # fmt: skip
+ORT_WEB = Path(__file__).parents[2] / ".ort-web/node_modules/onnxruntime-web"
+TRAINING = (
+    "train", "data", "--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--stride", "8", "--prototypes", "2",
+    "--size", str(SIDE), "--epochs", "3", "--batch-size", "8", "--workers", "0", "--device", "cpu", "--out", "training",
 )  # fmt: skip
 _MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
 
@@ -105,6 +111,22 @@ def make_runs(folder: Path) -> None:
     results.write_bytes(b"".join(results.read_bytes().splitlines(keepends=True)[:2]))
 
 
+def make_folders(folder: Path) -> None:
+    """Write an atlas, a page without ONNX Runtime Web's 12 MB, and a training run that was interrupted."""
+    opal(folder, "atlas", "data", "--model", "model.onnx", "--out", "atlas", *CPU)
+    opal(folder, "export", "model.onnx", "--web", "page", "--ort-web", str(ORT_WEB), "--atlas", "atlas", "--no-verify")
+    rmtree(folder / "page/ort")
+    command = [sys.executable, "-c", _MAIN, *TRAINING]
+    with subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}) as training:
+        while training.poll() is None and not _has_epochs(folder / "training/metrics.csv"):
+            time.sleep(0.01)
+        training.kill()
+
+
+def _has_epochs(path: Path) -> bool:
+    return path.exists() and path.read_text("utf-8").count("\n") > 2
+
+
 def main() -> None:
     """Write the golden files of this version."""
     if FOLDER.exists():
@@ -113,10 +135,15 @@ def main() -> None:
         folder = Path(temporary)
         make_models(folder)
         make_runs(folder)
+        make_folders(folder)
         FOLDER.mkdir()
         kept = ["model.bf16.onnx", "model.engine", "model.engine.json", "public.pem", "images", "run", "unfinished"]
+        kept += ["data", "atlas", "page", "training"]
         for name in (*kept, *RUNNABLE, *(f"{name}.jsonl" for name in RUNNABLE)):
-            (copytree if (folder / name).is_dir() else copy)(folder / name, FOLDER / name)
+            if (folder / name).is_dir():
+                copytree(folder / name, FOLDER / name, ignore=ignore_patterns(".*"))
+            else:
+                copy(folder / name, FOLDER / name)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from opal_deploy.inference.atlas import create_atlas
 from opal_deploy.synthetic import example_images
 from tests.browser import AXE, CHROMIUM, ORT_WEB, find_violations, needs_chromium, needs_ort_web
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 # a GPU and a camera of software
 FLAGS = (
     "--no-sandbox --disable-background-networking --enable-unsafe-webgpu --use-webgpu-adapter=swiftshader "
@@ -159,6 +160,18 @@ class TestPage:
         expect(page.locator("#status")).to_contain_text("Answered")
         assert json.loads(page.locator("#record").text_content())["image"] == "camera.png"
         expect(page.locator("#viewfinder")).to_be_hidden()
+
+    def test_a_page_of_an_earlier_version_answers_as_it_did(self, site, visit, tmp_path):
+        for version in (GOLDEN / "0.1.0",):
+            folder = tmp_path / version.name
+            shutil.copytree(version / "page", folder)
+            shutil.copytree(site / "ort", folder / "ort")
+            page = visit(folder)
+            expect(page.locator("#checked")).to_contain_text("cells as in PyTorch")
+            record = ask(page, version / "images/0.png")
+            expected = json.loads((version / "model.onnx.jsonl").read_text("utf-8").splitlines()[0])
+            assert record["prediction"]["label"] == expected["prediction"]["label"]
+            assert [slot["cell"] for slot in record["evidence"]] == [slot["cell"] for slot in expected["evidence"]]
 
     def test_patches_a_margin_and_webgpu(self, site, exact_model, visit, make_pictures, tmp_path):
         make_pictures(tmp_path / "photos", 12)
