@@ -17,9 +17,9 @@ from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 from opal_deploy.cli import app
-from opal_deploy.editing.api import EditOptions
-from opal_deploy.evaluation.api import EvaluateOptions
-from opal_deploy.export.options import ExportOptions
+from opal_deploy.editing.options import EditOptions
+from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.export.options import EngineOptions, OnnxOptions, TritonOptions, WebOptions
 from opal_deploy.inference.infer import InferOptions
 from opal_deploy.options import Options, default_of, option_fields
 from opal_deploy.records import json_schema
@@ -43,7 +43,10 @@ _TRY_IT = {
 _FUNCTIONS: dict[str, type[Options]] = {
     "edit_model": EditOptions,
     "evaluate_model": EvaluateOptions,
-    "export_model": ExportOptions,
+    "export_engines": EngineOptions,
+    "export_model": OnnxOptions,
+    "export_triton": TritonOptions,
+    "export_web": WebOptions,
     "run_inference": InferOptions,
     "train_model": TrainRunOptions,
 }

@@ -24,7 +24,7 @@ from opal_deploy.errors import (
 if TYPE_CHECKING:
     from opal_deploy.editing.api import edit_model
     from opal_deploy.evaluation.api import evaluate_model, evaluate_models
-    from opal_deploy.export.api import export_model
+    from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
     from opal_deploy.inference.api import Model, load
     from opal_deploy.inference.explanation import Explanation, Explanations
     from opal_deploy.inference.infer import InferenceRun, run_inference
@@ -52,7 +52,10 @@ __all__ = [
     "edit_model",
     "evaluate_model",
     "evaluate_models",
+    "export_engines",
     "export_model",
+    "export_triton",
+    "export_web",
     "json_schema",
     "load",
     "run_inference",
@@ -66,7 +69,7 @@ __all__ = [
 _LAZY = {
     "editing.api": ("edit_model",),
     "evaluation.api": ("evaluate_model", "evaluate_models"),
-    "export.api": ("export_model",),
+    "export.api": ("export_engines", "export_model", "export_triton", "export_web"),
     "inference.api": ("Model", "load"),
     "inference.explanation": ("Explanation", "Explanations"),
     "inference.infer": ("InferenceRun", "run_inference"),

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
+import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
@@ -235,13 +237,16 @@ def to_arguments(options: Options) -> list[str]:
 
 def parse_rate(option: str, text: str) -> float:
     """Return a percentage such as `5%` or `0.5 %` as a rate; raise UsageError that names `option` for anything else."""
-    try:
-        percent = float(text.strip().removesuffix("%")) if text.strip().endswith("%") else float("nan")
-    except ValueError:
-        percent = float("nan")
-    if not 0 < percent < 100:
+    percent = parse_number(text.strip().removesuffix("%")) if text.strip().endswith("%") else None
+    if percent is None or not 0 < percent < 100:
         raise UsageError(f"{option} {text!r}: expected a percentage between 0 and 100, such as 5%")
     return percent / 100
+
+
+def parse_number(text: str) -> float | None:
+    """Return a finite number written in ASCII digits, such as `0.05` or `5e-2`; None for anything else."""
+    match = re.fullmatch(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?\s*", text, re.ASCII | re.IGNORECASE)
+    return float(text) if match and math.isfinite(float(text)) else None
 
 
 def parse_size(text: str) -> tuple[int, int]:

@@ -139,7 +139,7 @@ def test_a_model_describes_itself_and_other_files_are_refused(model, tmp_path):
         opal_deploy.load(tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize("name", ["train_model", "evaluate_model", "export_model"])
+@pytest.mark.parametrize("name", ["train_model", "evaluate_model"])
 def test_a_function_has_the_options_of_its_command(name):
     from opal_deploy.cli import app
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,10 +36,10 @@ def export(
     With --triton the file, or an .onnx or .engine file as it is, becomes a model repository for NVIDIA Triton.
     docs/howto/export.md compares the formats: their files, what they run on, and where they have been run.
     """
-    from opal_deploy.export.api import export_model
+    from opal_deploy.export.api import run_export
 
     with progress("building") as advance:
-        result = export_model(source, **{**options.keywords(), "log": print_message, "progress": advance})
+        result = run_export(source, replace(options, log=print_message, progress=advance))
     for exported in result.onnx:
         _print_onnx(exported)
     for engine in result.engines:

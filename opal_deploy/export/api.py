@@ -1,40 +1,50 @@
-"""The public `export_model`, which `opal-deploy export` calls."""
+"""The public functions that export, and `run_export`, which `opal-deploy export` calls."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.export.files import EngineTargets, ExportResult, plan_targets
-from opal_deploy.export.options import CheckpointOptions, EngineOptions, ExportOptions
+from opal_deploy.export.options import (
+    CheckpointOptions,
+    CommonOptions,
+    EngineExportOptions,
+    EngineOptions,
+    ExportOptions,
+    OnnxOptions,
+    TritonOptions,
+    WebOptions,
+)
 from opal_deploy.options import StrPath, keywords
-from opal_deploy.records.decision import THRESHOLDS, Decision
-from opal_deploy.triton.repository import Repository
-from opal_deploy.web.site import Site
+from opal_deploy.records.decision import Decision
+from opal_deploy.triton.repository import Repository, WrittenRepository
+from opal_deploy.web.site import Site, WrittenSite
 
 if TYPE_CHECKING:
     from opal_deploy.export.candidate import ExportSource
 
-_SITE_ONLY = ("ort_web", "examples", "atlas", *THRESHOLDS, "webgpu")
+_COMMON = {field.name for field in fields(CommonOptions)}
+_SITE_ONLY = [field.name for field in fields(WebOptions) if field.name not in _COMMON]
 # options that apply where a file is served as it is
-_SERVING = ("triton", "name", "web", *_SITE_ONLY, "overwrite", "verify", "threads")
+_SERVING = ("triton", "name", "web", *_SITE_ONLY, *_COMMON)
 
 
-@keywords(ExportOptions)
-def export_model(source: StrPath, options: ExportOptions) -> ExportResult:
-    """Export a checkpoint, or an exported ONNX file, to verified ONNX files, engines or a Triton repository.
+@keywords(OnnxOptions)
+def export_model(source: StrPath, options: OnnxOptions) -> ExportResult:
+    """Export a checkpoint, or an exported ONNX file in another precision, to a verified ONNX file.
 
     Does what `opal-deploy export` does; prints nothing. A file gets its name only after its outputs were compared with
     the reference's.
 
     Args:
-        source: a checkpoint, ours or the authors', or an exported ONNX file; for `triton` also an engine.
+        source: a checkpoint, ours or the authors', or an exported ONNX file.
 
     Returns:
-        The files with their verification. Files that exist as they would be written are kept.
+        The file with its verification. A file that exists as it would be written is kept.
 
     Raises:
         MissingExtra: a package that this export needs is not installed.
@@ -42,6 +52,59 @@ def export_model(source: StrPath, options: ExportOptions) -> ExportResult:
         UsageError: options do not fit together or the source, or another file is in the way.
         VerificationError: outputs differ from the reference by more than the gate allows; nothing is left behind.
     """
+    return run_export(source, ExportOptions(**options.keywords()))
+
+
+@keywords(EngineExportOptions)
+def export_engines(source: StrPath, options: EngineExportOptions) -> ExportResult:
+    """Export a checkpoint or an ONNX file to TensorRT engines, as `opal-deploy export --trt` does.
+
+    Args:
+        source: a checkpoint, whose ONNX files are written too, or an exported ONNX file.
+
+    Returns:
+        The engines and the ONNX files that were written, or existed already.
+
+    Raises:
+        see `export_model`.
+    """
+    return run_export(source, ExportOptions(**options.keywords(), trt=True))
+
+
+@keywords(TritonOptions)
+def export_triton(source: StrPath, folder: StrPath, options: TritonOptions) -> WrittenRepository:
+    """Write a Triton model repository, as `opal-deploy export --triton` does.
+
+    Args:
+        source: an exported ONNX file or an engine, or a checkpoint, which is exported first.
+        folder: the repository; other models in it stay.
+
+    Raises:
+        see `export_model`.
+    """
+    repository = run_export(source, ExportOptions(**options.keywords(), triton=folder)).repository
+    assert repository is not None
+    return repository
+
+
+@keywords(WebOptions)
+def export_web(source: StrPath, folder: StrPath, options: WebOptions) -> WrittenSite:
+    """Write a page that runs the model in the visitor's browser, as `opal-deploy export --web` does.
+
+    Args:
+        source: an exported ONNX file, or a checkpoint, which is exported first.
+        folder: the page's folder: new, empty, or an earlier page's.
+
+    Raises:
+        see `export_model`.
+    """
+    site = run_export(source, ExportOptions(**options.keywords(), web=folder)).site
+    assert site is not None
+    return site
+
+
+def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
+    """Do what `opal-deploy export` does: the ONNX file of `export_model`, and what is made of it."""
     source = Path(source)
     if not source.is_file():
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an exported ONNX file")

@@ -1,4 +1,4 @@
-"""The options of an export, declared once: keywords of `export_model` and options of `opal-deploy export`."""
+"""The options of exports, declared once: keywords of four functions, and options of `opal-deploy export`."""
 
 from __future__ import annotations
 
@@ -138,10 +138,21 @@ class CheckpointOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(CheckpointOptions, EngineOptions, Decision):
-    """All options of an export."""
+class CommonOptions(Options):
+    """Options of every export."""
 
-    trt: Annotated[bool, Option("Build TensorRT engines too; no GPU is needed.")] = False
+    verify: Annotated[
+        bool, Option("Compare with the reference first; --no-verify is recorded.", flag="--verify/--no-verify")
+    ] = True
+    overwrite: Annotated[bool, Option("Replace different files or models that exist.")] = False
+    threads: Threads = None
+    log: Log = log_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxOptions(CheckpointOptions, CommonOptions):
+    """Options of an export to an ONNX file."""
+
     out: Annotated[
         StrPath | None, Option("File to write; with --trt a folder.", default="beside the source", cli=Path)
     ] = None
@@ -160,9 +171,6 @@ class ExportOptions(CheckpointOptions, EngineOptions, Decision):
             cli=Path,
         ),
     ] = None
-    verify: Annotated[
-        bool, Option("Compare with the reference first; --no-verify is recorded.", flag="--verify/--no-verify")
-    ] = True
     input: Annotated[InputKind, Option("uint8: NHWC, normalised in the graph; float32: NCHW, already normalised.")] = (
         "uint8"
     )
@@ -182,14 +190,37 @@ class ExportOptions(CheckpointOptions, EngineOptions, Decision):
             flag="--ood-score/--no-ood-score",
         ),
     ] = True
-    triton: Annotated[StrPath | None, Option("Repository folder; gets two models.", panel=_TRITON, cli=Path)] = None
+    progress: Progress | None = None
+
+    @property
+    def attention(self) -> bool:
+        """Whether the graph outputs attention maps too."""
+        return self.outputs == "attention"
+
+    @property
+    def listed_classes(self) -> int | None:
+        """The number of classes that the graph lists; None where it outputs all classes and channels."""
+        return self.top_k if self.outputs == "topk" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineExportOptions(OnnxOptions, EngineOptions):
+    """Options of an export to TensorRT engines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonOptions(CommonOptions):
+    """Options of a Triton model repository."""
+
     name: Annotated[
         str, Option("Name of the model that takes pixels; NAME_explain takes image files.", panel=_TRITON)
     ] = "opal"
-    web: Annotated[
-        StrPath | None,
-        Option("Folder; gets a page that runs the model in the visitor's browser.", panel=_WEB, cli=Path),
-    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebOptions(Decision, CommonOptions):
+    """Options of a page that runs the model in a browser."""
+
     ort_web: Annotated[
         StrPath | None,
         Option(
@@ -207,20 +238,18 @@ class ExportOptions(CheckpointOptions, EngineOptions, Decision):
     webgpu: Annotated[
         bool, Option("Also copy the WebGPU runtime (27 MB), for large models; used where it is exact.", panel=_WEB)
     ] = False
-    overwrite: Annotated[bool, Option("Replace different files or models that exist.")] = False
-    threads: Threads = None
-    log: Log = log_line
-    progress: Progress | None = None
 
-    @property
-    def attention(self) -> bool:
-        """Whether the graph outputs attention maps too."""
-        return self.outputs == "attention"
 
-    @property
-    def listed_classes(self) -> int | None:
-        """The number of classes that the graph lists; None where it outputs all classes and channels."""
-        return self.top_k if self.outputs == "topk" else None
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(WebOptions, TritonOptions, EngineExportOptions):
+    """The options of `opal-deploy export`, whose result depends on which of `trt`, `triton` and `web` is given."""
+
+    trt: Annotated[bool, Option("Build TensorRT engines too; no GPU is needed.")] = False
+    triton: Annotated[StrPath | None, Option("Repository folder; gets two models.", panel=_TRITON, cli=Path)] = None
+    web: Annotated[
+        StrPath | None,
+        Option("Folder; gets a page that runs the model in the visitor's browser.", panel=_WEB, cli=Path),
+    ] = None
 
     def changed(self, declared_by: type[Options] | None = None, *, but: Sequence[str] = ()) -> str:
         """Return the flags of all options, or those of a base class, that do not have their default values."""

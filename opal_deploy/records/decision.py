@@ -17,7 +17,7 @@ from opal_deploy.artifact.files import is_finite_number, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, log_line
-from opal_deploy.options import Option, Options, parse_rate
+from opal_deploy.options import Option, Options, parse_number, parse_rate
 
 if TYPE_CHECKING:
     from opal_deploy.records.record import Slot, Status
@@ -246,12 +246,9 @@ class Decision(Options):
 
 
 def _parse_number(option: str, text: str, expected: str) -> float:
-    """Return a finite number; run.json and the records' JSON have no other."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
+    """Return a finite number, at least 0 like margins and OOD scores."""
+    value = parse_number(text)
+    if value is None or value < 0:
         raise UsageError(f"{option} {text!r}: expected {expected}")
     return value
 

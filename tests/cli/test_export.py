@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import opal_deploy
-from opal_deploy import export_model
+from opal_deploy import export_model, export_triton
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version
 from tests.cli.calls import check, one_line
@@ -71,20 +71,19 @@ def test_a_source_that_is_no_model_is_one_line(opal, tmp_path, name, message):
 def test_the_function_exports_what_the_command_exports_and_prints_nothing(exact_model, tmp_path, capsys):
     lines = []
     checkpoint, out = exact_model.with_suffix(".pt"), tmp_path / "c.onnx"
-    result = export_model(str(checkpoint), out=out, triton=tmp_path / "models", threads=1, log=lines.append)
+    result = export_model(str(checkpoint), out=out, threads=1, log=lines.append)
     assert result.path == out
     # the fixture's file was exported by the exporter itself
     assert out.read_bytes() == exact_model.read_bytes()
     assert result.onnx[0].comparison
     assert result.onnx[0].to_dict()["verification"]["passed"]
-    assert result.repository is not None
-    assert result.to_dict()["models"] == ["opal", "opal_explain"]
-    again = export_model(checkpoint, out=out, triton=tmp_path / "models", threads=1)
-    assert (again.onnx[0].kept, again.repository and again.repository.kept) == (True, True)
+    assert export_model(checkpoint, out=out, threads=1).onnx[0].kept
+    assert export_triton(out, tmp_path / "models", threads=1, log=lines.append).models == ("opal", "opal_explain")
+    assert export_triton(out, tmp_path / "models", threads=1, log=lines.append).kept
     assert opal_deploy.load(result.path).sha256 == opal_deploy.load(exact_model).sha256
     assert lines[0].startswith("Tracing shufflenet_v2_x0_5")
-    for wrong in ({"precision": "fp64"}, {"outputs": "all"}, {"outputs": "topk", "top_k": 99}, {"batch": 8}):
-        with pytest.raises(opal_deploy.UsageError, match=r"expected (one of|at least)|add --trt"):
+    for wrong in ({"precision": "fp64"}, {"outputs": "all"}, {"outputs": "topk", "top_k": 99}):
+        with pytest.raises(opal_deploy.UsageError, match=r"expected (one of|at least)"):
             export_model(checkpoint, out=tmp_path / "other.onnx", **wrong)
     assert capsys.readouterr() == ("", "")
 

@@ -18,8 +18,12 @@ def choose_margin(value, path, metadata):
 def test_a_margin_is_taken_as_it_is_and_other_text_refused(exact_model):
     metadata = read_metadata(exact_model)
     assert choose_margin("0.05", exact_model, metadata) == 0.05
-    with pytest.raises(UsageError, match=r"expected a margin such as 0.05, or an error rate such as 5%"):
-        choose_margin("some", exact_model, metadata)
+    for text in ("some", "nan", "inf", "1e400", "1_0", "٣", "-0.1", ""):
+        with pytest.raises(UsageError, match=r"expected a margin such as 0.05, or an error rate such as 5%"):
+            choose_margin(text, exact_model, metadata)
+    for text in ("1_0%", "٣%", "nan%"):
+        with pytest.raises(UsageError, match=r"expected a percentage between 0 and 100"):
+            choose_margin(text, exact_model, metadata)
 
 
 def test_a_rate_takes_the_margin_that_the_validation_images_support(exact_model):

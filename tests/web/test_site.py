@@ -37,7 +37,7 @@ RESIZE = """async ([pixels, width, height]) => {
 def site(exact_model, tmp_path_factory):
     """The folder of a site."""
     folder = tmp_path_factory.mktemp("web") / "site"
-    opal_deploy.export_model(exact_model, web=folder, ort_web=ORT_WEB, threads=1, log=lambda text: None)
+    opal_deploy.export_web(exact_model, folder, ort_web=ORT_WEB, threads=1, log=lambda text: None)
     return folder
 
 
@@ -180,7 +180,7 @@ class TestPage:
         ).atlas
         options = {"atlas": tmp_path / "atlas", "min_margin": 2.0, "webgpu": True}
         folder = tmp_path / "site"
-        opal_deploy.export_model(exact_model, web=folder, ort_web=ORT_WEB, threads=1, log=lambda text: None, **options)
+        opal_deploy.export_web(exact_model, folder, ort_web=ORT_WEB, threads=1, log=lambda text: None, **options)
         page = visit(folder)
         expect(page.locator("#checked")).to_contain_text("on this device (WebGPU)")
         record = ask(page, next((tmp_path / "photos").iterdir()))
