@@ -33,7 +33,7 @@ def test_latency_of_two_models(bench, exact_model, linear_model, tmp_path):
     assert len(first.figures["images_per_second"].repeats) == 2
     assert str(tmp_path) not in out.read_text()
     assert first.command.startswith("opal-deploy bench latency --model exact.onnx --model none.onnx --batch 1,2")
-    assert "batch 2: p50" in stderr
+    assert "none.onnx, batch 2, threads 1: p50" in stderr
 
 
 def test_the_networks_own_classifier_is_timed(bench):
@@ -46,7 +46,8 @@ def test_two_files_are_compared(bench, exact_model, linear_model):
     (measurement,), stderr = bench("compare", linear_model, exact_model, "--pairs", "4")
     assert measurement.case["reference"] == "none.onnx"
     assert len(measurement.figures["ratio"].repeats) == 4
-    assert "95 % interval" in stderr
+    assert "question" not in stderr
+    assert "exact.onnx, reference none.onnx, batch 1, threads 1: ratio" in stderr
 
 
 def test_the_cost_of_the_head(bench, exact_model):

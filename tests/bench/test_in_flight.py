@@ -7,7 +7,7 @@ import pytest
 from opal_deploy.bench.compare import Comparison, measure_comparison
 from opal_deploy.bench.measurement import Target
 from opal_deploy.bench.options import CompareOptions, TimingOptions
-from opal_deploy.bench.speed import measure_latency, measure_throughput
+from opal_deploy.bench.speed import measure_speed
 from opal_deploy.bench.targets import LoadedTarget
 from tests.runtime.conftest import make_stand, tiny, tiny_fp16
 
@@ -39,7 +39,7 @@ def gpu(make_stand):
 def test_a_throughput_has_as_many_batches_in_flight_as_the_session_takes_and_counts_each_once(gpu):
     loaded, waits, images_run = gpu
     options = TimingOptions(seconds=0, iterations=7, repeats=2, warmup=0, buffers=2)
-    (row,) = measure_throughput(loaded, [2], options)
+    (row,) = measure_speed("throughput", loaded, [2], options)
     assert (row.settings["in_flight"], row.settings["iterations"]) == (DEPTH, [7, 7])
     assert max(waits) == DEPTH
     # each repeat fills the device, keeps it full, and empties it
@@ -52,7 +52,7 @@ def test_a_throughput_has_as_many_batches_in_flight_as_the_session_takes_and_cou
 
 def test_a_latency_is_of_one_batch_in_flight(gpu):
     loaded, waits, images_run = gpu
-    (row,) = measure_latency(loaded, [2], TimingOptions(seconds=0, iterations=4, repeats=1, warmup=0))
+    (row,) = measure_speed("latency", loaded, [2], TimingOptions(seconds=0, iterations=4, repeats=1, warmup=0))
     assert (row.settings["in_flight"], set(waits)) == (1, {1})
     assert "one call of the session" in row.timed
     assert set(images_run) == {2}

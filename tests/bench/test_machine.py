@@ -5,7 +5,7 @@ import socket
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from opal_deploy.bench.machine import format_command_line, provenance
+from opal_deploy.bench.measurement import format_command_line, provenance
 
 
 def test_provenance_names_neither_host_nor_home_and_is_in_utc():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from opal_deploy.bench.overhead.counting import count_backbone, count_module, count_paper_operations
+from opal_deploy.bench.counting import count_backbone, count_module, count_paper_operations
 from opal_deploy.errors import UsageError
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opal_deploy.bench.overhead.counting import (
+from opal_deploy.bench.counting import (
     LINEAR_OPERATIONS,
     OPAL_OPERATIONS,
     Shape,

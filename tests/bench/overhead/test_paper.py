@@ -5,16 +5,17 @@ from decimal import Decimal
 
 import pytest
 
+from opal_deploy.bench import overhead as overheads
 from opal_deploy.bench.options import OverheadOptions
-from opal_deploy.bench.overhead import paper as papers
-from opal_deploy.bench.overhead.paper import (
+from opal_deploy.bench.overhead import (
     compare_with_paper,
+    count_rows,
     format_comparison,
     format_like,
     load_paper,
     require_agreement,
+    summarise,
 )
-from opal_deploy.bench.overhead.table import count_rows, summarise
 from opal_deploy.errors import VerificationError
 
 # one of each family; all nine are `slow`
@@ -76,7 +77,7 @@ def test_all_nine_with_the_percentages_of_the_text():
     }
     # in the convention that counts nothing but products, the linear head is smaller still
     shares = summarise(table)
-    assert shares["linear_flops"].largest < shares["linear_paper"].largest
+    assert shares["linear", "flops"][1] < shares["linear", "paper"][1]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_an_altered_figure_fails(table, cell, text, line):
 
 
 def test_a_bound_holds_below_it_only(table):
-    largest = summarise(table)["linear_paper"].largest
+    largest = summarise(table)["linear", "paper"][1]
     for bound, agrees in ((f"{largest + 0.001:.3f}", True), (f"{largest - 0.001:.3f}", False)):
         cells = compare_with_paper(table, replace(read_reduced(), cells={"percentages.linear_gflops_below": bound}))
         assert [cell.agrees for cell in cells] == [agrees]
@@ -109,7 +110,7 @@ def test_the_command_fails_with_the_comparison(monkeypatch, capsys):
     from opal_deploy.cli.bench import overhead
 
     altered = read_altered("resnet50.params", "23.6M")
-    monkeypatch.setattr(papers, "load_paper", lambda: altered)
+    monkeypatch.setattr(overheads, "load_paper", lambda: altered)
     with pytest.raises(VerificationError, match=r"resnet50\.params"):
         overhead(OverheadOptions(check=True))
     assert "DIFFERS: resnet50.params: printed 23.6M, counted 23.5M" in capsys.readouterr().err

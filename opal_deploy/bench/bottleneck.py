@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 from opal_deploy.inference.timing import STAGES, THREAD_ROLES, Stage, StageTimes, ThreadRole
 
@@ -41,6 +41,10 @@ class Pass:
         """Images per second."""
         return self.images / self.seconds
 
+    def milliseconds(self, stage: Stage, kind: Literal["wall", "cpu"]) -> float:
+        """Return milliseconds per image of wall or CPU time in a stage; 0 for one that was never entered."""
+        return 1000 * float(getattr(self.times.sum_stage(stage), kind, 0.0)) / self.images
+
 
 @dataclass(frozen=True)
 class Bottleneck:
@@ -51,46 +55,37 @@ class Bottleneck:
         stage: their largest stage; None if `role` is.
         busy: busy share of each role's threads, 0 ... 1; the loop is busy unless it waits.
         capacity: images per second that each role would reach if it never waited.
-        waits: share of the time that the loop waited, by reason; `disk` is writing records.
+        loop_waited_for: share of the time that the loop waited, by reason; `disk` is writing records.
         cores_busy: share of the cores' time that the process used.
-        cpu: share of the process's CPU time by stage; `rest` is the runtime's threads and everything outside stages,
-            which includes most of a network on the CPU.
+        cpu_share: share of the process's CPU time by stage; REST is the runtime's threads and everything outside
+            stages, which includes most of a network on the CPU.
     """
 
     role: ThreadRole | None
     stage: str | None
     busy: dict[ThreadRole, float]
     capacity: dict[ThreadRole, float]
-    waits: dict[str, float]
+    loop_waited_for: dict[str, float]
     cores: int
     cores_busy: float
-    cpu: dict[str, float]
+    cpu_share: dict[str, float]
 
     def describe(self) -> str:
         """Return one line for a person: `bound by compute: the session is busy 93% of the time; ...`."""
-        others = [f"{name} {share:.0%}" for name, share in self.busy.items() if name != self.role]
+        others = ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items() if name != self.role)
         if self.role is not None:
             verb = "are" if self.role.endswith("s") else "is"
             text = f"bound by {self.stage}: the {self.role} {verb} busy {self.busy[self.role]:.0%} of the time"
-            text += f" ({', '.join(others)})" if others else ""
-        elif self.cores_busy >= BUSY:
-            text = f"bound by the cores: no group of threads is always busy ({', '.join(others)})"
+            text += f" ({others})" if others else ""
         else:
-            text = f"no clear bottleneck: no group of threads is always busy ({', '.join(others)})"
-        plural = "s are" if self.cores > 1 else " is"
-        text += f"; {self.cores} core{plural} {self.cores_busy:.0%} busy"
+            what = "bound by the cores" if self.cores_busy >= BUSY else "no clear bottleneck"
+            text = f"{what}: no group of threads is always busy ({others})"
+        text += f"; {self.cores} core{'s are' if self.cores > 1 else ' is'} {self.cores_busy:.0%} busy"
         if self.cores_busy >= BUSY:
-            largest = sorted(self.cpu.items(), key=lambda item: -item[1])[:4]
-            text += ", shared by " + ", ".join(f"{_title(name)} {share:.0%}" for name, share in largest)
+            largest = sorted(self.cpu_share.items(), key=lambda item: -item[1])[:4]
+            titles = {REST: "the runtime's threads and the rest"}
+            text += ", shared by " + ", ".join(f"{titles.get(name, name)} {share:.0%}" for name, share in largest)
         return text
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the bottleneck for JSON."""
-        return {
-            "role": self.role, "stage": self.stage, "busy": self.busy, "capacity": self.capacity,
-            "loop_waited_for": self.waits, "cores": self.cores, "cores_busy": self.cores_busy, "cpu_share": self.cpu,
-            "line": self.describe(),
-        }  # fmt: skip
 
 
 def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], cores: int) -> Bottleneck:
@@ -101,57 +96,32 @@ def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], c
     """
     seconds = sum(one.seconds for one in passes)
     images = sum(one.images for one in passes)
-    waits: defaultdict[str, float] = defaultdict(float)
-    for reason, waited in (wait for one in passes for wait in one.times.waits):
-        waits[reason] += waited
+    waits, cpu = defaultdict[str, float](float), defaultdict[str, float](float)
+    work: dict[ThreadRole, dict[str, float]] = {role: defaultdict(float) for role in THREAD_ROLES}
+    for one in passes:
+        for reason, waited in one.times.waits:
+            waits[reason] += waited
+        for row in one.times.stages:
+            work[row.role][row.stage] += row.wall
+            cpu[row.stage] += row.cpu
     # writing is the loop's own work
     loop_seconds = seconds - sum(waited for reason, waited in waits.items() if reason != "disk")
-    busy: dict[ThreadRole, float] = {}
-    for role in THREAD_ROLES:
-        if work := _wall_by_stage(passes, role):
-            busy[role] = sum(work.values()) / (seconds * threads.get(role, 1))
+    work["loop"][_SCHEDULING] = loop_seconds - sum(work["loop"].values())
+    busy = {role: sum(each.values()) / (seconds * threads.get(role, 1)) for role, each in work.items() if each}
     busy["loop"] = max(loop_seconds, 0.0) / seconds
     busiest = max(busy, key=lambda role: busy[role])
     is_bottleneck = busy[busiest] >= BUSY
     cpu_seconds = sum(one.cpu_seconds for one in passes)
+    measured = STAGES if cpu_seconds > 0 else ()
+    shares: dict[str, float] = {stage: cpu[stage] / cpu_seconds for stage in measured if stage in cpu}
     return Bottleneck(
         role=busiest if is_bottleneck else None,
-        stage=_largest_stage(passes, busiest, loop_seconds) if is_bottleneck else None,
+        stage=max(work[busiest], key=lambda stage: work[busiest][stage]) if is_bottleneck else None,
         busy=busy,
         capacity={role: images / seconds / share for role, share in busy.items() if share > 0},
-        waits={reason: waited / seconds for reason, waited in waits.items()},
+        loop_waited_for={reason: waited / seconds for reason, waited in waits.items()},
         cores=cores,
         cores_busy=cpu_seconds / (seconds * cores),
-        cpu=_cpu_shares(passes, cpu_seconds),
+        # process and threads have separate clocks, so the difference may be slightly negative
+        cpu_share={**shares, REST: max(1.0 - sum(shares.values()), 0.0)} if cpu_seconds > 0 else {},
     )
-
-
-def _wall_by_stage(passes: Sequence[Pass], role: ThreadRole) -> dict[Stage, float]:
-    seconds: defaultdict[Stage, float] = defaultdict(float)
-    for row in (row for one in passes for row in one.times.select_role(role)):
-        seconds[row.stage] += row.wall
-    return seconds
-
-
-def _largest_stage(passes: Sequence[Pass], role: ThreadRole, loop_seconds: float) -> str:
-    seconds: dict[str, float] = {str(stage): wall for stage, wall in _wall_by_stage(passes, role).items()}
-    if role == "loop":
-        seconds[_SCHEDULING] = loop_seconds - sum(seconds.values())
-    return max(seconds, key=lambda name: seconds[name])
-
-
-def _cpu_shares(passes: Sequence[Pass], cpu_seconds: float) -> dict[str, float]:
-    if cpu_seconds <= 0:
-        return {}
-    shares: dict[str, float] = {}
-    for stage in STAGES:
-        rows = [row for one in passes if (row := one.times.sum_stage(stage)) is not None]
-        if rows:
-            shares[stage] = sum(row.cpu for row in rows) / cpu_seconds
-    # process and threads have separate clocks, so the difference may be slightly negative
-    shares[REST] = max(1.0 - sum(shares.values()), 0.0)
-    return shares
-
-
-def _title(name: str) -> str:
-    return "the runtime's threads and the rest" if name == REST else name
