@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -198,8 +199,8 @@ def find_identical_files(paths: Iterable[Path]) -> list[list[Path]]:
     Files are compared by size, then by a hash of the first 4 KB, then of the whole file, so few are read in full.
     """
     groups = [list(paths)]
-    for key in (_file_size, _hash_head, _hash_file):
-        keys = map_in_threads(key, [path for group in groups for path in group])
+    for key in (_file_size, partial(_hash_file, length=_HEAD_BYTES), _hash_file):
+        keys = map_in_threads(partial(_or_none, key), [path for group in groups for path in group])
         groups = [part for group in groups for part in _split_by_key(group, keys)]
     return groups
 
@@ -214,27 +215,20 @@ def _split_by_key(group: list[Path], keys: Iterator[Hashable]) -> list[list[Path
     return [part for part in parts.values() if len(part) > 1]
 
 
-def _file_size(path: Path) -> int | None:
+def _or_none(key: Callable[[Path], Hashable], path: Path) -> Hashable:
     try:
-        return path.stat().st_size
+        return key(path)
     except OSError:
         return None
 
 
-def _hash_head(path: Path) -> bytes | None:
-    try:
-        with path.open("rb") as file:
-            return hashlib.blake2b(file.read(_HEAD_BYTES)).digest()
-    except OSError:
-        return None
+def _file_size(path: Path) -> int:
+    return path.stat().st_size
 
 
-def _hash_file(path: Path) -> bytes | None:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "blake2b").digest()
-    except OSError:
-        return None
+def _hash_file(path: Path, length: int = -1) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.blake2b(file.read(length)).digest()
 
 
 def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
