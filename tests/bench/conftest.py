@@ -50,6 +50,32 @@ class FakeSession:
         return Outputs(np.zeros((len(images), 2), np.float32))
 
 
+class PipelinedSession(FakeSession):
+    """Takes three batches at a time; `waits` has the number in flight whenever one is waited for."""
+
+    depth = 3
+
+    def __init__(self):
+        super().__init__(lambda _: 0, lambda _: None)
+        self.in_flight, self.waits = [], []
+
+    def submit(self, images):
+        self.in_flight.append(images)
+        return images
+
+    def collect(self, handle):
+        self.waits.append(len(self.in_flight))
+        assert self.in_flight.pop(0) is handle
+        return super().run(handle)
+
+
+@pytest.fixture
+def pipelined():
+    """A model that takes several batches at a time, and its session."""
+    session = PipelinedSession()
+    return LoadedTarget(session, Target("c", runtime="tensorrt", device="cpu", precision="fp16"), None), session
+
+
 @pytest.fixture(autouse=True)
 def _collections_are_quick():
     """Measurements collect garbage before each run, which takes long in a process that holds a thousand tests."""

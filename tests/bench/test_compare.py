@@ -114,3 +114,16 @@ def test_a_ratio_that_the_two_rates_do_not_divide_to_is_explained(rate, explaine
     }
     notes = explain_ratio(figures)
     assert [note.startswith("the two rates divide to 1.0010") for note in notes] == [True] * explained
+
+
+def test_a_comparison_keeps_its_models_busy_and_says_how(pipelined, fake_target):
+    loaded, session = pipelined
+    options = CompareOptions(pairs=3, seconds=0, warmup=0)
+    (row,) = measure_comparison(Comparison("fake", (fake_target(0, lambda _: None), loaded)), 2, options)
+    assert row.settings["in_flight"] == [1, 3]
+    assert max(session.waits) == 3
+    warm_up, per_run = row.settings["warm_up_iterations"][1], row.settings["batches_per_run"][1]
+    # to see how long one takes: three times nine batches; each run starts with one that does not count
+    assert len(session.batches) == warm_up + 3 * 9 + 3 * (1 + per_run)
+    assert "3 in flight" in row.timed
+    assert "one call" in row.details["reference_timed"]

@@ -2,12 +2,24 @@
 
 import json
 import math
+import socket
 from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from opal_deploy.bench.measurement import Figure, Kind, Measurement, Target, append_measurement, read_measurements
+from opal_deploy.bench.measurement import (
+    Figure,
+    Kind,
+    Measurement,
+    Target,
+    append_measurement,
+    format_command_line,
+    provenance,
+    read_measurements,
+)
 from opal_deploy.errors import UsageError
 
 FULL = Measurement(
@@ -147,3 +159,21 @@ def test_a_spread_over_ten_per_cent_is_noisy():
     assert not Figure.of_repeats([95, 100, 105], "ms").is_noisy
     assert Figure.of_repeats([94, 100, 105], "ms").is_noisy
     assert Figure.of_repeats([3, 1, 2], "ms").value == 2
+
+
+def test_provenance_names_neither_host_nor_home_and_is_in_utc():
+    text = json.dumps(provenance())
+    assert socket.gethostname() not in text
+    assert str(Path.home()) + "/" not in text
+    assert datetime.fromisoformat(provenance()["when"]).utcoffset() == timedelta(0)
+
+
+def test_files_in_the_command_are_named_without_their_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "a b.onnx").touch()
+    arguments = ["/usr/bin/opal", "bench", "--model", "models/a b.onnx", f"--out={tmp_path}/new.jsonl", "~/x/y.pt"]
+    assert format_command_line(arguments) == "opal-deploy bench --model 'a b.onnx' --out=new.jsonl y.pt"
+    # what is no path that is there stays
+    words = ["--batch", "1,2,4", "resnet50", "0.5", "cuda:0", "224x448", "results/new.jsonl"]
+    assert format_command_line(["x", *words]) == f"opal-deploy {' '.join(words)}"

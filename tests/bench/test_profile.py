@@ -7,7 +7,7 @@ import pytest
 
 from opal_deploy.bench import speed
 from opal_deploy.bench.measurement import Target, read_measurements
-from opal_deploy.bench.speed import PARTS, profile_batch
+from opal_deploy.bench.speed import PARTS, check_profile, profile_batch
 from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import random_batches
 from opal_deploy.errors import UsageError
@@ -52,10 +52,9 @@ def test_a_model_without_projection_has_backbone_and_head(opal, linear_model, tm
     assert "profile.backbone_ms" in sums
 
 
-def test_what_is_no_file_cannot_be_profiled(opal, exact_model):
-    for model in (["--model", exact_model.with_suffix(".pt"), "--runtime", "eager"], ["--backbone", "resnet18"]):
-        done = check(opal("bench", "latency", *model, "--size", "64", *QUICK), 2)
-        assert "--profile takes ONNX files and engines; export it" in done.stderr
+def test_what_is_no_file_cannot_be_profiled(fake_target):
+    with pytest.raises(UsageError, match="--profile takes ONNX files and engines; export it"):
+        check_profile(fake_target(0, lambda _: None))
 
 
 def event(category, name, start, length, **arguments):

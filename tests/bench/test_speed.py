@@ -70,3 +70,21 @@ def test_latency_has_percentiles(fake_target, fake_time):
     assert (figures["p50_ms"].value, figures["p95_ms"].value) == pytest.approx((1, 10))
     assert figures["p50_ms"].value < figures["mean_ms"].value < figures["p99_ms"].value
     assert figures["images_per_second"].value == pytest.approx(3 / 0.0019, rel=0.01)
+
+
+def test_a_throughput_has_as_many_batches_in_flight_as_the_session_takes_and_counts_each_once(pipelined):
+    loaded, session = pipelined
+    options = TimingOptions(seconds=0, iterations=7, repeats=2, warmup=0, buffers=2)
+    (row,) = measure_speed("throughput", loaded, [2], options)
+    assert (row.settings["in_flight"], row.settings["iterations"]) == (3, [7, 7])
+    # each repeat fills the device, keeps it full, and empties it
+    assert session.waits[-14:] == 2 * [3, 3, 3, 3, 3, 2, 1]
+    assert session.batches == [2] * (row.settings["warm_up_iterations"] + 14)
+    assert "batches with 3 in flight, each: from a uint8 batch" in row.timed
+
+
+def test_a_latency_is_of_one_batch_in_flight(pipelined):
+    loaded, session = pipelined
+    (row,) = measure_speed("latency", loaded, [2], TimingOptions(seconds=0, iterations=4, repeats=1, warmup=0))
+    assert (row.settings["in_flight"], session.waits) == (1, [])
+    assert "one call of the session" in row.timed

@@ -1,4 +1,4 @@
-"""The table of the head's operations: closed forms, the authors' modules under their tool, and the graph as it runs."""
+"""Counters on real modules and the tables of the heads' operations: closed forms, ptflops, and the graph as it runs."""
 
 import pytest
 import torch
@@ -9,18 +9,73 @@ from opal_deploy.bench.counting import (
     LINEAR_OPERATIONS,
     OPAL_OPERATIONS,
     Shape,
+    count_backbone,
+    count_module,
     count_paper_operations,
     sum_operations,
 )
+from opal_deploy.errors import UsageError
 from opal_deploy.model.backbones import count_macs
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.model.head import OpalHead
 
-SHAPES = {
-    "the paper's": Shape(2048, 200, 5, (7, 7)),
-    "C = 1000, m = 3, 160x192, ResNet-18": Shape(512, 1000, 3, (5, 6)),
-    "two classes, one prototype, one cell": Shape(3, 2, 1, (1, 1)),
-}
+
+def on_meta(*modules):
+    return nn.Sequential(*modules).eval().to("meta")
+
+
+@pytest.mark.parametrize(
+    ("modules", "shape", "params", "macs", "more"),
+    [
+        # the paper adds a bias to the multiply-accumulates
+        ((nn.Conv2d(3, 8, 3, padding=1),), (3, 10, 12), 8 * 28, 10 * 12 * 8 * 27, 10 * 12 * 8),
+        ((nn.Conv2d(8, 8, 5, padding=2, groups=8, bias=False),), (8, 6, 6), 8 * 25, 6 * 6 * 8 * 25, 0),
+        # on `meta` it runs as a product in Python, which ptflops counts again if it may
+        ((nn.Linear(16, 4),), (7, 16), 17 * 4, 7 * 16 * 4, 7 * 4),
+        # an activation, and a normalisation with weights, count twice
+        ((nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()), (3, 4, 4), 24 + 16, 384, 4 * 8 * 16),
+    ],
+    ids=["convolution", "grouped", "linear", "normalisation and activation"],
+)
+def test_small_modules_are_closed_forms(modules, shape, params, macs, more):
+    counts = count_module(on_meta(*modules), shape)
+    assert (counts.params, counts.macs, counts.paper) == (params, macs, macs + more)
+    assert counts.flops == 2 * macs
+
+
+def test_counting_skips_what_is_frozen_prints_nothing_and_leaves_torch_as_it_was(capsys):
+    relu, add = torch.nn.functional.relu, torch.Tensor.add
+    module = on_meta(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1))
+    module[0].requires_grad_(False)
+    assert count_module(module, (3, 4, 4)).params == 8 * 2 + 2
+    count_paper_operations(on_meta(nn.Conv2d(3, 8, 1), nn.ReLU()), (3, 4, 4))
+    assert tuple(capsys.readouterr()) == ("", "")
+    assert torch.nn.functional.relu is relu
+    assert torch.Tensor.add is add
+    with pytest.raises(UsageError, match="wrong one: ptflops cannot count it"):
+        count_paper_operations(on_meta(nn.Conv2d(5, 8, 1)), (3, 4, 4), "wrong one")
+
+
+def test_resnet18_at_160x192_is_the_sum_of_its_convolutions():
+    backbone = count_backbone("resnet18", (160, 192))
+    height, width = 160 // 2, 192 // 2
+    macs = height * width * 64 * 3 * 49
+    params = 64 * 3 * 49 + 2 * 64
+    height, width, before = height // 2, width // 2, 64
+    for stage, channels in enumerate((64, 128, 256, 512)):
+        if stage:
+            height, width = height // 2, width // 2
+        convolutions = [(before, 9), (channels, 9), (channels, 9), (channels, 9)] + [(before, 1)] * bool(stage)
+        for inputs, kernel in convolutions:
+            macs += height * width * channels * inputs * kernel
+            params += channels * inputs * kernel + 2 * channels
+        before = channels
+    assert (backbone.counts.macs, backbone.counts.params) == (macs, params)
+    assert (backbone.num_features, backbone.grid) == (512, (5, 6))
+    with pytest.raises(UsageError, match="multiples of its stride 32"):
+        count_backbone("resnet18", (100, 224))
+
+
 SMALL = Shape(24, 6, 3, (4, 5))
 OPAL = HeadConfig(prototypes_per_class=3)
 
@@ -41,7 +96,7 @@ class Authors(nn.Module):
         return -torch.cdist(z, self.get_buffer("anchors"))
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+@pytest.mark.parametrize("shape", [Shape(512, 1000, 3, (5, 6)), Shape(3, 2, 1, (1, 1))], ids=["ResNet-18", "one cell"])
 def test_both_heads_are_closed_forms_in_the_papers_convention(shape):
     cells, features, classes = shape.grid[0] * shape.grid[1], shape.num_features, shape.num_classes
     prototypes = classes * shape.prototypes_per_class
