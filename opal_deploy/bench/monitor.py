@@ -146,11 +146,7 @@ class Monitor(Sampler):
     """
 
     def __init__(
-        self,
-        sources: Iterable[Source],
-        missing: dict[str, str] | None = None,
-        *,
-        interval: float = INTERVAL,
+        self, sources: Iterable[Source], missing: dict[str, str] | None = None, *, interval: float = INTERVAL
     ) -> None:
         """Prepare to sample the sources every `interval` seconds; `missing` names unavailable ones with the reason."""
         super().__init__(interval)

@@ -14,6 +14,7 @@ from opal_deploy.bench.compare import time_interleaved
 from opal_deploy.bench.measurement import Target
 from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import time_repeats
+from opal_deploy.runtime.session import BatchTimes
 
 METADATA = Metadata(("a", "b"), 1, {"distance": "l2", "epsilon": 1e-8}, "none", "none", (1, 1), (8, 8))
 
@@ -68,12 +69,15 @@ class PipelinedSession(FakeSession):
         assert self.in_flight.pop(0) is handle
         return super().run(handle)
 
+    def run_staged(self, images):
+        return super().run(images), BatchTimes(0.002, 0.003, 0.001)
+
 
 @pytest.fixture
 def pipelined():
-    """A model that takes several batches at a time, and its session."""
+    """A model on a GPU that takes several batches at a time, and its session."""
     session = PipelinedSession()
-    return LoadedTarget(session, Target("c", runtime="tensorrt", device="cpu", precision="fp16"), None), session
+    return LoadedTarget(session, Target("c", runtime="tensorrt", device="cuda:0", precision="fp16"), None), session
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from opal_deploy.bench.compare import (
-    Comparison,
-    explain_ratio,
-    load_comparison,
-    measure_comparison,
-    time_interleaved,
-)
+from opal_deploy.bench.compare import Comparison, explain_ratio, load_comparison, measure_comparison, time_interleaved
 from opal_deploy.bench.measurement import Figure
 from opal_deploy.bench.options import CompareOptions
 from opal_deploy.bench.targets import Setup

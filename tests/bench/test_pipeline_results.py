@@ -22,11 +22,7 @@ def one_pass(rows, waits, *, seconds=10.0, cpu=4.0):
 
 
 def test_a_session_that_never_waits_is_the_bottleneck():
-    rows = {
-        ("decoders", "decode"): (4.0, 3.0),
-        ("session", "batch"): (0.3, 0.2),
-        ("session", "compute"): (9.0, 0),
-    }
+    rows = {("decoders", "decode"): (4.0, 3.0), ("session", "batch"): (0.3, 0.2), ("session", "compute"): (9.0, 0)}
     bottleneck = find_bottleneck([one_pass(rows, {"session": 8.0, "images": 1.0})], THREADS, cores=2)
     assert (bottleneck.role, bottleneck.stage) == ("session", "compute")
     assert bottleneck.busy == pytest.approx({"decoders": 0.2, "session": 0.93, "loop": 0.1})

@@ -4,7 +4,7 @@ import pytest
 
 from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.options import TimingOptions
-from opal_deploy.bench.speed import measure_speed
+from opal_deploy.bench.speed import BLOCKING, measure_speed
 from opal_deploy.errors import StoppedEarly
 
 QUICK = TimingOptions(seconds=0.02, iterations=2, repeats=2, warmup=0, buffers=2)
@@ -83,8 +83,12 @@ def test_a_throughput_has_as_many_batches_in_flight_as_the_session_takes_and_cou
     assert "batches with 3 in flight, each: from a uint8 batch" in row.timed
 
 
-def test_a_latency_is_of_one_batch_in_flight(pipelined):
+def test_a_latency_is_of_one_batch_in_flight_with_a_gpus_copies_apart(pipelined, monkeypatch):
     loaded, session = pipelined
+    monkeypatch.setenv(BLOCKING, "1")
     (row,) = measure_speed("latency", loaded, [2], TimingOptions(seconds=0, iterations=4, repeats=1, warmup=0))
     assert (row.settings["in_flight"], session.waits) == (1, [])
-    assert "one call of the session" in row.timed
+    assert "one call of the session: from a uint8 batch [N, H0, W0, 3] in page-locked" in row.timed
+    stages = [row.figures[f"{name}_ms"].value for name in ("host_to_device", "compute", "device_to_host")]
+    assert stages == [2, 3, 1]
+    assert any(mark.startswith("blocking: ") for mark in row.marks)

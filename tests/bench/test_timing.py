@@ -23,10 +23,7 @@ def test_calls_are_timed_from_their_begin_to_their_end(fake_clock):
 
 
 def test_a_repeat_has_its_iterations_and_seconds(fake_clock):
-    for length, options, calls in (
-        (1, repeats(2, 7, 3), [7] * 3),
-        (0.5, repeats(10, 2, 2), [20] * 2),
-    ):
+    for length, options, calls in ((1, repeats(2, 7, 3), [7] * 3), (0.5, repeats(10, 2, 2), [20] * 2)):
         clock = fake_clock()
         timing = time_repeats(Batches(lambda _, clock=clock, length=length: clock.spend(length)), options, clock=clock)
         assert [len(repeat) for repeat in timing.repeats] == calls
