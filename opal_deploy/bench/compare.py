@@ -15,16 +15,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from opal_deploy.bench.measurement import LINEAR, NOISY, Figure, Measurement, Scalar, provenance
 from opal_deploy.bench.monitor import Monitor, monitor_devices
 from opal_deploy.bench.options import CompareOptions, Precision, Question
-from opal_deploy.bench.targets import RUNTIMES, LoadedTarget, Setup, build_setups, load_file, load_network
-from opal_deploy.bench.timing import Batches, Clock, random_batches, rotate_inputs, time_calls, warm_up
-from opal_deploy.errors import OpalError, UsageError, require
+from opal_deploy.bench.targets import RUNTIMES, LoadedTarget, Setup, build_setups, load_file, load_network, load_usable
+from opal_deploy.bench.timing import (
+    Batches,
+    Clock,
+    Timing,
+    random_batches,
+    rotate_inputs,
+    time_calls,
+    time_repeat,
+    warm_up,
+)
+from opal_deploy.errors import UsageError, require
 from opal_deploy.logs import Log
 from opal_deploy.statistics import median, paired_ratios, spread
 
@@ -50,17 +63,6 @@ class Comparison:
 
     reference: str
     targets: tuple[LoadedTarget, ...]
-    unusable: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TargetRates:
-    """Rates of one model: images per second of each run, and the batches of a run, of the warm-up and in flight."""
-
-    rates: tuple[float, ...]
-    batches: int
-    warm_up_calls: int
-    in_flight: int
 
 
 def prepare_comparisons(files: Sequence[Path], options: CompareOptions, log: Log) -> Iterator[Comparison]:
@@ -96,8 +98,8 @@ def measure_comparison(
 ) -> list[Measurement]:
     """Return one measurement per model but the first, with its ratio to the first."""
     with monitor_devices(*(loaded.target.device for loaded in comparison.targets)) as monitor:
-        rates = time_interleaved(comparison.targets, batch, options, progress=progress)
-    reference, *others = zip(comparison.targets, rates, strict=True)
+        timings = time_interleaved(comparison.targets, batch, options, progress=progress)
+    reference, *others = zip(comparison.targets, timings, strict=True)
     return [_build_measurement(comparison, batch, options, monitor, reference, other) for other in others]
 
 
@@ -108,25 +110,23 @@ def time_interleaved(
     *,
     progress: Progress = lambda *_: None,
     clock: Clock = time.perf_counter_ns,
-) -> list[TargetRates]:
-    """Time two or more models in interleaved rounds."""
+) -> list[Timing]:
+    """Time two or more models in interleaved rounds; each round is a repeat of a model's timing."""
     with ExitStack() as stack:
         runs = [stack.enter_context(rotate_inputs(target, batch, options.buffers)) for target in targets]
         warmed = [warm_up(run, options.warmup, clock=clock) for run in runs]
-        shortest = [_time_shortest(run, clock) for run in runs]
-        counts = [max(1, math.ceil(options.seconds / max(seconds, 1e-9))) for seconds in shortest]
-        rates: list[list[float]] = [[] for _ in runs]
+        counts = [max(1, math.ceil(options.seconds / max(_time_shortest(run, clock), 1e-9))) for run in runs]
+        rounds: list[list[tuple[NDArray[np.float64], float]]] = [[] for _ in runs]
         for number in range(options.pairs):
             order = range(len(runs))
             for index in order if number % 2 == 0 else reversed(order):
                 # another input than the one that the run starts with
                 runs[index].run(-1)
-                seconds = time_calls(runs[index], counts[index], clock=clock)
-                rates[index].append(batch * counts[index] / seconds)
+                rounds[index].append(time_repeat(runs[index], 0, counts[index], clock))
             progress(number + 1, options.pairs)
     return [
-        TargetRates(tuple(of_target), count, warm.calls, run.depth)
-        for of_target, count, warm, run in zip(rates, counts, warmed, runs, strict=True)
+        Timing(tuple(each for each, _ in timed), tuple(seconds for _, seconds in timed), warm, run.depth)
+        for timed, warm, run in zip(rounds, warmed, runs, strict=True)
     ]
 
 
@@ -142,16 +142,17 @@ def _build_measurement(
     batch: int,
     options: CompareOptions,
     monitor: Monitor,
-    reference: tuple[LoadedTarget, TargetRates],
-    candidate: tuple[LoadedTarget, TargetRates],
+    reference: tuple[LoadedTarget, Timing],
+    candidate: tuple[LoadedTarget, Timing],
 ) -> Measurement:
-    (a, a_rates), (b, b_rates) = reference, candidate
-    ratios = paired_ratios(b_rates.rates, a_rates.rates)
+    (a, a_timing), (b, b_timing) = timings = reference, candidate
+    a_rate, b_rate = (timing.throughput(batch) for _, timing in timings)
+    ratios = paired_ratios(b_rate.repeats, a_rate.repeats)
     ratio = median(ratios)
     figures = {
         "ratio": Figure(ratio.value, "ratio", "higher", tuple(map(float, ratios)), ratio.interval),
-        "images_per_second": Figure.of_repeats(b_rates.rates, "images/s", "higher"),
-        "reference_images_per_second": Figure.of_repeats(a_rates.rates, "images/s", "higher"),
+        "images_per_second": b_rate,
+        "reference_images_per_second": a_rate,
     }
     marks = [f"{NOISY}: the rounds' ratios differ by {spread(ratios):.0%}"] if figures["ratio"].is_noisy else []
     case: dict[str, Scalar] = {
@@ -165,18 +166,18 @@ def _build_measurement(
         settings={
             "rounds": options.pairs,
             "run_seconds": options.seconds,
-            "batches_per_run": [a_rates.batches, b_rates.batches],
-            "warm_up_iterations": [a_rates.warm_up_calls, b_rates.warm_up_calls],
-            "in_flight": [a_rates.in_flight, b_rates.in_flight],
+            "batches_per_run": [len(timing.repeats[0]) for _, timing in timings],
+            "warm_up_iterations": [timing.warm_up.calls for _, timing in timings],
+            "in_flight": [timing.depth for _, timing in timings],
             "buffers": options.buffers,
             "method": METHOD,
         },
-        timed=b.describe_timing(b_rates.in_flight),
+        timed=b.describe_timing(b_timing.depth),
         marks=(*monitor.marks, *marks),
         conditions=monitor.conditions,
         details={
             "reference": asdict(a.target),
-            "reference_timed": a.describe_timing(a_rates.in_flight),
+            "reference_timed": a.describe_timing(a_timing.depth),
             "notes": explain_ratio(figures),
         },
         **provenance(),
@@ -205,25 +206,20 @@ def load_comparison(
             against every other precision that the runtime has.
 
     Raises:
-        UsageError: the reference does not work here, or no other variant does.
+        OpalError: the reference does not work here, or no other variant does.
     """
-    (reference, *_), *_ = variants = _list_variants(question, network, setup)
-    targets: list[LoadedTarget] = []
-    unusable = []
-    for name, variant, its_setup in variants:
-        log(f"Preparing {variant.name}: {its_setup.runtime}, {its_setup.precision or 'fp32'}")
-        try:
-            loaded = load_network(variant, its_setup)
-            loaded.session.run(random_batches(1, batch, loaded.metadata.input_size)[0])
-        except OpalError as error:
-            if not targets:
-                raise
-            unusable.append(f"{name}: not usable: {error}")
-            continue
-        targets.append(loaded)
-    if len(targets) < 2:
-        raise UsageError(f"{network.name}: nothing to compare {reference} with here: {'; '.join(unusable)}")
-    return Comparison(reference, tuple(targets), tuple(unusable))
+    variants = _list_variants(question, network, setup)
+    loaders = [(each[0], partial(_load_and_run, *each, batch, log)) for each in variants]
+    reference = loaders[0][1]()
+    return Comparison(variants[0][0], (reference, *load_usable(loaders[1:], log)))
+
+
+def _load_and_run(_: str, network: NamedNetwork, setup: Setup, batch: int, log: Log) -> LoadedTarget:
+    """Load a variant and run one batch, which shows whether it works here."""
+    log(f"Preparing {network.name}: {setup.runtime}, {setup.precision or 'fp32'}")
+    loaded = load_network(network, setup)
+    loaded.session.run(random_batches(1, batch, loaded.metadata.input_size)[0])
+    return loaded
 
 
 def _list_variants(question: Question, network: NamedNetwork, setup: Setup) -> list[_Variant]:

@@ -9,32 +9,17 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 from opal_deploy.bench.measurement import Better, Figure, Kind, Measurement, Target
 from opal_deploy.visualization.style import escape_unprintable
 
-# in reading order
-_MAIN_FIELDS: dict[str, Callable[[Target], Any]] = {
-    "name": lambda target: target.name,
-    "runtime": lambda target: f"{target.runtime} {target.runtime_version}".strip(),
-    "device": lambda target: target.device,
-    "precision": lambda target: target.precision,
-}
-# columns only if nothing else distinguishes the rows
-_OTHER_FIELDS: dict[str, Callable[[Target], Any]] = {
-    "backbone": lambda target: target.backbone,
-    "head": lambda target: target.head,
-    "layout": lambda target: target.layout,
-    "options": lambda target: target.options,
-    "input": lambda target: "x".join(map(str, target.input_size or ())),
-    "classes": lambda target: target.num_classes,
-    "prototypes per class": lambda target: target.prototypes_per_class,
-}
-# their values need a title in a label
-_TITLED_FIELDS = ("classes", "prototypes per class")
+# always columns where they differ; other fields of a target only where nothing else distinguishes the rows
+_MAIN_FIELDS = ("name", "runtime", "device", "precision")
+# their values need no title in a label
+_SELF_EXPLAINING = (*_MAIN_FIELDS, "backbone", "head", "layout", "options", "input")
 # the text of a missing value
 _NOTHING = "–"
 _ARROWS: dict[Better | None, str] = {"higher": " ↑", "lower": " ↓", None: ""}
@@ -82,35 +67,41 @@ def build_report(measurements: Iterable[Measurement]) -> str:
 def label_measurements(measurements: Sequence[Measurement]) -> list[str]:
     """Return for each measurement of one kind its target's name and the fields in which it differs from the others."""
     shown, _ = _list_columns(measurements)
-    titled = {title: title in _TITLED_FIELDS or title not in _MAIN_FIELDS | _OTHER_FIELDS for title in shown}
-    rows = zip(*shown.values(), strict=True)
+    titles = ["" if title in _SELF_EXPLAINING else f"{title} " for title in shown]
     return [
-        ", ".join(
-            f"{title} {text}" if titled[title] else text
-            for title, text in zip(shown, row, strict=True)
-            if text != _NOTHING
-        )
-        for row in rows
+        ", ".join(f"{title}{text}" for title, text in zip(titles, row, strict=True) if text != _NOTHING)
+        for row in zip(*shown.values(), strict=True)
     ]
 
 
 def _list_columns(measurements: Sequence[Measurement]) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the columns of fields that distinguish measurements, by title, and the fields that all share."""
-    names = dict.fromkeys(name for m in measurements for name in m.case)
-    main = {title: [format_value(get(m.target) or None) for m in measurements] for title, get in _MAIN_FIELDS.items()}
-    case = {humanize(name): [format_value(m.case.get(name)) for m in measurements] for name in names}
-    rest = {title: [format_value(get(m.target) or None) for m in measurements] for title, get in _OTHER_FIELDS.items()}
-    shown = {title: texts for title, texts in (main | case).items() if title == "name" or len(set(texts)) > 1}
-    for title, texts in rest.items():
-        known = list(zip(*shown.values(), strict=True))
-        if len(set(zip(known, texts, strict=True))) > len(set(known)):
-            shown[title] = texts
-    common = {
-        title: texts[0]
-        for title, texts in (main | rest | case).items()
-        if title not in shown and len(set(texts)) == 1 and texts[0] != _NOTHING
+    targets = [_list_fields(m.target) for m in measurements]
+    cases = [{humanize(name): value for name, value in m.case.items()} for m in measurements]
+    columns = {
+        title: [format_value(row.get(title)) for row in rows]
+        for rows in (targets, cases)
+        for title in dict.fromkeys(title for row in rows for title in row)
     }
-    return shown, common
+    minor = targets[0].keys() - _MAIN_FIELDS
+    shown = {t: texts for t, texts in columns.items() if t == "name" or (t not in minor and len(set(texts)) > 1)}
+    for title in (title for title in columns if title in minor):
+        known = list(zip(*shown.values(), strict=True))
+        if len(set(zip(known, columns[title], strict=True))) > len(set(known)):
+            shown[title] = columns[title]
+    common = {title: texts[0] for title, texts in columns.items() if title not in shown and len(set(texts)) == 1}
+    return shown, {title: text for title, text in common.items() if text != _NOTHING}
+
+
+def _list_fields(target: Target) -> dict[str, Any]:
+    """Return the fields of a target by title, in reading order; None for one without a value."""
+    fields = {
+        "name": target.name, "runtime": f"{target.runtime} {target.runtime_version}".strip(), "device": target.device,
+        "precision": target.precision, "backbone": target.backbone, "head": target.head, "layout": target.layout,
+        "options": target.options, "input": "x".join(map(str, target.input_size or ())),
+        "classes": target.num_classes, "prototypes per class": target.prototypes_per_class,
+    }  # fmt: skip
+    return {title: value or None for title, value in fields.items()}
 
 
 def _build_section(rows: Sequence[Measurement]) -> Iterator[str]:

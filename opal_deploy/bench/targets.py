@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -149,21 +149,32 @@ def load_targets(
         UsageError: there is no model.
         OpalError: no model can run here; the last one's error.
     """
+    loaded = None
+    for loaded in load_usable(_list_loaders(models, networks, setups), log):
+        log(loaded.title)
+        yield loaded
+    if loaded is None:
+        raise UsageError("nothing to time: give --model FILE or --backbone NAME (both repeatable)")
+
+
+def load_usable(loaders: Iterable[tuple[str, Callable[[], LoadedTarget]]], log: Log) -> Iterator[LoadedTarget]:
+    """Yield what loaders with names return, each when it is due; report those that cannot run here, and go on.
+
+    Raises:
+        OpalError: none can run here; the last one's error.
+    """
     # kept back until another model runs: the only model's error is the command's own
     unusable: list[tuple[str, OpalError]] = []
     loaded = None
-    for name, load in _list_loaders(models, networks, setups):
+    for name, load in loaders:
         try:
             loaded = load()
         except OpalError as error:
             unusable.append((name, error))
             continue
         _log_unusable(unusable, log)
-        log(loaded.title)
         yield loaded
-    if loaded is None and not unusable:
-        raise UsageError("nothing to time: give --model FILE or --backbone NAME (both repeatable)")
-    last = unusable.pop()[1] if loaded is None else None
+    last = unusable.pop()[1] if loaded is None and unusable else None
     _log_unusable(unusable, log)
     if last is not None:
         raise last

@@ -170,7 +170,7 @@ def time_repeats(batches: Batches, options: TimingOptions, *, clock: Clock = tim
     warmed = warm_up(batches, options.warmup, clock=clock)
     timed = []
     for _ in range(options.repeats):
-        timed.append(_time_repeat(batches, options.seconds, options.iterations, clock))
+        timed.append(time_repeat(batches, options.seconds, options.iterations, clock))
         options.on_repeat()
     return Timing(tuple(each for each, _ in timed), tuple(seconds for _, seconds in timed), warmed, batches.depth)
 
@@ -199,10 +199,10 @@ def warm_up(batches: Batches, seconds: float, *, clock: Clock = time.perf_counte
 
 def time_calls(batches: Batches, count: int, *, clock: Clock = time.perf_counter_ns) -> float:
     """Return the total seconds of `count` batches."""
-    return _time_repeat(batches, 0, count, clock)[1]
+    return time_repeat(batches, 0, count, clock)[1]
 
 
-def _time_repeat(batches: Batches, seconds: float, iterations: int, clock: Clock) -> tuple[NDArray[np.float64], float]:
+def time_repeat(batches: Batches, seconds: float, iterations: int, clock: Clock) -> tuple[NDArray[np.float64], float]:
     """Return the seconds of each of at least `iterations` batches in at least `seconds`, and of all."""
     latencies: list[int] = []
     limit = int(seconds * 1e9)

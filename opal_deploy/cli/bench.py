@@ -111,8 +111,6 @@ def compare(
     from opal_deploy.bench.compare import measure_comparison, prepare_comparisons
 
     for comparison in prepare_comparisons(files or [], options, print_message):
-        for line in comparison.unusable:
-            print_message(line)
         for batch in options.batch:
             with progress("rounds") as advance:
                 measurements = measure_comparison(comparison, batch, options, progress=advance)
