@@ -1,9 +1,8 @@
 """Find the bottleneck of a run from measured times: threads that are always busy, or the cores that all share.
 
 Threads with the same role share work. A role's busy share is the time that its threads spent in stages, divided by the
-time that they had; its capacity is images per second divided by that share. The bottleneck is nearly always busy while
-the others wait for it. If all cores are busy too, as on a machine without a GPU, stages slow each other down, and the
-shares of CPU time show which costs most.
+time that they had. The bottleneck is nearly always busy while the others wait for it. If all cores are busy too, as on
+a machine without a GPU, stages slow each other down, and the shares of CPU time show which costs most.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class Bottleneck:
         role: the threads that limit the run; None if none clearly does.
         stage: their largest stage; None if `role` is.
         busy: busy share of each role's threads, 0 ... 1; the loop is busy unless it waits.
-        capacity: images per second that each role would reach if it never waited.
         loop_waited_for: share of the time that the loop waited, by reason; `disk` is writing records.
         cores_busy: share of the cores' time that the process used.
         cpu_share: share of the process's CPU time by stage; REST is the runtime's threads and everything outside
@@ -64,7 +62,6 @@ class Bottleneck:
     role: ThreadRole | None
     stage: str | None
     busy: dict[ThreadRole, float]
-    capacity: dict[ThreadRole, float]
     loop_waited_for: dict[str, float]
     cores: int
     cores_busy: float
@@ -95,7 +92,6 @@ def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], c
         threads: number of threads of each role; the loop has one.
     """
     seconds = sum(one.seconds for one in passes)
-    images = sum(one.images for one in passes)
     waits, cpu = defaultdict[str, float](float), defaultdict[str, float](float)
     work: dict[ThreadRole, dict[str, float]] = {role: defaultdict(float) for role in THREAD_ROLES}
     for one in passes:
@@ -118,7 +114,6 @@ def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], c
         role=busiest if is_bottleneck else None,
         stage=max(work[busiest], key=lambda stage: work[busiest][stage]) if is_bottleneck else None,
         busy=busy,
-        capacity={role: images / seconds / share for role, share in busy.items() if share > 0},
         loop_waited_for={reason: waited / seconds for reason, waited in waits.items()},
         cores=cores,
         cores_busy=cpu_seconds / (seconds * cores),

@@ -42,7 +42,6 @@ class FigureChange:
     new: float
     relative: float | None
     noise: float
-    worse: bool
     verdict: Verdict
     marks: tuple[str, ...] = ()
 
@@ -141,7 +140,7 @@ def _change(label: str, name: str, old: Figure, new: Figure, marks: tuple[str, .
         beyond = True
     if beyond and (relative is None or abs(relative) > noise):
         verdict = "doubtful" if marks else "regression" if worse else "improvement"
-    return FigureChange(label, name, new.unit, old.value, new.value, relative, noise, worse, verdict, marks)
+    return FigureChange(label, name, new.unit, old.value, new.value, relative, noise, verdict, marks)
 
 
 def _list_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

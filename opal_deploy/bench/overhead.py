@@ -33,8 +33,6 @@ CONVENTIONS = {
     "normalisation and pooling, as ptflops counts PyTorch modules",
     "MACs": "only multiply-accumulates of convolutions and matrix products",
     "true FLOPs": "two per multiply-accumulate of a convolution or matrix product",
-    "graph": "one per multiply-accumulate, and one per input or output element of any other operation of the exported "
-    "graph",
 }
 # attributes of `Counts` that are given in % of the backbone: the figure's name and the title
 SHARES = {
@@ -190,8 +188,6 @@ def _build_figures(row: Row) -> dict[str, Figure]:
             f"{name}_macs": Figure(counts.macs, "MACs"),
             f"{name}_flops": Figure(counts.flops, "FLOPs"),
         }
-        if counts.graph:
-            figures[f"{name}_graph_operations"] = Figure(counts.graph, "operations")
         for count, (figure, _) in SHARES.items() if name in row.heads else ():
             figures[f"{name}_{figure}_percent"] = Figure(row.percent(name, count), "%")
     return figures

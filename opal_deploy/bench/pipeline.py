@@ -205,7 +205,6 @@ def build_measurement(
         "given": result.given,
         "bound": {variant.name: asdict(variant.bottleneck) for variant in result.variants},
         "memory": {variant.name: variant.memory.to_dict() for variant in result.variants},
-        "last_pass": {variant.name: variant.passes[-1].times.to_dict() for variant in result.variants},
     }
     return Measurement(
         "pipeline",

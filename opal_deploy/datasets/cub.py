@@ -159,7 +159,7 @@ def _find_mismatches(tables: dict[str, dict[str, list[str]]]) -> list[str]:
     problems = find_escaping_paths((name for (name,) in images.values()), _IMAGES, "images")
     if duplicates := [name for name, number in Counter(name for (name,) in classes.values()).items() if number > 1]:
         problems.append(f"several classes with the same name in {_CLASSES}: {shorten_list(duplicates)}")
-    for name in tables.keys() - {_IMAGES, _CLASSES}:
+    for name in (name for name in tables if name not in (_IMAGES, _CLASSES)):
         for has, lacks in ((name, _IMAGES), (_IMAGES, name)):
             if ids := [key for key in tables[has] if key not in tables[lacks]]:
                 are = pluralize(len(ids), f"id of {has} is", f"ids of {has} are")

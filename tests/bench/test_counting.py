@@ -1,9 +1,8 @@
-"""Counters on real modules and the tables of the heads' operations: closed forms, ptflops, and the graph as it runs."""
+"""Counters on real modules, and the tables of the heads' operations: closed forms, and what ptflops counts."""
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from opal_deploy.bench.counting import (
     LINEAR_OPERATIONS,
@@ -123,45 +122,10 @@ def test_a_dense_layers_bias_is_all_that_ptflops_adds_to_the_linear_head():
 @pytest.mark.parametrize(
     ("head", "operations"), [(OPAL, OPAL_OPERATIONS), (LINEAR_BASELINE, LINEAR_OPERATIONS)], ids=["opal", "linear"]
 )
-def test_counts_are_those_of_the_real_modules_and_of_every_operation_that_runs(head, operations):
+def test_parameters_and_macs_are_those_of_the_real_modules(head, operations):
     with torch.device("meta"):
         module = OpalHead(SMALL.num_features, SMALL.num_classes, head).eval()
     counts = sum_operations(operations, SMALL)
-    assert counts.graph == _operations_run(head)
     assert counts.params == sum(p.numel() for p in module.parameters())
     assert counts.macs == count_macs(module, (SMALL.num_features, *SMALL.grid))
     assert counts.flops == 2 * counts.macs
-
-
-# they move, cast or make values, and compute none
-_MOVES = {
-    "view", "_unsafe_view", "reshape", "transpose", "t", "permute", "unsqueeze", "unflatten", "slice", "select",
-    "clone", "expand", "_to_copy", "new_full", "detach", "alias", "as_strided",
-}  # fmt: skip
-
-
-def _operations_run(head):
-    """Of `explain` on one image: for each operation the elements that go in or come out, whichever is more."""
-    total = 0
-
-    class Counter(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal total
-            result = func(*args, **(kwargs or {}))
-            name = func.overloadpacket.__name__
-            if name == "convolution":
-                total += result.numel() * (args[1][0].numel() + (args[2] is not None))
-            elif name == "addmm":
-                total += result.numel() * (args[2].shape[0] + 1)
-            elif name in ("mm", "bmm"):
-                total += result.numel() * args[1].shape[-2]
-            elif name not in _MOVES:
-                outputs = result if isinstance(result, tuple | list) else (result,)
-                total += max(tensor.numel() for tensor in (*outputs, *args) if isinstance(tensor, Tensor))
-            return result
-
-    module = OpalHead(SMALL.num_features, SMALL.num_classes, head).eval()
-    features = torch.rand(1, SMALL.num_features, *SMALL.grid)
-    with torch.no_grad(), Counter():
-        module.explain(module.project(features))
-    return total
