@@ -154,7 +154,9 @@ def format_measurement(measurement: Measurement) -> str:
             f"    profile of {profile['runs']} batches by {profile['source']}, {len(shown)} of {len(nodes)} nodes:",
             format_table([humanize(name) for name in nodes[0]], rows),
         ]
-    return "\n".join([*(line.rstrip("\n") for line in lines), *(f"    {mark}" for mark in measurement.marks)])
+    return "\n".join(
+        [*(line.rstrip("\n") for line in lines), *(f"    {format_value(mark)}" for mark in measurement.marks)]
+    )
 
 
 def format_figure(figure: Figure, unit: str = "") -> str:

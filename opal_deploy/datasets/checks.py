@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -65,7 +65,9 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
     existing = [sample for sample in samples if exists[sample.path]]
     unreadable = find_header_problems(existing, progress)
     # missing images are an error of their own: they do not also make a split empty
-    usable = _without_paths(data, {*missing, *unreadable} if skip_missing else unreadable)
+    unusable = {*missing, *unreadable} if skip_missing else unreadable.keys()
+    train, val, test = ([s for s in split if s.path not in unusable] for split in (data.train, data.val, data.test))
+    usable = replace(data, train=train, val=val, test=test)
 
     if missing:
         names = shorten_list([display_path(path, data.root) for path in missing])
@@ -118,13 +120,6 @@ def _check_each(samples: list[Sample], check: Callable[[Sample], T], progress: P
         if progress is not None:
             progress(done, len(samples), "reading headers")
     return results
-
-
-def _without_paths(data: DataSet, paths: Collection[Path]) -> DataSet:
-    if not paths:
-        return data
-    train, val, test = ([s for s in split if s.path not in paths] for split in (data.train, data.val, data.test))
-    return replace(data, train=train, val=val, test=test)
 
 
 def _walk_images(folders: tuple[Path, ...]) -> Iterator[Path]:

@@ -35,7 +35,7 @@ class FakeClock:
         self._factor *= self.slower
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeSession:
     """A session that takes `takes(N)` seconds a call, spent by `spend`."""
 
@@ -52,16 +52,22 @@ class FakeSession:
 
 
 class PipelinedSession(FakeSession):
-    """Takes three batches at a time; `waits` has the number in flight whenever one is waited for."""
+    """Takes three batches at a time, and page-locked memory.
+
+    `waits` has the number in flight whenever one is waited for, `from_locked` counts batches in page-locked memory.
+    """
 
     depth = 3
 
     def __init__(self):
         super().__init__(lambda _: 0, lambda _: None)
-        self.in_flight, self.waits = [], []
+        self.in_flight, self.waits, self.locked = [], [], {}
+        self.from_locked = self.alone = 0
 
     def submit(self, images):
         self.in_flight.append(images)
+        address = images.ctypes.data
+        self.from_locked += any(start <= address < start + size for start, size in self.locked.items())
         return images
 
     def collect(self, handle):
@@ -69,8 +75,19 @@ class PipelinedSession(FakeSession):
         assert self.in_flight.pop(0) is handle
         return super().run(handle)
 
+    def run(self, images):
+        self.alone += 1
+        return super().run(images)
+
     def run_staged(self, images):
         return super().run(images), BatchTimes(0.002, 0.003, 0.001)
+
+    def register_buffer(self, address, size):
+        self.locked[address] = size
+        return True
+
+    def unregister_buffer(self, address):
+        del self.locked[address]
 
 
 @pytest.fixture

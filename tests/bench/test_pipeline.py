@@ -16,7 +16,6 @@ from opal_deploy.bench.pipeline import ReplaySession, decode_images, measure_pip
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.types import InputImage
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.session import BatchTimes
 from tests.cli.calls import check, one_line
 
 
@@ -79,45 +78,7 @@ def test_everything_is_measured_once_a_repeat_on_the_usable_images(items):
     assert {one.images for one in result.bare} == {10}
 
 
-class PipelinedSleeper(SleepingSession):
-    """Takes three batches at a time, and page-locked memory."""
-
-    depth = 3
-    description = "sleeping on a GPU"
-
-    def __init__(self):
-        super().__init__()
-        self.in_flight = []
-        self.most = self.from_locked = self.alone = 0
-        self.locked = {}
-
-    def submit(self, images):
-        self.in_flight.append(images)
-        self.most = max(self.most, len(self.in_flight))
-        address = images.ctypes.data
-        self.from_locked += any(start <= address < start + size for start, size in self.locked.items())
-        return images
-
-    def collect(self, handle):
-        assert self.in_flight.pop(0) is handle
-        return super().run(handle)
-
-    def run(self, images):
-        self.alone += 1
-        return super().run(images)
-
-    def run_staged(self, images):
-        return super().run(images), BatchTimes(0.002, 0.003, 0.001)
-
-    def register_buffer(self, address, size):
-        self.locked[address] = size
-        return True
-
-    def unregister_buffer(self, address):
-        del self.locked[address]
-
-
-def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copies_apart(items, monkeypatch):
+def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copies_apart(items, pipelined, monkeypatch):
     class Gpu:
         name = "cuda:0"
 
@@ -128,11 +89,11 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copi
             return {}, ()
 
     monkeypatch.setattr("opal_deploy.bench.pipeline.monitor_devices", lambda _: Monitor([Gpu()]))
-    session = PipelinedSleeper()
+    _, session = pipelined
     result = measure(session, items, device="cuda:0 a GPU", explain=False)
     assert [variant.name for variant in result.variants] == ["infer"]
     # the bare session and `infer` alike
-    assert (session.most, session.alone, session.locked, session.in_flight) == (3, 0, {}, [])
+    assert (max(session.waits), session.alone, session.locked, session.in_flight) == (3, 0, {}, [])
     # one batch and three of warm-up, six of the bare session, and those of `infer`
     assert session.from_locked == 1 + 3 + 6 + 6
     assert [one.gpu_use for one in result.variants[0].passes] == [91]
