@@ -5,27 +5,39 @@ slows down steadily favours none. A run is one uncounted batch, which refills th
 batches. A round's ratio is B's images per second divided by A's. The figure is the median of the ratios with its
 bootstrap interval.
 
-`build_comparisons` prepares the usual comparisons: the cost of the head, runtimes, precisions.
+`load_comparison` prepares the usual comparisons: the cost of the head, runtimes, precisions.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from opal_deploy.bench.machine import provenance
-from opal_deploy.bench.measurement import LINEAR, NOISY, NOISY_SPREAD, Figure, Measurement
-from opal_deploy.bench.monitor import monitor_devices
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.bench.measurement import LINEAR, NOISY, Figure, Measurement, Scalar, provenance
+from opal_deploy.bench.monitor import Monitor, monitor_devices
 from opal_deploy.bench.options import CompareOptions, Precision, Question
-from opal_deploy.bench.targets import RUNTIMES, LoadedTarget, Setup, build_setups, load_file, load_network
-from opal_deploy.bench.timing import Batches, Clock, random_batches, rotate_inputs, time_calls, warm_up
-from opal_deploy.errors import OpalError, UsageError, require
+from opal_deploy.bench.targets import RUNTIMES, LoadedTarget, Setup, build_setups, load_file, load_network, load_usable
+from opal_deploy.bench.timing import (
+    Batches,
+    Clock,
+    Timing,
+    random_batches,
+    rotate_inputs,
+    time_calls,
+    time_repeat,
+    warm_up,
+)
+from opal_deploy.errors import UsageError, require
 from opal_deploy.logs import Log
 from opal_deploy.statistics import median, paired_ratios, spread
 
@@ -33,8 +45,7 @@ if TYPE_CHECKING:
     from opal_deploy.bench.networks import NamedNetwork
 
 Progress = Callable[[int, int], None]
-# name, network and setup; the first is the reference
-_Variants = Sequence[tuple[str, "NamedNetwork", Setup]]
+_Variant = tuple[str, "NamedNetwork", Setup]
 
 METHOD = (
     "rounds in the order A B, then B A, and so on; each run starts with one uncounted batch; ratio within each round; "
@@ -52,17 +63,6 @@ class Comparison:
 
     reference: str
     targets: tuple[LoadedTarget, ...]
-    unusable: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TargetRates:
-    """Rates of one model: images per second of each run, and the batches of a run, of the warm-up and in flight."""
-
-    rates: tuple[float, ...]
-    batches: int
-    warm_up_calls: int
-    in_flight: int
 
 
 def prepare_comparisons(files: Sequence[Path], options: CompareOptions, log: Log) -> Iterator[Comparison]:
@@ -89,7 +89,8 @@ def prepare_comparisons(files: Sequence[Path], options: CompareOptions, log: Log
     from opal_deploy.bench.networks import build_networks, load_checkpoint_network
 
     networks = chain(map(load_checkpoint_network, options.model), build_networks(options))
-    yield from build_comparisons(question, networks, setup, options.batch[0], log)
+    for network in networks:
+        yield load_comparison(question, network, setup, options.batch[0], log)
 
 
 def measure_comparison(
@@ -97,12 +98,9 @@ def measure_comparison(
 ) -> list[Measurement]:
     """Return one measurement per model but the first, with its ratio to the first."""
     with monitor_devices(*(loaded.target.device for loaded in comparison.targets)) as monitor:
-        rates = time_interleaved(comparison.targets, batch, options, progress=progress)
-    reference, *others = zip(comparison.targets, rates, strict=True)
-    return [
-        replace(measurement, conditions=monitor.conditions, marks=(*monitor.marks, *measurement.marks))
-        for measurement in (_build_measurement(comparison, batch, options, reference, other) for other in others)
-    ]
+        timings = time_interleaved(comparison.targets, batch, options, progress=progress)
+    reference, *others = zip(comparison.targets, timings, strict=True)
+    return [_build_measurement(comparison, batch, options, monitor, reference, other) for other in others]
 
 
 def time_interleaved(
@@ -112,25 +110,23 @@ def time_interleaved(
     *,
     progress: Progress = lambda *_: None,
     clock: Clock = time.perf_counter_ns,
-) -> list[TargetRates]:
-    """Time two or more models in interleaved rounds."""
+) -> list[Timing]:
+    """Time two or more models in interleaved rounds; each round is a repeat of a model's timing."""
     with ExitStack() as stack:
         runs = [stack.enter_context(rotate_inputs(target, batch, options.buffers)) for target in targets]
         warmed = [warm_up(run, options.warmup, clock=clock) for run in runs]
-        shortest = [_time_shortest(run, clock) for run in runs]
-        counts = [max(1, math.ceil(options.seconds / max(seconds, 1e-9))) for seconds in shortest]
-        rates: list[list[float]] = [[] for _ in runs]
+        counts = [max(1, math.ceil(options.seconds / max(_time_shortest(run, clock), 1e-9))) for run in runs]
+        rounds: list[list[tuple[NDArray[np.float64], float]]] = [[] for _ in runs]
         for number in range(options.pairs):
             order = range(len(runs))
             for index in order if number % 2 == 0 else reversed(order):
                 # another input than the one that the run starts with
                 runs[index].run(-1)
-                seconds = time_calls(runs[index], counts[index], clock=clock)
-                rates[index].append(batch * counts[index] / seconds)
+                rounds[index].append(time_repeat(runs[index], 0, counts[index], clock))
             progress(number + 1, options.pairs)
     return [
-        TargetRates(tuple(of_target), count, warm.calls, run.depth)
-        for of_target, count, warm, run in zip(rates, counts, warmed, runs, strict=True)
+        Timing(tuple(each for each, _ in timed), tuple(seconds for _, seconds in timed), warm, run.depth)
+        for timed, warm, run in zip(rounds, warmed, runs, strict=True)
     ]
 
 
@@ -145,66 +141,64 @@ def _build_measurement(
     comparison: Comparison,
     batch: int,
     options: CompareOptions,
-    reference: tuple[LoadedTarget, TargetRates],
-    candidate: tuple[LoadedTarget, TargetRates],
+    monitor: Monitor,
+    reference: tuple[LoadedTarget, Timing],
+    candidate: tuple[LoadedTarget, Timing],
 ) -> Measurement:
-    (a, a_rates), (b, b_rates) = reference, candidate
-    ratios = paired_ratios(b_rates.rates, a_rates.rates)
+    (a, a_timing), (b, b_timing) = timings = reference, candidate
+    a_rate, b_rate = (timing.throughput(batch) for _, timing in timings)
+    ratios = paired_ratios(b_rate.repeats, a_rate.repeats)
     ratio = median(ratios)
-    marks = []
-    if spread(ratios) > NOISY_SPREAD:
-        marks.append(f"{NOISY}: the rounds' ratios differ by {spread(ratios):.0%}")
+    figures = {
+        "ratio": Figure(ratio.value, "ratio", "higher", tuple(map(float, ratios)), ratio.interval),
+        "images_per_second": b_rate,
+        "reference_images_per_second": a_rate,
+    }
+    marks = [f"{NOISY}: the rounds' ratios differ by {spread(ratios):.0%}"] if figures["ratio"].is_noisy else []
+    case: dict[str, Scalar] = {
+        "question": options.question, "reference": comparison.reference, "batch": batch, "threads": b.threads
+    }  # fmt: skip
     return Measurement(
-        kind="compare",
-        target=b.target,
-        case={
-            "question": options.question, "reference": comparison.reference, "batch": batch, "threads": b.threads,
-        },
-        figures={
-            "ratio": Figure(ratio.value, "ratio", "higher", tuple(map(float, ratios)), ratio.interval),
-            "images_per_second": Figure.of_repeats(b_rates.rates, "images/s", "higher"),
-            "reference_images_per_second": Figure.of_repeats(a_rates.rates, "images/s", "higher"),
-        },
+        "compare",
+        b.target,
+        case,
+        figures,
         settings={
             "rounds": options.pairs,
             "run_seconds": options.seconds,
-            "batches_per_run": [a_rates.batches, b_rates.batches],
-            "warm_up_iterations": [a_rates.warm_up_calls, b_rates.warm_up_calls],
-            "in_flight": [a_rates.in_flight, b_rates.in_flight],
+            "batches_per_run": [len(timing.repeats[0]) for _, timing in timings],
+            "warm_up_iterations": [timing.warm_up.calls for _, timing in timings],
+            "in_flight": [timing.depth for _, timing in timings],
             "buffers": options.buffers,
             "method": METHOD,
         },
-        timed=b.describe_timing(b_rates.in_flight),
-        marks=tuple(marks),
-        details={"reference": asdict(a.target), "reference_timed": a.describe_timing(a_rates.in_flight)},
+        timed=b.describe_timing(b_timing.depth),
+        marks=(*monitor.marks, *marks),
+        conditions=monitor.conditions,
+        details={
+            "reference": asdict(a.target),
+            "reference_timed": a.describe_timing(a_timing.depth),
+            "notes": explain_ratio(figures),
+        },
         **provenance(),
-    )  # fmt: skip
+    )
 
 
-def format_comparison(measurement: Measurement) -> str:
-    """Return lines for a person: the ratio with its interval, both rates, and marks."""
-    figures, case = measurement.figures, measurement.case
-    ratio, rate, reference = (figures[name] for name in ("ratio", "images_per_second", "reference_images_per_second"))
-    low, high = ratio.interval or (ratio.value, ratio.value)
-    target = measurement.target
-    lines = [
-        f"{target.name} ({target.runtime}, {target.precision}): {ratio.value:.4f} of {case['reference']}'s throughput, "
-        f"95 % interval {low:.4f} to {high:.4f}; {rate.value:.2f} against {reference.value:.2f} images/s, "
-        f"batch {case['batch']}, {len(ratio.repeats)} rounds"
+def explain_ratio(figures: Mapping[str, Figure]) -> list[str]:
+    """Return a note for a person if the two rates divide to another ratio than the rounds' median."""
+    ratio, rate, reference = (figures[name].value for name in figures)
+    if abs(rate / reference - ratio) <= 0.005:
+        return []
+    return [
+        f"the two rates divide to {rate / reference:.4f}: each is a median over all rounds and includes the machine's "
+        "drift, which cancels out in the ratio of a round"
     ]
-    medians = rate.value / reference.value
-    if abs(medians - ratio.value) > 0.005:
-        lines.append(
-            f"  the two rates divide to {medians:.4f}: each is a median over all rounds and includes the machine's "
-            "drift, which cancels out in the ratio of a round"
-        )
-    return "\n".join([*lines, *(f"  {mark}" for mark in measurement.marks)])
 
 
-def build_comparisons(
-    question: Question, networks: Iterable[NamedNetwork], setup: Setup, batch: int, log: Log = lambda _: None
-) -> Iterator[Comparison]:
-    """Yield one comparison per network; its models are loaded when it is due.
+def load_comparison(
+    question: Question, network: NamedNetwork, setup: Setup, batch: int, log: Log = lambda _: None
+) -> Comparison:
+    """Load the variants of a network that a question is about.
 
     Args:
         question: `head`: OPAL with all its outputs against the linear head on the same backbone, in one runtime;
@@ -212,13 +206,24 @@ def build_comparisons(
             against every other precision that the runtime has.
 
     Raises:
-        UsageError: the reference does not work here, or no other variant does.
+        OpalError: the reference does not work here, or no other variant does.
     """
-    for network in networks:
-        yield _load_comparison(_list_variants(question, network, setup), batch, log)
+    variants = _list_variants(question, network, setup)
+    loaders = [(each[0], partial(_load_and_run, *each, batch, log)) for each in variants]
+    reference = loaders[0][1]()
+    return Comparison(variants[0][0], (reference, *load_usable(loaders[1:], log)))
 
 
-def _list_variants(question: Question, network: NamedNetwork, setup: Setup) -> _Variants:
+def _load_and_run(_: str, network: NamedNetwork, setup: Setup, batch: int, log: Log) -> LoadedTarget:
+    """Load a variant and run one batch, which shows whether it works here."""
+    log(f"Preparing {network.name}: {setup.runtime}, {setup.precision or 'fp32'}")
+    loaded = load_network(network, setup)
+    loaded.session.run(random_batches(1, batch, loaded.metadata.input_size)[0])
+    return loaded
+
+
+def _list_variants(question: Question, network: NamedNetwork, setup: Setup) -> list[_Variant]:
+    """Return name, network and setup of each variant; the first is the reference."""
     from opal_deploy.bench.networks import describe_backbone, replace_head_with_linear
 
     if question == "runtime":
@@ -228,23 +233,3 @@ def _list_variants(question: Question, network: NamedNetwork, setup: Setup) -> _
     if network.config.head.evidence != "exact":
         raise UsageError(f"{network.name}: it has no OPAL head; give a checkpoint that has, or --backbone")
     return [(LINEAR, replace_head_with_linear(network), setup), (describe_backbone(network.config), network, setup)]
-
-
-def _load_comparison(variants: _Variants, batch: int, log: Log) -> Comparison:
-    reference = variants[0][0]
-    targets: list[LoadedTarget] = []
-    unusable = []
-    for name, network, setup in variants:
-        log(f"Preparing {network.name}: {setup.runtime}, {setup.precision or 'fp32'}")
-        try:
-            loaded = load_network(network, setup)
-            loaded.session.run(random_batches(1, batch, loaded.metadata.input_size)[0])
-        except OpalError as error:
-            if not targets:
-                raise
-            unusable.append(f"{name}: not usable: {error}")
-            continue
-        targets.append(loaded)
-    if len(targets) < 2:
-        raise UsageError(f"{variants[0][1].name}: nothing to compare {reference} with here: {'; '.join(unusable)}")
-    return Comparison(reference, tuple(targets), tuple(unusable))

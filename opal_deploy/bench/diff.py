@@ -42,7 +42,6 @@ class FigureChange:
     new: float
     relative: float | None
     noise: float
-    worse: bool
     verdict: Verdict
     marks: tuple[str, ...] = ()
 
@@ -97,8 +96,7 @@ def compare_measurements(
         old, new: in the order they were written; of several with the same key the last counts.
         tolerance: relative change that never counts, such as 0.03.
     """
-    before, repeated_old = _last_by_key(old)
-    after, repeated_new = _last_by_key(new)
+    (before, repeated_old), (after, repeated_new) = _last_by_key(old), _last_by_key(new)
     names = _label_measurements([*before.values(), *after.values()])
     compared: list[FigureChange] = []
     not_comparable: list[str] = []
@@ -106,15 +104,16 @@ def compare_measurements(
     only_new = [names[key] for key in after if key not in before]
     pairs = {key: (before[key], after[key]) for key in before if key in after}
     for key, (a, b) in pairs.items():
-        label = names[key]
-        only_old += [f"{label}: {humanize(figure)}" for figure in a.figures if figure not in b.figures]
-        only_new += [f"{label}: {humanize(figure)}" for figure in b.figures if figure not in a.figures]
-        for figure in (name for name in a.figures if name in b.figures):
-            if reason := _incomparable(a.figures[figure], b.figures[figure]):
-                not_comparable.append(f"{label}: {humanize(figure)}: {reason}")
-            elif b.figures[figure].better is not None:
-                marks = tuple(dict.fromkeys((*a.marks, *b.marks)))
-                compared.append(_change(label, figure, a.figures[figure], b.figures[figure], marks, tolerance))
+        label, old_figures, new_figures = names[key], a.figures, b.figures
+        only_old += [f"{label}: {humanize(figure)}" for figure in old_figures if figure not in new_figures]
+        only_new += [f"{label}: {humanize(figure)}" for figure in new_figures if figure not in old_figures]
+        for figure in (name for name in old_figures if name in new_figures):
+            was, now = old_figures[figure], new_figures[figure]
+            if (was.unit, was.better) != (now.unit, now.better):
+                texts = [format_value(f"{each.unit} ({each.better or 'neither'} is better)") for each in (was, now)]
+                not_comparable.append(f"{label}: {humanize(figure)}: was in {texts[0]}, is in {texts[1]}")
+            elif now.better is not None:
+                compared.append(_change(label, figure, was, now, tuple(dict.fromkeys((*a.marks, *b.marks))), tolerance))
     both = [(a.machine, b.machine) for a, b in pairs.values()]
     machines = (text for a, b in both for text in _list_changes(hardware_facts(a), hardware_facts(b)))
     versions = (text for a, b in both for text in _list_changes(software_facts(a), software_facts(b)))
@@ -141,21 +140,13 @@ def _change(label: str, name: str, old: Figure, new: Figure, marks: tuple[str, .
         beyond = True
     if beyond and (relative is None or abs(relative) > noise):
         verdict = "doubtful" if marks else "regression" if worse else "improvement"
-    return FigureChange(label, name, new.unit, old.value, new.value, relative, noise, worse, verdict, marks)
+    return FigureChange(label, name, new.unit, old.value, new.value, relative, noise, verdict, marks)
 
 
 def _list_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Return the differences of two sets of facts, such as `versions: torch 2.9.0 -> 2.9.1`."""
     pairs = [(name, old.get(name, "none"), new.get(name, "none")) for name in dict.fromkeys([*old, *new])]
     return [f"{name} {before} -> {after}" for name, before, after in pairs if before != after]
-
-
-def _incomparable(old: Figure, new: Figure) -> str:
-    if old.unit != new.unit:
-        return f"was in {format_value(old.unit)}, is in {format_value(new.unit)}"
-    if old.better != new.better:
-        return f"better was {old.better or 'neither'}, is {new.better or 'neither'}"
-    return ""
 
 
 def _last_by_key(measurements: Iterable[Measurement]) -> tuple[dict[str, Measurement], list[str]]:
@@ -174,13 +165,12 @@ def _label_measurements(measurements: Sequence[Measurement]) -> dict[str, str]:
     by_key = {m.key: m for m in measurements}
     names: dict[str, str] = {}
     for kind in dict.fromkeys(m.kind for m in by_key.values()):
-        of_kind = {key: m for key, m in by_key.items() if m.kind == kind}
-        rows = [_without_version(m) for m in of_kind.values()]
-        for key, label in zip(of_kind, label_measurements(rows), strict=True):
-            names[key] = f"{kind}: {label}" if label else kind
+        # versions are compared, so they do not belong to the label
+        of_kind = {
+            key: replace(m, target=replace(m.target, runtime_version="", sha256=None))
+            for key, m in by_key.items()
+            if m.kind == kind
+        }
+        labels = label_measurements(list(of_kind.values()))
+        names |= {key: f"{kind}: {label}" for key, label in zip(of_kind, labels, strict=True)}
     return names
-
-
-def _without_version(measurement: Measurement) -> Measurement:
-    # versions are compared, so they do not belong to the label
-    return replace(measurement, target=replace(measurement.target, runtime_version="", sha256=None))

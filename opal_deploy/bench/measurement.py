@@ -1,19 +1,25 @@
 """The schema of all benchmarks: one measurement is one line of JSON, which `bench report` and `bench diff` read.
 
 A line states what was measured (`kind`, `target`, `case`), how (`settings`, `timed`, `command`), on which machine
-(`machine`), under which conditions (`conditions`, `marks`), and the results (`figures`, `details`).
+(`machine`), under which conditions (`conditions`, `marks`), and the results (`figures`, `details`). `provenance` fills
+in machine, command and time, without names of hosts or users.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import itertools
 import json
-import math
+import os
+import platform
+import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from importlib import metadata
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -21,6 +27,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from opal_deploy.artifact.files import read_text
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadKind
+from opal_deploy.runtime.devices import available_cpus, read_driver
 
 SCHEMA = 1
 Kind = Literal["overhead", "latency", "throughput", "compare", "pipeline"]
@@ -33,9 +40,12 @@ PLAIN: HeadKind = "plain"
 # repeats with a larger spread are marked as noisy
 NOISY_SPREAD = 0.10
 NOISY, THROTTLED = "noisy", "throttled"
-# the largest integer that a float holds
-_LARGEST = sys.float_info.max
 _EXPECTED = "give files that `opal-deploy bench` wrote with --out"
+# distributions whose versions affect the figures
+_DISTRIBUTIONS = (
+    "opal-deploy", "onnxruntime", "onnxruntime-gpu", "torch", "torchvision", "tensorrt-cu13", "tensorrt-rtx-cu13",
+    "cuda-bindings", "numpy", "pillow",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ class Measurement:
         timed: description of the timed region; empty for a count.
         marks: reasons for doubt, each one word or `word: reason`: `noisy`, `throttled`, `busy`, `blocking`, `failed`.
         conditions: samples taken during the run: clocks, power, temperature, throttle reasons.
-        machine: processor, GPU, driver, versions; see `bench.machine`.
+        machine: processor, GPU, driver, versions; see `describe_machine`.
         command: the command line that repeats the measurement.
         when: ISO 8601, UTC.
     """
@@ -165,16 +175,15 @@ class Measurement:
             UsageError: not JSON, another schema, or a field missing or of the wrong type.
         """
         try:
-            raw = json.loads(line, parse_constant=_reject_constant, parse_float=_parse_finite)
+            raw = json.loads(line)
+            # refuses NaN, and infinities such as 1e999
+            json.dumps(raw, allow_nan=False)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{origin}: not a line of JSON ({error}); {_EXPECTED}") from None
-        if not isinstance(raw, dict):
-            raise UsageError(f"{origin}: {type(raw).__name__} found, an object expected; {_EXPECTED}")
-        schema = raw.get("schema")
-        if isinstance(schema, bool) or schema != SCHEMA:
+        if (schema := raw.get("schema") if isinstance(raw, dict) else None) != SCHEMA:
             raise UsageError(f"{origin}: schema {schema!r} found, {SCHEMA} expected; {_EXPECTED}")
         try:
-            parsed: Measurement = _parse(Measurement, raw, "")
+            parsed: Measurement = _parse(Measurement, raw, "line")
         except ValueError as error:
             raise UsageError(f"{origin}: not a measurement: {error}; measure again") from None
         return parsed
@@ -235,74 +244,98 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def _parse(expected: Any, value: Any, name: str) -> Any:
-    """Return a value of JSON as the type that a field expects.
-
-    Unknown keys of objects are ignored.
+    """Return a value of JSON as the type that a field expects; unknown keys of objects are ignored.
 
     Raises:
-        ValueError: another type; the message names the field.
+        ValueError: another type, a missing field or a number that is not finite; the message names the field.
     """
     origin, arguments = get_origin(expected), get_args(expected)
-    if expected is Any:
-        return value
-    if is_dataclass(expected):
-        return _parse_fields(expected, value, name)  # type: ignore[arg-type]  # a class, not an object
-    if origin is dict:
-        _require(isinstance(value, dict), name, "an object")
+    if is_dataclass(expected) and isinstance(value, dict):
+        hints = get_type_hints(expected)
+        for each in fields(expected):
+            if each.name not in value and each.default is each.default_factory is MISSING:
+                raise ValueError(f"{name}.{each.name} is missing")
+        known = {key: _parse(hints[key], each, f"{name}.{key}") for key, each in value.items() if key in hints}
+        return expected(**known)  # type: ignore[operator]  # a class, not an object
+    if origin is dict and isinstance(value, dict):
         return {key: _parse(arguments[1], each, f"{name}.{key}") for key, each in value.items()}
-    if origin is tuple:
-        length = None if arguments[1] is Ellipsis else len(arguments)
-        _require(
-            isinstance(value, list) and length in (None, len(value)), name, f"a list{f' of {length}' * bool(length)}"
-        )
+    if origin is tuple and isinstance(value, list) and (arguments[1] is Ellipsis or len(value) == len(arguments)):
         return tuple(_parse(arguments[0], each, name) for each in value)
-    if origin is Literal:
-        _require(value in arguments, name, f"one of {', '.join(arguments)}")
-    elif origin in (Union, UnionType):
-        return _parse_union(arguments, value, name)
-    elif expected is float:
-        _require(isinstance(value, int | float) and not isinstance(value, bool), name, "a number")
-        _require(abs(value) < _LARGEST, name, "a finite number")
+    if origin in (Union, UnionType):
+        for each in arguments:
+            with contextlib.suppress(ValueError):
+                return _parse(each, value, name)
+    if expected is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
-    else:
-        fits = isinstance(value, expected) and isinstance(value, bool) == (expected is bool)
-        _require(fits, name, {str: "a text", int: "an integer", bool: "true or false"}[expected])
-    return value
+    if expected in (Any, type(value)) or (origin is Literal and value in arguments):
+        return value
+    raise ValueError(f"{name} is {str(value)[:40]!r}, expected {expected if arguments else expected.__name__}")
 
 
-def _parse_fields(kind: type[Any], raw: Any, name: str) -> Any:
-    _require(isinstance(raw, dict), name, "an object")
-    prefix = f"{name}." if name else ""
-    hints, values = get_type_hints(kind), {}
-    for each in fields(kind):
-        if each.name in raw:
-            values[each.name] = _parse(hints[each.name], raw[each.name], f"{prefix}{each.name}")
-        elif each.default is MISSING and each.default_factory is MISSING:
-            raise ValueError(f"{prefix}{each.name} is missing")
-    return kind(**values)
+@functools.cache
+def describe_machine() -> dict[str, Any]:
+    """Return processor, cores, memory, GPUs, driver and versions."""
+    driver = read_driver()
+    facts: dict[str, Any] = {
+        "processor": _read_processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": available_cpus(),
+        "governor": _read_governor(),
+        "memory_gb": _read_memory(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {},
+    }
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            facts["versions"][name] = metadata.version(name)
+    if driver.gpus:
+        facts["gpus"] = [
+            {
+                "name": gpu.name,
+                "memory_gb": None if gpu.memory is None else round(gpu.memory / 1e9, 1),
+                "compute_capability": ".".join(map(str, gpu.compute_capability)),
+            }
+            for gpu in driver.gpus
+        ]
+        facts["driver"] = driver.version
+        facts["cuda"] = None if driver.cuda is None else ".".join(map(str, driver.cuda))
+    return facts
 
 
-def _parse_union(alternatives: tuple[Any, ...], value: Any, name: str) -> Any:
-    if value is None and type(None) in alternatives:
-        return None
-    *others, last = (each for each in alternatives if each is not type(None))
-    for each in others:
-        with contextlib.suppress(ValueError):
-            return _parse(each, value, name)
-    return _parse(last, value, name)
+def provenance() -> dict[str, Any]:
+    """Return the fields of a `Measurement` that every benchmark fills alike: `machine`, `command`, `when`."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"machine": describe_machine(), "command": format_command_line(sys.argv), "when": now}
 
 
-def _require(holds: bool, name: str, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is not {expected}")
+def format_command_line(arguments: Sequence[str]) -> str:
+    """Return the command as it could be typed again, with file names instead of this machine's paths."""
+    return shlex.join(["opal-deploy", *(_without_folder(argument) for argument in arguments[1:])])
 
 
-def _reject_constant(name: str) -> Any:
-    raise ValueError(f"JSON has no {name}")
+def _without_folder(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    if equals and option.startswith("-"):
+        return f"{option}={_without_folder(value)}"
+    path = Path(argument)
+    has_location = path.is_absolute() or argument.startswith("~") or ".." in path.parts
+    return path.name if len(path.parts) > 1 and (has_location or os.path.exists(path)) else argument
 
 
-def _parse_finite(text: str) -> float:
-    # 1e999 is valid JSON, and infinity in floating point
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text[:20]} is too large a number")
-    return number
+def _read_processor() -> str:
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as stream:
+        return next(line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
+    return platform.processor() or "unknown"
+
+
+def _read_governor() -> str | None:
+    with contextlib.suppress(OSError):
+        return Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip() or None
+    return None
+
+
+def _read_memory() -> float | None:
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+    return None

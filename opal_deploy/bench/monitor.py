@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -37,7 +37,7 @@ _GROWTH_SHARE, _GROWTH_MEGABYTES = 0.05, 10.0
 _HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clock_setting")
 
 
-class Sampler(ABC):
+class Sampler:
     """Calls `sample` at the start of its block and then every `interval` seconds, in a thread."""
 
     def __init__(self, interval: float) -> None:
@@ -54,9 +54,9 @@ class Sampler(ABC):
         self._stop.set()
         self._thread.join()
 
-    @abstractmethod
     def sample(self) -> None:
         """Take one sample."""
+        raise NotImplementedError
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):
@@ -76,25 +76,20 @@ class GpuSource:
             raise NvmlError(f"GPU {index} is {sensors.name}, CUDA's is {expected}")
         self.name = f"cuda:{index}"
         self._sensors = sensors
-        self._reasons: Counter[str] = Counter()
-        self._samples = 0
+        self._reasons: list[list[str]] = []
 
     def sample(self) -> dict[str, float]:
-        """Return clocks, power, temperature, utilisation and memory; count the reasons for lower clocks."""
+        """Return clocks, power, temperature, utilisation and memory; note the reasons for lower clocks."""
         reasons = self._sensors.read_clock_reasons()
-        if reasons is not None:
-            self._samples += 1
-            self._reasons.update(reasons)
+        self._reasons += [] if reasons is None else [reasons]
         return self._sensors.read()
 
     def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return the number of samples with each reason for lower clocks, and a mark for each that throttles."""
-        marks = tuple(
-            f"{THROTTLED}: {reason} ({count} of {self._samples} samples)"
-            for reason, count in self._reasons.items()
-            if reason not in _HARMLESS
-        )
-        return {"clock_reasons": dict(self._reasons), "clock_reason_samples": self._samples}, marks
+        counts, samples = Counter(chain.from_iterable(self._reasons)), len(self._reasons)
+        throttling = {reason: count for reason, count in counts.items() if reason not in _HARMLESS}
+        marks = (f"{THROTTLED}: {reason} ({count} of {samples} samples)" for reason, count in throttling.items())
+        return {"clock_reasons": dict(counts), "clock_reason_samples": samples}, tuple(marks)
 
 
 class CpuSource:
@@ -127,18 +122,16 @@ class CpuSource:
 
     def _cpu_seconds(self) -> tuple[float, float, float]:
         """Return total and busy seconds of the usable CPUs, and the seconds of this process and its ended children."""
-        total = busy = 0.0
         usable = available_cpu_ids()
-        for number, times in enumerate(self._psutil.cpu_times(percpu=True)):
-            if number in usable:
-                idle = times.idle + getattr(times, "iowait", 0.0)
-                names = ("user", "nice", "system", "irq", "softirq", "steal")
-                working = sum(getattr(times, name, 0.0) for name in names)
-                total, busy = total + idle + working, busy + working
+        cores = [each for number, each in enumerate(self._psutil.cpu_times(percpu=True)) if number in usable]
+        idle, busy = (
+            sum(getattr(each, name, 0.0) for each in cores for name in names)
+            for names in (("idle", "iowait"), ("user", "nice", "system", "irq", "softirq", "steal"))
+        )
         own = self._process.cpu_times()
         # ended children, such as decode workers; not every system reports them
         children = getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
-        return total, busy, own.user + own.system + children
+        return idle + busy, busy, own.user + own.system + children
 
 
 Source = GpuSource | CpuSource
@@ -153,11 +146,7 @@ class Monitor(Sampler):
     """
 
     def __init__(
-        self,
-        sources: Iterable[GpuSource | CpuSource],
-        missing: dict[str, str] | None = None,
-        *,
-        interval: float = INTERVAL,
+        self, sources: Iterable[Source], missing: dict[str, str] | None = None, *, interval: float = INTERVAL
     ) -> None:
         """Prepare to sample the sources every `interval` seconds; `missing` names unavailable ones with the reason."""
         super().__init__(interval)

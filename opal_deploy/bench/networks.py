@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import torch
@@ -43,6 +43,9 @@ from opal_deploy.runtime.cuda import visible_driver
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.torch_session import torch_device
 from opal_deploy.synthetic import example_images
+
+if TYPE_CHECKING:
+    from opal_deploy.bench.targets import Setup
 
 ONNX_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 _SEED = 0
@@ -198,12 +201,10 @@ def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
         verification={"skipped": "made to be timed"},
     )
     model = network.traced
-    if precision == "fp16":
-        model = to_fp16(model)
-    elif precision == "bf16":
-        model = to_bf16(model)
-    elif precision == "int8":
+    if precision == "int8":
         model = to_int8(model, example_images(_CALIBRATION_IMAGES, *metadata.input_size), metadata)
+    elif precision != "fp32":
+        model = {"fp16": to_fp16, "bf16": to_bf16}[precision](model)
     onnx_file.write_model(model, metadata, path)
     return replace(metadata, file_sha256=onnx_file.embed_digest(path))
 
@@ -245,54 +246,38 @@ class TorchGraphSession:
         compile_options: torch.compile's options in words; empty without it.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        device: str = "auto",
-        threads: int | None = None,
-        precision: str = "fp32",
-        channels_last: bool = False,
-        compiled: bool = False,
-        cuda_graphs: bool = False,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, setup: Setup) -> None:
         """Put a copy of a network on a device.
 
-        Args:
-            checkpoint: the model; it is copied, not changed.
-            threads: PyTorch's threads in this process; None leaves their number.
-            precision: fp32, tf32 (GPUs only), fp16 or bf16, of the backbone, as the exporter casts it.
-            compiled: run it through torch.compile, with frozen weights, once per batch size.
-            cuda_graphs: record torch.compile's kernels as CUDA graphs; only on a GPU.
+        Compiled, it has frozen weights and runs through torch.compile once per batch size; on a GPU, on request, with
+        its kernels recorded as CUDA graphs.
 
         Raises:
             UsageError: no such device or precision, or torch.compile does not work here.
         """
+        precision = setup.precision or "fp32"
         if precision not in TYPES:
             raise UsageError(f"PyTorch has no precision {precision}: expected {', '.join(TYPES)}")
-        self._device = torch_device(device)
+        self._device = torch_device(setup.device)
         self.device = str(self._device)
         if precision == "tf32" and self._device.type == "cpu":
             raise UsageError("CPUs have no precision tf32: choose fp32, or --device cuda")
-        if threads is not None:
-            torch.set_num_threads(threads)
+        if setup.threads is not None:
+            torch.set_num_threads(setup.threads)
         self.threads = torch.get_num_threads() if self._device.type == "cpu" else None
         self.metadata: Metadata = build_metadata(checkpoint)
         self._tf32 = precision == "tf32"
         graph = build_inference_graph(
-            checkpoint.network, self.metadata.mean, self.metadata.std, precision, channels_last=channels_last
+            checkpoint.network, self.metadata.mean, self.metadata.std, precision, channels_last=setup.channels_last
         ).to(self._device)
         self._names = graph.output_names
-        self.cuda_graphs = cuda_graphs and compiled and self._device.type == "cuda"
-        self.compile_options = f"freezing{', CUDA graphs' * self.cuda_graphs}" * compiled
-        self._run: Any = _compile_graph(graph, cuda_graphs=self.cuda_graphs) if compiled else graph
-        self._compiled = compiled
+        self._compiled = setup.runtime == "compile"
+        self.cuda_graphs = setup.cuda_graphs and self._compiled and self._device.type == "cuda"
+        self.compile_options = f"freezing{', CUDA graphs' * self.cuda_graphs}" * self._compiled
+        self._run: Any = _compile_graph(graph, cuda_graphs=self.cuda_graphs) if self._compiled else graph
         # page-locked arrays that outputs are copied to, by name and shape
         self._host: dict[tuple[str, torch.Size], Tensor] = {}
-        how = "compiled" if compiled else "eager"
-        layout = "NHWC" if channels_last else "NCHW"
-        note = f", {self.threads} threads" if self.threads else ""
-        self.description = f"PyTorch {torch.__version__} {how} on {self.device}{note}, {precision}, {layout}"
+        self.description = f"PyTorch {torch.__version__} {setup.runtime} on {self.device}, {precision}"
 
     def run(self, images: ImageBatch) -> Outputs:
         """Run a batch, as `Session.run` does.
@@ -303,7 +288,11 @@ class TorchGraphSession:
         """
         check_batch(images, self.metadata)
         with torch.inference_mode(), self._global_settings(len(images)):
-            return self._to_host(self._run(self._to_device(images)))
+            if self.cuda_graphs:
+                # the outputs of the last batch were copied and may be overwritten
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            # from page-locked memory the copy is queued; from other memory it has been read when the call returns
+            return self._to_host(self._run(torch.from_numpy(images).to(self._device, non_blocking=True)))
 
     def register_buffer(self, address: int, size: int) -> bool:
         """Page-lock memory, as `PinningSession.register_buffer` does; False on the CPU."""
@@ -322,13 +311,6 @@ class TorchGraphSession:
         """Unlock memory, as `PinningSession.unregister_buffer` does."""
         with torch.cuda.device(self._device):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-
-    def _to_device(self, images: ImageBatch) -> Tensor:
-        if self.cuda_graphs:
-            # the outputs of the last batch were copied and may be overwritten
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        # from page-locked memory the copy is queued; from other memory it has been read when the call returns
-        return torch.from_numpy(images).to(self._device, non_blocking=True)
 
     def _to_host(self, tensors: tuple[Tensor, ...]) -> Outputs:
         named = dict(zip(self._names, tensors, strict=True))

@@ -1,4 +1,4 @@
-"""`opal-deploy bench report`: measurements as Markdown, one table per kind; numbers, machines and tables as text.
+"""Measurements as text: one as lines for a terminal, several as Markdown (`bench report`), one table per kind.
 
 A table of the report has a column for each field in which measurements differ; fields that all rows share are listed
 once.
@@ -9,38 +9,27 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from decimal import ROUND_HALF_EVEN, Decimal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from opal_deploy.bench.measurement import Better, Figure, Kind, Measurement, Target
 from opal_deploy.visualization.style import escape_unprintable
 
-# in reading order; those after the precision become columns only if nothing else distinguishes the rows
-_TARGET_FIELDS: dict[str, Callable[[Target], Any]] = {
-    "name": lambda target: target.name,
-    "runtime": lambda target: f"{target.runtime} {target.runtime_version}".strip(),
-    "device": lambda target: target.device,
-    "precision": lambda target: target.precision,
-    "backbone": lambda target: target.backbone,
-    "head": lambda target: target.head,
-    "layout": lambda target: target.layout,
-    "options": lambda target: target.options,
-    "input": lambda target: "x".join(map(str, target.input_size or ())),
-    "classes": lambda target: target.num_classes,
-    "prototypes per class": lambda target: target.prototypes_per_class,
-}
-_MAIN = ("name", "runtime", "device", "precision")
+# always columns where they differ; other fields of a target only where nothing else distinguishes the rows
+_MAIN_FIELDS = ("name", "runtime", "device", "precision")
 # their values need no title in a label
-_SELF_EXPLAINING = (*_MAIN, "backbone", "head", "layout", "options", "input")
+_SELF_EXPLAINING = (*_MAIN_FIELDS, "backbone", "head", "layout", "options", "input")
+# the text of a missing value
+_NOTHING = "–"
 _ARROWS: dict[Better | None, str] = {"higher": " ↑", "lower": " ↓", None: ""}
 # with more figures than this, each figure is a row and each measurement a column
 _MANY_FIGURES = 10
 # facts that an update changes; all others describe the machine itself
 _SOFTWARE = ("versions", "python", "system", "driver", "cuda", "governor")
 
-Rows = Sequence[Sequence[str]]
+# lines of a profile that are not of the head
+_MANY_NODES = 12
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 # units of counts, which get a prefix from 10,000 on
@@ -49,23 +38,8 @@ _ABBREVIATIONS = {
     "gb": "GB", "mb": "MB", "mhz": "MHz", "macs": "MACs", "flops": "FLOPs", "cpu": "CPU", "gpu": "GPU", "gpus": "GPU",
     "cuda": "CUDA", "rss": "RSS",
 }  # fmt: skip
-_MAX_FACTS = 60
 # characters that begin markup in Markdown; `&`, `<` and `>` become entities
 _MARKUP = re.compile(r"([\\`*_\[\]|~$@])")
-
-
-@dataclass(frozen=True)
-class Field:
-    """A field of target or case, one text per measurement; a main field becomes a column wherever it differs."""
-
-    title: str
-    texts: tuple[str, ...]
-    is_main: bool
-
-    @property
-    def differs(self) -> bool:
-        """Whether any two measurements differ in it."""
-        return len(set(self.texts)) > 1
 
 
 def build_report(measurements: Iterable[Measurement]) -> str:
@@ -74,18 +48,16 @@ def build_report(measurements: Iterable[Measurement]) -> str:
     Returns:
         Markdown that ends in a newline; empty without measurements.
     """
-    every = list(measurements)
-    machines = {machine_key(m.machine): m.machine for m in every if m.machine}
+    last = {(m.key, json.dumps(m.machine, sort_keys=True)): m for m in measurements}
+    machines = {machine: m.machine for (_, machine), m in last.items() if m.machine}
     numbers = {key: number for number, key in enumerate(machines, 1)}
-    last = {(m.key, machine_key(m.machine)): m for m in every}
     if len(machines) > 1:
         # the machine distinguishes measurements too
         last = {keys: replace(m, case={**m.case, "machine": numbers.get(keys[1])}) for keys, m in last.items()}
     lines: list[str] = []
     for key, machine in machines.items():
-        lines += [f"**Machine {numbers[key]}**: {escape_markdown(machine_title(machine))}", ""]
         facts = {**hardware_facts(machine), **software_facts(machine)}
-        lines += [_format_pairs(facts.items()), ""]
+        lines += [f"**Machine {numbers[key]}**: {_format_pairs(facts.items())}", ""]
     for kind in get_args(Kind):
         if rows := [m for m in last.values() if m.kind == kind]:
             lines += [f"## {kind}", "", *_build_section(rows), ""]
@@ -93,50 +65,50 @@ def build_report(measurements: Iterable[Measurement]) -> str:
 
 
 def label_measurements(measurements: Sequence[Measurement]) -> list[str]:
-    """Return for each measurement of one kind its target's name and the fields that distinguish it from the others."""
-    fields = _list_fields(measurements)
-    kept = _add_distinguishing([field for field in fields if field.title == "name"], fields)
+    """Return for each measurement of one kind its target's name and the fields in which it differs from the others."""
+    shown, _ = _list_columns(measurements)
+    titles = ["" if title in _SELF_EXPLAINING else f"{title} " for title in shown]
     return [
-        ", ".join(
-            field.texts[index] if field.title in _SELF_EXPLAINING else f"{field.title} {field.texts[index]}"
-            for field in kept
-            if field.texts[index] != "–"
-        )
-        for index in range(len(measurements))
+        ", ".join(f"{title}{text}" for title, text in zip(titles, row, strict=True) if text != _NOTHING)
+        for row in zip(*shown.values(), strict=True)
     ]
 
 
-def _list_fields(measurements: Sequence[Measurement]) -> list[Field]:
-    fields = [
-        Field(title, tuple(format_value(get(m.target) or None) for m in measurements), title in _MAIN)
-        for title, get in _TARGET_FIELDS.items()
-    ]
-    for name in dict.fromkeys(key for m in measurements for key in m.case):
-        fields.append(Field(humanize(name), tuple(format_value(m.case.get(name)) for m in measurements), True))
-    return fields
+def _list_columns(measurements: Sequence[Measurement]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the columns of fields that distinguish measurements, by title, and the fields that all share."""
+    targets = [_list_fields(m.target) for m in measurements]
+    cases = [{humanize(name): value for name, value in m.case.items()} for m in measurements]
+    columns = {
+        title: [format_value(row.get(title)) for row in rows]
+        for rows in (targets, cases)
+        for title in dict.fromkeys(title for row in rows for title in row)
+    }
+    minor = targets[0].keys() - _MAIN_FIELDS
+    shown = {t: texts for t, texts in columns.items() if t == "name" or (t not in minor and len(set(texts)) > 1)}
+    for title in (title for title in columns if title in minor):
+        known = list(zip(*shown.values(), strict=True))
+        if len(set(zip(known, columns[title], strict=True))) > len(set(known)):
+            shown[title] = columns[title]
+    common = {title: texts[0] for title, texts in columns.items() if title not in shown and len(set(texts)) == 1}
+    return shown, {title: text for title, text in common.items() if text != _NOTHING}
 
 
-def _add_distinguishing(kept: list[Field], candidates: Iterable[Field]) -> list[Field]:
-    """Add each candidate that distinguishes measurements which the fields before it do not."""
-
-    def count_distinct(fields: Sequence[Field]) -> int:
-        return len(set(zip(*(field.texts for field in fields), strict=True)))
-
-    for candidate in candidates:
-        if count_distinct([*kept, candidate]) > count_distinct(kept):
-            kept = [*kept, candidate]
-    return kept
+def _list_fields(target: Target) -> dict[str, Any]:
+    """Return the fields of a target by title, in reading order; None for one without a value."""
+    fields = {
+        "name": target.name, "runtime": f"{target.runtime} {target.runtime_version}".strip(), "device": target.device,
+        "precision": target.precision, "backbone": target.backbone, "head": target.head, "layout": target.layout,
+        "options": target.options, "input": "x".join(map(str, target.input_size or ())),
+        "classes": target.num_classes, "prototypes per class": target.prototypes_per_class,
+    }  # fmt: skip
+    return {title: value or None for title, value in fields.items()}
 
 
 def _build_section(rows: Sequence[Measurement]) -> Iterator[str]:
-    fields = _list_fields(rows)
-    shown = [field for field in fields if field.title == "name" or (field.differs and field.is_main)]
-    shown = _add_distinguishing(shown, [field for field in fields if field.differs])
-    shown = [field for field in fields if field in shown]
-    common = [(f.title, f.texts[0]) for f in fields if f not in shown and not f.differs and f.texts[0] != "–"]
+    shown, common = _list_columns(rows)
     if common:
-        yield from (f"All rows: {_format_pairs(common)}.", "")
-    columns = [("#", [str(number) for number in range(1, len(rows) + 1)]), *((f.title, [*f.texts]) for f in shown)]
+        yield from (f"All rows: {_format_pairs(common.items())}.", "")
+    columns = [("#", [str(number) for number in range(1, len(rows) + 1)]), *shown.items()]
     names = list(dict.fromkeys(name for m in rows for name in m.figures))
     columns += [_build_figure_column(name, [m.figures.get(name) for m in rows]) for name in names]
     if any(m.marks for m in rows):
@@ -144,8 +116,7 @@ def _build_section(rows: Sequence[Measurement]) -> Iterator[str]:
     table = [[title, *cells] for title, cells in columns]
     if len(names) <= _MANY_FIGURES:
         table = [list(row) for row in zip(*table, strict=True)]
-    escaped = [f"| {' | '.join(map(escape_markdown, row))} |" for row in table]
-    yield from (escaped[0], "|" + "---|" * len(table[0]), *escaped[1:], "")
+    yield format_table(table[0], table[1:], markdown=True)
     commands: dict[tuple[str, str], list[str]] = {}
     for number, m in enumerate(rows, 1):
         commands.setdefault((m.command, m.timed), []).append(str(number))
@@ -161,41 +132,45 @@ def _build_figure_column(name: str, figures: Sequence[Figure | None]) -> tuple[s
     directions = {figure.better for figure in figures if figure}
     unit = units.pop() if len(units) == 1 else ""
     title = humanize(name, unit) + (f" ({format_value(unit)})" if unit not in ("", "ratio") else "")
-    cells = []
-    for figure in figures:
-        if figure is None:
-            cells.append("–")
-            continue
-        own_unit = "" if figure.unit in (unit, "ratio") else f" {figure.unit}"
-        cells.append(f"{format_number(figure.value, figure.unit)}{own_unit}{_format_uncertainty(figure)}")
+    cells = [_NOTHING if figure is None else format_figure(figure, unit) for figure in figures]
     return title + (_ARROWS[directions.pop()] if len(directions) == 1 else ""), cells
 
 
-def _format_uncertainty(figure: Figure) -> str:
+def format_measurement(measurement: Measurement) -> str:
+    """Return lines for a person: model, case and figures, then notes, profile and marks."""
+    case = (f"{humanize(name)} {format_value(value)}" for name, value in measurement.case.items() if value is not None)
+    title = f"  {', '.join([format_value(measurement.target.name), *case])}"
+    figures = [(humanize(name, each.unit), format_figure(each)) for name, each in measurement.figures.items()]
+    lines = [f"{title}: {', '.join(map(' '.join, figures)) or 'failed'}"]
+    if len(figures) > _MANY_FIGURES:
+        lines = [f"{title}:", format_table(("figure", "value"), figures)]
+    lines += [f"    {format_value(note)}" for note in measurement.details.get("notes", ())]
+    if profile := measurement.details.get("profile"):
+        nodes = sorted(profile["nodes"], key=lambda node: -float(node["share"]))
+        shown = [node for place, node in enumerate(nodes) if place < _MANY_NODES or "head" in node["part"]]
+        texts = (node | {"share": f"{node['share']:.1%}"} for node in shown)
+        rows = [[format_value(text) for text in node.values()] for node in texts]
+        lines += [
+            f"    profile of {profile['runs']} batches by {profile['source']}, {len(shown)} of {len(nodes)} nodes:",
+            format_table([humanize(name) for name in nodes[0]], rows),
+        ]
+    return "\n".join(
+        [*(line.rstrip("\n") for line in lines), *(f"    {format_value(mark)}" for mark in measurement.marks)]
+    )
+
+
+def format_figure(figure: Figure, unit: str = "") -> str:
+    """Return a figure with its uncertainty, and its unit unless that is `unit`."""
+    own_unit = "" if figure.unit in (unit, "", "ratio") else f" {format_value(figure.unit)}"
+    text = f"{format_number(figure.value, figure.unit)}{own_unit}"
     if figure.interval is not None:
         low, high = (format_number(end, figure.unit) for end in figure.interval)
-        return f" ({low} to {high})"
-    return "" if figure.spread is None else f" (spread {figure.spread:.1%})"
+        return f"{text} ({low} to {high})"
+    return text if figure.spread is None else f"{text} (spread {figure.spread:.1%})"
 
 
 def _format_pairs(pairs: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"{escape_markdown(name)} {escape_markdown(text)}" for name, text in pairs)
-
-
-def machine_key(machine: Mapping[str, Any]) -> str:
-    """Return a text that is equal for the same machine with the same software."""
-    return json.dumps(machine, sort_keys=True)
-
-
-def machine_title(machine: Mapping[str, Any]) -> str:
-    """Return one line for a person: the GPUs if there are any, and the processor."""
-    gpus = machine["gpus"] if isinstance(machine.get("gpus"), list) else []
-    names = [format_value(gpu.get("name", "GPU")) for gpu in gpus if isinstance(gpu, Mapping)]
-    parts = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
-    if machine.get("processor"):
-        cores = machine.get("usable_cores") or machine.get("cores")
-        parts.append(format_value(machine["processor"]) + (f", {format_value(cores)} cores" if cores else ""))
-    return "; ".join(parts) or "a machine that was not recorded"
 
 
 def hardware_facts(machine: Mapping[str, Any]) -> dict[str, str]:
@@ -216,15 +191,10 @@ def format_number(value: float, unit: str = "") -> str:
     return _round(value)
 
 
-def format_fixed(value: int | Decimal, divisor: int, digits: int) -> str:
-    """Return an exact quotient with `digits` decimals, halves rounded to even as in the paper."""
-    return str((Decimal(value) / divisor).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_EVEN))
-
-
 def format_value(value: Any) -> str:
     """Return any value as one line, with characters that do not print made visible."""
     if value is None:
-        return "–"
+        return _NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and abs(value) < 1e15:
@@ -241,40 +211,31 @@ def humanize(name: str, unit: str = "") -> str:
     return " ".join(_ABBREVIATIONS.get(word, word) for word in text.split(" "))
 
 
-def flatten_facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return a tree of values as at most 60 (name, text) pairs, without empty values."""
-    facts: list[tuple[str, str]] = []
+def flatten_facts(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield a tree of values as (name, text), without empty values."""
     for key, value in values.items():
         name = f"{prefix}{humanize(str(key))}"
+        if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+            value = {str(number): item for number, item in enumerate(value, 1)}
         if isinstance(value, Mapping):
-            facts += flatten_facts(value, f"{name}: ")
-        elif isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value):
-            for number, item in enumerate(value, 1):
-                facts += flatten_facts(item, f"{name}: " if len(value) == 1 else f"{name} {number}: ")
+            yield from flatten_facts(value, f"{name}: ")
         elif value is not None and value != "":
-            facts.append((name, format_value(value)))
-    return facts[:_MAX_FACTS]
+            yield name, format_value(value)
 
 
-def format_table(header: Sequence[str], rows: Rows, *, markdown: bool = False) -> str:
-    """Return a table, ending in a newline; its first column is aligned to the left, the others hold numbers.
-
-    Args:
-        markdown: a table of GitHub's Markdown, else one aligned with spaces.
-    """
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, markdown: bool = False) -> str:
+    """Return a table that ends in a newline: of Markdown, or aligned with spaces, the first column to the left."""
     if markdown:
-        rule = ["---", *["---:"] * (len(header) - 1)]
-        escaped = [[cell.replace("|", "\\|").replace("*", "\\*") for cell in row] for row in (header, rule, *rows)]
-        return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, ["-" * width for width in widths], *rows)
+        lines = [f"| {' | '.join(map(escape_markdown, row))} |" for row in (header, *rows)]
+        return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]]) + "\n"
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    padded = [
+        [f"{cell:>{width}}" if number else f"{cell:<{width}}" for cell in column]
+        for number, (column, width) in enumerate(zip(columns, widths, strict=True))
     ]
-    return "\n".join(lines) + "\n"
+    lines = ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]]) + "\n"
 
 
 def escape_markdown(text: str) -> str:

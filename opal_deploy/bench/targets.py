@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -149,21 +149,32 @@ def load_targets(
         UsageError: there is no model.
         OpalError: no model can run here; the last one's error.
     """
+    loaded = None
+    for loaded in load_usable(_list_loaders(models, networks, setups), log):
+        log(loaded.title)
+        yield loaded
+    if loaded is None:
+        raise UsageError("nothing to time: give --model FILE or --backbone NAME (both repeatable)")
+
+
+def load_usable(loaders: Iterable[tuple[str, Callable[[], LoadedTarget]]], log: Log) -> Iterator[LoadedTarget]:
+    """Yield what loaders with names return, each when it is due; report those that cannot run here, and go on.
+
+    Raises:
+        OpalError: none can run here; the last one's error.
+    """
     # kept back until another model runs: the only model's error is the command's own
     unusable: list[tuple[str, OpalError]] = []
     loaded = None
-    for name, load in _list_loaders(models, networks, setups):
+    for name, load in loaders:
         try:
             loaded = load()
         except OpalError as error:
             unusable.append((name, error))
             continue
         _log_unusable(unusable, log)
-        log(loaded.title)
         yield loaded
-    if loaded is None and not unusable:
-        raise UsageError("nothing to time: give --model FILE or --backbone NAME (both repeatable)")
-    last = unusable.pop()[1] if loaded is None else None
+    last = unusable.pop()[1] if loaded is None and unusable else None
     _log_unusable(unusable, log)
     if last is not None:
         raise last
@@ -237,8 +248,8 @@ def load_for_inference(path: Path, options: PipelineOptions) -> LoadedTarget:
     from opal_deploy.runtime.torch_session import torch_device
 
     used = torch_device(device)
-    layout = "uint8 NHWC, normalised on the device; convolutions NCHW"
-    target = _describe(path, session.metadata, "torch eager", torch.__version__, str(used), layout, "")
+    target = _describe(path, session.metadata, "torch eager", torch.__version__, str(used), "NCHW", "")
+    target = replace(target, layout="uint8 NHWC, normalised on the device; convolutions NCHW")
     return LoadedTarget(session, target, torch.get_num_threads() if used.type == "cpu" else None)
 
 
@@ -253,7 +264,7 @@ def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:
     if setup.channels_last and setup.runtime not in PYTORCH_RUNTIMES:
         raise UsageError(f"--channels-last applies only to eager and compile; {setup.runtime} chooses its own layouts")
     if setup.runtime in PYTORCH_RUNTIMES:
-        return _load_torch(network, setup, precision)
+        return _load_torch(network, setup)
     with tempfile.TemporaryDirectory(prefix="opal-bench-") as folder:
         if setup.runtime == "onnxruntime":
             from opal_deploy.bench.networks import write_onnx
@@ -274,27 +285,18 @@ def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:
         return _load_engine(path, setup, network)
 
 
-def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTarget:
+def _load_torch(network: NamedNetwork, setup: Setup) -> LoadedTarget:
     import torch
 
     from opal_deploy.bench.networks import TorchGraphSession
 
-    session = TorchGraphSession(
-        network.checkpoint,
-        device=setup.device,
-        threads=setup.threads,
-        precision=precision,
-        channels_last=setup.channels_last,
-        compiled=setup.runtime == "compile",
-        cuda_graphs=setup.cuda_graphs,
-    )
+    session = TorchGraphSession(network.checkpoint, setup)
     setup.check_fits(cuda_graphs=session.cuda_graphs)
-    layout = _layout(session.metadata, "NHWC" if setup.channels_last else "NCHW")
     target = _describe(
-        network, session.metadata, f"torch {setup.runtime}", torch.__version__, _with_gpu_name(session.device), layout,
-        session.compile_options,
+        network, session.metadata, f"torch {setup.runtime}", torch.__version__, session.device,
+        "NHWC" if setup.channels_last else "NCHW", session.compile_options,
     )  # fmt: skip
-    return LoadedTarget(session, replace(target, precision=precision), session.threads)
+    return LoadedTarget(session, replace(target, precision=setup.precision or "fp32"), session.threads)
 
 
 def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
@@ -304,8 +306,8 @@ def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) ->
     session = OnnxSession(path, device=setup.device, threads=setup.threads, cuda_options=setup.cuda_options)
     setup.check_fits(onnxruntime=session.device != "cpu")
     target = _describe(
-        network or path, session.metadata, "onnxruntime", onnxruntime.__version__, _with_gpu_name(session.device),
-        _layout(session.metadata, "as ONNX Runtime chooses"), str(setup.cuda_options),
+        network or path, session.metadata, "onnxruntime", onnxruntime.__version__, session.device,
+        "as ONNX Runtime chooses", str(setup.cuda_options),
     )  # fmt: skip
     return LoadedTarget(session, target, session.threads if session.device == "cpu" else None)
 
@@ -318,35 +320,26 @@ def _load_engine(path: Path, setup: Setup, network: NamedNetwork | None = None) 
     builder = session.sidecar.builder
     target = _describe(
         network or path, session.metadata, str(builder["name"]), str(builder["version"]), session.device,
-        _layout(session.metadata, "as TensorRT chooses"), "CUDA graphs" if setup.cuda_graphs else "",
+        "as TensorRT chooses", "CUDA graphs" * setup.cuda_graphs,
     )  # fmt: skip
     return LoadedTarget(session, target, None)
 
 
-def _layout(metadata: Metadata, convolutions: str) -> str:
-    images = "uint8 NHWC" if metadata.input_kind == "uint8" else "float32 NCHW"
-    return f"{images}; convolutions {convolutions}"
-
-
 def _describe(
-    source: Path | NamedNetwork,
-    metadata: Metadata,
-    runtime: str,
-    runtime_version: str,
-    device: str,
-    layout: str,
-    options: str,
+    source: Path | NamedNetwork, metadata: Metadata, runtime: str, version: str, device: str, layout: str, options: str
 ) -> Target:
+    """Return the description of a model; `layout` is that of the convolutions."""
+    images = "uint8 NHWC" if metadata.input_kind == "uint8" else "float32 NCHW"
     return Target(
-        source.name, metadata.backbone, head_name(metadata.head), runtime, runtime_version, device, metadata.precision,
-        layout, metadata.input_size, metadata.num_classes, metadata.prototypes_per_class,
-        compute_sha256(source) if isinstance(source, Path) else source.sha256, options,
+        source.name, metadata.backbone, head_name(metadata.head), runtime, version, _with_gpu_name(device),
+        metadata.precision, f"{images}; convolutions {layout}", metadata.input_size, metadata.num_classes,
+        metadata.prototypes_per_class, compute_sha256(source) if isinstance(source, Path) else source.sha256, options,
     )  # fmt: skip
 
 
 def _with_gpu_name(device: str) -> str:
     """Return `cuda:0` followed by the GPU's name, or `cpu`."""
-    if device == "cpu":
+    if device == "cpu" or " " in device:
         return device
     from opal_deploy.runtime.cuda import visible_driver
 

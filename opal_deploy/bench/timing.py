@@ -1,4 +1,4 @@
-"""Time batches, or one model at one batch size: a discarded warm-up, then repeats of many batches each.
+"""The timer: a discarded warm-up, then repeats of many batches each.
 
 A session on a GPU is given as many batches at a time as it takes (`PipelinedSession.depth`), as in `infer`, so that
 copies overlap the computation; for a latency it gets one. Every repeat begins and ends with an idle device: each batch
@@ -8,28 +8,23 @@ that counts was begun and finished in it.
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.bench.measurement import NOISY, Figure
-from opal_deploy.bench.monitor import monitor_devices, peak_memory_mb, reset_peak_memory
+from opal_deploy.bench.measurement import Figure
 from opal_deploy.bench.options import TimingOptions
 from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.runtime.session import ImageBatch, PaddingSession, PipelinedSession, Session, StagedSession, pinned
 from opal_deploy.statistics import mean, percentile, spread
 
 Clock = Callable[[], int]
-
-# with "1" in this variable CUDA ends every kernel before the host goes on
-BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 # the first batches compile, choose kernels and record CUDA graphs, once for each of up to three sets of buffers: their
 # time does not count as warm-up
@@ -62,21 +57,6 @@ class Batches:
         self.finish()
 
 
-@dataclass
-class _SubmittedBatches:
-    """The batches in flight of a session that takes several."""
-
-    session: PipelinedSession
-    batches: Sequence[ImageBatch]
-    handles: deque[object] = field(default_factory=deque)
-
-    def begin(self, number: int) -> None:
-        self.handles.append(self.session.submit(self.batches[number % len(self.batches)]))
-
-    def finish(self) -> None:
-        self.session.collect(self.handles.popleft())
-
-
 @dataclass(frozen=True)
 class WarmUp:
     """The discarded batches: their number, their seconds, and whether the last few took equally long."""
@@ -101,14 +81,18 @@ class Timing:
     warm_up: WarmUp
     depth: int = 1
 
-    @property
-    def latencies(self) -> NDArray[np.float64]:
-        """Seconds of each batch, over all repeats."""
-        return np.concatenate(self.repeats)
+    def throughput(self, images: int) -> Figure:
+        """Return images per second, one value per repeat, for `images` per batch."""
+        rates = (images * len(calls) / seconds for calls, seconds in zip(self.repeats, self.elapsed, strict=True))
+        return Figure.of_repeats(rates, "images/s", "higher")
 
-    def rates(self, images: int) -> tuple[float, ...]:
-        """Return images per second in each repeat, for `images` per batch."""
-        return tuple(images * len(calls) / seconds for calls, seconds in zip(self.repeats, self.elapsed, strict=True))
+    def latency(self, percent: float | None = None) -> Figure:
+        """Return the batches' mean milliseconds, or a percentile of them, over all repeats and in each."""
+        all_calls, *repeats = (
+            1e3 * (mean(calls) if percent is None else percentile(calls, percent))
+            for calls in (np.concatenate(self.repeats), *self.repeats)
+        )
+        return Figure(all_calls, "ms", "lower", tuple(repeats))
 
     def settings(self) -> dict[str, Any]:
         """Return the number of batches, those in flight, and seconds, for `Measurement.settings`."""
@@ -123,69 +107,12 @@ class Timing:
         }
 
 
-@dataclass(frozen=True)
-class BatchTiming:
-    """The timing of one model at one batch size; settings, conditions and marks as in `Measurement`."""
+def time_stages(session: Session, batches: Sequence[ImageBatch]) -> dict[str, Figure]:
+    """Return median milliseconds per batch of a GPU's copies and computation; empty for a session without stages.
 
-    batch: int
-    timing: Timing
-    peak_megabytes: float
-    settings: dict[str, Any]
-    conditions: dict[str, Any]
-    marks: tuple[str, ...]
-
-    @property
-    def throughput(self) -> Figure:
-        """Images per second, one value per repeat."""
-        return Figure.of_repeats(self.timing.rates(self.batch), "images/s", "higher")
-
-    def latency(self, percent: float) -> Figure:
-        """Return a percentile of the batches' milliseconds, over all repeats and in each."""
-        return self._milliseconds(lambda calls: percentile(calls, percent))
-
-    @property
-    def mean_latency(self) -> Figure:
-        """Mean milliseconds per batch, over all repeats and in each."""
-        return self._milliseconds(mean)
-
-    def _milliseconds(self, statistic: Callable[[NDArray[np.float64]], float]) -> Figure:
-        repeats = tuple(1e3 * statistic(calls) for calls in self.timing.repeats)
-        return Figure(1e3 * statistic(self.timing.latencies), "ms", "lower", repeats)
-
-
-def time_batch(loaded: LoadedTarget, batch: int, options: TimingOptions, *, one_by_one: bool) -> BatchTiming:
-    """Time one model at one batch size; raise StoppedEarly if memory is full, or the device was lost.
-
-    Args:
-        one_by_one: wait for each batch before the next, for its latency.
+    The stages are waited for one by one in separate calls. The session must be warm at this batch size, and the batches
+    in page-locked memory.
     """
-    reset_peak_memory()
-    with (
-        rotate_inputs(loaded, batch, options.buffers, one_by_one=one_by_one) as batches,
-        monitor_devices(loaded.target.device) as monitor,
-    ):
-        timing = time_repeats(batches, options)
-    figure = Figure.of_repeats(timing.rates(batch), "images/s")
-    doubts = [f"{NOISY}: the repeats differ by {figure.spread:.0%}"] if figure.is_noisy else []
-    if loaded.target.device != "cpu" and os.environ.get(BLOCKING) == "1":
-        doubts.append(f"blocking: {BLOCKING}=1 slows the GPU down")
-    settings = {**timing.settings(), "buffers": options.buffers}
-    return BatchTiming(batch, timing, peak_memory_mb(), settings, monitor.conditions, (*monitor.marks, *doubts))
-
-
-def time_stages(loaded: LoadedTarget, batch: int, buffers: int) -> dict[str, Figure]:
-    """Return median milliseconds per batch of a GPU's copies and computation; empty on a CPU.
-
-    The stages are waited for one by one in separate calls. The session must be warm at this batch size.
-    """
-    if loaded.target.device == "cpu":
-        return {}
-    with pinned_noise(loaded, buffers, batch) as batches:
-        return time_stages_of(loaded.session, batches)
-
-
-def time_stages_of(session: Session, batches: Sequence[ImageBatch]) -> dict[str, Figure]:
-    """Return the figures of `time_stages` for a session on a GPU and its batches in page-locked memory."""
     if not isinstance(session, StagedSession):
         return {}
     stages = [session.run_staged(batches[number % len(batches)])[1] for number in range(_STAGED_CALLS)]
@@ -209,10 +136,14 @@ def rotate_inputs(loaded: LoadedTarget, batch: int, buffers: int, *, one_by_one:
 
 def in_turn(session: Session, batches: Sequence[ImageBatch], *, one_by_one: bool = False) -> Batches:
     """Return the runs of a session on batches in turn, as many in flight as it takes, or one by one."""
-    if isinstance(session, PipelinedSession) and not one_by_one:
-        submitted = _SubmittedBatches(session, batches)
-        return Batches(submitted.begin, submitted.finish, session.depth)
-    return Batches(lambda number: session.run(batches[number % len(batches)]))
+    if one_by_one or not isinstance(session, PipelinedSession):
+        return Batches(lambda number: session.run(batches[number % len(batches)]))
+    pipelined, handles = session, deque[object]()
+    return Batches(
+        lambda number: handles.append(pipelined.submit(batches[number % len(batches)])),
+        lambda: pipelined.collect(handles.popleft()),
+        pipelined.depth,
+    )
 
 
 @contextmanager
@@ -239,7 +170,7 @@ def time_repeats(batches: Batches, options: TimingOptions, *, clock: Clock = tim
     warmed = warm_up(batches, options.warmup, clock=clock)
     timed = []
     for _ in range(options.repeats):
-        timed.append(_time_repeat(batches, options.seconds, options.iterations, clock))
+        timed.append(time_repeat(batches, options.seconds, options.iterations, clock))
         options.on_repeat()
     return Timing(tuple(each for each, _ in timed), tuple(seconds for _, seconds in timed), warmed, batches.depth)
 
@@ -268,13 +199,11 @@ def warm_up(batches: Batches, seconds: float, *, clock: Clock = time.perf_counte
 
 def time_calls(batches: Batches, count: int, *, clock: Clock = time.perf_counter_ns) -> float:
     """Return the total seconds of `count` batches."""
-    with gc_disabled():
-        start = clock()
-        *_, (_, end) = run_batches(batches, lambda begun, _: begun == count, clock)
-        return (end - start) / 1e9
+    return time_repeat(batches, 0, count, clock)[1]
 
 
-def _time_repeat(batches: Batches, seconds: float, iterations: int, clock: Clock) -> tuple[NDArray[np.float64], float]:
+def time_repeat(batches: Batches, seconds: float, iterations: int, clock: Clock) -> tuple[NDArray[np.float64], float]:
+    """Return the seconds of each of at least `iterations` batches in at least `seconds`, and of all."""
     latencies: list[int] = []
     limit = int(seconds * 1e9)
     with gc_disabled():

@@ -6,7 +6,6 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,6 +28,7 @@ from opal_deploy.errors import UsageError, require
 if TYPE_CHECKING:
     from opal_deploy.bench.diff import MeasurementDiff, Verdict
     from opal_deploy.bench.measurement import Measurement
+    from opal_deploy.bench.speed import SweepKind
     from opal_deploy.bench.targets import LoadedTarget
     from opal_deploy.inference.types import InputImage
 
@@ -51,17 +51,16 @@ def overhead(options: OverheadOptions) -> None:
     for package in ("torch", "torchvision"):
         require(package, "train", "opal-deploy bench overhead")
     require("ptflops", "bench", "opal-deploy bench overhead")
-    from opal_deploy.bench.overhead import paper as papers
-    from opal_deploy.bench.overhead import table
+    from opal_deploy.bench import overhead as overheads
 
-    paper = papers.load_paper()
+    paper = overheads.load_paper()
     unchanged = OverheadOptions(check=True, out=options.out, as_json=options.as_json, table=options.table)
     if options.check and replace(options, size=None if options.size == paper.input_size else options.size) != unchanged:
         raise UsageError(
             "--check compares the paper's own table: leave out every option but --format, --out and --json"
         )
-    columns = [(table.format_classes(number), number) for number in dict.fromkeys(options.classes)]
-    rows = table.count_rows(
+    columns = [(overheads.format_classes(number), number) for number in dict.fromkeys(options.classes)]
+    rows = overheads.count_rows(
         options.backbone or paper.backbones,
         columns or list(paper.datasets.items()),
         options.prototypes,
@@ -70,16 +69,16 @@ def overhead(options: OverheadOptions) -> None:
         keep_layers=options.keep_layers,
         log=print_message,
     )
-    for measurement in table.build_measurements(rows, options.input_size):
+    for measurement in overheads.build_measurements(rows, options.input_size):
         _write(measurement, options)
     if not options.as_json:
         markdown = options.table == "markdown"
-        print(table.format_tables(rows, options.input_size, paper.titles, markdown=markdown), end="", flush=True)
+        print(overheads.format_tables(rows, options.input_size, paper.titles, markdown=markdown), end="", flush=True)
     if options.check:
-        cells = papers.compare_with_paper(rows, paper)
-        for line in papers.format_comparison(cells):
+        cells = overheads.compare_with_paper(rows, paper)
+        for line in overheads.format_comparison(cells):
             print_message(line)
-        papers.require_agreement(cells)
+        overheads.require_agreement(cells)
 
 
 def latency(options: LatencyOptions) -> None:
@@ -87,9 +86,7 @@ def latency(options: LatencyOptions) -> None:
 
     With --profile also the time per node or layer, and the sums of backbone, projection and head.
     """
-    from opal_deploy.bench.speed import measure_latency
-
-    _measure_targets(options, partial(measure_latency, profile=options.profile))
+    _measure_speed("latency", options, profile=options.profile)
 
 
 def throughput(options: ThroughputOptions) -> None:
@@ -97,9 +94,7 @@ def throughput(options: ThroughputOptions) -> None:
 
     A batch size that does not fit into memory is named, and ends that model's sweep.
     """
-    from opal_deploy.bench.speed import measure_throughput
-
-    _measure_targets(options, measure_throughput)
+    _measure_speed("throughput", options)
 
 
 def compare(
@@ -113,15 +108,13 @@ def compare(
     Give two models, or --question. In each round every model runs once, A B in even rounds and B A in odd ones, so that
     a drifting machine favours none.
     """
-    from opal_deploy.bench.compare import format_comparison, measure_comparison, prepare_comparisons
+    from opal_deploy.bench.compare import measure_comparison, prepare_comparisons
 
     for comparison in prepare_comparisons(files or [], options, print_message):
-        for line in comparison.unusable:
-            print_message(line)
         for batch in options.batch:
             with progress("rounds") as advance:
                 measurements = measure_comparison(comparison, batch, options, progress=advance)
-            _deliver(measurements, format_comparison, options)
+            _deliver(measurements, options)
 
 
 def pipeline(
@@ -135,8 +128,7 @@ def pipeline(
     """
     require("psutil", "bench", "opal-deploy bench pipeline")
     from opal_deploy.bench.monitor import monitor_devices
-    from opal_deploy.bench.pipeline.formatting import build_measurement, format_result
-    from opal_deploy.bench.pipeline.measure import measure_pipeline
+    from opal_deploy.bench.pipeline import build_measurement, measure_pipeline
     from opal_deploy.bench.targets import load_for_inference
 
     items = _find_items(images, options.limit)
@@ -144,9 +136,7 @@ def pipeline(
     device = loaded.target.device
     with monitor_devices(device) as monitor, progress("passes") as advance:
         result = measure_pipeline(loaded.session, items, options, print_message, device=device, progress=advance)
-    measurement = build_measurement(result, loaded, monitor, options)
-    _write(measurement, options)
-    print_message("\n".join(format_result(result, measurement.marks)))
+    _deliver([build_measurement(result, loaded, monitor, options)], options)
 
 
 def report(files: Files) -> None:
@@ -214,14 +204,14 @@ def _load_targets(options: SweepOptions) -> Iterator[LoadedTarget]:
     return load_targets(options.model, build_networks(options, options.head), setups, print_message)
 
 
-def _measure_targets(options: SweepOptions, measure: Callable[..., Iterator[Measurement]]) -> None:
+def _measure_speed(kind: SweepKind, options: SweepOptions, *, profile: bool = False) -> None:
     """Measure each model at all batch sizes, with the progress over its repeats."""
-    from opal_deploy.bench.speed import format_speed
+    from opal_deploy.bench.speed import measure_speed
 
     for loaded in _load_targets(options):
         with progress("repeats") as advance:
             timing = replace(options, on_repeat=_count_up(advance, options.repeats * len(options.batch)))
-            _deliver(measure(loaded, options.batch, timing), format_speed, options)
+            _deliver(measure_speed(kind, loaded, options.batch, timing, profile=profile), options)
 
 
 def _count_up(advance: Advance, total: int) -> Callable[[], None]:
@@ -229,10 +219,10 @@ def _count_up(advance: Advance, total: int) -> Callable[[], None]:
     return lambda: advance(next(done), total)
 
 
-def _deliver(
-    measurements: Iterable[Measurement], format_measurement: Callable[[Measurement], str], options: OutputOptions
-) -> None:
+def _deliver(measurements: Iterable[Measurement], options: OutputOptions) -> None:
     """Write and print each measurement as soon as it is taken, so that it survives a failure of the next."""
+    from opal_deploy.bench.report import format_measurement
+
     for measurement in measurements:
         _write(measurement, options)
         print_message(format_measurement(measurement))

@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,7 +65,9 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
     existing = [sample for sample in samples if exists[sample.path]]
     unreadable = find_header_problems(existing, progress)
     # missing images are an error of their own: they do not also make a split empty
-    usable = _without_paths(data, {*missing, *unreadable} if skip_missing else unreadable)
+    unusable = {*missing, *unreadable} if skip_missing else unreadable.keys()
+    train, val, test = ([s for s in split if s.path not in unusable] for split in (data.train, data.val, data.test))
+    usable = replace(data, train=train, val=val, test=test)
 
     if missing:
         names = shorten_list([display_path(path, data.root) for path in missing])
@@ -117,13 +120,6 @@ def _check_each(samples: list[Sample], check: Callable[[Sample], T], progress: P
         if progress is not None:
             progress(done, len(samples), "reading headers")
     return results
-
-
-def _without_paths(data: DataSet, paths: Collection[Path]) -> DataSet:
-    if not paths:
-        return data
-    train, val, test = ([s for s in split if s.path not in paths] for split in (data.train, data.val, data.test))
-    return replace(data, train=train, val=val, test=test)
 
 
 def _walk_images(folders: tuple[Path, ...]) -> Iterator[Path]:
@@ -198,8 +194,8 @@ def find_identical_files(paths: Iterable[Path]) -> list[list[Path]]:
     Files are compared by size, then by a hash of the first 4 KB, then of the whole file, so few are read in full.
     """
     groups = [list(paths)]
-    for key in (_file_size, _hash_head, _hash_file):
-        keys = map_in_threads(key, [path for group in groups for path in group])
+    for key in (_file_size, partial(_hash_file, length=_HEAD_BYTES), _hash_file):
+        keys = map_in_threads(partial(_or_none, key), [path for group in groups for path in group])
         groups = [part for group in groups for part in _split_by_key(group, keys)]
     return groups
 
@@ -214,27 +210,20 @@ def _split_by_key(group: list[Path], keys: Iterator[Hashable]) -> list[list[Path
     return [part for part in parts.values() if len(part) > 1]
 
 
-def _file_size(path: Path) -> int | None:
+def _or_none(key: Callable[[Path], Hashable], path: Path) -> Hashable:
     try:
-        return path.stat().st_size
+        return key(path)
     except OSError:
         return None
 
 
-def _hash_head(path: Path) -> bytes | None:
-    try:
-        with path.open("rb") as file:
-            return hashlib.blake2b(file.read(_HEAD_BYTES)).digest()
-    except OSError:
-        return None
+def _file_size(path: Path) -> int:
+    return path.stat().st_size
 
 
-def _hash_file(path: Path) -> bytes | None:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "blake2b").digest()
-    except OSError:
-        return None
+def _hash_file(path: Path, length: int = -1) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.blake2b(file.read(length)).digest()
 
 
 def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:

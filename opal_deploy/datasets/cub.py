@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,14 +32,11 @@ from numpy.typing import NDArray
 from opal_deploy.datasets.listing import (
     Adapter,
     Listing,
-    find_duplicate_names,
     find_escaping_paths,
-    find_id_mismatches,
     has_files,
     is_decimal,
     is_path_inside,
     missing_files,
-    read_all,
     read_text,
     require_files,
     unreadable_error,
@@ -88,8 +86,7 @@ def _read_cub(folder: Path, *, subset: bool = False) -> Listing:
     advice = "unpack the official archive again, or give the images as DATA/train/<class> and DATA/test/<class>"
     require_files(folder, title, missing_files(folder, names), advice)
     separator = "," if subset else None
-    readers = {name: partial(read_table, folder / name, 4 if name == _BOXES else 1, separator) for name in names}
-    tables = read_all(readers)
+    tables = {name: read_table(folder / name, 4 if name == _BOXES else 1, separator) for name in names}
     classes = tables[_CLASSES]
     labels = {class_id: label for label, class_id in enumerate(sorted(classes, key=int))}
     # by flag
@@ -160,13 +157,13 @@ def to_corners(box: Sequence[str]) -> Box:
 def _find_mismatches(tables: dict[str, dict[str, list[str]]]) -> list[str]:
     images, classes = tables[_IMAGES], tables[_CLASSES]
     problems = find_escaping_paths((name for (name,) in images.values()), _IMAGES, "images")
-    problems += find_duplicate_names([name for (name,) in classes.values()], _CLASSES)
-    for name, table in tables.items():
-        if name in (_IMAGES, _CLASSES):
-            continue
-        extra = [key for key in table if key not in images]
-        missing = [key for key in images if key not in table]
-        problems += find_id_mismatches(name, _IMAGES, extra, missing)
+    if duplicates := [name for name, number in Counter(name for (name,) in classes.values()).items() if number > 1]:
+        problems.append(f"several classes with the same name in {_CLASSES}: {shorten_list(duplicates)}")
+    for name in (name for name in tables if name not in (_IMAGES, _CLASSES)):
+        for has, lacks in ((name, _IMAGES), (_IMAGES, name)):
+            if ids := [key for key in tables[has] if key not in tables[lacks]]:
+                are = pluralize(len(ids), f"id of {has} is", f"ids of {has} are")
+                problems.append(f"{are} not in {lacks}: {shorten_list(ids)}")
     if flags := sorted({flag for (flag,) in tables[_SPLIT].values()} - {"0", "1"}):
         problems.append(f"{_SPLIT} holds {shorten_list(flags)} beside 0 and 1")
     if unknown := sorted({class_id for (class_id,) in tables[_LABELS].values()} - classes.keys()):

@@ -10,11 +10,8 @@ of several, with a warning. The official split, which has no validation images.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -25,10 +22,10 @@ from opal_deploy.datasets.listing import (
     Listing,
     build_listing,
     find_escaping_paths,
+    group_names,
     has_files,
     is_path_inside,
     missing_files,
-    read_all,
     read_matlab,
     require_files,
 )
@@ -39,6 +36,7 @@ from opal_deploy.preprocess.geometry import Box
 _TITLE = "Stanford Dogs"
 # LookupError: an unknown encoding
 ANNOTATION_ERRORS = (OSError, ElementTree.ParseError, ValueError, LookupError)
+_MAX_LABEL = 1_000_000
 _LISTS = {"train": "train_list.mat", "test": "test_list.mat"}
 
 
@@ -57,71 +55,45 @@ def _read_dogs(folder: Path) -> Listing:
     missing = [f"{path.relative_to(folder)}/" for path in (images, annotation) if not path.is_dir()]
     missing += missing_files(lists, _LISTS.values())
     require_files(folder, _TITLE, missing, "unpack images.tar, annotation.tar and lists.tar there")
-    entries = read_all({split: partial(_read_list, lists / name) for split, name in _LISTS.items()})
-    problems = [
-        problem
-        for split, pairs in entries.items()
-        for problem in find_escaping_paths((name for name, _ in pairs), _LISTS[split], images.name)
-    ]
-    splits = {
-        split: [(images / name, label) for name, label in pairs if is_path_inside(name)]
-        for split, pairs in entries.items()
-    }
-    class_names, class_problems = _class_names([pair for pairs in splits.values() for pair in pairs])
-    problems += class_problems
-    listing = build_listing("dogs", folder, class_names, splits, problems=problems, image_folders=(images,))
-    boxes = _BoxReader(images, annotation)
-    data = listing.data
-    train, test = ([boxes.add_box(sample) for sample in split] for split in (data.train, data.test))
-    return replace(
-        listing,
-        data=replace(data, train=train, test=test, crop="boxes", warnings=boxes.warnings()),
-        problems=[*listing.problems, *boxes.problems()],
+    problems: list[str] = []
+    splits: dict[str, list[LabeledPath]] = {}
+    for split, file in _LISTS.items():
+        listed = _read_list(lists / file)
+        problems += find_escaping_paths((name for name, _ in listed), file, images.name)
+        splits[split] = [(images / name, label) for name, label in listed if is_path_inside(name)]
+    every = [pair for pairs in splits.values() for pair in pairs]
+    breeds, class_problems = group_names(every, lambda path: path.parent.name, "the lists")
+    class_names = [min(breeds.get(label, {f"label {label + 1}"})) for label in range(max(breeds, default=-1) + 1)]
+    listing = build_listing("dogs", folder, class_names, splits, image_folders=(images,))
+    findings: dict[str, list[str]] = {"missing": [], "without a readable box": [], "with several boxes": []}
+    train, test = (
+        [_add_box(sample, images, annotation, findings) for sample in split]
+        for split in (listing.data.train, listing.data.test)
     )
+    several = findings.pop("with several boxes")
+    warnings = [f"images with several boxes, the first is used: {shorten_list(several)}"] if several else []
+    problems += class_problems + listing.problems
+    problems += [
+        f"annotations {what} in {annotation.name}/: {shorten_list(names)}" for what, names in findings.items() if names
+    ]
+    data = replace(listing.data, train=train, test=test, crop="boxes", warnings=warnings)
+    return replace(listing, data=data, problems=problems)
 
 
-class _BoxReader:
-    """Adds boxes to samples; remembers annotations that are missing, damaged, or have several boxes."""
-
-    def __init__(self, images: Path, annotation: Path) -> None:
-        self._images, self._annotation = images, annotation
-        self._missing: list[str] = []
-        self._damaged: list[str] = []
-        self._several: list[str] = []
-
-    def add_box(self, sample: Sample) -> Sample:
-        name = str(sample.path.relative_to(self._images).with_suffix(""))
-        try:
-            boxes = read_annotation(self._annotation / name)
-        except FileNotFoundError:
-            # if the image is missing too, only the image is reported
-            if sample.path.is_file():
-                self._missing.append(name)
-            return sample
-        except ANNOTATION_ERRORS as error:
-            self._damaged.append(f"{name} ({error})")
-            return sample
-        if len(boxes) > 1:
-            self._several.append(name)
-        return replace(sample, box=boxes[0])
-
-    def problems(self) -> list[str]:
-        findings = (
-            ("is missing", "are missing", self._missing),
-            ("has no readable box", "have no readable box", self._damaged),
-        )
-        return [
-            f"{pluralize(len(names), f'annotation {one}', f'annotations {many}')} in {self._annotation.name}/: "
-            f"{shorten_list(names)}"
-            for one, many, names in findings
-            if names
-        ]
-
-    def warnings(self) -> list[str]:
-        if not self._several:
-            return []
-        images = pluralize(len(self._several), "image has", "images have")
-        return [f"{images} several boxes, the first is used: {shorten_list(self._several)}"]
+def _add_box(sample: Sample, images: Path, annotation: Path, findings: dict[str, list[str]]) -> Sample:
+    """Return a sample with its annotation's first box; adds to `findings` what is wrong with the annotation."""
+    name = str(sample.path.relative_to(images).with_suffix(""))
+    try:
+        boxes = read_annotation(annotation / name)
+    except FileNotFoundError:
+        # if the image is missing too, only the image is reported
+        findings["missing"] += [name] if sample.path.is_file() else []
+        return sample
+    except ANNOTATION_ERRORS as error:
+        findings["without a readable box"].append(f"{name} ({error})")
+        return sample
+    findings["with several boxes"] += [name] if len(boxes) > 1 else []
+    return replace(sample, box=boxes[0])
 
 
 def read_annotation(path: Path) -> list[Box]:
@@ -145,40 +117,18 @@ def _read_list(path: Path) -> list[tuple[str, int]]:
     if missing := [name for name in ("file_list", "labels") if name not in variables]:
         raise UsageError(f"{path}: lacks {' and '.join(missing)}; unpack lists.tar again")
     files = [str(name) for name in np.atleast_1d(variables["file_list"])]
-    labels = [_parse_label(value, path) for value in np.atleast_1d(variables["labels"])]
-    if len(files) != len(labels):
-        numbers = f"{pluralize(len(files), 'file', 'files')} but {pluralize(len(labels), 'label', 'labels')}"
-        raise UsageError(f"{path}: {numbers}; unpack lists.tar again")
-    return list(zip(files, labels, strict=True))
-
-
-def _parse_label(value: Any, path: Path) -> int:
+    numbers = np.atleast_1d(variables["labels"])
     try:
-        number = float(value)
+        # a larger label would make a list of unused labels that fills the memory
+        are_ids = np.all((np.float64(numbers) % 1 == 0) & (np.float64(numbers) < _MAX_LABEL))
     except (TypeError, ValueError):
-        number = math.nan
-    # a larger label would make a list of unused labels that fills the memory
-    if not (number.is_integer() and number < 1e6):
+        are_ids = np.False_
+    if len(files) != len(numbers) or not are_ids:
         raise UsageError(
-            f"{path}: label {str(value)[:40]!r}, expected a class id counted from 1; unpack lists.tar again"
+            f"{path}: {pluralize(len(files), 'file', 'files')} with the labels {shorten_list([*map(str, numbers)])}; "
+            "expected a class id counted from 1 for each file; unpack lists.tar again"
         )
-    return int(number) - 1
-
-
-def _class_names(pairs: list[LabeledPath]) -> tuple[list[str], list[str]]:
-    """Return the breeds' folders in the order of the labels, and problems."""
-    folders: dict[int, set[str]] = {}
-    for path, label in pairs:
-        folders.setdefault(label, set()).add(path.parent.name)
-    problems = [
-        f"label {label + 1} of the lists has several folders: {shorten_list(sorted(names))}"
-        for label, names in sorted(folders.items())
-        if len(names) > 1
-    ]
-    count = max(folders, default=-1) + 1
-    if unused := [str(label + 1) for label in range(count) if label not in folders]:
-        problems.append(f"labels of the lists without an image: {shorten_list(unused)}")
-    return [min(folders.get(label, {f"label {label + 1}"})) for label in range(count)], problems
+    return [(name, int(number) - 1) for name, number in zip(files, numbers, strict=True)]
 
 
 def find_folders(folder: Path) -> tuple[Path, Path]:

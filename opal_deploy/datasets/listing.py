@@ -6,19 +6,16 @@ A `Listing` holds what the lists say; `checks` finds out whether the image files
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any
 
-from opal_deploy.datasets.samples import DataSet, Sample, pluralize, shorten_list
-from opal_deploy.errors import MissingExtra, UsageError, require
+from opal_deploy.datasets.samples import DataSet, Sample, shorten_list
+from opal_deploy.errors import UsageError, require
 
 # an image file and its class index
 LabeledPath = tuple[Path, int]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,6 +87,21 @@ def build_listing(
     )
 
 
+def group_names(
+    pairs: Iterable[LabeledPath], name_of: Callable[[Path], str], table: str
+) -> tuple[dict[int, set[str]], list[str]]:
+    """Return the names that each label of a table has, and problems unless labels and names are one to one."""
+    names: dict[int, set[str]] = {}
+    for path, label in pairs:
+        names.setdefault(label, set()).add(name_of(path))
+    problems = []
+    if unused := [str(label + 1) for label in range(max(names, default=-1) + 1) if label not in names]:
+        problems.append(f"class ids without an image in {table}: {shorten_list(unused)}")
+    if several := [f"{label + 1} ({', '.join(sorted(each))})" for label, each in names.items() if len(each) > 1]:
+        problems.append(f"class ids with several names in {table}: {shorten_list(several)}")
+    return names, problems
+
+
 # files ----------------------------------------------------------------------------------------------------------------
 
 
@@ -156,28 +168,6 @@ def read_matlab(path: Path) -> dict[str, Any]:
     return variables
 
 
-def read_all(readers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """Call all readers and return their results by name.
-
-    Raises:
-        MissingExtra: the first reader that lacks a package raised it.
-        UsageError: one error with the messages of all readers that failed.
-    """
-    results: dict[str, T] = {}
-    messages: dict[str, None] = {}
-    for name, read in readers.items():
-        try:
-            results[name] = read()
-        except MissingExtra:
-            # the others would name the same extra
-            raise
-        except UsageError as error:
-            messages[str(error)] = None
-    if messages:
-        raise UsageError("; also, ".join(messages))
-    return results
-
-
 def summarize_error(error: Exception) -> str:
     """Return another library's error as one line, without torchvision's advice to download."""
     text = " ".join(str(error).split()).split(" You can use download")[0]
@@ -202,18 +192,3 @@ def find_escaping_paths(names: Iterable[str], table: str, folder: str) -> list[s
     """Return a problem if any of a table's paths lead out of the image folder."""
     outside = [name for name in names if not is_path_inside(name)]
     return [f"paths of {table} that lead out of {folder}/: {shorten_list(outside)}"] if outside else []
-
-
-def find_id_mismatches(table: str, images: str, extra: list[str], missing: list[str]) -> list[str]:
-    """Return problems of ids that only the table `table` has (`extra`) or only the table `images` (`missing`)."""
-    return [
-        f"{pluralize(len(ids), f'id of {has} is', f'ids of {has} are')} not in {lacks}: {shorten_list(ids)}"
-        for has, lacks, ids in ((table, images, extra), (images, table, missing))
-        if ids
-    ]
-
-
-def find_duplicate_names(class_names: Sequence[str], table: str) -> list[str]:
-    """Return a problem if classes share a name, so that predictions would be ambiguous."""
-    duplicates = [name for name, number in Counter(class_names).items() if number > 1]
-    return [f"several classes with the same name in {table}: {shorten_list(duplicates)}"] if duplicates else []

@@ -59,7 +59,14 @@ def read_dataset(
     if dataset is not None and dataset not in _ADAPTERS:
         raise UsageError(f"unknown data set {dataset!r}; choose one of {', '.join(DATASET_NAMES)}")
     try:
-        return _read_and_check(root, dataset, partition, skip_missing, needs_validation, progress)
+        if not root.is_dir():
+            raise UsageError(f"{root}: no such folder; give a data set's folder or one with a folder per class")
+        adapter, folder = _recognize(root) if dataset is None else _locate(root, _ADAPTERS[dataset])
+        data = check_dataset(_read(adapter, folder, partition), skip_missing=skip_missing, progress=progress)
+        if not data.val and needs_validation:
+            data = split_off_validation(data)
+        # after the split, which may part two equal files of train/
+        return replace(data, warnings=[*data.warnings, *duplicate_warnings(data)])
     except OSError as error:
         raise unreadable_error(error, root) from None
 
@@ -110,27 +117,17 @@ def find_recorded_dataset(
     return found if same else None
 
 
-def _read_and_check(
-    root: Path,
-    dataset: str | None,
-    partition: int,
-    skip_missing: bool,
-    needs_validation: bool,
-    progress: Progress | None,
-) -> DataSet:
-    if not root.is_dir():
-        raise UsageError(f"{root}: no such folder; give a data set's folder or one with a folder per class")
-    adapter, folder = _recognize(root) if dataset is None else _locate(root, _ADAPTERS[dataset])
-    _check_partition(adapter, partition)
-    data = check_dataset(_read(adapter, folder, partition), skip_missing=skip_missing, progress=progress)
-    if not data.val and needs_validation:
-        data = split_off_validation(data)
-    # after the split, which may part two equal files of train/
-    return replace(data, warnings=[*data.warnings, *duplicate_warnings(data)])
-
-
 def _read(adapter: Adapter, folder: Path, partition: int = 1) -> Listing:
-    return adapter.read(folder, partition) if adapter.partitions else adapter.read(folder)
+    if 1 <= partition <= adapter.partitions:
+        return adapter.read(folder, partition)
+    if adapter.partitions:
+        raise UsageError(f"{adapter.title} has no partition {partition}; expected 1 to {adapter.partitions}")
+    if partition != 1:
+        several = ", ".join(a.name for a in _ADAPTERS.values() if a.partitions)
+        raise UsageError(
+            f"{adapter.title} has no partition {partition}, only a single split; --partition is for {several}"
+        )
+    return adapter.read(folder)
 
 
 def _recognize(root: Path) -> tuple[Adapter, Path]:
@@ -155,13 +152,3 @@ def _locate(root: Path, adapter: Adapter) -> tuple[Adapter, Path]:
 
 def _known_subfolders(root: Path, adapter: Adapter) -> list[Path]:
     return [root / name for name in adapter.folders if (root / name).is_dir()]
-
-
-def _check_partition(adapter: Adapter, partition: int) -> None:
-    if not adapter.partitions and partition != 1:
-        several = ", ".join(a.name for a in _ADAPTERS.values() if a.partitions)
-        raise UsageError(
-            f"{adapter.title} has no partition {partition}, only a single split; --partition is for {several}"
-        )
-    if adapter.partitions and not 1 <= partition <= adapter.partitions:
-        raise UsageError(f"{adapter.title} has no partition {partition}; expected 1 to {adapter.partitions}")

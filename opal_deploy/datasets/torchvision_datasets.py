@@ -13,9 +13,7 @@ folder. Nothing is downloaded, and no image is opened.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,9 @@ from opal_deploy.datasets.listing import (
     LabeledPath,
     Listing,
     build_listing,
+    group_names,
     has_files,
     missing_files,
-    read_all,
     read_text,
     require_files,
     summarize_error,
@@ -46,27 +44,23 @@ _DTD_SPLITS = ("train", "val", "test")
 _SUN397_TITLE = "SUN397"
 
 
-@dataclass(frozen=True)
-class OfficialSplit:
-    """One split as torchvision reads it: image files with class indices, and class names in the indices' order."""
-
-    pairs: list[LabeledPath]
-    classes: list[str]
-
-
 def read_with_torchvision(
-    folder: Path, class_name: str, links: Mapping[str, Path], splits: Mapping[str, Mapping[str, Any]]
-) -> dict[str, OfficialSplit]:
+    folder: Path, class_name: str, links: Mapping[str, Path], splits: Sequence[str] = ("train", "test"), **options: Any
+) -> tuple[dict[str, list[LabeledPath]], dict[str, list[str]]]:
     """Read the splits of a data set with a class of torchvision.datasets.
 
     Args:
         folder: the data set's folder, for errors.
         class_name: the name of torchvision's class.
         links: path under torchvision's root to the user's file or folder.
-        splits: name of a split to the class's other arguments.
+        splits: the class's names of the splits; `all` for a class without splits.
+        options: other arguments of the class.
+
+    Returns:
+        Image files with class indices, and class names in the indices' order, by split.
 
     Raises:
-        UsageError: torchvision cannot read the lists; one error for all splits.
+        UsageError: torchvision cannot read the lists.
     """
     for package in ("torchvision", "scipy"):
         require(package, "train", f"reading {folder}")
@@ -79,24 +73,23 @@ def read_with_torchvision(
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).symlink_to(target.resolve())
 
-        def with_user_paths(message: str) -> str:
-            # the temporary folder is gone when somebody looks for it
-            for name, target in links.items():
-                message = message.replace(str(root / name), str(target))
-            return message
-
-        def read_split(split: str) -> OfficialSplit:
+        pairs: dict[str, list[LabeledPath]] = {}
+        classes: dict[str, list[str]] = {}
+        for split in splits:
             try:
-                dataset = dataset_class(str(root), **splits[split])
-                pairs = [(_user_path(path, root, links), label) for path, label in _labeled_paths(dataset)]
-                return OfficialSplit(pairs, [str(name) for name in dataset.classes])
+                dataset = dataset_class(str(root), **({} if split == "all" else {"split": split}), **options)
+                pairs[split] = [(_user_path(path, root, links), label) for path, label in _labeled_paths(dataset)]
+                classes[split] = [str(name) for name in dataset.classes]
             except Exception as error:  # torchvision and SciPy raise nearly anything for a damaged list
+                message = summarize_error(error)
+                # the temporary folder is gone when somebody looks for it
+                for name, target in links.items():
+                    message = message.replace(str(root / name), str(target))
                 raise UsageError(
-                    f"{folder}: its lists for {split} are damaged or not the official ones "
-                    f"({with_user_paths(summarize_error(error))}); unpack the official archives again"
+                    f"{folder}: its lists for {split} are damaged or not the official ones ({message}); unpack the "
+                    "official archives again"
                 ) from None
-
-        return read_all({split: partial(read_split, split) for split in splits})
+        return pairs, classes
 
 
 def _labeled_paths(dataset: Any) -> list[LabeledPath]:
@@ -135,14 +128,9 @@ def _read_cars(folder: Path) -> Listing:
         nested if (nested := folder / name / name).is_dir() else folder / name for name in ("cars_train", "cars_test")
     )
     links = {"devkit": folder / "devkit", "cars_train": train, "cars_test": test, _CARS_TEST_LABELS: test_labels}
-    official = read_with_torchvision(
-        folder,
-        "StanfordCars",
-        {f"stanford_cars/{name}": path for name, path in links.items()},
-        {split: {"split": split} for split in ("train", "test")},
-    )
-    splits = {name: split.pairs for name, split in official.items()}
-    return build_listing("cars", folder, official["train"].classes, splits, image_folders=(train, test))
+    links = {f"stanford_cars/{name}": path for name, path in links.items()}
+    pairs, classes = read_with_torchvision(folder, "StanfordCars", links)
+    return build_listing("cars", folder, classes["train"], pairs, image_folders=(train, test))
 
 
 # Oxford-IIIT Pets: `trainval` is trained on; class names are torchvision's in the order of the class ids
@@ -159,36 +147,19 @@ def _is_pets(folder: Path) -> bool:
 
 def _read_pets(folder: Path) -> Listing:
     require_files(folder, _PETS_TITLE, missing_files(folder, _PETS_FILES))
-    official = read_with_torchvision(
-        folder,
-        "OxfordIIITPet",
-        {f"oxford-iiit-pet/{name}": folder / name for name in ("images", "annotations")},
-        {split: {"split": split} for split in ("trainval", "test")},
-    )
-    trainval, test = official["trainval"], official["test"]
-    if problems := _find_breed_mismatches(trainval, test):
+    links = {f"oxford-iiit-pet/{name}": folder / name for name in ("images", "annotations")}
+    pairs, classes = read_with_torchvision(folder, "OxfordIIITPet", links, ("trainval", "test"))
+    # torchvision numbers the names that it meets: with a missing id, all names after it would move
+    breeds, problems = group_names(pairs["trainval"], _breed, "trainval.txt")
+    of_test = {
+        f"{_breed(p)} ({label + 1})": None for p, label in pairs["test"] if _breed(p) not in breeds.get(label, ())
+    }
+    if of_test:
+        problems.append(f"test.txt has breeds that trainval.txt lacks under these ids: {shorten_list([*of_test])}")
+    if problems:
         raise UsageError(f"{folder}: {'; '.join(problems)}; unpack the official annotations.tar.gz again")
-    splits = {"train": trainval.pairs, "test": test.pairs}
-    return build_listing("pets", folder, trainval.classes, splits, image_folders=(folder / "images",))
-
-
-def _find_breed_mismatches(trainval: OfficialSplit, test: OfficialSplit) -> list[str]:
-    """Return problems where class ids and breeds are not one to one.
-
-    torchvision numbers the names that it meets: with a missing id, all names after it would move.
-    """
-    problems = []
-    breeds: dict[int, set[str]] = {}
-    for path, label in trainval.pairs:
-        breeds.setdefault(label, set()).add(_breed(path))
-    if unused := [str(label + 1) for label in range(max(breeds, default=-1) + 1) if label not in breeds]:
-        problems.append(f"trainval.txt has no image of the class ids {shorten_list(unused)}")
-    if several := [f"{label + 1} ({', '.join(sorted(names))})" for label, names in breeds.items() if len(names) > 1]:
-        problems.append(f"trainval.txt has several breeds of the class ids {shorten_list(several)}")
-    unknown = {f"{_breed(p)} ({label + 1})": None for p, label in test.pairs if _breed(p) not in breeds.get(label, ())}
-    if unknown:
-        problems.append(f"test.txt has breeds that trainval.txt lacks under these ids: {shorten_list([*unknown])}")
-    return problems
+    splits = {"train": pairs["trainval"], "test": pairs["test"]}
+    return build_listing("pets", folder, classes["trainval"], splits, image_folders=(folder / "images",))
 
 
 def _breed(path: Path) -> str:
@@ -209,14 +180,9 @@ def _is_flowers(folder: Path) -> bool:
 def _read_flowers(folder: Path) -> Listing:
     missing = missing_files(folder, _FLOWERS_FILES)
     require_files(folder, _FLOWERS_TITLE, missing, "put 102flowers.tgz's jpg/ and the two .mat files there")
-    official = read_with_torchvision(
-        folder,
-        "Flowers102",
-        {f"flowers-102/{name.rstrip('/')}": folder / name for name in _FLOWERS_FILES},
-        {split: {"split": split} for split in ("train", "val", "test")},
-    )
-    splits = {name: split.pairs for name, split in official.items()}
-    return build_listing("flowers", folder, official["train"].classes, splits, image_folders=(folder / "jpg",))
+    links = {f"flowers-102/{name.rstrip('/')}": folder / name for name in _FLOWERS_FILES}
+    pairs, classes = read_with_torchvision(folder, "Flowers102", links, ("train", "val", "test"))
+    return build_listing("flowers", folder, classes["train"], pairs, image_folders=(folder / "jpg",))
 
 
 # Describable Textures (DTD r1.0.1): every partition has 40 images of each texture in each of its three splits
@@ -232,21 +198,15 @@ def _is_dtd(folder: Path) -> bool:
 def _read_dtd(folder: Path, partition: int) -> Listing:
     files = ("images/", *(f"labels/{split}{partition}.txt" for split in _DTD_SPLITS))
     require_files(folder, _DTD_TITLE, missing_files(folder, files))
-    official = read_with_torchvision(
-        folder,
-        "DTD",
-        {f"dtd/dtd/{name}": folder / name for name in ("images", "labels")},
-        {split: {"split": split, "partition": partition} for split in _DTD_SPLITS},
-    )
+    links = {f"dtd/dtd/{name}": folder / name for name in ("images", "labels")}
+    pairs, classes = read_with_torchvision(folder, "DTD", links, _DTD_SPLITS, partition=partition)
     # torchvision numbers the names that it meets, separately in each split
-    class_names = official["train"].classes
-    if other := [split for split in _DTD_SPLITS if official[split].classes != class_names]:
+    if other := [split for split in _DTD_SPLITS if classes[split] != classes["train"]]:
         raise UsageError(
             f"{folder}: {' and '.join(f'labels/{split}{partition}.txt' for split in other)} and "
             f"labels/train{partition}.txt have different textures; unpack the official archive again"
         )
-    splits = {name: split.pairs for name, split in official.items()}
-    return build_listing("dtd", folder, class_names, splits, image_folders=(folder / "images",))
+    return build_listing("dtd", folder, classes["train"], pairs, image_folders=(folder / "images",))
 
 
 # SUN397: torchvision reads the classes and knows no split; a partition has 50 training and 50 test images a class
@@ -282,7 +242,7 @@ def _read_sun397(folder: Path, partition: int) -> Listing:
     missing = [*missing_files(folder, ["ClassName.txt"]), *missing_files(lists, files.values())]
     advice = "fetch Partitions.zip from https://vision.princeton.edu/projects/2010/SUN/ and unpack it there"
     require_files(folder, _SUN397_TITLE, missing, advice)
-    class_names = read_with_torchvision(folder, "SUN397", {"SUN397": folder}, {"all": {}})["all"].classes
+    class_names = read_with_torchvision(folder, "SUN397", {"SUN397": folder}, ("all",))[1]["all"]
     labels = {name: label for label, name in enumerate(class_names)}
     splits: dict[str, list[LabeledPath]] = {}
     problems = []

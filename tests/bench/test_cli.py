@@ -3,7 +3,7 @@
 import pytest
 
 from opal_deploy.bench.measurement import Measurement, read_measurements
-from tests.cli.calls import check
+from tests.cli.calls import check, one_line
 
 QUICK = ["--seconds", "0.05", "--warmup", "0", "--device", "cpu", "--threads", "1"]
 
@@ -33,20 +33,21 @@ def test_latency_of_two_models(bench, exact_model, linear_model, tmp_path):
     assert len(first.figures["images_per_second"].repeats) == 2
     assert str(tmp_path) not in out.read_text()
     assert first.command.startswith("opal-deploy bench latency --model exact.onnx --model none.onnx --batch 1,2")
-    assert "batch 2: p50" in stderr
+    assert "none.onnx, batch 2, threads 1: p50" in stderr
 
 
 def test_the_networks_own_classifier_is_timed(bench):
-    options = "--backbone mobilenet_v3_small --head plain --size 32 --seconds 0.01 --repeats 1 --runtime"
-    measurements, _ = bench("latency", *options.split(), "onnxruntime", "--runtime", "eager", "--precision", "fp32")
-    assert [(m.target.name, m.target.head) for m in measurements] == [("mobilenet_v3_small + plain", "plain")] * 2
+    options = "--backbone mobilenet_v3_small --head plain --size 32 --seconds 0.01 --repeats 1 --runtime eager"
+    (measurement,), _ = bench("latency", *options.split())
+    assert (measurement.target.name, measurement.target.head) == ("mobilenet_v3_small + plain", "plain")
 
 
 def test_two_files_are_compared(bench, exact_model, linear_model):
     (measurement,), stderr = bench("compare", linear_model, exact_model, "--pairs", "4")
     assert measurement.case["reference"] == "none.onnx"
     assert len(measurement.figures["ratio"].repeats) == 4
-    assert "95 % interval" in stderr
+    assert "question" not in stderr
+    assert "exact.onnx, reference none.onnx, batch 1, threads 1: ratio" in stderr
 
 
 def test_the_cost_of_the_head(bench, exact_model):
@@ -56,18 +57,6 @@ def test_the_cost_of_the_head(bench, exact_model):
     assert (measurement.target.head, measurement.details["reference"]["head"]) == ("opal", "linear")
     assert measurement.timed.count("scores") == 1
     assert measurement.details["reference_timed"].count("scores") == 0
-
-
-def test_each_stride_of_a_backbone_is_a_network_of_its_own(bench):
-    network = ["--backbone", "shufflenet_v2_x0_5", "--size", "64", "--classes", "3", "--stride", "32", "--stride", "16"]
-    calls = {
-        ("throughput", "--batch", "1", "--repeats", "1"): ["stride 32", "stride 16"],
-        ("compare", "--question", "head", "--pairs", "2", "--keep-layers"): ["stride 32", "stride 16, all layers"],
-    }
-    for call, strides in calls.items():
-        names = [f"shufflenet_v2_x0_5, {stride} + opal" for stride in strides]
-        measurements, _ = bench(*call, *network, "--runtime", "eager")
-        assert [m.target.name for m in measurements] == names
 
 
 @pytest.mark.parametrize(
@@ -109,7 +98,4 @@ def test_one_that_cannot_run_here_is_named_and_stops_no_other(bench, exact_model
     ],
 )
 def test_a_wrong_call_is_answered_in_one_line(opal, exact_model, call, message):
-    done = opal("bench", *(word.format(model=exact_model) for word in call.split()))
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert message in line
+    assert message in one_line(opal("bench", *(word.format(model=exact_model) for word in call.split())))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import typer
 
-import opal_deploy.bench
 from opal_deploy.cli import app
 
-SCRIPT = Path(opal_deploy.bench.__file__).with_name("gpu_run.sh")
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "bench" / "gpu_run.sh"
 MAIN = "from opal_deploy.cli import main; main()"
 
 

@@ -1,15 +1,12 @@
 """The bottleneck, the measurement and the text of a run of `bench pipeline`, from known times."""
 
-import json
-
 import pytest
 
+from opal_deploy.bench.bottleneck import Pass, find_bottleneck
 from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.monitor import MemoryCurve, Monitor
 from opal_deploy.bench.options import PipelineOptions
-from opal_deploy.bench.pipeline.bottleneck import Pass, find_bottleneck
-from opal_deploy.bench.pipeline.formatting import build_measurement, format_result
-from opal_deploy.bench.pipeline.measure import PipelineResult, Variant
+from opal_deploy.bench.pipeline import PipelineResult, Variant, build_measurement
 from opal_deploy.inference.timing import Stage, StageTime, StageTimes, ThreadRole
 
 THREADS = {"decoders": 2, "drawers": 2, "session": 1, "loop": 1}
@@ -25,20 +22,12 @@ def one_pass(rows, waits, *, seconds=10.0, cpu=4.0):
 
 
 def test_a_session_that_never_waits_is_the_bottleneck():
-    rows = {
-        ("decoders", "decode"): (4.0, 3.0),
-        ("session", "batch"): (0.3, 0.2),
-        ("session", "compute"): (9.0, 0),
-    }
+    rows = {("decoders", "decode"): (4.0, 3.0), ("session", "batch"): (0.3, 0.2), ("session", "compute"): (9.0, 0)}
     bottleneck = find_bottleneck([one_pass(rows, {"session": 8.0, "images": 1.0})], THREADS, cores=2)
     assert (bottleneck.role, bottleneck.stage) == ("session", "compute")
     assert bottleneck.busy == pytest.approx({"decoders": 0.2, "session": 0.93, "loop": 0.1})
     text = "bound by compute: the session is busy 93% of the time (decoders 20%, loop 10%); 2 cores are 20% busy"
     assert bottleneck.describe() == text
-    document = json.loads(json.dumps(bottleneck.to_dict()))
-    assert (document["role"], document["line"]) == ("session", text)
-    # 100 images took each of the two decoders 2 s, the session 9.3 s and the loop one second
-    assert bottleneck.capacity == pytest.approx({"decoders": 50.0, "session": 100 / 9.3, "loop": 100.0})
     # several passes are judged together
     passes = [one_pass(rows, {}), one_pass(rows, {}, seconds=14.8)]
     assert find_bottleneck(passes, THREADS, cores=2).busy["session"] == pytest.approx(18.6 / 24.8)
@@ -59,14 +48,14 @@ def test_a_session_that_never_waits_is_the_bottleneck():
 def test_the_largest_stage_of_the_busiest_threads_is_named(rows, waits, role, stage):
     bottleneck = find_bottleneck([one_pass(rows, waits)], THREADS, cores=8)
     assert (bottleneck.role, bottleneck.stage) == (role, stage)
-    assert bottleneck.waits == pytest.approx({reason: seconds / 10 for reason, seconds in waits.items()})
+    assert bottleneck.loop_waited_for == pytest.approx({reason: seconds / 10 for reason, seconds in waits.items()})
 
 
 def test_the_shares_of_busy_cores_are_listed():
     rows = {("decoders", "decode"): (6.0, 3.8), ("session", "compute"): (9.5, 5.7)}
     bottleneck = find_bottleneck([one_pass(rows, {"session": 9.0}, cpu=19.0)], THREADS, cores=2)
     assert bottleneck.cores_busy == pytest.approx(0.95)
-    assert bottleneck.cpu == pytest.approx({"decode": 0.2, "compute": 0.3, "rest": 0.5})
+    assert bottleneck.cpu_share == pytest.approx({"decode": 0.2, "compute": 0.3, "rest": 0.5})
     assert bottleneck.describe().endswith(
         "2 cores are 95% busy, shared by the runtime's threads and the rest 50%, compute 30%, decode 20%"
     )
@@ -123,16 +112,3 @@ def test_a_measurement_has_the_ratios_of_neighbours_the_cpu_time_and_the_monitor
 )
 def test_doubts_are_marked(fake_target, rates, memory, marks):
     assert measurement_of(fake_target, build_result((100, 101), rates, memory)).marks == marks
-
-
-def test_the_text_has_rates_spread_and_share():
-    result = build_result((100, 101, 102), (80, 95, 99))
-    lines = list(format_result(result))
-    assert "  bare session: 101.0 images/s (spread 2% over 3)" in lines
-    assert "  infer: 95.0 images/s (spread 20% over 3, NOISY): 94.1% of the bare session" in lines
-    assert lines[0] == "100 of 101 images; a session"
-    assert lines[-1] == "  peak memory 345 MB"
-    # no share without the session alone
-    without = list(format_result(build_result((), (80,))))
-    assert "  infer: 80.0 images/s (once)" in without
-    assert not any("bare session" in line for line in without)

@@ -5,9 +5,9 @@ import shutil
 import onnx
 import pytest
 
-from opal_deploy.bench import profile as profiles
+from opal_deploy.bench import speed
 from opal_deploy.bench.measurement import Target, read_measurements
-from opal_deploy.bench.profile import PARTS, profile_batch
+from opal_deploy.bench.speed import PARTS, check_profile, profile_batch
 from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import random_batches
 from opal_deploy.errors import UsageError
@@ -52,10 +52,9 @@ def test_a_model_without_projection_has_backbone_and_head(opal, linear_model, tm
     assert "profile.backbone_ms" in sums
 
 
-def test_what_is_no_file_cannot_be_profiled(opal, exact_model):
-    for model in (["--model", exact_model.with_suffix(".pt"), "--runtime", "eager"], ["--backbone", "resnet18"]):
-        done = check(opal("bench", "latency", *model, "--size", "64", *QUICK), 2)
-        assert "--profile takes ONNX files and engines; export it" in done.stderr
+def test_what_is_no_file_cannot_be_profiled(fake_target):
+    with pytest.raises(UsageError, match="--profile takes ONNX files and engines; export it"):
+        check_profile(fake_target(0, lambda _: None))
 
 
 def event(category, name, start, length, **arguments):
@@ -63,19 +62,19 @@ def event(category, name, start, length, **arguments):
 
 
 def test_on_a_gpu_kernels_are_timed_or_nodes_whose_launches_wait(monkeypatch):
-    monkeypatch.setattr(profiles, "_WARM_UP", 1)
+    monkeypatch.setattr(speed, "_WARM_UP", 1)
     runs = [event("Session", "model_run", start, 90) for start in (0, 100)]
     nodes = [event("Node", "conv_kernel_time", start, 5) for start in (10, 110)]
     kernels = [
         event("Kernel", "void cudnn::f()", start, length, parent_name="conv_kernel_time", op_name="Conv")
         for start, length in ((12, 99), (112, 30), (113, 40))
     ]
-    assert profiles._read_events([*runs, *nodes, *kernels], gpu=True)[1] == {"conv": [30, 40]}
-    monkeypatch.delenv(profiles.BLOCKING, raising=False)
+    assert speed._read_events([*runs, *nodes, *kernels], gpu=True)[1] == {"conv": [30, 40]}
+    monkeypatch.delenv(speed.BLOCKING, raising=False)
     with pytest.raises(UsageError, match="without CUDA profiling; set CUDA_LAUNCH_BLOCKING=1"):
-        profiles._read_events([*runs, *nodes], gpu=True)
-    monkeypatch.setenv(profiles.BLOCKING, "1")
-    assert profiles._read_events([*runs, *nodes], gpu=True)[1] == {"conv": [5]}
+        speed._read_events([*runs, *nodes], gpu=True)
+    monkeypatch.setenv(speed.BLOCKING, "1")
+    assert speed._read_events([*runs, *nodes], gpu=True)[1] == {"conv": [5]}
 
 
 def test_the_layers_of_an_engine_have_the_parts_of_the_nodes_that_they_fuse(make_stand, tiny):

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from opal_deploy.bench.measurement import Figure, Measurement, Target
-from opal_deploy.bench.report import build_report
+from opal_deploy.bench.report import build_report, format_measurement
 from tests.cli.calls import check
 
 HOSTILE = "<script>alert(1)</script>\"'&|`$x$\n\udcff\x1b[31m</title><img src=x onerror=alert(2)>_{{7*7}}.onnx"
@@ -46,7 +46,8 @@ EVERYTHING = [
 def test_tables_have_figures_marks_and_the_commands_that_repeat_them():
     text = build_report(EVERYTHING)
     for line in (
-        "**Machine 1**: Example CPU 9000, 2 cores",
+        "**Machine 1**: processor Example CPU 9000; usable cores 2; memory GB 25.2; versions: onnxruntime 1.31.0; "
+        "versions: numpy 2.4.0; python 3.12.1",
         "## throughput",
         "All rows: runtime onnxruntime 1.31.0; device cpu; precision fp32; backbone resnet50; head opal; "
         "input 224x224; classes 200; prototypes per class 5; threads 2.",
@@ -62,6 +63,22 @@ def test_tables_have_figures_marks_and_the_commands_that_repeat_them():
     ):
         assert line in text.splitlines()
     assert build_report([]) == ""
+
+
+def test_one_measurement_is_a_line_or_with_many_figures_a_table_and_shows_its_notes_and_doubts():
+    batch = EVERYTHING[2]
+    assert format_measurement(batch).splitlines() == [
+        "  resnet50 + opal, batch 4, threads 2: images per second 25 images/s (spread 15.0%), peak memory 512 MB",
+        "    noisy: the repeats differ by 15%",
+    ]
+    lines = format_measurement(replace(EVERYTHING[3], details={"notes": ["bound by compute"]})).splitlines()
+    assert lines[0] == "  resnet50 + opal:"
+    assert "infer, 10, wall  10 ms/image" in lines
+    assert lines[-1] == "    bound by compute"
+    ratio = replace(EVERYTHING[0], figures={"ratio": EVERYTHING[0].figures["ratio"]})
+    assert format_measurement(ratio).endswith("ratio 0.972 (0.968 to 0.977)")
+    failed = replace(batch, figures={}, marks=("failed: out of memory",))
+    assert format_measurement(failed).endswith("threads 2: failed\n    failed: out of memory")
 
 
 def test_texts_from_outside_cannot_become_markup():
@@ -90,7 +107,7 @@ def test_the_last_measurement_of_a_thing_on_a_machine_counts():
     assert "11.5" not in text
     there = replace(last, machine={"processor": "Other", "gpus": [{"name": "NVIDIA L4"}]})
     text = build_report([last, there])
-    assert "**Machine 2**: NVIDIA L4; Other" in text
+    assert "**Machine 2**: processor Other; GPU: 1: name NVIDIA L4" in text
     assert "| 2 | resnet50 + opal | 2 | 22.5 |" in text
 
 

@@ -10,10 +10,12 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.bench import networks
 from opal_deploy.bench.measurement import Target, head_name
 from opal_deploy.bench.networks import (
+    build_networks,
     build_random_network,
     load_checkpoint_network,
     replace_head_with_linear,
 )
+from opal_deploy.bench.options import ThroughputOptions
 from opal_deploy.bench.targets import Setup, load_file, load_network
 from opal_deploy.errors import ArtifactError, OpalError, UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
@@ -97,6 +99,17 @@ def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
     states = (n.checkpoint.network.state_dict().values() for n in (a, b))
     assert all(torch.equal(x, y) for x, y in zip(*states, strict=True))
     assert (a.name, a.sha256) == ("shufflenet_v2_x0_5 + opal", None)
+
+
+@pytest.mark.parametrize(
+    ("keep_layers", "strides"), [(False, ["stride 32", "stride 16"]), (True, ["stride 32", "stride 16, all layers"])]
+)
+def test_each_stride_of_a_backbone_is_a_network_of_its_own(keep_layers, strides):
+    options = ThroughputOptions(
+        backbone=("shufflenet_v2_x0_5",), size=(64, 64), classes=3, stride=(32, 16), keep_layers=keep_layers
+    )
+    names = [f"shufflenet_v2_x0_5, {stride} + opal" for stride in strides]
+    assert [network.name for network in build_networks(options)] == names
 
 
 def test_the_linear_head_has_the_same_backbone(network):

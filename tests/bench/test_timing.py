@@ -17,21 +17,18 @@ def repeats(seconds, iterations, repeats, warmup=0):
 def test_calls_are_timed_from_their_begin_to_their_end(fake_clock):
     clock, lengths = fake_clock(), itertools.cycle([0.25, 0.5])
     timing = time_repeats(Batches(lambda _: clock.spend(next(lengths))), repeats(0.1, 6, 2), clock=clock)
-    assert sorted(timing.latencies) == [0.25] * 6 + [0.5] * 6
+    assert sorted(np.concatenate(timing.repeats)) == [0.25] * 6 + [0.5] * 6
     assert timing.elapsed == (2.25, 2.25)
-    assert timing.rates(4) == pytest.approx([4 * 6 / 2.25] * 2)
+    assert timing.throughput(4).repeats == pytest.approx([4 * 6 / 2.25] * 2)
 
 
 def test_a_repeat_has_its_iterations_and_seconds(fake_clock):
-    for length, options, calls in (
-        (1, repeats(2, 7, 3), [7] * 3),
-        (0.5, repeats(10, 2, 2), [20] * 2),
-    ):
+    for length, options, calls in ((1, repeats(2, 7, 3), [7] * 3), (0.5, repeats(10, 2, 2), [20] * 2)):
         clock = fake_clock()
         timing = time_repeats(Batches(lambda _, clock=clock, length=length: clock.spend(length)), options, clock=clock)
         assert [len(repeat) for repeat in timing.repeats] == calls
         assert timing.elapsed == tuple(length * count for count in calls)
-        assert set(timing.latencies) == {length}
+        assert set(np.concatenate(timing.repeats)) == {length}
 
 
 def test_the_warm_up_is_discarded_and_counted(fake_clock):
@@ -40,7 +37,7 @@ def test_the_warm_up_is_discarded_and_counted(fake_clock):
     timing = time_repeats(Batches(lambda _: clock.spend(next(lengths))), repeats(1, 10, 1, warmup=3), clock=clock)
     # three calls that compile are no warm-up; three seconds later the last five calls did not take equally long yet
     assert (timing.warm_up.calls, timing.warm_up.seconds, timing.warm_up.stable) == (9, 177, True)
-    assert timing.latencies.tolist() == [1.0] * 10
+    assert timing.repeats[0].tolist() == [1.0] * 10
     assert timing.settings()["warm_up_iterations"] == 9
 
 

@@ -113,13 +113,3 @@ def test_validation_images_are_those_of_an_image_folder_whatever_the_order_of_th
     data = split_off_validation(listed)
     assert {s.path.name for s in data.val} == _scikit_learns_validation_images(tmp_path / "train")
     assert data.train == [s for s in samples if s not in data.val]
-
-
-@pytest.mark.data
-@pytest.mark.parametrize("name", ["cub_mini", "cub100_227px"])
-def test_validation_images_of_real_lists_are_the_authors(name, shared_data, tmp_path):
-    data = read_dataset(shared_data(name))
-    for sample in (*data.train, *data.val):
-        (tmp_path / sample.path.parent.name).mkdir(exist_ok=True)
-        (tmp_path / sample.path.parent.name / sample.path.name).touch()
-    assert {s.path.name for s in data.val} == _scikit_learns_validation_images(tmp_path)

@@ -67,7 +67,7 @@ def test_the_wheel_is_pure_python_of_this_version_and_holds_every_tracked_file_a
     assert {name.split("/")[0] for name in names} == {"opal_deploy", f"opal_deploy-{__version__}.dist-info"}
     tracked = run("git", "ls-files", *SOURCES[3:], cwd=ROOT).stdout.split()
     code = (".py", ".json", ".toml", ".jinja", ".css", ".js", ".onnx")
-    expected = {name.removeprefix("opal_deploy/") for name in tracked if name.endswith(code) and "results" not in name}
+    expected = {name.removeprefix("opal_deploy/") for name in tracked if name.endswith(code)}
     assert expected
     assert {f"opal_deploy/{name}" for name in expected} - set(names) == set()
     assert "opal_deploy/py.typed" in names

@@ -5,17 +5,21 @@ from decimal import Decimal
 
 import pytest
 
+from opal_deploy.bench import overhead as overheads
+from opal_deploy.bench.measurement import read_measurements
 from opal_deploy.bench.options import OverheadOptions
-from opal_deploy.bench.overhead import paper as papers
-from opal_deploy.bench.overhead.paper import (
+from opal_deploy.bench.overhead import (
     compare_with_paper,
+    count_rows,
     format_comparison,
     format_like,
+    format_tables,
     load_paper,
     require_agreement,
+    summarise,
 )
-from opal_deploy.bench.overhead.table import count_rows, summarise
 from opal_deploy.errors import VerificationError
+from tests.cli.calls import check, one_line
 
 # one of each family; all nine are `slow`
 THREE = ("resnet50", "efficientnet_v2_s", "convnext_tiny")
@@ -66,7 +70,10 @@ def test_all_nine_with_the_percentages_of_the_text():
     table = make(paper)
     cells = compare_with_paper(table, paper)
     require_agreement(cells)
-    assert len(cells) == 9 * 22 + 9
+    assert format_comparison(cells)[0].startswith("202 of 207 figures of the paper agree")
+    assert "| ResNet-50 | 23.51M | 4.13 | 8.17 | CUB (200) | 409.8k | 0.0006 |" in format_tables(
+        table, paper.input_size, paper.titles, markdown=True
+    )
     assert {cell.name: (cell.printed, cell.counted) for cell in cells if cell.disputed} == {
         "efficientnet_v2_s.gflops": ("8.90", "2.89"),
         "efficientnet_v2_m.gflops": ("24.54", "5.43"),
@@ -76,7 +83,7 @@ def test_all_nine_with_the_percentages_of_the_text():
     }
     # in the convention that counts nothing but products, the linear head is smaller still
     shares = summarise(table)
-    assert shares["linear_flops"].largest < shares["linear_paper"].largest
+    assert shares["linear", "flops"][1] < shares["linear", "paper"][1]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,7 @@ def test_an_altered_figure_fails(table, cell, text, line):
 
 
 def test_a_bound_holds_below_it_only(table):
-    largest = summarise(table)["linear_paper"].largest
+    largest = summarise(table)["linear", "paper"][1]
     for bound, agrees in ((f"{largest + 0.001:.3f}", True), (f"{largest - 0.001:.3f}", False)):
         cells = compare_with_paper(table, replace(read_reduced(), cells={"percentages.linear_gflops_below": bound}))
         assert [cell.agrees for cell in cells] == [agrees]
@@ -109,7 +116,7 @@ def test_the_command_fails_with_the_comparison(monkeypatch, capsys):
     from opal_deploy.cli.bench import overhead
 
     altered = read_altered("resnet50.params", "23.6M")
-    monkeypatch.setattr(papers, "load_paper", lambda: altered)
+    monkeypatch.setattr(overheads, "load_paper", lambda: altered)
     with pytest.raises(VerificationError, match=r"resnet50\.params"):
         overhead(OverheadOptions(check=True))
     assert "DIFFERS: resnet50.params: printed 23.6M, counted 23.5M" in capsys.readouterr().err
@@ -126,3 +133,42 @@ def test_digits_are_those_printed():
         ("7", "3", "7"),
     ):
         assert format_like(Decimal(value), printed) == expected
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_kept_at_a_finer_stride_cost_operations_and_no_parameters(opal, tmp_path):
+    lines = tmp_path / "overhead.jsonl"
+    arguments = "--backbone resnet18 --stride 32 --stride 16 --keep-layers --classes 10 --out"
+    done = check(opal("bench", "overhead", *arguments.split(), lines))
+    assert "resnet18, stride 16, all layers" in done.stdout
+    measurements = list(read_measurements([lines]))
+    assert [(m.case["stride"], m.case["keep_layers"]) for m in measurements] == [(32, False), (16, True)]
+    own, finer = ({name: figure.value for name, figure in m.figures.items()} for m in measurements)
+    assert all(own[count] == finer[count] for count in ("backbone_params", "opal_params", "plain_params"))
+    share = 100 * own["opal_macs_paper"] / own["backbone_macs_paper"]
+    assert own["opal_macs_paper_percent"] == pytest.approx(share)
+    operations = measurements[0].details["opal_operations"]
+    assert sum(operation["paper_count"] for operation in operations) == own["opal_macs_paper"]
+    # layer4, which is 0.411 of ResNet-18's 1.814 G multiply-accumulates, and the head on four times the cells
+    assert finer["backbone_macs"] - own["backbone_macs"] == pytest.approx(3 * 0.411e9, rel=0.01)
+    assert finer["opal_macs"] == 4 * own["opal_macs"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--check --stride 16", "--check compares the paper's own table"),
+        ("--size 1x2x3", "--size '1x2x3': expected a number of pixels"),
+    ],
+)
+def test_wrong_calls_are_one_line_before_anything_is_counted(opal, arguments, message):
+    assert message in one_line(opal("bench", "overhead", *arguments.split()))
+
+
+def test_without_ptflops_it_says_what_to_install(opal):
+    done = opal("bench", "overhead", blocked=("ptflops",))
+    assert done.returncode == 2
+    assert "needs ptflops" in done.stderr
+    assert "opal-deploy[bench]" in done.stderr

@@ -14,24 +14,33 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench.measurement import Figure
-from opal_deploy.bench.monitor import MemoryCurve, MemorySampler, monitor_devices, peak_memory_mb, reset_peak_memory
+from opal_deploy.bench.bottleneck import Bottleneck, Pass, find_bottleneck
+from opal_deploy.bench.measurement import NOISY, Figure, Measurement, Scalar, provenance
+from opal_deploy.bench.monitor import (
+    MemoryCurve,
+    MemorySampler,
+    Monitor,
+    monitor_devices,
+    peak_memory_mb,
+    reset_peak_memory,
+)
 from opal_deploy.bench.options import PipelineOptions
-from opal_deploy.bench.pipeline.bottleneck import Bottleneck, Pass, find_bottleneck
-from opal_deploy.bench.timing import in_turn, run_batches, time_stages_of
+from opal_deploy.bench.targets import LoadedTarget
+from opal_deploy.bench.timing import in_turn, run_batches, time_stages
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.decoding.prepare import prepare
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
-from opal_deploy.inference.timing import ThreadRole
+from opal_deploy.inference.timing import STAGES, ThreadRole
 from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.logs import Log
 from opal_deploy.preprocess.decode import Decoding
@@ -39,6 +48,11 @@ from opal_deploy.runtime.devices import available_cpus, default_workers
 from opal_deploy.runtime.session import ImageBatch, PipelinedSession, Session, check_batch, pinned
 
 INFER, EXPLAIN = "infer", "infer_explain"
+TIMED = (
+    "bare: the session on decoded batches, on a GPU in page-locked memory with several batches in flight; infer and "
+    "infer_explain: from the first file to the last record on disk, including the start of decode processes; files in "
+    "the system's cache, model loaded and warm"
+)
 # a reading of NVML
 _USE = "utilisation_percent"
 # more than a processor's caches hold, but little memory
@@ -143,7 +157,7 @@ def measure_pipeline(
             pipeline.run(items[: options.batch], name)
         if batches:
             _run_bare(session, batches[:1], session.depth if isinstance(session, PipelinedSession) else 1)
-        stages = time_stages_of(session, batches) if batches and device != "cpu" else {}
+        stages = time_stages(session, batches) if batches and device != "cpu" else {}
         done, total = itertools.count(1), options.repeats * (len(names) + bool(batches))
         progress(0, total)
         for repeat in range(options.repeats):
@@ -171,6 +185,68 @@ def measure_pipeline(
         peak_memory_mb(),
         stages,
     )
+
+
+def build_measurement(
+    result: PipelineResult, loaded: LoadedTarget, monitor: Monitor, options: PipelineOptions
+) -> Measurement:
+    """Return the measurement; `monitor` sampled the machine during it."""
+    figures = _build_figures(result)
+    marks = [NOISY] if any(figures[name].is_noisy for name in ("bare", INFER, EXPLAIN) if name in figures) else []
+    marks += [f"growing memory: {variant.name}" for variant in result.variants if variant.memory.grows]
+    case: dict[str, Scalar] = {
+        "images": result.images, "batch": options.batch, "workers": result.workers, "threads": loaded.threads,
+        "network": options.network, "decode": options.decode, "isolate": options.isolate,
+    }  # fmt: skip
+    notes = [f"{result.images} of {result.given} images; {result.session}"]
+    for variant in result.variants:
+        notes += [f"{variant.name}: {each.describe()}" for each in (variant.bottleneck, variant.memory)]
+    details: dict[str, Any] = {
+        "notes": notes,
+        "session": result.session,
+        "given": result.given,
+        "bound": {variant.name: asdict(variant.bottleneck) for variant in result.variants},
+        "memory": {variant.name: variant.memory.to_dict() for variant in result.variants},
+    }
+    return Measurement(
+        "pipeline",
+        loaded.target,
+        case,
+        figures,
+        settings={"repeats": options.repeats, "order": "interleaved"},
+        timed=TIMED,
+        marks=(*marks, *monitor.marks),
+        conditions=monitor.conditions,
+        details=details,
+        **provenance(),
+    )
+
+
+def _build_figures(result: PipelineResult) -> dict[str, Figure]:
+    named = {"bare": result.bare, **{variant.name: variant.passes for variant in result.variants}}
+    named = {name: passes for name, passes in named.items() if passes}
+    variants = {name: passes for name, passes in named.items() if name != "bare"}
+    figures = {
+        name: Figure.of_repeats((one.rate for one in passes), "images/s", "higher") for name, passes in named.items()
+    }
+    for name, passes in variants.items():
+        if result.bare:
+            # ratios of consecutive passes, so that a slower machine cancels out
+            shares = (one.rate / bare.rate for one, bare in zip(passes, result.bare, strict=True))
+            figures[f"{name}_share"] = Figure.of_repeats(shares, "ratio", "higher")
+        if use := [one.gpu_use for one in passes if one.gpu_use is not None]:
+            figures[f"{name}.gpu_use"] = Figure.of_repeats(use, "%", "higher")
+    figures |= {**result.stages, "peak_memory": Figure(result.peak_megabytes, "MB", "lower")}
+    for name, passes in named.items():
+        used = (1000 * one.cpu_seconds / one.images for one in passes)
+        figures[f"{name}.cpu"] = Figure.of_repeats(used, "ms/image", "lower")
+    for name, passes in variants.items():
+        for stage in (stage for stage in STAGES if any(one.times.sum_stage(stage) for one in passes)):
+            wall, cpu = ([one.milliseconds(stage, kind) for one in passes] for kind in ("wall", "cpu"))
+            # wall time includes waiting for a core or the interpreter lock, so less is not always better
+            figures[f"{name}.{stage}.wall"] = Figure.of_repeats(wall, "ms/image")
+            figures[f"{name}.{stage}.cpu"] = Figure.of_repeats(cpu, "ms/image", "lower")
+    return figures
 
 
 def decode_images(items: list[InputImage], input_size: tuple[int, int], batch: int) -> ImageBatch:

@@ -1,14 +1,12 @@
 """Parameters and operations: of backbones, counted on real modules, and of heads, as an explicit table.
 
-Three conventions, never mixed:
+Two conventions, never mixed:
 
 - `paper`: what the paper prints as FLOPs. Its tool behaves as ptflops, 0.7.2 or later, with the pytorch backend: one
   per multiply-accumulate, one per element of a bias, and one per input element of an activation, a pooling or a
   normalisation without weights (two with weights). Activations and pooling that a module passes on to a function count
   twice.
 - `macs`: only multiply-accumulates of convolutions and matrix products. True FLOPs are two per multiply-accumulate.
-- `graph`: operations of the exported graph, for heads: one per multiply-accumulate, and per operation one per input or
-  output element, whichever is more. Moving and casting count nothing.
 
 Costs of heads are formulas in D features, K = C*m prototypes, C classes and H*W cells, for one image. Every count is
 evaluated from its formula, so that the printed formula is what was computed.
@@ -37,13 +35,11 @@ class Counts:
     Attributes:
         paper: operations in the paper's convention.
         macs: multiply-accumulates of convolutions and matrix products.
-        graph: operations of the exported graph; 0 for a backbone.
     """
 
     params: int
     paper: int
     macs: int
-    graph: int = 0
 
     @property
     def flops(self) -> int:
@@ -165,14 +161,14 @@ class Operation:
     """One operation of a head.
 
     Attributes:
-        paper: formula in the paper's convention: a sum of products of letters and numbers, or `0`.
-        graph: formula for the exported graph.
+        paper: formula in the paper's convention: a sum of products of letters and numbers.
+        is_mac: whether these are multiply-accumulates.
+        params: formula of its parameters.
     """
 
     name: str
     paper: str
-    graph: str
-    macs: bool = False
+    is_mac: bool = False
     params: str = "0"
 
 
@@ -185,51 +181,30 @@ def evaluate(formula: str, shape: Shape) -> int:
 
 def sum_operations(operations: Iterable[Operation], shape: Shape) -> Counts:
     """Return the totals of a table of operations for one shape."""
-    rows = list(operations)
-    return Counts(
-        params=sum(evaluate(row.params, shape) for row in rows),
-        paper=sum(evaluate(row.paper, shape) for row in rows),
-        macs=sum(evaluate(row.graph, shape) for row in rows if row.macs),
-        graph=sum(evaluate(row.graph, shape) for row in rows),
-    )
+    rows = [(evaluate(row.params, shape), evaluate(row.paper, shape), row.is_mac) for row in operations]
+    params, paper, _ = map(sum, zip(*rows, strict=True))
+    return Counts(params, paper, sum(count for _, count, is_mac in rows if is_mac))
 
 
 def evaluate_operations(operations: Iterable[Operation], shape: Shape) -> list[dict[str, Any]]:
     """Return a table of operations for JSON: the formulas, and their values for one shape."""
     return [
-        {
-            "operation": row.name,
-            "paper": row.paper,
-            "graph": row.graph,
-            "paper_count": evaluate(row.paper, shape),
-            "graph_count": evaluate(row.graph, shape),
-            "is_mac": row.macs,
-        }
+        {"operation": row.name, "paper": row.paper, "paper_count": evaluate(row.paper, shape), "is_mac": row.is_mac}
         for row in operations
     ]
 
 
 OPAL_OPERATIONS = (
-    Operation("projection: 1x1 convolution", "H*W*D*K", "H*W*D*K", macs=True, params="D*K"),
-    Operation("projection: bias", "H*W*K", "H*W*K", params="K"),
-    Operation("attention: softmax over channels at each cell", "H*W*K", "H*W*K"),
-    Operation("scores: max over cells", "H*W*K", "H*W*K"),
-    Operation("scores: max over cells, counted again as the called function", "H*W*K", "0"),
-    Operation("evidence: argmax over cells", "0", "H*W*K"),
-    Operation("embedding: norm", "0", "K + 1"),
-    Operation("embedding: division by the norm", "0", "K"),
-    Operation("distance: block sums", "0", "K"),
-    Operation("distance: times the anchors' value: cosine", "0", "C"),
-    Operation("distance: root of 2 - 2 cos, at least 0", "0", "4*C"),
-    Operation("logits: minus the distance", "0", "C"),
+    Operation("projection: 1x1 convolution", "H*W*D*K", is_mac=True, params="D*K"),
+    Operation("projection: bias", "H*W*K", params="K"),
+    Operation("attention: softmax over channels at each cell", "H*W*K"),
+    Operation("scores: max over cells", "H*W*K"),
+    Operation("scores: max over cells, counted again as the called function", "H*W*K"),
 )
 # the bias of the dense layer changes no digit that the paper prints
 LINEAR_OPERATIONS = (
-    Operation("scores: mean over cells", "H*W*D", "H*W*D"),
-    Operation("scores: mean over cells, counted again as the called function", "H*W*D", "0"),
-    Operation("embedding: norm", "0", "D + 1"),
-    Operation("embedding: division by the norm", "0", "D"),
-    Operation("logits: dense layer", "D*C", "D*C", macs=True, params="D*C"),
-    Operation("logits: bias of the dense layer", "0", "C", params="C"),
+    Operation("scores: mean over cells", "H*W*D"),
+    Operation("scores: mean over cells, counted again as the called function", "H*W*D"),
+    Operation("logits: dense layer", "D*C", is_mac=True, params="D*C + C"),
 )
 HEAD_OPERATIONS = {"linear": LINEAR_OPERATIONS, "opal": OPAL_OPERATIONS}

@@ -1,1 +1,0 @@
-"""Parameters and operations of backbones and heads, in the paper's convention and in ours."""
