@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.artifact.opal_head import cosines
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import ImageInfo, build_records
 from opal_deploy.visualization.atlas.collector import AtlasCollector
