@@ -12,7 +12,7 @@ channels; `visualization/pages/class_map.js` has the same arithmetic for browser
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -65,11 +65,6 @@ class ClassMap:
     def num_classes(self) -> int:
         """The number of classes, C."""
         return len(self.biases)
-
-    @property
-    def num_slots(self) -> int:
-        """The number of slots of all classes, dropped ones included."""
-        return len(self.prototypes)
 
     @cached_property
     def sizes(self) -> LongArray:
@@ -130,13 +125,6 @@ class ClassMap:
         matrix = np.zeros((self.num_classes, self.num_prototypes))
         matrix[np.nonzero(self.listed)[0], self.prototypes] = self.weights[self.listed]
         return matrix
-
-    @cached_property
-    def speaks_for(self) -> NDArray[np.bool_]:
-        """Whether a prototype is one of a class's slots, dropped or not: bool [C, P]."""
-        speaks = np.zeros((self.num_classes, self.num_prototypes), np.bool_)
-        speaks[np.nonzero(self.listed)[0], self.prototypes] = True
-        return speaks
 
     @cached_property
     def _is_blocks(self) -> bool:
@@ -210,15 +198,7 @@ class ClassMap:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the map for JSON, which `class_map.js` reads."""
-        return {
-            "num_prototypes": self.num_prototypes,
-            "offsets": self.offsets.tolist(),
-            "prototypes": self.prototypes.tolist(),
-            "strengths": self.strengths.tolist(),
-            "biases": self.biases.tolist(),
-            "unit_length": self.unit_length,
-            "dropped": list(self.dropped),
-        }
+        return {field.name: np.asarray(getattr(self, field.name)).tolist() for field in fields(self)}
 
 
 def find_margins(totals: DoubleArray) -> DoubleArray:

@@ -122,9 +122,9 @@ class DriftCounts:
             if (values := baseline.quantiles.get(name)) is not None
         }
         # the row of each slot's distribution, by `ClassMap.entries`; those of pooled slots share the last one
-        known = [entry for entry in range(class_map.num_slots) if entry in baseline.slots]
+        known = [entry for entry in range(len(class_map.prototypes)) if entry in baseline.slots]
         measured = [*(baseline.slots[entry] for entry in known), baseline.pooled]
-        self._rows = np.full(class_map.num_slots, len(known))
+        self._rows = np.full(len(class_map.prototypes), len(known))
         self._rows[known] = np.arange(len(known))
         self._slots = measured
         # the slots of each row

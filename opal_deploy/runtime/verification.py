@@ -255,7 +255,8 @@ def _cells(
     untied = (margin >= gate.tie) & listed
     unequal = expected.argmax != candidate.argmax
     differs = unequal & untied
-    in_block = metadata.class_map.speaks_for[expected.logits.argmax(axis=1)]
+    in_block = np.zeros(unequal.shape, np.bool_)
+    np.put_along_axis(in_block, metadata.class_map.channel_table[expected.logits.argmax(axis=1)], True, axis=1)
     counts = {
         "cells": int(untied.sum()),
         "cells_tied": int(((margin < gate.tie) & listed).sum()),
