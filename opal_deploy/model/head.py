@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.opal_head import head_constant
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.model.distances import compute_distances, epsilon_tensor
@@ -146,11 +145,3 @@ class OpalHead(nn.Module):
             return logits
         assert self.anchors is not None  # a head without anchors has a classifier
         return -compute_distances(z, self.anchors, self.config.prototypes_per_class, self.config.distance)
-
-
-def build_anchors(num_classes: int, prototypes_per_class: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the anchors as a matrix [C, K]: row c is a_c, 1/sqrt(m) on the block of class c and 0 elsewhere (Eq. 1).
-
-    The network never builds this matrix; it is for checking the anchors in the authors' checkpoints.
-    """
-    return torch.tensor(ClassMap.blocks(num_classes, prototypes_per_class).matrix, dtype=dtype)

@@ -21,6 +21,12 @@ def test_slots_share_the_anchor_of_their_class():
     np.testing.assert_array_equal(DROPPED.with_dropped([]).matrix, ClassMap.blocks(2, 3).matrix)
 
 
+def test_anchors_are_orthonormal_and_a_class_has_a_contiguous_block():
+    matrix = ClassMap.blocks(3, 2).matrix
+    assert np.argwhere(matrix).tolist() == [[0, 0], [0, 1], [1, 2], [1, 3], [2, 4], [2, 5]]
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(3), atol=1e-15)
+
+
 def test_prototypes_may_be_shared_and_a_class_may_have_none():
     assert (SHARED.num_classes, SHARED.max_slots) == (4, 3)
     assert SHARED.sizes.tolist() == [2, 3, 1, 0]

@@ -10,7 +10,8 @@ from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.opal_head import head_constant
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.distances import compute_distances
-from opal_deploy.model.head import OpalHead, build_anchors
+from opal_deploy.model.head import OpalHead
+from tests.builders import build_anchors
 
 # of z and the anchors a, float64 [N, C, K]
 DEFINITIONS = {
