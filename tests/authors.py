@@ -6,7 +6,7 @@ import torch
 import torchvision
 
 from opal_deploy.model import backbones
-from opal_deploy.model.head import build_anchors
+from tests.builders import build_anchors
 
 
 class AuthorsModel(torch.nn.Module):

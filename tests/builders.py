@@ -81,3 +81,8 @@ def build_sidecar(path, metadata, **changes):
         "state": {"state": "unverified", "why": "never run"},
     }
     return Sidecar(**{**parts, **changes}, metadata=metadata)
+
+
+def build_anchors(num_classes, m, dtype=torch.float32):
+    """Return the anchors as a matrix [C, K]: 1/sqrt(m) on the block of each class and 0 elsewhere (paper, Eq. 1)."""
+    return torch.kron(torch.eye(num_classes, dtype=dtype), torch.full((1, m), m**-0.5, dtype=dtype))

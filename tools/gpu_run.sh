@@ -163,7 +163,7 @@ for name in names:
     save(folder / f"{name}.pt", network.checkpoint)
     written = write_onnx(network, precision, folder / f"{name}.onnx")
     # the same as `export --outputs topk` makes it: a graph that lists its five best classes
-    top = add_top_outputs(onnx.load(folder / f"{name}.onnx"), written.num_classes, written.prototypes_per_class, 5)
+    top = add_top_outputs(onnx.load(folder / f"{name}.onnx"), written.class_map, 5)
     kept = [value for value in top.graph.output if value.name in TOP_OUTPUTS]
     del top.graph.output[:]
     top.graph.output.extend(kept)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.artifact.outputs import DoubleArray
@@ -128,7 +129,8 @@ class Baseline:
         stride: input pixels per cell.
         classes: number of images with each predicted class, [C].
         quantiles: of each of `QUANTITIES` that is known, at `LEVELS`.
-        slots: by channel, for the classes that were predicted for at least `MIN_IMAGES` images.
+        slots: by `ClassMap.entries`, which are OPAL's channels, for the classes that were predicted for at least
+            `MIN_IMAGES` images.
         pooled: of the slots of all other classes; None if there are none.
         ood_score: the images' values in ascending order, or 1,000 of them at even ranks, from which a threshold is
             chosen; empty where not known.
@@ -146,21 +148,22 @@ class Baseline:
     background: int = 0
 
     @staticmethod
-    def measure(observations: Observations, split: str, stride: int, num_classes: int, background: int = 0) -> Baseline:
+    def measure(
+        observations: Observations, split: str, stride: int, class_map: ClassMap, background: int = 0
+    ) -> Baseline:
         """Return the baseline of the answers to N validation images, N at least 1."""
-        counts = np.bincount(observations.class_ids, minlength=num_classes)
+        counts = np.bincount(observations.class_ids, minlength=class_map.num_classes)
         quantiles = {}
         for name in QUANTITIES:
             values = getattr(observations, name)
             if not np.isnan(values).any():
                 quantiles[name] = _round(np.quantile(values, LEVELS))
-        m = observations.scores.shape[1]
         slots: dict[int, SlotBaseline] = {}
         for class_id in np.flatnonzero(counts >= MIN_IMAGES).tolist():
             own = observations.select(observations.class_ids == class_id)
-            for slot in range(m):
+            for slot in class_map.slots(class_id):
                 if (measured := _measure_slots(own, slice(slot, slot + 1))) is not None:
-                    slots[class_id * m + slot] = measured
+                    slots[int(class_map.entries[class_id, slot])] = measured
         few = observations.select((counts < MIN_IMAGES)[observations.class_ids])
         pooled = _measure_slots(few, slice(None)) if len(few) else None
         ood_score: tuple[float, ...] = ()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.measurements import EVALUATION_KEYS, Calibration, EffectiveField, ReceptiveField
-from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.baseline import Baseline
+    from opal_deploy.artifact.class_map import ClassMap
 
 T = TypeVar("T")
 
@@ -77,7 +76,7 @@ class Metadata:
 
     Attributes:
         class_names: C names, in the order of the logits.
-        prototypes_per_class: m; the channels of class c are c*m ... c*m+m-1.
+        prototypes_per_class: m.
         head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon, dropped.
         evidence: `exact` (a slot's score comes from one cell), `map` (attention maps, no single cell) or `none`.
         backbone: torchvision's name of the backbone.
@@ -151,10 +150,18 @@ class Metadata:
         """The number of prototypes, K = C * m."""
         return self.num_classes * self.prototypes_per_class
 
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The channels of the slots that `edit` dropped, ascending."""
+        return tuple(self.head.get("dropped", ()))
+
     @cached_property
-    def slots(self) -> Slots:
-        """The slots of the classes."""
-        return Slots(self.num_classes, self.prototypes_per_class, tuple(self.head.get("dropped", ())))
+    def class_map(self) -> ClassMap:
+        """The map from classes to prototypes."""
+        # needs numpy, which the command line does without
+        from opal_deploy.artifact.class_map import ClassMap
+
+        return ClassMap.blocks(self.num_classes, self.prototypes_per_class, self.dropped)
 
     @property
     def max_top(self) -> int:
@@ -313,10 +320,7 @@ class Metadata:
         channels = range(self.num_prototypes)
         if not isinstance(dropped, list) or not all(type(each) is int and each in channels for each in dropped):
             raise ArtifactError(f"dropped {_SHORT.repr(dropped)} is not a list of its {len(channels)} channels")
-        if (
-            max(Counter(each // self.prototypes_per_class for each in {*dropped}).values(), default=0)
-            == self.prototypes_per_class
-        ):
+        if dropped and not self.class_map.counts.all():
             raise ArtifactError("a class has no slot left")
         if self.risk and not {"images", "error", "aurc", "coverage_at_error", "levels"} <= self.risk.keys():
             raise ArtifactError("its risk is not the summary of a risk-coverage curve")

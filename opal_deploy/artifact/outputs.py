@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata, with_current_names
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.opal_head import embedding_norms
 from opal_deploy.errors import ArtifactError
 
 FloatArray = NDArray[np.float32]
@@ -22,7 +23,6 @@ INPUT = "images"
 # shape per image, and dtype
 TensorSpec = tuple[tuple[int, ...], np.dtype[Any]]
 
-_NORM_ROWS = 8
 # above this many classes sorting all logits is faster than finding one maximum after another
 _MAX_SCANS = 32
 
@@ -160,8 +160,8 @@ PER_IMAGE = tuple(name for name, spec in OUTPUT_SPECS.items() if spec.tolerance 
 TOP_SPECS: dict[str, OutputSpec] = {
     "top_classes": OutputSpec(lambda m: (m.max_top,), np.int32),
     "top_logits": OutputSpec(lambda m: (m.max_top,)),
-    "top_scores": OutputSpec(lambda m: (m.max_top, m.prototypes_per_class)),
-    "top_cells": OutputSpec(lambda m: (m.max_top, m.prototypes_per_class), np.int32),
+    "top_scores": OutputSpec(lambda m: (m.max_top, m.class_map.max_slots)),
+    "top_cells": OutputSpec(lambda m: (m.max_top, m.class_map.max_slots), np.int32),
     "score_norm": OutputSpec(lambda m: ()),
 }
 
@@ -212,7 +212,7 @@ def _format_specs(specs: Mapping[str, tuple[tuple[Any, ...], np.dtype[Any]]]) ->
     return ", ".join(f"{name} {dtype} {['N', *shape]}" for name, (shape, dtype) in sorted(specs.items()))
 
 
-def select_top(outputs: Outputs, prototypes_per_class: int, k: int) -> TopOutputs:
+def select_top(outputs: Outputs, class_map: ClassMap, k: int) -> TopOutputs:
     """Return what a graph of `export --outputs topk` selects from all channels: the `k` best classes, C at most."""
     assert outputs.scores is not None
     assert outputs.argmax is not None
@@ -220,8 +220,8 @@ def select_top(outputs: Outputs, prototypes_per_class: int, k: int) -> TopOutput
     return TopOutputs(
         classes.astype(np.int32),
         np.take_along_axis(outputs.logits, classes, axis=1),
-        take_blocks(outputs.scores, classes, prototypes_per_class),
-        take_blocks(outputs.argmax, classes, prototypes_per_class),
+        class_map.take(outputs.scores, classes),
+        class_map.take(outputs.argmax, classes),
         embedding_norms(outputs.scores, 0.0).astype(np.float32),
     )
 
@@ -240,39 +240,9 @@ def find_largest(values: FloatArray, k: int) -> NDArray[np.int64]:
     return positions
 
 
-def take_blocks(values: NDArray[Any], classes: NDArray[np.integer[Any]], prototypes_per_class: int) -> NDArray[Any]:
-    """Return the values of some classes' slots: [N, K] and int [N, k] to [N, k, m]."""
-    blocks = values.reshape(len(values), -1, prototypes_per_class)
-    taken: NDArray[Any] = blocks[np.arange(len(values))[:, None], classes]
-    return taken
-
-
 def compute_probabilities(logits: FloatArray, classes: NDArray[np.integer[Any]], temperature: float) -> DoubleArray:
     """Return softmax(logits / temperature) of some classes, in float64: logits [N, C] and int [N, k] to [N, k]."""
     scaled = (logits.astype(np.float64) - logits.max(axis=1, keepdims=True)) / temperature
     np.exp(scaled, out=scaled)
     probabilities: DoubleArray = np.take_along_axis(scaled, classes, axis=1) / scaled.sum(axis=1, keepdims=True)
     return probabilities
-
-
-def embedding(scores: FloatArray, epsilon: float) -> DoubleArray:
-    """Return z = s / (|s| + epsilon) for scores s [N, K]: float64 [N, K], so that no rounding is added."""
-    z: DoubleArray = scores.astype(np.float64) / embedding_norms(scores, epsilon)[:, None]
-    return z
-
-
-def embedding_norms(scores: FloatArray, epsilon: float) -> DoubleArray:
-    """Return |s| + epsilon for scores s [N, K]: float64 [N]."""
-    # some rows at a time: large temporary arrays cost ten times the arithmetic
-    norms = [
-        np.linalg.norm(scores[start : start + _NORM_ROWS].astype(np.float64), axis=1)
-        for start in range(0, len(scores), _NORM_ROWS)
-    ]
-    return np.concatenate(norms) + epsilon if norms else np.empty(0)
-
-
-def cosines(scores: FloatArray, slots: Slots, epsilon: float) -> DoubleArray:
-    """Return the cosine <z, a_c> of every class for scores [N, K]: float64 [N, C], from block sums."""
-    blocks = embedding(scores, epsilon).reshape(len(scores), -1, slots.per_class)
-    sums: DoubleArray = blocks.sum(axis=2) / np.sqrt(slots.counts)
-    return sums

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from opal_deploy.artifact.baseline import Observations
+from opal_deploy.artifact.class_map import ClassMap, infer_block
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.results import find_results, read_all_records, read_run_options
@@ -36,18 +37,25 @@ _LOOKED_AT = 1_000
 class Layout:
     """The part of a model that observations depend on: m, the grid (H, W), and the classes' names, empty where unknown.
 
-    `classes` is their number at most.
+    `classes` is their number at most; `known_map` is the model's, None where only records are known.
     """
 
     slots: int
     grid: tuple[int, int]
     classes: int
     class_names: list[str] = field(default_factory=list)
+    known_map: ClassMap | None = None
+
+    @property
+    def class_map(self) -> ClassMap:
+        """The model's map, or OPAL's for the classes that records have named so far."""
+        return self.known_map or ClassMap.blocks(len(self.class_names), self.slots)
 
     @staticmethod
     def of_model(metadata: Metadata) -> Layout:
         """Return the layout that a model's metadata states."""
-        return Layout(metadata.prototypes_per_class, metadata.grid, metadata.num_classes, list(metadata.class_names))
+        class_map = metadata.class_map
+        return Layout(class_map.max_slots, metadata.grid, metadata.num_classes, list(metadata.class_names), class_map)
 
     def add_name(self, answer: Answer) -> None:
         """Remember the name of a class; raise ValueError for one that the model does not have."""
@@ -178,7 +186,7 @@ class Answers:
         for record in islice(self.records(), _LOOKED_AT):
             for slot in record.get("evidence", ()):
                 if (class_id := record["prediction"]["class_id"]) > 0:
-                    slots = (slot["channel"] - slot["slot"]) // class_id
+                    slots = infer_block(class_id, slot["slot"], slot["channel"])
                 grid = grid or _find_grid(record["width"], record["height"], slot["cell"], slot["box"])
             if 0 < slots <= _MAX_CHANNELS and grid:
                 return Layout(slots, grid, _MAX_CHANNELS // slots)

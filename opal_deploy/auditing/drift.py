@@ -101,7 +101,7 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
     answers = Answers(str(results))
     earlier = None if options.against is None else Answers(str(options.against))
     baseline, layout, sha256, reference = _find_reference(answers, earlier, options)
-    counts = DriftCounts(baseline, layout.slots)
+    counts = DriftCounts(baseline, layout.class_map)
     for _, observations in answers.observe(layout, sha256):
         counts.add(observations)
     if counts.images < MIN_SAMPLE:
@@ -180,4 +180,4 @@ def _sample_baseline(earlier: Answers, layout: Layout, sha256: str | None) -> Ba
         kept = [joined]
     if seen < MIN_SAMPLE:
         raise UsageError(f"{earlier.shown}: images with an answer: {seen}; expected at least {MIN_SAMPLE} to compare")
-    return Baseline.measure(kept[0], "earlier", 1, len(layout.class_names))
+    return Baseline.measure(kept[0], "earlier", 1, layout.class_map)

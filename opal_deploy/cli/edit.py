@@ -44,7 +44,7 @@ def edit(
 def _describe(model: Path, result: EditResult, options: EditOptions) -> Iterator[str]:
     if options.suggest:
         suspected = [each for each in result.suggestions if each.suspected]
-        yield f"Suspected: {len(suspected)} of {int(result.metadata.slots.counts.sum())} slots"
+        yield f"Suspected: {len(suspected)} of {int(result.metadata.class_map.counts.sum())} slots"
         for each in result.suggestions:
             yield f"  {each.name}: {'; '.join(reason.text for reason in each.reasons)}"
             if each.effect is not None:
@@ -91,7 +91,7 @@ def _to_json(result: EditResult) -> dict[str, Any]:
 
     return {
         "model": None if result.path is None else str(result.path),
-        "dropped": list(result.metadata.slots.dropped),
+        "dropped": list(result.metadata.dropped),
         "effect": figures(result.effect),
         "suggested": result.suggested,
         "suggestions": [

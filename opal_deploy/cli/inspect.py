@@ -114,7 +114,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     assumed = f"; assumed {source['assumed']}" if source.get("assumed") else ""
     quantised = made.get("quantised")
     metrics = metadata.training.get("metrics", {})
-    dropped = _count_dropped(metadata.slots.dropped)
+    dropped = _count_dropped(metadata.dropped)
     head = f"m = {metadata.prototypes_per_class}{dropped}, distance {metadata.distance}"
     if metadata.evidence == "none":
         head = "its own classifier" if metadata.head.get("plain") else "a dense layer"

@@ -78,7 +78,7 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     restore = parse_slots(options.restore, metadata, "--restore")
     check_drops(drop, restore, metadata)
     _check_options(path, kind, options, bool(drop or restore))
-    slots = replace(metadata.slots, dropped=tuple(sorted({*metadata.slots.dropped, *drop} - {*restore})))
+    class_map = metadata.class_map.with_dropped({*metadata.dropped, *drop} - {*restore})
     data, effect, atlas = None, None, None
     suggestions: list[Suggestion] = []
     suggested: list[str] = []
@@ -94,15 +94,15 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
 
         data = score_data(path, kind, metadata, options, restore)
         if drop or restore:
-            effect = data.scores.compare(metadata.slots, slots)
+            effect = data.scores.compare(metadata.class_map, class_map)
         if options.suggest:
             suggestions = suggest_slots(data)
-            suggested = choose_drops(suggestions, data.metadata.slots)
+            suggested = choose_drops(suggestions, data.metadata.class_map)
     edited = metadata
     out = None if options.out is None else Path(options.out)
     if out is not None:
         edited = _describe_edited(path, metadata, drop, restore, data, effect, options)
-        _write(path, kind, edited, slots.dropped, out, options)
+        _write(path, kind, edited, out, options)
     page = None if options.page is None else Path(options.page)
     if page is not None and data is not None:
         from opal_deploy.editing.page import write_page
@@ -171,7 +171,7 @@ def _describe_edited(
     options: EditOptions,
 ) -> Metadata:
     """Return the metadata of the edited model: its slots, what was done, and nothing that only its parent was."""
-    head = {**metadata.head, "dropped": sorted({*metadata.slots.dropped, *drop} - {*restore})}
+    head = {**metadata.head, "dropped": sorted({*metadata.dropped, *drop} - {*restore})}
     edit: dict[str, Any] = {
         "dropped": [name_slot(channel, metadata) for channel in drop],
         "restored": [name_slot(channel, metadata) for channel in restore],
@@ -191,7 +191,7 @@ def _describe_edited(
             "accuracy": [before, after], "gained": effect.gained, "lost": effect.lost, "p_value": effect.p_value,
         }  # fmt: skip
         if options.split == "val" and calibration is not None:
-            calibration = data.calibrate(replace(metadata, head=head).slots)
+            calibration = data.calibrate(replace(metadata, head=head).class_map)
     return replace(
         metadata, head=head, edits=(*metadata.edits, edit), evaluation={}, baseline={}, risk={},
         calibration={} if calibration is None else calibration.to_dict(),
@@ -199,9 +199,7 @@ def _describe_edited(
     )  # fmt: skip
 
 
-def _write(
-    path: Path, kind: ModelKind, edited: Metadata, dropped: tuple[int, ...], out: Path, options: EditOptions
-) -> None:
+def _write(path: Path, kind: ModelKind, edited: Metadata, out: Path, options: EditOptions) -> None:
     if kind == "onnx":
         require("onnx", "export", "editing an ONNX file")
         require("onnxruntime", "cpu", "editing an ONNX file, to verify what it writes,")
@@ -212,6 +210,6 @@ def _write(
         return
     from opal_deploy.model import checkpoint
 
-    changed = checkpoint.with_dropped_slots(checkpoint.load(path), dropped)
+    changed = checkpoint.with_dropped_slots(checkpoint.load(path), edited.dropped)
     calibration = Calibration.from_dict(edited.calibration)
     checkpoint.save(out, replace(changed, edits=edited.edits, calibration=calibration))

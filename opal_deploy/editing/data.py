@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.files import ModelKind
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, IntArray
-from opal_deploy.artifact.slots import Slots
 from opal_deploy.datasets.background import list_background
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.editing.options import EditOptions
@@ -51,9 +51,9 @@ class ScoredData:
         """The model's metadata."""
         return self.scores.metadata
 
-    def calibrate(self, slots: Slots) -> Calibration:
-        """Return the calibration of the model with these slots, fitted on the images."""
-        return calibrate(self.scores.logits(slots).astype(np.float32), self.scores.labels)
+    def calibrate(self, class_map: ClassMap) -> Calibration:
+        """Return the calibration of the model with this map, fitted on the images."""
+        return calibrate(self.scores.logits(class_map).astype(np.float32), self.scores.labels)
 
 
 def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOptions, restore: list[int]) -> ScoredData:
@@ -90,6 +90,6 @@ def _open(path: Path, kind: ModelKind, metadata: Metadata, options: EditOptions,
     from opal_deploy.model import checkpoint
     from opal_deploy.runtime.torch_session import TorchSession
 
-    dropped = tuple(sorted({*metadata.slots.dropped} - {*restore}))
+    dropped = tuple(sorted({*metadata.dropped} - {*restore}))
     restored = checkpoint.with_dropped_slots(checkpoint.load(path), dropped)
     return TorchSession(restored, device=options.device, threads=options.threads)

@@ -39,10 +39,11 @@ def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> l
         if label not in metadata.class_names:
             similar = suggest_names(label, metadata.class_names)
             raise UsageError(f"{given}: the model has no class {label[:_SHOWN]!r}; see `opal-deploy inspect`{similar}")
-        m = metadata.prototypes_per_class
-        if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number) < m):
-            raise UsageError(f"{given}: {label} has no slot {number[:_SHOWN]!r}; expected 0 to {m - 1}")
-        channel = metadata.class_names.index(label) * m + int(number)
+        class_id = metadata.class_names.index(label)
+        size = int(metadata.class_map.sizes[class_id])
+        if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number) < size):
+            raise UsageError(f"{given}: {label} has no slot {number[:_SHOWN]!r}; expected 0 to {size - 1}")
+        channel = metadata.class_map.channel_of(class_id, int(number))
         if channel in channels:
             raise UsageError(f"{given}: given twice")
         channels.append(channel)
@@ -50,8 +51,8 @@ def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> l
 
 
 def name_slot(channel: int, metadata: Metadata) -> str:
-    """Return a slot as `parse_slots` reads it."""
-    class_id, slot = divmod(channel, metadata.prototypes_per_class)
+    """Return a slot as `parse_slots` reads it: the first class's, if several share the channel."""
+    class_id, slot = metadata.class_map.owners(channel)[0]
     return f"{metadata.class_names[class_id]}/{slot}"
 
 
@@ -59,11 +60,11 @@ def check_drops(drop: Sequence[int], restore: Sequence[int], metadata: Metadata)
     """Raise UsageError for slots that are dropped already or not dropped, or if a class would have none left."""
     for channels, dropped, problem in ((drop, True, "is dropped already"), (restore, False, "was not dropped")):
         for channel in channels:
-            if (channel in metadata.slots.dropped) == dropped:
+            if (channel in metadata.dropped) == dropped:
                 raise UsageError(f"{name_slot(channel, metadata)} {problem}; leave it out")
-    left = metadata.slots.drop(drop).kept
-    if not left.any(axis=1).all():
-        label = metadata.class_names[int((~left.any(axis=1)).argmax())]
+    left = metadata.class_map.drop(drop).counts
+    if not left.all():
+        label = metadata.class_names[int(left.argmin())]
         raise UsageError(
             f"{label} would have no slot left and could never be answered; keep one, or train without the class"
         )

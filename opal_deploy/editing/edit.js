@@ -1,42 +1,30 @@
 "use strict";
-// Accuracy without the ticked slots, in closed form: the cosine of class c is the sum of its scores that are left over
-// sqrt(their number), divided by the norm of all scores that are left. Logits are rounded to float32, as the network's.
+// Accuracy without the ticked slots, in closed form. Logits are rounded to float32, as the network's.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const boxes = [...document.querySelectorAll("input[type=checkbox]")];
   const bytes = Uint8Array.from(atob(data.scores), (character) => character.charCodeAt(0));
   const scores = new Float32Array(bytes.buffer);
-  const channels = data.names.length, { m, labels } = data;
+  const { class_map: classMap, labels } = data, { owners } = readClassMap(classMap);
+  const classes = boxes.map((box) => owners(Number(box.value))[0][0]);
 
-  function answers(dropped) {
-    const kept = data.names.map((_, channel) => (dropped.has(channel) ? 0 : 1));
-    const sums = new Float64Array(channels / m);
-    const roots = sums.map((_, c) => Math.sqrt(kept.slice(c * m, c * m + m).reduce((sum, each) => sum + each)));
+  function answers(ticked) {
+    const map = readClassMap(classMap, ticked);
     return labels.map((_, image) => {
-      let squares = 0, best = 0, highest = -Infinity;
-      sums.fill(0);
-      for (let channel = 0; channel < channels; channel++) {
-        const score = kept[channel] * scores[image * channels + channel];
-        sums[Math.floor(channel / m)] += score;
-        squares += score * score;
-      }
-      const norm = Math.sqrt(squares) + data.epsilon;
-      sums.forEach((sum, c) => {
-        const logit = -Math.fround(Math.sqrt(Math.max(2 - (2 * sum) / norm / roots[c], 1e-12)));
-        if (logit > highest) [best, highest] = [c, logit];
-      });
-      return best;
+      const from = image * map.size, cosines = map.totals(scores, map.norm(scores, data.epsilon, from), from);
+      const logits = cosines.map((cosine) => -Math.fround(Math.sqrt(Math.max(2 - 2 * cosine, 1e-12))));
+      return logits.indexOf(Math.max(...logits));
     });
   }
 
   const isRight = (answer, image) => answer === labels[image];
-  const before = scores.length ? answers(new Set(data.dropped)) : [];
+  const before = scores.length ? answers(new Set()) : [];
 
   function keepOneSlot(ticked) {
-    for (const box of boxes) {
-      const first = Math.floor(Number(box.value) / m) * m;
-      const left = Array.from({ length: m }, (_, slot) => first + slot).filter((channel) => !ticked.has(channel));
-      box.disabled = left.length === 1 && left[0] === Number(box.value);
+    const map = readClassMap(classMap, ticked);
+    for (const [i, box] of boxes.entries()) {
+      const left = map.slots(classes[i]);
+      box.disabled = left.length === 1 && left[0].channel === Number(box.value);
       box.title = box.disabled ? "its class's last slot" : "";
     }
   }
@@ -47,10 +35,9 @@
     const drops = ticked.map((channel) => `--drop ${quote(data.names[channel])}`);
     document.getElementById("command").textContent = ticked.length
       ? [data.command, ...drops, data.rest].join(" ") : "Tick slots to see the accuracy without them.";
-    const dropped = new Set([...data.dropped, ...ticked]);
-    keepOneSlot(dropped);
+    keepOneSlot(new Set(ticked));
     if (!scores.length) return;
-    const after = answers(dropped);
+    const after = answers(new Set(ticked));
     const count = (list) => list.filter(isRight).length;
     const percent = (list) => `${(100 * count(list) / labels.length).toFixed(1)} %`;
     const gained = after.filter((answer, i) => isRight(answer, i) && !isRight(before[i], i)).length;

@@ -14,14 +14,13 @@ import onnx
 
 from opal_deploy.artifact import test_vectors
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.opal_head import compute_logits
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.artifact.slots import Slots
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.editing.scores import compute_logits
 from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.exporter import stage_onnx
-from opal_deploy.export.graph_edit import with_slots
+from opal_deploy.export.graph_edit import with_class_map
 from opal_deploy.export.images import SAMPLE_SIZES, Pixels, choose_images
 from opal_deploy.export.onnx_source import margin_finder
 from opal_deploy.export.options import ExportOptions
@@ -53,7 +52,7 @@ def write_edited_onnx(path: Path, edited: Metadata, out: Path, options: ExportOp
     images, reference = sample.first(SAMPLE_SIZES[0])
     vectors = test_vectors.unpack(edited.test_vectors, str(path))
     candidate = ExportCandidate(
-        with_slots(model, edited.slots, edited.distance),
+        with_class_map(model, edited.class_map, edited.distance),
         edited,
         reference,
         images,
@@ -71,11 +70,7 @@ def _drop(reference: Reference, metadata: Metadata) -> Reference:
     scores = reference.outputs.scores
     if scores is None:
         raise ValueError("a model without scores has no slots to drop")
-    outputs = drop_slots(scores, metadata.slots, metadata)
-    return replace(reference, outputs=replace(outputs, argmax=reference.outputs.argmax))
-
-
-def drop_slots(scores: np.ndarray[tuple[int, ...], np.dtype[np.float32]], slots: Slots, metadata: Metadata) -> Outputs:
-    """Return logits and scores, in closed form, of scores [N, K] without the slots that are dropped."""
-    logits = compute_logits(scores, slots, metadata.distance, metadata.epsilon).astype(np.float32)
-    return Outputs(logits, scores=scores * slots.kept.flatten().astype(np.float32))
+    class_map = metadata.class_map
+    logits = compute_logits(scores, class_map, metadata.distance, metadata.epsilon).astype(np.float32)
+    masked = scores * class_map.kept_prototypes.astype(np.float32)
+    return replace(reference, outputs=Outputs(logits, argmax=reference.outputs.argmax, scores=masked))

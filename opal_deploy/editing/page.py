@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import ImageDraw
 
 from opal_deploy.artifact.files import atomic_write
@@ -29,6 +28,7 @@ from opal_deploy.visualization.pages import (
     load_templates,
     mark_safe,
     read_asset,
+    read_class_map_script,
     read_style,
 )
 from opal_deploy.visualization.style import INK, slot_color
@@ -91,7 +91,7 @@ def write_page(
         ArtifactError: a patch of the atlas is missing or damaged.
         UsageError: the file cannot be written.
     """
-    script, style = read_asset(__package__, "edit.js"), read_style(__package__, "edit.css")
+    script, style = read_class_map_script() + read_asset(__package__, "edit.js"), read_style(__package__, "edit.css")
     policy = (
         f"default-src 'none'; img-src data:; script-src '{content_digest(script)}'; "
         f"style-src '{content_digest(style)}'; base-uri 'none'; form-action 'none'"
@@ -104,8 +104,7 @@ def write_page(
         "command": shlex.join(command[:3]),
         "rest": shlex.join(command[3:]),
         "epsilon": metadata.epsilon,
-        "m": metadata.prototypes_per_class,
-        "dropped": list(metadata.slots.dropped),
+        "class_map": metadata.class_map.to_dict(),
         "names": [name_slot(channel, metadata) for channel in range(metadata.num_prototypes)],
         "labels": data.scores.labels.tolist(),
         "scores": base64.b64encode(scores.astype("<f4").tobytes()).decode() if live else "",
@@ -142,7 +141,7 @@ def _build_rows(
 
 
 def _show_patches(metadata: Metadata, channel: int, atlas: Atlas) -> Iterator[Picture]:
-    class_id, slot = divmod(channel, metadata.prototypes_per_class)
+    class_id, slot = metadata.class_map.owners(channel)[0]
     # a slot that --restore gives back has none
     patches = atlas.patches(class_id, slot) if (class_id, slot) in atlas.entries else []
     for patch in patches[:_PATCHES]:
@@ -153,10 +152,11 @@ def _show_patches(metadata: Metadata, channel: int, atlas: Atlas) -> Iterator[Pi
 
 def _draw_strongest(data: ScoredData, channel: int) -> Iterator[Picture]:
     """Yield the images of the slot's class with its highest scores."""
-    own = np.flatnonzero(data.scores.labels == channel // data.metadata.prototypes_per_class)
+    class_id, _ = data.metadata.class_map.owners(channel)[0]
+    own = np.flatnonzero(data.scores.labels == class_id)
     best = own[np.argsort(-data.scores.values[own, channel], kind="stable")][:_PATCHES]
     for row in best.tolist():
-        yield _draw(data, row, np.array([channel]))
+        yield _draw(data, row, class_id, [channel])
 
 
 def _list_changed(data: ScoredData, effect: Effect | None) -> Iterator[ChangedImage]:
@@ -166,20 +166,20 @@ def _list_changed(data: ScoredData, effect: Effect | None) -> Iterator[ChangedIm
     for row in effect.changed[:_CHANGED].tolist():
         label, before, after = (int(values[row]) for values in (effect.labels, effect.before, effect.after))
         verdict = "right, then wrong" if before == label else "wrong, then right" if after == label else "wrong, still"
-        picture = _draw(data, row, data.metadata.slots.channels(before))
+        picture = _draw(data, row, before, data.metadata.class_map.channels(before).tolist())
         name = data.samples[row].path
         shown = name.relative_to(data.root) if name.is_relative_to(data.root) else name
         yield ChangedImage(str(shown), names[label], names[before], names[after], verdict, picture)
 
 
-def _draw(data: ScoredData, row: int, channels: NDArray[np.int64]) -> Picture:
-    """Return what the model saw of an image, with the cells of some slots outlined."""
+def _draw(data: ScoredData, row: int, class_id: int, channels: Sequence[int]) -> Picture:
+    """Return what the model saw of an image, with the cells of some slots of a class outlined."""
     geometry, grid = data.geometries[row], data.metadata.grid
     image = decode(data.samples[row].path).convert("RGB").crop(geometry.crop)
     scale = _SIDE / max(image.size)
     image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
     draw = ImageDraw.Draw(image)
-    for channel in channels.tolist():
+    for channel in channels:
         y, x = divmod(int(data.cells[row, channel]), grid[1])
         width, height = image.width / grid[1], image.height / grid[0]
         # around the cell, which may be a few pixels wide
@@ -188,6 +188,6 @@ def _draw(data: ScoredData, row: int, channels: NDArray[np.int64]) -> Picture:
             min(image.width, round((x + 1) * width) + 3) - 1, min(image.height, round((y + 1) * height) + 3) - 1,
         ]  # fmt: skip
         draw.rectangle(box, outline=INK, width=3)
-        draw.rectangle(box, outline=slot_color(channel % data.metadata.prototypes_per_class), width=2)
-    cells = ", ".join(name_slot(channel, data.metadata) for channel in channels.tolist())
+        draw.rectangle(box, outline=slot_color(data.metadata.class_map.slot_of(class_id, channel)), width=2)
+    cells = ", ".join(name_slot(channel, data.metadata) for channel in channels)
     return Picture(embed_jpeg(image), f"{data.samples[row].path.name} with the cell of {cells}")

@@ -1,6 +1,6 @@
 """The effect of dropping slots, computed from scores without the network.
 
-A dropped slot's score becomes 0 and its class's anchor is shared among the slots that are left (`artifact.slots`); the
+A dropped slot's score becomes 0 and its class's anchor is shared among the slots that are left (`ClassMap`); the
 softmax and all other scores stay what they were. So logits for any set of drops follow from the scores [N, K] of one
 pass over the images.
 """
@@ -8,19 +8,18 @@ pass over the images.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import DoubleArray, FloatArray, embedding
-from opal_deploy.artifact.slots import KL_EPSILON, Slots
+from opal_deploy.artifact.opal_head import compute_logits
+from opal_deploy.artifact.outputs import DoubleArray, FloatArray
 from opal_deploy.editing.drops import SlotName, check_drops, parse_slots
 
-# smallest argument of a root, as in the network (`model.distances`)
-_TINY = 1e-12
 # values of an array of intermediate results
 _CHUNK = 4_000_000
 
@@ -90,20 +89,20 @@ class Scores:
     values: FloatArray
     labels: NDArray[np.int64]
 
-    def logits(self, slots: Slots) -> DoubleArray:
-        """Return the logits of the model with these slots: float64 [N, C]."""
+    def logits(self, class_map: ClassMap) -> DoubleArray:
+        """Return the logits of the model with this map: float64 [N, C]."""
         rows = max(1, _CHUNK // self.values.shape[1])
         return np.concatenate(
             [
-                compute_logits(self.values[start : start + rows], slots, self.metadata.distance, self.metadata.epsilon)
-                for start in range(0, len(self.values), rows)
+                compute_logits(part, class_map, self.metadata.distance, self.metadata.epsilon)
+                for part in np.split(self.values, range(rows, len(self.values), rows))
             ]
         )
 
-    def predict(self, slots: Slots) -> NDArray[np.int64]:
-        """Return the predicted classes of the model with these slots: int64 [N]."""
+    def predict(self, class_map: ClassMap) -> NDArray[np.int64]:
+        """Return the predicted classes of the model with this map: int64 [N]."""
         # float32, as the network's: of equal logits the lowest class
-        classes: NDArray[np.int64] = self.logits(slots).astype(np.float32).argmax(axis=1)
+        classes: NDArray[np.int64] = self.logits(class_map).astype(np.float32).argmax(axis=1)
         return classes
 
     def try_drop(self, slots: Sequence[SlotName]) -> Effect:
@@ -114,99 +113,41 @@ class Scores:
         """
         channels = parse_slots(slots, self.metadata, "try_drop")
         check_drops(channels, (), self.metadata)
-        return self.compare(self.metadata.slots, self.metadata.slots.drop(channels))
+        return self.compare(self.metadata.class_map, self.metadata.class_map.drop(channels))
 
-    def compare(self, before: Slots, after: Slots) -> Effect:
-        """Return the effect of one set of slots instead of another; the model itself has the slots of both."""
+    def compare(self, before: ClassMap, after: ClassMap) -> Effect:
+        """Return the effect of one map instead of another; the model itself has the slots of both."""
         return Effect(self.predict(before), self.predict(after), self.labels)
 
     def try_each(self) -> Iterator[tuple[int, Effect]]:
         """Yield, for every slot that is left and not its class's last, its channel and the effect of dropping it."""
-        before = self.predict(self.metadata.slots)
+        before = self.predict(self.metadata.class_map)
         answers = self._answers_without_norm() if self.metadata.distance == "l2" else self._answers_from_logits()
         for channel, after in answers:
             yield channel, Effect(before, after, self.labels)
 
     def _droppable(self) -> Iterator[tuple[int, list[int]]]:
         """Yield each class that has several slots left, with their channels."""
-        slots = self.metadata.slots
-        for class_id in np.flatnonzero(slots.counts > 1).tolist():
-            yield class_id, slots.channels(class_id).tolist()
+        class_map = self.metadata.class_map
+        for class_id in np.flatnonzero(class_map.counts > 1).tolist():
+            yield class_id, class_map.channels(class_id).tolist()
 
     def _answers_from_logits(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         for _, channels in self._droppable():
             for channel in channels:
-                yield channel, self.predict(self.metadata.slots.drop([channel]))
+                yield channel, self.predict(self.metadata.class_map.drop([channel]))
 
     def _answers_without_norm(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield the answers without each slot by their cosines; the norm, which all classes share, decides nothing."""
-        slots = self.metadata.slots
-        sums = self.values.reshape(len(self.values), -1, slots.per_class).sum(axis=2, dtype=np.float64)
-        cosines = sums / np.sqrt(slots.counts)
+        class_map = self.metadata.class_map
+        cosines = class_map.all_totals(self.values)
         for class_id, channels in self._droppable():
             others = cosines.copy()
             others[:, class_id] = -np.inf
             best = others.argmax(axis=1)
             highest = others[np.arange(len(best)), best]
+            taken = class_map.take(self.values, np.full(len(best), class_id))
             for channel in channels:
-                own = (sums[:, class_id] - self.values[:, channel]) / math.sqrt(slots.counts[class_id] - 1)
+                own = class_map.drop([channel]).totals(taken, class_id)
                 wins = (own > highest) | ((own == highest) & (class_id < best))
                 yield channel, np.where(wins, class_id, best)
-
-
-def compute_logits(scores: FloatArray, slots: Slots, distance: str, epsilon: float) -> DoubleArray:
-    """Return the logits, float64 [N, C], that scores [N, K] have with these slots (paper, Eq. 4, in closed form)."""
-    masked = scores * slots.kept.flatten().astype(np.float32)
-    z = embedding(masked, epsilon).reshape(len(scores), slots.num_classes, slots.per_class)
-    return -_DISTANCES[distance](z, slots)
-
-
-def _l2(z: DoubleArray, slots: Slots) -> DoubleArray:
-    distances: DoubleArray = np.sqrt(np.maximum(2.0 - 2.0 * z.sum(axis=2) / np.sqrt(slots.counts), _TINY))
-    return distances
-
-
-def _l1(z: DoubleArray, slots: Slots) -> DoubleArray:
-    inside: DoubleArray = np.abs(z - slots.anchors).sum(axis=2)
-    return _sum_outside(np.abs(z).sum(axis=2)) + inside
-
-
-def _l3(z: DoubleArray, slots: Slots) -> DoubleArray:
-    cubes: DoubleArray = (np.abs(z - slots.anchors) ** 3).sum(axis=2) + _sum_outside((np.abs(z) ** 3).sum(axis=2))
-    distances: DoubleArray = np.cbrt(np.maximum(cubes, _TINY))
-    return distances
-
-
-def _kl(z: DoubleArray, slots: Slots) -> DoubleArray:
-    entropy: DoubleArray = (z * np.log(z + KL_EPSILON)).sum(axis=(1, 2))[:, None]
-    inside: DoubleArray = z.sum(axis=2)
-    return entropy - inside * slots.head_constant("kl") - _sum_outside(inside) * math.log(KL_EPSILON)
-
-
-def _linf(z: DoubleArray, slots: Slots) -> DoubleArray:
-    inside: DoubleArray = np.abs(z - slots.anchors).max(axis=2)
-    return np.maximum(_largest_outside(np.abs(z).max(axis=2)), inside)
-
-
-def _tropical(z: DoubleArray, slots: Slots) -> DoubleArray:
-    inside = z - slots.anchors
-    largest: DoubleArray = np.maximum(_largest_outside(z.max(axis=2)), inside.max(axis=2))
-    smallest: DoubleArray = np.minimum(-_largest_outside(-z.min(axis=2)), inside.min(axis=2))
-    return largest - smallest
-
-
-def _sum_outside(per_class: DoubleArray) -> DoubleArray:
-    """Return for each class the sum of [N, C] over the other classes; never negative for entries that are not."""
-    sums: DoubleArray = np.maximum(per_class.sum(axis=1, keepdims=True) - per_class, 0.0)
-    return sums
-
-
-def _largest_outside(per_class: DoubleArray) -> DoubleArray:
-    """Return for each class the largest of [N, C] among the other classes."""
-    best = np.sort(per_class, axis=1)[:, -2:]
-    return np.where(per_class == best[:, 1:], best[:, :1], best[:, 1:])
-
-
-_DISTANCES: dict[str, Callable[[DoubleArray, Slots], DoubleArray]] = {
-    "l1": _l1, "l2": _l2, "l3": _l3, "kl": _kl, "linf": _linf, "tropical": _tropical,
-}  # fmt: skip

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.editing.data import ScoredData
 from opal_deploy.editing.drops import name_slot
 from opal_deploy.editing.scores import Effect
@@ -62,13 +62,14 @@ class Suggestion:
     """A slot that is worth looking at.
 
     Attributes:
-        channel: of the slot.
+        class_id, channel: of the slot.
         name: CLASS/SLOT.
         images: images of its class, on which the shares in the reasons are measured.
         reasons: at least one.
         effect: of dropping this slot alone; None for its class's last slot, which cannot be dropped.
     """
 
+    class_id: int
     channel: int
     name: str
     images: int
@@ -83,7 +84,7 @@ class Suggestion:
 
 def suggest_slots(data: ScoredData) -> list[Suggestion]:
     """Return the slots that look at the wrong thing, those with most reasons first, then the redundant ones."""
-    metadata, slots = data.metadata, data.metadata.slots
+    metadata, class_map = data.metadata, data.metadata.class_map
     effects = dict(data.scores.try_each())
     from_sources = _compare_sources(data)
     found = []
@@ -91,7 +92,7 @@ def suggest_slots(data: ScoredData) -> list[Suggestion]:
         # answered right or not: a class that leans on a shortcut loses the images without it
         rows = np.flatnonzero(data.scores.labels == class_id)
         on_object = _compare_with_object(data, rows, class_id) if len(rows) >= _MIN_IMAGES else {}
-        for channel in slots.channels(class_id).tolist():
+        for channel in class_map.channels(class_id).tolist():
             reasons = []
             found_anything = data.scores.values[rows, channel].max(initial=0) >= _SILENT / metadata.num_prototypes
             if len(rows) >= _MIN_IMAGES and found_anything:
@@ -104,22 +105,18 @@ def suggest_slots(data: ScoredData) -> list[Suggestion]:
                 reasons.append(Reason("wrong", f"{text} (p = {effect.p_value:.2g})"))
             if reasons:
                 name = name_slot(channel, metadata)
-                found.append(Suggestion(channel, name, len(rows), tuple(reasons), effect))
+                found.append(Suggestion(class_id, channel, name, len(rows), tuple(reasons), effect))
     return sorted(found, key=lambda each: (not each.suspected, -len(each.reasons), each.channel))
 
 
-def choose_drops(suggestions: Sequence[Suggestion], slots: Slots) -> list[str]:
+def choose_drops(suggestions: Sequence[Suggestion], class_map: ClassMap) -> list[str]:
     """Return the names of the suspected slots of all classes that have other slots, too.
 
     A class whose slots are all suspected must be trained again: the one that stays would read the shortcut.
     """
     suspected = [each for each in suggestions if each.suspected]
-    counts = Counter(each.channel // slots.per_class for each in suspected)
-    return [
-        each.name
-        for each in suspected
-        if counts[each.channel // slots.per_class] < slots.counts[each.channel // slots.per_class]
-    ]
+    counts = Counter(each.class_id for each in suspected)
+    return [each.name for each in suspected if counts[each.class_id] < class_map.counts[each.class_id]]
 
 
 def _find_places(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Iterator[Reason]:
@@ -143,7 +140,7 @@ def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: in
     """Return, by channel, the slots that read the object, or its parts, significantly less than random cells."""
     if not data.annotations.known:
         return {}
-    grid, channels = data.metadata.grid, data.metadata.slots.channels(class_id)
+    grid, channels = data.metadata.grid, data.metadata.class_map.channels(class_id)
     inside: dict[int, NDArray[np.bool_]] = {}
     kind, place = "object", "the object"
     if any(data.annotations.images[row].has_object for row in rows.tolist()):
@@ -180,7 +177,7 @@ def _compare_sources(data: ScoredData) -> dict[int, list[Reason]]:
     for class_id in range(data.metadata.num_classes):
         rows = np.flatnonzero(data.scores.labels == class_id)
         groups = group_by_source([sources[row] for row in rows.tolist()], _MIN_IMAGES)
-        channels = data.metadata.slots.channels(class_id).tolist()
+        channels = data.metadata.class_map.channels(class_id).tolist()
         candidates += [(channel, rows, name, group) for name, group in groups.items() for channel in channels]
     found: dict[int, list[Reason]] = {}
     for channel, rows, name, group in candidates:
@@ -205,11 +202,11 @@ def _find_background(data: ScoredData, rows: NDArray[np.int64], channel: int) ->
 
 def _find_redundancy(data: ScoredData, rows: NDArray[np.int64], class_id: int, channel: int) -> Iterator[Reason]:
     scores = data.scores.values[rows].mean(axis=0)
-    for other in data.metadata.slots.channels(class_id).tolist():
+    for other in data.metadata.class_map.channels(class_id).tolist():
         shared = float((data.cells[rows, other] == data.cells[rows, channel]).mean())
         # of equal ones the later slot is the redundant one
         if other != channel and shared >= _SHARED_SHARE and (-scores[other], other) < (-scores[channel], channel):
-            name = f"slot {other % data.metadata.prototypes_per_class}"
+            name = f"slot {data.metadata.class_map.slot_of(class_id, other)}"
             yield Reason(
                 REDUNDANT, f"it shares its cell with the stronger {name} on {shared:.0%} of its class's images"
             )

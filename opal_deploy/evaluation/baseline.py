@@ -97,4 +97,4 @@ def measure_baseline(
 def baseline_of(outputs: Outputs, metadata: Metadata, background: int) -> Baseline:
     """Return the baseline of a model with `exact` evidence from its outputs for validation images."""
     observed = observe_outputs(outputs, metadata)
-    return Baseline.measure(observed, "val", metadata.stride, metadata.num_classes, background)
+    return Baseline.measure(observed, "val", metadata.stride, metadata.class_map, background)

@@ -125,7 +125,7 @@ class Faithfulness:
 
 def max_forward_passes(images: int, metadata: Metadata, baselines: Sequence[Baseline]) -> int:
     """Return the most forward passes a measurement takes: no two slots or rankings share a cell."""
-    per_image = len(RANKINGS) * 2 * metadata.prototypes_per_class * len(baselines)
+    per_image = len(RANKINGS) * 2 * metadata.class_map.max_slots * len(baselines)
     return images * (1 + len(image_changes(0)) + per_image)
 
 
@@ -188,11 +188,11 @@ def measure_faithfulness(
     return Faithfulness(
         len(curves),
         len(samples),
-        metadata.prototypes_per_class,
+        metadata.class_map.max_slots,
         float(np.mean(different_cells)),
         perturber.forward_passes,
         f"random {annotations.foreground}",
-        _summarize_rankings(curves, baselines, metadata.prototypes_per_class),
+        _summarize_rankings(curves, baselines, metadata.class_map.max_slots),
         _summarize_stability(stabilities),
         unavailable,
         seed,

@@ -7,6 +7,7 @@ and .png; with annotated parts slot_parts.csv; with --faithfulness faithfulness.
 from __future__ import annotations
 
 import datetime
+import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +19,11 @@ from numpy.typing import NDArray
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact import engine_file, onnx_file
+from opal_deploy.artifact.class_map import find_margins
 from opal_deploy.artifact.files import atomic_write, compute_sha256, model_kind, write_json
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import compute_probabilities, cosines
+from opal_deploy.artifact.opal_head import embedding
+from opal_deploy.artifact.outputs import compute_probabilities
 from opal_deploy.datasets.samples import DataSet, Sample, display_path
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.faithfulness import Faithfulness
@@ -240,15 +243,16 @@ def _prediction_rows(
     logits, labels, scores = result.outputs.logits, result.labels, result.outputs.scores
     ranked = np.argsort(-logits, axis=1, kind="stable")  # [N, C]
     ranks = 1 + (ranked == labels[:, None]).argmax(axis=1)
-    cosine = None if scores is None else cosines(scores, metadata.slots, metadata.epsilon)
+    cosines_and_margins: Iterable[Sequence[str | float]] = itertools.repeat(("", ""))
+    if scores is not None:
+        best, class_map = ranked[:, :2], metadata.class_map
+        cosines = class_map.totals(class_map.take(embedding(scores, metadata.epsilon), best), best)
+        cosines_and_margins = zip(cosines[:, 0].tolist(), find_margins(cosines).tolist(), strict=True)
     probabilities = None
     if (temperature := metadata.temperature) is not None:
         probabilities = compute_probabilities(logits, ranked[:, :1], temperature)[:, 0].tolist()
-    for index, sample in enumerate(samples):
-        first, second = ranked[index, :2]
-        cosine_and_margin: list[str | float] = ["", ""]
-        if cosine is not None:
-            cosine_and_margin = [float(cosine[index, first]), float(cosine[index, first] - cosine[index, second])]
+    for index, (sample, cosine_and_margin) in enumerate(zip(samples, cosines_and_margins, strict=False)):
+        first = ranked[index, 0]
         yield [
             escape_name(display_path(sample.path, root)),
             names[labels[index]],

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.class_map import ClassMap, find_margins
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.opal_head import cosines, embedding
+from opal_deploy.artifact.outputs import Outputs, find_largest
 from opal_deploy.datasets.samples import pluralize, shorten_list
 from opal_deploy.statistics import Mean, compute_risk_curve
 
@@ -32,7 +33,7 @@ def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: in
 
 
 def margins(
-    logits: NDArray[np.float32], scores: NDArray[np.float32], slots: Slots, epsilon: float
+    logits: NDArray[np.float32], scores: NDArray[np.float32], class_map: ClassMap, epsilon: float
 ) -> NDArray[np.float64]:
     """Return the cosine of the predicted class minus that of the runner-up by logit, float64 [N].
 
@@ -40,14 +41,13 @@ def margins(
         logits: [N, C], C at least 2.
         scores: [N, K].
     """
-    # stable: of equal logits the lowest class, as in the records
-    best = np.argsort(-logits, axis=1, kind="stable")[:, :2]
-    pair = np.take_along_axis(cosines(scores, slots, epsilon), best, axis=1)
-    differences: NDArray[np.float64] = pair[:, 0] - pair[:, 1]
-    return differences
+    best = find_largest(logits, 2)
+    return find_margins(class_map.totals(class_map.take(embedding(scores, epsilon), best), best))
 
 
-def collapse_per_image(argmax: NDArray[np.int32], labels: NDArray[np.int64], slots: Slots) -> NDArray[np.float64]:
+def collapse_per_image(
+    argmax: NDArray[np.int32], labels: NDArray[np.int64], class_map: ClassMap
+) -> NDArray[np.float64]:
     """Return the spatial prototype collapse of each image (paper, Supp. D.1), float64 [N], 0 ... 1.
 
     For an image of class c: 1 - (number of different cells among the class's m_c slots - 1) / (m_c - 1); a single slot
@@ -57,17 +57,17 @@ def collapse_per_image(argmax: NDArray[np.int32], labels: NDArray[np.int64], slo
         argmax: [N, K], flat cell of each channel's maximum.
         labels: [N], class indices.
     """
-    channels = labels[:, None] * slots.per_class + np.arange(slots.per_class)  # [N, m]
-    return collapse_of_cells(np.take_along_axis(argmax, channels, axis=1), labels, slots)
+    return collapse_of_cells(class_map.take(argmax, labels), labels, class_map)
 
 
-def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], slots: Slots) -> NDArray[np.float64]:
+def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class_map: ClassMap) -> NDArray[np.float64]:
     """Return what `collapse_per_image` does, from the cells [N, m] of the label's channels only."""
     # a dropped slot repeats the first that is left
-    source = np.where(slots.kept, np.arange(slots.per_class), slots.kept.argmax(axis=1)[:, None])  # [C, m]
+    kept = class_map.kept
+    source = np.where(kept, np.arange(class_map.max_slots), kept.argmax(axis=1)[:, None])  # [C, m]
     ordered = np.sort(np.take_along_axis(cells, source[labels], axis=1), axis=1)
-    repeated = slots.counts[labels] - 1 - (np.diff(ordered, axis=1) != 0).sum(axis=1)  # [N]
-    scores: NDArray[np.float64] = repeated / np.maximum(slots.counts[labels] - 1, 1)
+    repeated = class_map.counts[labels] - 1 - (np.diff(ordered, axis=1) != 0).sum(axis=1)  # [N]
+    scores: NDArray[np.float64] = repeated / np.maximum(class_map.counts[labels] - 1, 1)
     return scores
 
 
@@ -204,19 +204,18 @@ class Agreement:
 def measure_agreement(first: tuple[Outputs, Metadata], second: tuple[Outputs, Metadata]) -> Agreement:
     """Compare two models' outputs for the same images, row for row; both have the same classes."""
     (a, a_metadata), (b, b_metadata) = first, second
+    a_map, b_map = a_metadata.class_map, b_metadata.class_map
     predicted = a.logits.argmax(axis=1)
     same_class = float((predicted == b.logits.argmax(axis=1)).mean())
     same_cells, largest_difference = None, None
     if a.scores is not None and b.scores is not None:
-        a_cosines = cosines(a.scores, a_metadata.slots, a_metadata.epsilon)
-        b_cosines = cosines(b.scores, b_metadata.slots, b_metadata.epsilon)
+        a_cosines = cosines(a.scores, a_map, a_metadata.epsilon)
+        b_cosines = cosines(b.scores, b_map, b_metadata.epsilon)
         largest_difference = float(np.abs(a_cosines - b_cosines).max())
-    m = a_metadata.prototypes_per_class
-    comparable = (m, a_metadata.grid) == (b_metadata.prototypes_per_class, b_metadata.grid)
+    comparable = a_metadata.grid == b_metadata.grid and np.array_equal(a_map.channel_table, b_map.channel_table)
     if comparable and a.argmax is not None and b.argmax is not None:
-        block = predicted[:, None] * m + np.arange(m)  # [N, m]
-        equal = np.take_along_axis(a.argmax, block, axis=1) == np.take_along_axis(b.argmax, block, axis=1)
-        kept = (a_metadata.slots.kept & b_metadata.slots.kept)[predicted]
+        equal = a_map.take(a.argmax, predicted) == b_map.take(b.argmax, predicted)
+        kept = (a_map.kept & b_map.kept)[predicted]
         same_cells = float(equal[kept].mean()) if kept.any() else None
     return Agreement(len(predicted), same_class, same_cells, largest_difference)
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
-from opal_deploy.artifact.slots import Slots
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import normalise
@@ -143,23 +143,23 @@ class PartMeter:
         consistency = stability = purity = purity_std = None
         if self._clean:
             clean = np.concatenate(self._clean)
-            consistency = prototype_consistency(clean, self._parts.visible, labels, metadata.slots)
+            consistency = prototype_consistency(clean, self._parts.visible, labels, metadata.class_map)
             if self._noisy:
-                stability = prototype_stability(clean, np.concatenate(self._noisy), labels, metadata.slots)
+                stability = prototype_stability(clean, np.concatenate(self._noisy), labels, metadata.class_map)
         if PURITY not in self.unavailable and scores is not None and argmax is not None:
             # a box that leaves the image was clipped: the patch lies on what is left
             crops = np.array([geometry.crop for geometry in geometries], dtype=np.float64)
             points, visible = self._parts.input_points(_INPUT_SIZE[0], crops), self._parts.visible
             purities = purity_by_channel(scores, argmax, metadata.grid, points, visible, self._parts.names)
-            purities = purities[metadata.slots.kept.flatten()]
+            purities = purities[metadata.class_map.kept_prototypes]
             purity, purity_std = 100.0 * float(purities.mean()), 100.0 * float(purities.std())
-        prototypes = int(metadata.slots.counts[np.unique(labels)].sum()) if consistency is not None else 0
+        prototypes = int(metadata.class_map.counts[np.unique(labels)].sum()) if consistency is not None else 0
         return PartFigures(consistency, stability, purity, purity_std, prototypes, len(labels), dict(self.unavailable))
 
     def _hits(self, first: int, outputs: Outputs) -> NDArray[np.bool_]:
         assert outputs.attention is not None  # `unavailable` has a reason otherwise
         rows = slice(first, first + len(outputs))
-        maps = true_class_maps(outputs.attention, self._labels[rows], self._metadata.prototypes_per_class)
+        maps = self._metadata.class_map.take(outputs.attention, self._labels[rows])
         return part_hits(peak_locations(maps), self._points[rows], self._parts.visible[rows])
 
 
@@ -250,13 +250,6 @@ def purity_by_channel(
     return purities
 
 
-def true_class_maps(attention: FloatArray, labels: NDArray[np.int64], prototypes_per_class: int) -> NDArray[np.float32]:
-    """Return the maps of the labels' classes, float32 [N, m, H, W], from attention [N, K, H, W] and labels [N]."""
-    channels = labels[:, None] * prototypes_per_class + np.arange(prototypes_per_class)  # [N, m]
-    chosen: NDArray[np.float32] = attention[np.arange(len(labels))[:, None], channels]
-    return chosen
-
-
 def upsample(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.float32]:
     """Upsample maps float32 [N, m, H, W] to [N, m, size, size], bicubic as OpenCV's INTER_CUBIC.
 
@@ -302,7 +295,7 @@ def part_hits(
 
 
 def prototype_consistency(
-    hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDArray[np.int64], slots: Slots
+    hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDArray[np.int64], class_map: ClassMap
 ) -> float:
     """Return the percentage, 0 ... 100, of prototypes that hit one part on at least 80 % of their class's images.
 
@@ -317,13 +310,13 @@ def prototype_consistency(
         of_class = labels == label
         seen = np.maximum(visible[of_class].sum(axis=0), 1)  # [P]; 0 of 0 is 0
         shares = hit[of_class].sum(axis=0) / seen  # [m, P]
-        scores.append((shares >= CONSISTENT).any(axis=1)[slots.kept[label]])
+        scores.append((shares >= CONSISTENT).any(axis=1)[class_map.kept[label]])
     consistent = np.concatenate(scores)
     return 100.0 * int(consistent.sum()) / len(consistent)
 
 
 def prototype_stability(
-    clean: NDArray[np.bool_], noisy: NDArray[np.bool_], labels: NDArray[np.int64], slots: Slots
+    clean: NDArray[np.bool_], noisy: NDArray[np.bool_], labels: NDArray[np.int64], class_map: ClassMap
 ) -> float:
     """Return the mean percentage, 0 ... 100, of images on which noise changes none of a prototype's hits.
 
@@ -332,7 +325,7 @@ def prototype_stability(
         labels: [N].
     """
     same = (clean == noisy).all(axis=2)  # [N, m]
-    shares = [same[labels == label].mean(axis=0)[slots.kept[label]] for label in np.unique(labels)]
+    shares = [same[labels == label].mean(axis=0)[class_map.kept[label]] for label in np.unique(labels)]
     return 100.0 * float(np.concatenate(shares).mean())
 
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.artifact.opal_head import cosines
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.options import Baseline
 from opal_deploy.evaluation.rankings import Rankings
@@ -56,7 +57,7 @@ class Perturber:
             outputs = self._run_batch(np.stack([image for image, _ in group]))
             if outputs.scores is None:
                 raise ValueError("a model without slots has no cosines")
-            values = cosines(outputs.scores, metadata.slots, metadata.epsilon)
+            values = cosines(outputs.scores, metadata.class_map, metadata.epsilon)
             predicted = outputs.logits.argmax(axis=1)
             for row, (_, class_id) in enumerate(group):
                 yield float(values[row, class_id]), bool(predicted[row] == class_id)
@@ -272,7 +273,7 @@ def _compare(
         raise ValueError("a model without slots has no cells")
     width = metadata.grid[1]
     predicted = int(before.logits[row].argmax())
-    block = metadata.slots.channels(predicted)
+    block = metadata.class_map.channels(predicted)
     (old_row, old_col), (new_row, new_col) = (
         divmod(cells[row, block], width) for cells in (before.argmax, after.argmax)
     )

@@ -233,9 +233,9 @@ def play_pointing_game(result: EvaluationResult, annotations: Annotations, metad
             left_out += 1
             continue
         label = int(result.labels[number])
-        cells = argmax[number, metadata.slots.channels(label)]
+        cells = argmax[number, metadata.class_map.channels(label)]
         points = geometry.cell_centres(metadata.grid)[cells]
-        slots = metadata.slots.of_class(label)
+        slots = metadata.class_map.slots(label)
         hits.append(count_hits(annotation, slots, points, geometry, metadata.grid))
     return summarize_hits(hits, annotations, left_out)
 

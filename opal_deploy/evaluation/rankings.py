@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, embedding
+from opal_deploy.artifact.opal_head import embedding
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import ImageBatch
@@ -50,10 +51,11 @@ def evidence_cells(class_id: int, outputs: Outputs, row: int, metadata: Metadata
     """
     if outputs.scores is None or outputs.argmax is None:
         raise ValueError("a model without slots has no cells")
-    block = metadata.slots.channels(class_id)
-    parts = embedding(outputs.scores[row : row + 1], metadata.epsilon)[0, block]
+    channels, slots = metadata.class_map.channels(class_id), metadata.class_map.slots(class_id)
+    z = embedding(outputs.scores[row : row + 1], metadata.epsilon)[0, channels]
+    parts = z * metadata.class_map.weights[class_id, slots]
     sums: dict[int, float] = {}
-    for cell, part in zip(outputs.argmax[row, block].tolist(), parts.tolist(), strict=True):
+    for cell, part in zip(outputs.argmax[row, channels].tolist(), parts.tolist(), strict=True):
         sums[cell] = sums.get(cell, 0.0) + part
     # a stable sort: of equal sums the first slot's cell
     return tuple(sorted(sums, key=lambda cell: -sums[cell]))

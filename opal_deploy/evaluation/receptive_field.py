@@ -92,15 +92,14 @@ def _score_gradients(network: OpalNetwork, pixels: Tensor) -> Iterator[tuple[Ten
         outputs = network.explain(pixels)
         if outputs.attention is None or outputs.argmax is None:
             raise ValueError("a network without slots has no scores")
-        m = network.config.head.prototypes_per_class
-        first_channel = outputs.logits.argmax(1, keepdim=True) * m
+        table = torch.from_numpy(network.config.class_map.channel_table).to(pixels.device)
+        by_slot = table[outputs.logits.argmax(1)].T  # [m, n]
         rows = torch.arange(len(pixels))
-        for slot in range(m):
-            channels = (first_channel + slot)[:, 0]
+        for slot, channels in enumerate(by_slot):
             cells = outputs.argmax[rows, channels].long()
             # not the maximum itself, whose gradient spreads over all cells of an even ground that reach it
             scores = outputs.attention.flatten(2)[rows, channels, cells]
-            (gradient,) = torch.autograd.grad(scores.sum(), pixels, retain_graph=slot < m - 1)
+            (gradient,) = torch.autograd.grad(scores.sum(), pixels, retain_graph=slot < len(by_slot) - 1)
             gradient = gradient.double().cpu()
             # squares of small gradients would underflow
             gradient /= gradient.abs().amax(dim=(1, 2, 3), keepdim=True).clamp_min(1e-300)

@@ -85,10 +85,10 @@ def evaluate_session(
         geometries += batch_geometries
         progress(len(geometries), len(samples), "evaluating")
     outputs = Outputs.concatenate(batches)
-    slots, collapse, top2_margins = metadata.slots, None, None
+    collapse, top2_margins = None, None
     if outputs.argmax is not None and outputs.scores is not None:
-        collapse = collapse_per_image(outputs.argmax, labels, slots)
-        top2_margins = margins(outputs.logits, outputs.scores, slots, metadata.epsilon)
+        collapse = collapse_per_image(outputs.argmax, labels, metadata.class_map)
+        top2_margins = margins(outputs.logits, outputs.scores, metadata.class_map, metadata.epsilon)
     evaluation = compute_metrics(outputs.logits, labels, collapse, top2_margins)
     part_figures = meter.figures(outputs.scores, outputs.argmax, geometries) if meter else None
     return EvaluationResult(evaluation, part_figures, labels, outputs, geometries, top2_margins)

@@ -175,7 +175,7 @@ def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
             "--outputs topk: the model has only logits and no evidence to select (evidence none); leave it out"
         )
     k = min(k, metadata.num_classes)
-    model = add_top_outputs(candidate.model, metadata.num_classes, metadata.prototypes_per_class, k)
+    model = add_top_outputs(candidate.model, metadata.class_map, k)
     outputs = (*metadata.outputs, *TOP_OUTPUTS)
     return replace(candidate, model=model, metadata=replace(metadata, outputs=outputs, top_k=k))
 

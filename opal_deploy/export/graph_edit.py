@@ -19,8 +19,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.opal_head import head_constant
 from opal_deploy.errors import ArtifactError
 
 # names of the values at the two ends of the body
@@ -89,8 +90,8 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
     return changed
 
 
-def with_slots(model: onnx.ModelProto, slots: Slots, distance: str) -> onnx.ModelProto:
-    """Return a copy of a model with an exact head that has these slots: the constants of `model.head` are replaced.
+def with_class_map(model: onnx.ModelProto, class_map: ClassMap, distance: str) -> onnx.ModelProto:
+    """Return a copy of a model with an exact head that has this map: the constants of `model.head` are replaced.
 
     Raises:
         ArtifactError: the graph does not have the constants, since another version exported it.
@@ -99,7 +100,7 @@ def with_slots(model: onnx.ModelProto, slots: Slots, distance: str) -> onnx.Mode
     constants = {each.name: each for each in changed.graph.initializer}
     if ANCHORS not in constants:
         raise ArtifactError("its graph has no constant for the anchors; export the checkpoint again, and edit that")
-    values = {ANCHORS: slots.head_constant(distance), KEPT: slots.kept.flatten()}
+    values = {ANCHORS: head_constant(class_map, distance), KEPT: class_map.kept_prototypes}
     for name, value in values.items():
         tensor = numpy_helper.from_array(value.astype(np.float32), name)
         if name in constants:
@@ -114,27 +115,28 @@ def with_slots(model: onnx.ModelProto, slots: Slots, distance: str) -> onnx.Mode
     return changed
 
 
-def add_top_outputs(model: onnx.ModelProto, num_classes: int, m: int, k: int) -> onnx.ModelProto:
+def add_top_outputs(model: onnx.ModelProto, class_map: ClassMap, k: int) -> onnx.ModelProto:
     """Return a copy of a model with TOP_OUTPUTS, computed from its outputs `logits`, `scores` and `argmax`.
 
-    The model has opset 18 or later, C classes of m slots, and `logits` as its first output; k is C at most.
+    The model has opset 18 or later, and `logits` as its first output; k is C at most.
     """
-    changed = copy.deepcopy(model)
-    _add_selection(_GraphBuilder(changed.graph), num_classes, m, k)
+    changed, slots = copy.deepcopy(model), class_map.max_slots
+    _add_selection(_GraphBuilder(changed.graph), class_map, k)
     batch = changed.graph.output[0].type.tensor_type.shape.dim[0].dim_param
     shapes: dict[str, tuple[int, list[Any]]] = {
         "top_classes": (TensorProto.INT32, [batch, k]),
         "top_logits": (TensorProto.FLOAT, [batch, k]),
-        "top_scores": (TensorProto.FLOAT, [batch, k, m]),
-        "top_cells": (TensorProto.INT32, [batch, k, m]),
+        "top_scores": (TensorProto.FLOAT, [batch, k, slots]),
+        "top_cells": (TensorProto.INT32, [batch, k, slots]),
         "score_norm": (TensorProto.FLOAT, [batch]),
     }
     changed.graph.output.extend(helper.make_tensor_value_info(name, *shapes[name]) for name in TOP_OUTPUTS)
     return changed
 
 
-def _add_selection(graph: _GraphBuilder, num_classes: int, m: int, k: int) -> None:
+def _add_selection(graph: _GraphBuilder, class_map: ClassMap, k: int) -> None:
     """Add the nodes that compute TOP_OUTPUTS."""
+    num_classes, num_prototypes, slots = class_map.num_classes, class_map.num_prototypes, class_map.max_slots
     class_ids = graph.constant("class_ids", np.arange(num_classes, dtype=np.int32)[None])
     # where no logit equals the maximum, since all are NaN, the last class is listed with its NaN
     last = graph.constant("last", np.array([[num_classes - 1]], np.int32))
@@ -158,7 +160,6 @@ def _add_selection(graph: _GraphBuilder, num_classes: int, m: int, k: int) -> No
 
     # |s| as the norm of the norms of about sqrt(K) parts: ONNX Runtime's ReduceL2 adds up one after another, which over
     # thousands of channels loses more than 1e-6. Its ReduceSum would depend on N in the last bit
-    num_prototypes = num_classes * m
     parts = max(divisor for divisor in range(1, math.isqrt(num_prototypes) + 1) if num_prototypes % divisor == 0)
     shape = graph.constant("parts_shape", np.array([0, parts, num_prototypes // parts], np.int64))
     axis_2 = graph.constant("axis_2", np.array([2], np.int64))
@@ -167,15 +168,10 @@ def _add_selection(graph: _GraphBuilder, num_classes: int, m: int, k: int) -> No
     )
     graph.node("ReduceL2", "score_norm", part_norms, axis_1, keepdims=0)
 
-    # channels of the listed classes, c * m ... c * m + m - 1
-    by_class = graph.node(
-        "Reshape", "by_class", "top_classes", graph.constant("by_class_shape", np.array([0, k, 1], np.int64))
-    )
-    first_channels = graph.node("Mul", "first_channels", by_class, graph.constant("m", np.array([m], np.int32)))
-    slots = graph.constant("slots", np.arange(m, dtype=np.int32)[None, None])
-    channels = graph.node("Add", "channels", first_channels, slots)  # [N, k, m]
-    flat_shape = graph.constant("flat_shape", np.array([0, k * m], np.int64))
-    block_shape = graph.constant("block_shape", np.array([0, k, m], np.int64))
+    table = graph.constant("channel_table", class_map.channel_table.astype(np.int32))
+    channels = graph.node("Gather", "channels", table, "top_classes", axis=0)  # [N, k, S]
+    flat_shape = graph.constant("flat_shape", np.array([0, k * slots], np.int64))
+    block_shape = graph.constant("block_shape", np.array([0, k, slots], np.int64))
     flat = graph.node("Reshape", "flat_channels", channels, flat_shape)
     for source, name in (("scores", "top_scores"), ("argmax", "top_cells")):
         taken = graph.node("GatherElements", f"taken_{source}", source, flat, axis=1)

@@ -136,7 +136,7 @@ def find_selection_errors(outputs: Outputs, metadata: Metadata) -> tuple[str, ..
     """Return one sentence for each output of the best classes that all other outputs of the same pass contradict."""
     if outputs.top is None:
         return ("the graph does not list its best classes",)
-    expected = select_top(outputs, metadata.prototypes_per_class, metadata.max_top)
+    expected = select_top(outputs, metadata.class_map, metadata.max_top)
     # the norm alone is computed, by sums in another order; all others are copies
     tolerance = {"score_norm": _NORM_TOLERANCE}
     return tuple(

@@ -171,7 +171,7 @@ def load_atlas(path: Path, metadata: Metadata, model: Mapping[str, str], folder:
 
 def load_slot_names(metadata: Metadata, path: Path | None) -> SlotNames | None:
     """Read the names of a model's slots, None without a file; raise UsageError if they do not fit the model."""
-    return None if path is None else read_slot_names(path, metadata.class_names, metadata.prototypes_per_class)
+    return None if path is None else read_slot_names(path, metadata.class_names, metadata.class_map)
 
 
 def find_names_file(path: Path | None, atlas: Path | None) -> Path | None:

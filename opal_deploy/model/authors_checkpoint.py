@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Distance
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones, torchvision_backbones
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig, Pooling
-from opal_deploy.model.head import build_anchors
 
 # the paper's nine backbones; other torchvision networks are tried after these
 PAPER_BACKBONES = (
@@ -117,9 +117,8 @@ def _infer_head(
     prototypes = default.prototypes_per_class
     if projection is not None:
         prototypes = _infer_prototypes(path, classifier, projection)
-        if not is_dense and not torch.allclose(
-            classifier.float(), build_anchors(classifier.shape[0], prototypes), atol=1e-5
-        ):
+        anchors = torch.from_numpy(ClassMap.blocks(classifier.shape[0], prototypes).matrix).float()
+        if not is_dense and not torch.allclose(classifier.float(), anchors, atol=1e-5):
             raise CheckpointError(
                 f"{path}: its {_ANCHORS} are not the paper's orthonormal anchors (1/sqrt(m) on each class's block); "
                 "only those are supported"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from opal_deploy.artifact.metadata import DISTANCES, IMAGENET_MEAN, IMAGENET_STD, Distance, Evidence
-from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import UsageError
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.class_map import ClassMap
 
 Pooling = Literal["max", "avg"]
 HeadKind = Literal["opal", "linear", "plain"]
@@ -32,7 +35,7 @@ class HeadConfig:
         epsilon: added to the norm, z = s / (|s| + epsilon), as in the authors' code.
         plain: the network's own classifier instead of all of these: pooling, the layers after it, and a dense layer to
             C classes; nothing is normalised to length 1.
-        dropped: channels of the slots that `edit` dropped, see `Slots`; only with max pooling and anchors.
+        dropped: channels of the slots that `edit` dropped, see `ClassMap`; only with max pooling and anchors.
     """
 
     projection: bool = True
@@ -87,9 +90,12 @@ class HeadConfig:
         is_opal = self.projection or self.cws or self.anchors or self.pooling == "max"
         return "opal" if is_opal else "linear"
 
-    def slots(self, num_classes: int) -> Slots:
-        """Return the slots of a head with this number of classes."""
-        return Slots(num_classes, self.prototypes_per_class, self.dropped)
+    def class_map(self, num_classes: int) -> ClassMap:
+        """Return the map of a head with this number of classes."""
+        # needs numpy, which the command line does without
+        from opal_deploy.artifact.class_map import ClassMap
+
+        return ClassMap.blocks(num_classes, self.prototypes_per_class, self.dropped)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for metadata and checkpoints; `from_dict` reads them."""
@@ -166,10 +172,10 @@ class NetworkConfig:
         if self.num_classes < 2:
             raise UsageError(f"{self.num_classes} class(es): a classifier needs at least 2")
 
-    @property
-    def slots(self) -> Slots:
-        """The slots of the classes."""
-        return self.head.slots(self.num_classes)
+    @cached_property
+    def class_map(self) -> ClassMap:
+        """The map from classes to prototypes."""
+        return self.head.class_map(self.num_classes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for checkpoints; `from_dict` reads them."""

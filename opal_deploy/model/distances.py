@@ -13,10 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from opal_deploy.artifact.slots import KL_EPSILON
-
-# smallest argument of a root: at zero the gradient is infinite, and float32 does not resolve smaller ones
-_TINY = 1e-12
+from opal_deploy.artifact.opal_head import KL_EPSILON, TINY
 
 
 def compute_distances(z: Tensor, anchors: Tensor, prototypes_per_class: int, distance: str) -> Tensor:
@@ -24,7 +21,7 @@ def compute_distances(z: Tensor, anchors: Tensor, prototypes_per_class: int, dis
 
     Args:
         z: float [N, K], L2-normalised; 0 for dropped slots.
-        anchors: `Slots.head_constant` of the distance, [C] or [C, m].
+        anchors: `opal_head.head_constant` of the distance, [C] or [C, m].
         prototypes_per_class: m; K is a multiple of it.
         distance: a key of `DISTANCE_FUNCTIONS`.
     """
@@ -41,7 +38,7 @@ def epsilon_tensor(tensor: Tensor, value: float) -> Tensor:
 def _l2(blocks: Tensor, anchors: Tensor) -> Tensor:
     # |z - a|^2 = 2 - 2 <z, a> for unit vectors (paper, Sec. 3.4); slightly negative near saturation, hence the clamp
     cosine = blocks.sum(2) * anchors
-    return (2.0 - 2.0 * cosine).clamp_min(_TINY).sqrt()
+    return (2.0 - 2.0 * cosine).clamp_min(TINY).sqrt()
 
 
 def _l1(blocks: Tensor, anchors: Tensor) -> Tensor:
@@ -51,7 +48,7 @@ def _l1(blocks: Tensor, anchors: Tensor) -> Tensor:
 
 def _l3(blocks: Tensor, anchors: Tensor) -> Tensor:
     outside = _sum_outside(blocks.abs().pow(3).sum(2))
-    return (outside + (blocks - anchors).abs().pow(3).sum(2)).clamp_min(_TINY).pow(1.0 / 3.0)
+    return (outside + (blocks - anchors).abs().pow(3).sum(2)).clamp_min(TINY).pow(1.0 / 3.0)
 
 
 def _kl(blocks: Tensor, log_anchors: Tensor) -> Tensor:

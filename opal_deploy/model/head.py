@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from opal_deploy.artifact.opal_head import head_constant
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.model.distances import compute_distances, epsilon_tensor
 
@@ -52,7 +53,7 @@ class OpalHead(nn.Module):
         num_classes: C.
         num_prototypes: K = C * m.
         projection: 1x1 convolution from D to K channels with bias, or the identity.
-        anchors: float32 [C] or [C, m], see `Slots.head_constant`; None without anchors.
+        anchors: float32 [C] or [C, m], see `opal_head.head_constant`; None without anchors.
         kept: float32 [K], 0 for dropped slots and else 1; None if none was dropped.
         classifier: a dense layer instead of the distance, or the network's own layers from the pooling on; None with
             anchors.
@@ -74,7 +75,8 @@ class OpalHead(nn.Module):
             raise ValueError("the plain head, and no other, takes the network's own classifier")
         self.config = config
         self.num_classes = num_classes
-        self.num_prototypes = num_classes * config.prototypes_per_class
+        class_map = config.class_map(num_classes)
+        self.num_prototypes = class_map.num_prototypes
         width = self.num_prototypes if config.projection else num_features
         self.projection: nn.Module = nn.Conv2d(num_features, width, 1) if config.projection else nn.Identity()
         if classifier is None and not config.anchors:
@@ -83,11 +85,10 @@ class OpalHead(nn.Module):
         # constants, which the state dict leaves out: the configuration gives them
         self.anchors: Tensor | None
         self.kept: Tensor | None
-        slots = config.slots(num_classes) if config.anchors else None
-        constant = None if slots is None else torch.tensor(slots.head_constant(config.distance), dtype=torch.float32)
-        self.register_buffer("anchors", constant, persistent=False)
-        mask = None if slots is None or not slots.dropped else torch.tensor(slots.kept.ravel(), dtype=torch.float32)
-        self.register_buffer("kept", mask, persistent=False)
+        constant = head_constant(class_map, config.distance) if config.anchors else None
+        mask = class_map.kept_prototypes if config.anchors and class_map.dropped else None
+        for name, value in (("anchors", constant), ("kept", mask)):
+            self.register_buffer(name, None if value is None else torch.tensor(value, dtype=torch.float32), False)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits [N, C] for features [N, D, H, W], without evidence, for training."""
@@ -144,13 +145,3 @@ class OpalHead(nn.Module):
             return logits
         assert self.anchors is not None  # a head without anchors has a classifier
         return -compute_distances(z, self.anchors, self.config.prototypes_per_class, self.config.distance)
-
-
-def build_anchors(num_classes: int, prototypes_per_class: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the anchors as a matrix [C, K]: row c is a_c, 1/sqrt(m) on the block of class c and 0 elsewhere (Eq. 1).
-
-    The network never builds this matrix; it is for checking the anchors in the authors' checkpoints.
-    """
-    matrix = torch.zeros(num_classes, num_classes, prototypes_per_class, dtype=dtype)
-    matrix[torch.arange(num_classes), torch.arange(num_classes)] = prototypes_per_class**-0.5
-    return matrix.reshape(num_classes, -1)

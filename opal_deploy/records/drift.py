@@ -30,6 +30,7 @@ from opal_deploy.artifact.baseline import (
     Observations,
     SlotBaseline,
 )
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.outputs import DoubleArray
 from opal_deploy.records.shifts import FAMILIES, KINDS, Kind, Share, Shift
 from opal_deploy.significance import control_false_discoveries, fisher_exact, kolmogorov_smirnov
@@ -112,23 +113,22 @@ class DriftCounts:
         classes: int64 [C], images with each predicted class.
     """
 
-    def __init__(self, baseline: Baseline, slots: int) -> None:
-        """Count nothing yet; `slots`: number of prototypes per class, m."""
-        self.baseline, self._m = baseline, slots
+    def __init__(self, baseline: Baseline, class_map: ClassMap) -> None:
+        """Count nothing yet, for the model with this baseline and map."""
+        self.baseline, self._map = baseline, class_map
         self._quantities: dict[Kind, _Edges] = {
             name: _Edges(np.array([values]), LEVELS)
             for name in KINDS
             if (values := baseline.quantiles.get(name)) is not None
         }
-        channels = range(len(baseline.classes) * slots)
-        # the row of each channel's distribution; those of pooled slots share the last one
-        known = [channel for channel in channels if channel in baseline.slots]
-        measured = [*(baseline.slots[channel] for channel in known), baseline.pooled]
-        self._rows = np.full(len(channels), len(known))
+        # the row of each slot's distribution, by `ClassMap.entries`; those of pooled slots share the last one
+        known = [entry for entry in range(len(class_map.prototypes)) if entry in baseline.slots]
+        measured = [*(baseline.slots[entry] for entry in known), baseline.pooled]
+        self._rows = np.full(len(class_map.prototypes), len(known))
         self._rows[known] = np.arange(len(known))
         self._slots = measured
-        # the channels of each row
-        self._channels = [*np.array(known, np.int64)[:, None], np.flatnonzero(self._rows == len(known))]
+        # the slots of each row
+        self._entries = [*np.array(known, np.int64)[:, None], np.flatnonzero(self._rows == len(known))]
         self._slot_edges: dict[Kind, _Edges] = {
             "score": _Edges(_stack(measured, "score"), SLOT_LEVELS),
             "contribution": _Edges(_stack(measured, "contribution"), SLOT_LEVELS),
@@ -137,14 +137,13 @@ class DriftCounts:
 
     def clear(self) -> None:
         """Set all counts to zero."""
-        channels = len(self._rows)
-        self.images = 0
+        self.images, slots = 0, len(self._rows)
         self.classes = np.zeros(len(self.baseline.classes), np.int64)
         self._counts = {name: np.zeros(edges.bins, np.int64) for name, edges in self._quantities.items()}
         self._slot_counts: dict[Kind, _Counts] = {
-            name: np.zeros((channels, e.bins), np.int64) for name, e in self._slot_edges.items()
+            name: np.zeros((slots, e.bins), np.int64) for name, e in self._slot_edges.items()
         }
-        self._slot_counts["place"] = np.zeros((channels, len(PLACES)), np.int64)
+        self._slot_counts["place"] = np.zeros((slots, len(PLACES)), np.int64)
 
     def add(self, observations: Observations) -> None:
         """Count N more images, whose classes are the baseline's."""
@@ -154,19 +153,19 @@ class DriftCounts:
             values = getattr(observations, name)
             bins = edges.find(0, values[~np.isnan(values)])
             self._counts[name] += np.bincount(bins, minlength=edges.bins)
-        channels = observations.class_ids[:, None] * self._m + np.arange(self._m)
+        entries = self._map.entries[observations.class_ids]
         for name, edges in self._slot_edges.items():
             values = observations.scores if name == "score" else observations.contributions
             known = ~np.isnan(values)
-            bins = edges.find(self._rows[channels[known]], values[known])
-            self._count_slots(name, channels[known], bins)
+            bins = edges.find(self._rows[entries[known]], values[known])
+            self._count_slots(name, entries[known], bins)
         known = observations.places >= 0
-        self._count_slots("place", channels[known], observations.places[known])
+        self._count_slots("place", entries[known], observations.places[known])
 
-    def _count_slots(self, name: Kind, channels: NDArray[np.int64], bins: NDArray[np.int64]) -> None:
+    def _count_slots(self, name: Kind, entries: NDArray[np.int64], bins: NDArray[np.int64]) -> None:
         counts = self._slot_counts[name]
         # `add.at` touches only what changes, however many slots there are
-        np.add.at(counts, (channels, bins), 1)
+        np.add.at(counts, (entries, bins), 1)
 
     def compare(self) -> list[Shift]:
         """Return all tests, with their q-values: of labels, of each quantity, and of each slot with enough answers."""
@@ -184,8 +183,8 @@ class DriftCounts:
                 shares = zip(before / before.sum(), after / self.images, strict=True)
                 return [(str(class_id), float(old), float(new)) for class_id, (old, new) in enumerate(shares)]
             return self._quantities[shift.kind].histogram(0, self._counts[shift.kind])
-        row = int(self._rows[shift.class_id * self._m + shift.slot])
-        counts = self._slot_counts[shift.kind][self._channels[row]].sum(axis=0)
+        row = int(self._rows[self._map.entries[shift.class_id, shift.slot]])
+        counts = self._slot_counts[shift.kind][self._entries[row]].sum(axis=0)
         if shift.kind != "place":
             return self._slot_edges[shift.kind].histogram(row, counts)
         measured = self._slots[row]
@@ -207,20 +206,18 @@ class DriftCounts:
 
     def _compare_slots(self) -> Iterator[Shift]:
         pooled = len(self._slots) - 1
-        for row, (measured, channels) in enumerate(zip(self._slots, self._channels, strict=True)):
+        for row, (measured, entries) in enumerate(zip(self._slots, self._entries, strict=True)):
             # slots of one image are not independent of each other: pooled ones count as one
-            share = self._m if row == pooled else 1
-            answers = self._slot_counts["place"][channels].sum()
+            share = self._map.max_slots if row == pooled else 1
+            answers = self._slot_counts["place"][entries].sum()
             if measured is None or answers < _MIN_ANSWERS * share:
                 continue
             before, after = max(measured.images // share, 1), int(answers) // share
             for name, edges in self._slot_edges.items():
-                counts = self._slot_counts[name][channels]
+                counts = self._slot_counts[name][entries]
                 for test in _compare_values(name, edges, row, counts.sum(axis=0), before, after):
-                    yield self._name_slot(
-                        test, channels, self._own_distances(edges, row, counts, before), row == pooled
-                    )
-            yield self._compare_places(measured, channels, before, after, pooled=row == pooled)
+                    yield self._name_slot(test, entries, self._own_distances(edges, row, counts, before), row == pooled)
+            yield self._compare_places(measured, entries, before, after, pooled=row == pooled)
 
     @staticmethod
     def _own_distances(edges: _Edges, row: int, counts: _Counts, before: int) -> DoubleArray:
@@ -231,10 +228,10 @@ class DriftCounts:
         return np.array([0.0 if one is None else one[0] for one in found])
 
     def _compare_places(
-        self, measured: SlotBaseline, channels: NDArray[np.int64], before: int, after: int, *, pooled: bool
+        self, measured: SlotBaseline, entries: NDArray[np.int64], before: int, after: int, *, pooled: bool
     ) -> Shift:
         """Return the test of the place whose share differs most: its p-value counts for all places."""
-        counts = self._slot_counts["place"][channels]
+        counts = self._slot_counts["place"][entries]
         old, new = np.array(measured.places), counts.sum(axis=0) / counts.sum()
         mean = (old * before + new * after) / (before + after)
         deviations = np.abs(old - new) / np.sqrt(np.maximum(mean * (1 - mean), 1e-12))
@@ -246,10 +243,10 @@ class DriftCounts:
         test = replace(test, p=min(1.0, test.p * int(np.count_nonzero(mean))))
         own = counts[:, place] / np.maximum(counts.sum(axis=1), 1) - old[place]
         own = np.where(counts.sum(axis=1) >= _MIN_ANSWERS, own if test.rose else -own, -1.0)
-        return self._name_slot(test, channels, own, pooled)
+        return self._name_slot(test, entries, own, pooled)
 
-    def _name_slot(self, test: Shift, channels: NDArray[np.int64], changes: DoubleArray, pooled: bool) -> Shift:
-        class_id, slot = divmod(int(channels[changes.argmax()]), self._m)
+    def _name_slot(self, test: Shift, entries: NDArray[np.int64], changes: DoubleArray, pooled: bool) -> Shift:
+        class_id, slot = self._map.locate(int(entries[changes.argmax()]))
         return replace(test, class_id=class_id, slot=slot, pooled=pooled)
 
 

@@ -12,16 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import (
-    DoubleArray,
-    Outputs,
-    compute_probabilities,
-    embedding_norms,
-    find_largest,
-    take_blocks,
-)
-from opal_deploy.artifact.slots import KL_EPSILON
+from opal_deploy.artifact.opal_head import contributions, embedding_norms
+from opal_deploy.artifact.outputs import DoubleArray, Outputs, compute_probabilities, find_largest
 from opal_deploy.preprocess.geometry import Geometry, cell_boxes
 
 
@@ -53,7 +47,7 @@ class SlotEvidence:
         class_ids: int64 [N].
         cells: int64 [N, m, 2], (row, col) of each slot's maximum.
         scores: float64 [N, m], the float32 values exactly.
-        contributions: float64 [N, m], see `contributions`; None if the distance is not a sum over slots.
+        contributions: float64 [N, m], see `opal_head.contributions`; None if the distance is not a sum over slots.
         boxes: float64 [N, m, 4], (x0, y0, x1, y1) of the cells in pixels of the whole oriented images.
     """
 
@@ -77,10 +71,9 @@ def find_top_classes(outputs: Outputs, metadata: Metadata, k: int) -> TopClasses
             probabilities = compute_probabilities(outputs.logits, class_ids, temperature)
         if outputs.scores is None:
             return TopClasses(class_ids, logits.astype(np.float64), probabilities=probabilities)
-        scores = take_blocks(outputs.scores, class_ids, metadata.prototypes_per_class)
+        scores = metadata.class_map.take(outputs.scores, class_ids)
     norms = _compute_norms(outputs, metadata)
-    blocks = scores.astype(np.float64) / norms[:, None, None]
-    cosines: DoubleArray = blocks.sum(axis=2) / np.sqrt(metadata.slots.counts[class_ids])
+    cosines = metadata.class_map.totals(scores / norms[:, None, None], class_ids)
     return TopClasses(class_ids, logits.astype(np.float64), cosines, norms, probabilities)
 
 
@@ -104,34 +97,15 @@ def find_evidence(
         raise ValueError(f"evidence {metadata.evidence!r}: answers do not come from single cells")
     if norms is None:
         norms = _compute_norms(outputs, metadata)
-    scores, argmax = _take_slots(outputs, class_ids, metadata.prototypes_per_class)
+    scores, argmax = _take_slots(outputs, class_ids, metadata.class_map)
     rows, cols = np.divmod(argmax, metadata.grid[1])
     return SlotEvidence(
         class_ids,
         np.stack([rows, cols], axis=2),
         scores,
-        contributions(scores / norms[:, None], metadata.slots.anchors[class_ids], metadata.distance),
+        contributions(scores / norms[:, None], class_ids, metadata.class_map, metadata.distance),
         cell_boxes([geometry.crop for geometry in geometries], rows, cols, metadata.grid),
     )
-
-
-def contributions(blocks: DoubleArray, anchors: DoubleArray, distance: str) -> DoubleArray | None:
-    """Return the contribution of each slot of a class to its logit, from the entries of z and a_c: float64 [..., m].
-
-    They add up to the cosine <z, a_c> for l2, to the block's share of the distance for l1 and kl, and to its share of
-    the cubed distance for l3 (smaller is closer for these three). None for linf and tropical, where one extreme entry
-    decides.
-    """
-    values: DoubleArray | None = None
-    if distance == "l2":
-        values = blocks * anchors
-    elif distance == "l1":
-        values = np.abs(blocks - anchors)
-    elif distance == "l3":
-        values = np.abs(blocks - anchors) ** 3
-    elif distance == "kl":
-        values = blocks * (np.log(blocks + KL_EPSILON) - np.log(anchors + KL_EPSILON))
-    return values
 
 
 def _compute_norms(outputs: Outputs, metadata: Metadata) -> DoubleArray:
@@ -144,7 +118,7 @@ def _compute_norms(outputs: Outputs, metadata: Metadata) -> DoubleArray:
 
 
 def _take_slots(
-    outputs: Outputs, class_ids: NDArray[np.int64], prototypes_per_class: int
+    outputs: Outputs, class_ids: NDArray[np.int64], class_map: ClassMap
 ) -> tuple[DoubleArray, NDArray[np.int64]]:
     """Return scores, float64 [N, m], and flat cells, int64 [N, m], of the slots of one class per image."""
     if outputs.top is not None:
@@ -155,6 +129,5 @@ def _take_slots(
         return outputs.top.scores[place].astype(np.float64), outputs.top.cells[place].astype(np.int64)
     assert outputs.scores is not None
     assert outputs.argmax is not None
-    scores = take_blocks(outputs.scores, class_ids[:, None], prototypes_per_class)[:, 0]
-    cells = take_blocks(outputs.argmax, class_ids[:, None], prototypes_per_class)[:, 0]
+    scores, cells = (class_map.take(values, class_ids) for values in (outputs.scores, outputs.argmax))
     return scores.astype(np.float64), cells.astype(np.int64)

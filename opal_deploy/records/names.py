@@ -16,11 +16,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from opal_deploy.errors import UsageError, suggest_names
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url, redact
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.class_map import ClassMap
 
 # (class_id, slot): name
 SlotNames: TypeAlias = Mapping[tuple[int, int], str]
@@ -105,7 +108,7 @@ def readable_name(image: str | None) -> str:
     return plain
 
 
-def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class: int) -> SlotNames:
+def read_slot_names(path: Path, class_names: Sequence[str], class_map: ClassMap) -> SlotNames:
     """Return the names in a TOML file for slots of a model with these classes.
 
     Raises:
@@ -126,7 +129,7 @@ def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class
         if label not in ids:
             expected = 'expected a table per class, such as ["class"]'
             raise UsageError(f"{path}: the model has no class {label!r}; {expected}{suggest_names(label, class_names)}")
-        names.update(_parse_class(path, label, ids[label], table, prototypes_per_class))
+        names.update(_parse_class(path, label, ids[label], table, int(class_map.sizes[ids[label]])))
     return names
 
 

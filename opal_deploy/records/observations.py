@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from opal_deploy.artifact.baseline import Observations, find_places, share_cells
+from opal_deploy.artifact.class_map import find_margins
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.opal_head import recover_norms
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.evidence import find_evidence, find_top_classes
@@ -29,14 +31,14 @@ def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
     # boxes are not used
     geometries = [Geometry.whole(*metadata.input_size[::-1])] * count
     evidence = find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms)
-    kept = metadata.slots.kept[evidence.class_ids]
+    kept = metadata.class_map.kept[evidence.class_ids]
     unknown = np.full(count, np.nan)
     parts = np.full(kept.shape, np.nan) if evidence.contributions is None else evidence.contributions
     flat = evidence.cells[..., 0] * metadata.grid[1] + evidence.cells[..., 1]
     return Observations(
         evidence.class_ids,
         best.cosines[:, 0],
-        best.cosines[:, 0] - best.cosines[:, 1] if best.cosines.shape[1] > 1 else unknown,
+        find_margins(best.cosines),
         best.norms,
         share_cells(flat, kept),
         unknown if outputs.ood_score is None else outputs.ood_score.astype(np.float64),
@@ -46,12 +48,12 @@ def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
     )
 
 
-def observe_records(records: Sequence[Record], slots: int, grid: tuple[int, int]) -> Observations:
+def observe_records(records: Sequence[Record], max_slots: int, grid: tuple[int, int]) -> Observations:
     """Return the observations of N records with evidence.
 
     Args:
         records: of images that have an answer.
-        slots: number of prototypes per class, m.
+        max_slots: largest number of slots of a class.
         grid: (H, W) of the feature map.
 
     Raises:
@@ -64,23 +66,21 @@ def observe_records(records: Sequence[Record], slots: int, grid: tuple[int, int]
     rows = [(row, slot) for row, all_slots in enumerate(evidence) for slot in all_slots or ()]
     places = np.array([(row, slot["slot"]) for row, slot in rows])
     cells = np.array([slot["cell"] for _, slot in rows])
-    if (places[:, 1] >= slots).any() or (cells >= grid).any():
-        raise ValueError(f"a slot that is not one of {slots}, or a cell outside of {grid[0]} x {grid[1]}")
+    if (places[:, 1] >= max_slots).any() or (cells >= grid).any():
+        raise ValueError(f"a slot that is not one of {max_slots}, or a cell outside of {grid[0]} x {grid[1]}")
     at = places[:, 0], places[:, 1]
-    values = np.full((2, count, slots), np.nan)
+    values = np.full((2, count, max_slots), np.nan)
     values[0][at] = [float(slot["score"]) for _, slot in rows]
     values[1][at] = [_or_nan(slot["contribution"]) for _, slot in rows]
-    all_cells = np.zeros((count, slots, 2), np.int64)
+    all_cells = np.zeros((count, max_slots, 2), np.int64)
     all_cells[at] = cells
     kept = ~np.isnan(values[0])
     cosines = np.array([_or_nan(record["prediction"]["cosine"]) for record in records])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        norms = np.nansum(values[0], axis=1) / (cosines * np.sqrt(kept.sum(axis=1)))
     return Observations(
         np.array([record["prediction"]["class_id"] for record in records], np.int64),
         cosines,
         np.array([_or_nan(record["margin"]) for record in records]),
-        np.where(np.isfinite(norms), norms, np.nan),
+        recover_norms(values[0], cosines),
         share_cells(all_cells[..., 0] * grid[1] + all_cells[..., 1], kept),
         np.array([_or_nan(record.get("ood_score")) for record in records]),
         values[0],

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypeAlias, TypedDict, 
 
 import numpy as np
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.artifact.slots import Slots
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
@@ -271,7 +271,7 @@ def build_records(
     if metadata.evidence == "exact":
         geometries = [image.geometry for image in images]
         evidence = find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms)
-        all_slots = _build_slots(evidence, metadata.slots)
+        all_slots = _build_slots(evidence, metadata.class_map)
     columns = {name: array.tolist() for name, array in outputs.per_image().items()}
     records = []
     for number, (image, answers, slots) in enumerate(zip(images, all_answers, all_slots, strict=False)):
@@ -312,7 +312,7 @@ def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, metadata
     Raises:
         ValueError: the model's evidence is not `exact`, or it does not list this class.
     """
-    return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata.slots))
+    return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata.class_map))
 
 
 def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[list[Answer]]:
@@ -332,17 +332,16 @@ def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[list[Answer
         yield answers
 
 
-def _build_slots(evidence: SlotEvidence, slots: Slots) -> Iterator[list[Slot]]:
-    num_slots, kept = evidence.scores.shape[1], slots.kept
+def _build_slots(evidence: SlotEvidence, class_map: ClassMap) -> Iterator[list[Slot]]:
     no_parts = itertools.repeat(itertools.repeat(None))
     all_parts = no_parts if evidence.contributions is None else evidence.contributions.tolist()
-    arrays = (evidence.class_ids, evidence.cells, evidence.scores, evidence.boxes)
-    for class_id, cells, scores, boxes, parts in zip(*(array.tolist() for array in arrays), all_parts, strict=False):
-        first = class_id * num_slots
+    tables = (table[evidence.class_ids] for table in (class_map.kept, class_map.channel_table))
+    arrays = (*tables, evidence.cells, evidence.scores, evidence.boxes)
+    for kept, *columns, parts in zip(*(array.tolist() for array in arrays), all_parts, strict=False):
         yield [
-            {"slot": slot, "channel": first + slot, "cell": cell, "score": score, "contribution": part, "box": box}
-            for slot, (cell, score, part, box) in enumerate(zip(cells, scores, parts, boxes, strict=False))
-            if kept[class_id, slot]
+            {"slot": slot, "channel": channel, "cell": cell, "score": score, "contribution": part, "box": box}
+            for slot, (channel, cell, score, box, part) in enumerate(zip(*columns, parts, strict=False))
+            if kept[slot]
         ]
 
 

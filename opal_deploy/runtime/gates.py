@@ -26,7 +26,8 @@ import numpy as np
 
 from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.metadata import Metadata, with_current_names
-from opal_deploy.artifact.outputs import PER_IMAGE, FloatArray, Outputs, cosines, tolerances
+from opal_deploy.artifact.opal_head import cosines
+from opal_deploy.artifact.outputs import PER_IMAGE, FloatArray, Outputs, tolerances
 from opal_deploy.errors import ArtifactError
 from opal_deploy.statistics import share_bounds
 
@@ -218,4 +219,4 @@ class Agreement:
 
 def compute_cosines(outputs: Outputs, metadata: Metadata) -> Any:
     """Return the cosines [N, C], float64, that follow from the scores."""
-    return cosines(cast(FloatArray, outputs.scores), metadata.slots, metadata.epsilon)
+    return cosines(cast(FloatArray, outputs.scores), metadata.class_map, metadata.epsilon)

@@ -121,17 +121,16 @@ def _compare_others(comparison: Comparison, expected: Outputs, candidate: Output
 
 def _compare_top(reference: Reference, top: TopOutputs, metadata: Metadata, gate: Gate) -> Comparison:
     """Compare the listed classes; all others count as equal, and none of their cells as compared."""
-    expected, m = reference.outputs, metadata.prototypes_per_class
+    expected, class_map = reference.outputs, metadata.class_map
     place = np.arange(len(expected))[:, None], top.classes
     logits, after = expected.logits.copy(), compute_cosines(expected, metadata)
     scores, argmax = cast(FloatArray, expected.scores).copy(), cast(IntArray, expected.argmax).copy()
     listed = np.zeros(scores.shape, np.bool_)
     logits[place] = top.logits
-    scores.reshape(len(scores), -1, m)[place] = top.scores
-    argmax.reshape(len(scores), -1, m)[place] = top.cells
-    listed.reshape(len(scores), -1, m)[place] = True
-    norms = (top.norm.astype(np.float64) + metadata.epsilon)[:, None] * np.sqrt(metadata.slots.counts[top.classes])
-    after[place] = top.scores.astype(np.float64).sum(axis=2) / norms
+    channels = np.arange(len(expected))[:, None, None], class_map.channel_table[top.classes]
+    scores[channels], argmax[channels], listed[channels] = top.scores, top.cells, True
+    norms = top.norm.astype(np.float64) + metadata.epsilon
+    after[place] = class_map.totals(top.scores / norms[:, None, None], top.classes)
     comparison = _compare_evidence(
         reference, Outputs(logits, argmax, scores), after, top.classes[:, 0], metadata, gate, listed
     )
@@ -207,7 +206,7 @@ def _shape_failures(expected: Outputs, candidate: Outputs, metadata: Metadata) -
     names = [name for name, spec in OUTPUT_SPECS.items() if spec.in_test_vectors]
     pairs = {name: (getattr(expected, name), getattr(candidate, name)) for name in names}
     if candidate.top is not None and candidate.scores is None and expected.scores is not None:
-        selected = select_top(expected, metadata.prototypes_per_class, metadata.max_top)
+        selected = select_top(expected, metadata.class_map, metadata.max_top)
         listed = zip(TOP_OUTPUTS, zip(selected, candidate.top, strict=True), strict=True)
         pairs = {**dict(listed), **{name: pairs[name] for name in PER_IMAGE}}
     for name, (before, after) in pairs.items():
@@ -256,9 +255,8 @@ def _cells(
     untied = (margin >= gate.tie) & listed
     unequal = expected.argmax != candidate.argmax
     differs = unequal & untied
-    m = metadata.prototypes_per_class
-    predicted = expected.logits.argmax(axis=1)
-    in_block = np.arange(expected.argmax.shape[1])[None] // m == predicted[:, None]
+    in_block = np.zeros(unequal.shape, np.bool_)
+    np.put_along_axis(in_block, metadata.class_map.channel_table[expected.logits.argmax(axis=1)], True, axis=1)
     counts = {
         "cells": int(untied.sum()),
         "cells_tied": int(((margin < gate.tie) & listed).sum()),

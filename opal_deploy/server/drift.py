@@ -155,7 +155,7 @@ class DriftMonitor:
         }
 
     def _open(self) -> None:
-        self._current = Window(DriftCounts(self._baseline, self._metadata.prototypes_per_class), time.time())
+        self._current = Window(DriftCounts(self._baseline, self._metadata.class_map), time.time())
         self._until = None if self._size.seconds is None else self._clock() + self._size.seconds
 
     def _close_if_due(self) -> None:
@@ -170,9 +170,8 @@ class DriftMonitor:
 
     def _flush(self) -> None:
         if self._waiting:
-            self._current.counts.add(
-                observe_records(self._waiting, self._metadata.prototypes_per_class, self._metadata.grid)
-            )
+            max_slots = self._metadata.class_map.max_slots
+            self._current.counts.add(observe_records(self._waiting, max_slots, self._metadata.grid))
             self._waiting = []
 
 

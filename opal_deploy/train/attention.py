@@ -42,6 +42,9 @@ class HeadTerms(nn.Module):
         super().__init__()
         self.head = head
         self.agreement = agreement
+        self.channel_table: Tensor
+        table = head.config.class_map(head.num_classes).channel_table
+        self.register_buffer("channel_table", torch.from_numpy(table), persistent=False)
 
     def forward(self, features: Tensor, labels: Tensor, regions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits, how far mirror images disagree about cells, and the penalty of kept-off regions.
@@ -54,15 +57,15 @@ class HeadTerms(nn.Module):
         Returns:
             Logits [n, C] or [2n, C], in the order of the features; disagreement [n] and penalty [n], at least 0.
         """
-        head, m = self.head, self.head.config.prototypes_per_class
+        head, channels = self.head, self.channel_table[labels]  # [n, m]
         attention = head.attend(head.project(features))  # [n or 2n, K, H, W]
         logits = head.classify(head.pool(attention))
         first = attention[: len(labels)]
         disagreement = penalty = logits.new_zeros(len(labels), dtype=torch.float32)
         if self.agreement:
-            disagreement = measure_disagreement(first, attention[len(labels) :].flip(3), labels, m, head.kept)
+            disagreement = measure_disagreement(first, attention[len(labels) :].flip(3), channels, head.kept)
         if regions is not None:
-            penalty = measure_kept_off(first, labels, regions, m, head.kept)
+            penalty = measure_kept_off(first, channels, regions, head.kept)
         return logits, disagreement, penalty
 
 
@@ -80,43 +83,30 @@ class NetworkTerms(nn.Module):
         return terms
 
 
-def measure_disagreement(
-    first: Tensor, second: Tensor, labels: Tensor, prototypes_per_class: int, kept: Tensor | None = None
-) -> Tensor:
+def measure_disagreement(first: Tensor, second: Tensor, channels: Tensor, kept: Tensor | None = None) -> Tensor:
     """Return how far two views disagree about the cells of the labelled class's slots, [n], at least 0.
 
     Args:
         first, second: attention of both views in the same frame, float32 [n, K, H, W].
-        labels: int64 [n].
-        prototypes_per_class: m.
+        channels: int64 [n, m], of the labelled classes' slots.
         kept: float [K], 0 for dropped slots, which do not count, and else 1; None if none was dropped.
     """
-    channels = _channels(labels, prototypes_per_class)
     p, q = (_gather(view, channels).mul(_SHARPNESS).softmax(dim=2) for view in (first, second))
     return _mean_over_slots(-(p * q).sum(dim=2).clamp_min(_SMALLEST).log(), channels, kept)
 
 
-def measure_kept_off(
-    attention: Tensor, labels: Tensor, regions: Tensor, prototypes_per_class: int, kept: Tensor | None = None
-) -> Tensor:
+def measure_kept_off(attention: Tensor, channels: Tensor, regions: Tensor, kept: Tensor | None = None) -> Tensor:
     """Return the attention of the labelled class's slots in kept-off regions, [n], 0 ... 1.
 
     Args:
         attention: float32 [n, K, H, W].
-        labels: int64 [n].
+        channels: int64 [n, m], of the labelled classes' slots.
         regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1.
-        prototypes_per_class: m.
         kept: float [K], 0 for dropped slots, which do not count, and else 1; None if none was dropped.
     """
     height, width = attention.shape[2:]
     shares = functional.adaptive_avg_pool2d(regions[:, None], (height, width)).flatten(2)  # [n, 1, H * W]
-    channels = _channels(labels, prototypes_per_class)
     return _mean_over_slots((_gather(attention, channels) * shares).amax(dim=2), channels, kept)
-
-
-def _channels(labels: Tensor, prototypes_per_class: int) -> Tensor:
-    """Return the channels of each image's labelled class, int64 [n, m]."""
-    return labels[:, None] * prototypes_per_class + torch.arange(prototypes_per_class, device=labels.device)
 
 
 def _mean_over_slots(values: Tensor, channels: Tensor, kept: Tensor | None) -> Tensor:

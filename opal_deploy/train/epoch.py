@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, compute_metrics, margins
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.network import OpalNetwork
@@ -230,9 +230,9 @@ class LabelledOutputs(NamedTuple):
     cells: NDArray[np.int32] | None
     margins: NDArray[np.float64] | None
 
-    def compute_metrics(self, slots: Slots) -> Evaluation:
-        """Return the metrics over all images of a network with these slots."""
-        collapse = None if self.cells is None else collapse_of_cells(self.cells, self.labels, slots)
+    def compute_metrics(self, class_map: ClassMap) -> Evaluation:
+        """Return the metrics over all images of a network with this map."""
+        collapse = None if self.cells is None else collapse_of_cells(self.cells, self.labels, class_map)
         return compute_metrics(self.logits, self.labels, collapse, self.margins)
 
 
@@ -246,7 +246,7 @@ def evaluate(
 ) -> Evaluation:
     """Return the metrics over all batches; see `predict`."""
     outputs = predict(network, batches, amp=amp, progress=progress, group=group)
-    return outputs.compute_metrics(network.config.slots)
+    return outputs.compute_metrics(network.config.class_map)
 
 
 def predict(
@@ -271,8 +271,8 @@ def predict(
     """
     network.eval()
     device = next(network.parameters()).device
-    config, head = network.config, network.config.head
-    m = head.prototypes_per_class
+    config = network.config
+    class_map = config.class_map
     parts: list[LabelledOutputs] = []
     done = 0
     with torch.inference_mode():
@@ -284,11 +284,11 @@ def predict(
             logits = outputs.logits.float().cpu().numpy()
             cells = batch_margins = None
             if outputs.argmax is not None:
-                channels = labels[:, None] * m + torch.arange(m)  # [n, m]
-                cells = outputs.argmax.gather(1, channels.to(device)).cpu().numpy()
+                channels = torch.from_numpy(class_map.channel_table[labels.numpy()]).to(device)  # [n, m]
+                cells = outputs.argmax.gather(1, channels).cpu().numpy()
             if outputs.scores is not None:
                 scores = outputs.scores.float().cpu().numpy()
-                batch_margins = margins(logits, scores, config.slots, head.epsilon)
+                batch_margins = margins(logits, scores, class_map, config.head.epsilon)
             parts.append(LabelledOutputs(logits, labels.numpy(), cells, batch_margins))
             done += len(labels)
             progress(done, len(batches.images), "evaluating")

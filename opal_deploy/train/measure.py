@@ -70,7 +70,7 @@ def measure_best(
     machine.set_tf32(enabled=False)
     outputs = predict(network, val_batches, progress=progress, group=group)
     # in float32, which the epoch's own figures on a GPU are not
-    val = outputs.compute_metrics(network.config.slots)
+    val = outputs.compute_metrics(network.config.class_map)
     calibration = calibrate(outputs.logits, outputs.labels)
     # only the process that writes them measures them, on a bounded number of images
     receptive_field = baseline = test = None
@@ -85,6 +85,6 @@ def measure_best(
         images = TrainImages(data.test, val_batches.images.resize_size)
         batches = Batches(images, EVALUATION_BATCH, workers=workers, rank=group.rank, size=group.size)
         outputs = predict(network, batches, progress=progress, group=group)
-        test = outputs.compute_metrics(network.config.slots)
+        test = outputs.compute_metrics(network.config.class_map)
     classes = count_by_class(outputs.logits, outputs.labels, data.class_names)
     return Measurements(val, test, classes, calibration, receptive_field, baseline)

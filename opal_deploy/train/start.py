@@ -83,12 +83,11 @@ def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | N
 
 def describe_start(options: TrainOptions, start: Checkpoint) -> dict[str, Any]:
     """Return the checkpoint's entry in config.json: its file, and what of it is trained."""
-    slots, m = start.network.config.slots, start.network.config.head.prototypes_per_class
+    dropped = start.network.config.head.dropped if options.reset_dropped else ()
+    owners = [start.network.config.class_map.owners(channel)[0] for channel in dropped]
     return {
         "file": start.source["file"],
         "sha256": start.source["sha256"],
         "frozen_backbone": options.freeze_backbone,
-        "reset": [
-            f"{start.class_names[channel // m]}/{channel % m}" for channel in slots.dropped if options.reset_dropped
-        ],
+        "reset": [f"{start.class_names[class_id]}/{slot}" for class_id, slot in owners],
     }

@@ -1,10 +1,9 @@
 // Answers and explains pictures with the exported graph, in this browser. The numbers are those of `opal-deploy infer`.
 export const model = await (await fetch("model.json")).json();
-export const { class_names: labels, prototypes_per_class: m } = model.metadata;
+export const labels = model.metadata.class_names;
 const { grid: [rows, cols], input_size: [height, width] } = model.metadata;
-const numChannels = labels.length * m;
-const dropped = new Set(model.metadata.head.dropped ?? []);
-const epsilon = model.metadata.head.epsilon;
+const { epsilon } = model.metadata.head;
+export const classMap = readClassMap(model.class_map);
 let ort, session;
 
 // ---- a picture as the model takes it ------------------------------------------------------------------------------
@@ -114,19 +113,10 @@ export async function run(context) {
   };
 }
 
-const ofClass = (classId) => Array.from({ length: m }, (_, slot) => classId * m + slot);
-
 /** Every class's cosine without the slots that are off (and those dropped for good), and the norm of the scores. */
 export function computeCosines(scores, off) {
-  const gone = (channel) => off.has(channel) || dropped.has(channel);
-  let squares = 0;
-  scores.forEach((score, channel) => { if (!gone(channel)) squares += score * score; });
-  const norm = Math.sqrt(squares) + epsilon;
-  const cosines = labels.map((_, classId) => {
-    const left = ofClass(classId).filter((channel) => !gone(channel));
-    return left.reduce((sum, channel) => sum + scores[channel] / norm, 0) / Math.sqrt(left.length);
-  });
-  return { cosines, norm };
+  const map = readClassMap(model.class_map, off), norm = map.norm(scores, epsilon);
+  return { cosines: map.totals(scores, norm), norm };
 }
 
 /** The classes, best first; of equal values the lowest class first. */
@@ -141,13 +131,11 @@ function softmax(logits, temperature) {
 
 /** The slots of a class that are left without those that are off. */
 export function findSlots(classId, { scores, cells }, norm, off, imageWidth, imageHeight) {
-  const left = ofClass(classId).filter((channel) => !dropped.has(channel) && !off.has(channel));
-  return left.map((channel) => {
+  return readClassMap(model.class_map, off).slots(classId).map(({ slot, channel, weight }) => {
     const row = Math.floor(cells[channel] / cols), col = cells[channel] % cols;
     const w = imageWidth / cols, h = imageHeight / rows;
     return {
-      slot: channel - classId * m, channel, cell: [row, col], score: scores[channel],
-      contribution: scores[channel] / norm / Math.sqrt(left.length),
+      slot, channel, cell: [row, col], score: scores[channel], contribution: scores[channel] / norm * weight,
       box: [col * w, row * h, (col + 1) * w, (row + 1) * h],
     };
   });
@@ -197,7 +185,7 @@ export function buildRecord(picture, outputs) {
     class_id: classId, label: labels[classId], logit: outputs.logits[classId], cosine: cosines[classId],
     ...(probabilities && { calibrated_probability: probabilities[classId] }),
   });
-  const margin = order.length > 1 ? cosines[order[0]] - cosines[order[1]] : null;
+  const margin = findMargin(cosines, order);
   const evidence = findSlots(order[0], outputs, norm, new Set(), picture.width, picture.height);
   const { ood_score } = outputs.perImage, rule = judge({ margin, ...outputs.perImage });
   return {
@@ -247,7 +235,7 @@ async function verify() {
       if (!(Math.abs(outputs.perImage[name] - expected[index]) <= gate[name])) throw new Error(`${name} is not PyTorch's`);
     }
     outputs.cells.forEach((cell, channel) => {
-      const place = index * numChannels + channel;
+      const place = index * classMap.size + channel;
       if (Math.abs(outputs.scores[channel] - scores[place]) > gate.score) throw new Error("a score is not PyTorch's");
       if (margins[place] < gate.tie) return;
       compared += 1;

@@ -1,5 +1,5 @@
 // The page: takes pictures, shows answers and their evidence, and lets people try them.
-import { buildRecord, computeCosines, decode, digest, findSlots, judge, labels, m, model, rank, run, start } from "./model.js";
+import { buildRecord, classMap, computeCosines, decode, digest, findSlots, judge, labels, model, rank, run, start } from "./model.js";
 
 const byId = (id) => document.getElementById(id);
 const { el, number, say } = evidence;
@@ -51,11 +51,11 @@ function showAnswer() {
   const order = off.size ? rank(cosines) : rank(outputs.logits);
   const [first, second] = order, was = record.prediction.class_id;
   // classes with a switched slot stay, so that it can be switched on again
-  const touched = [...off].map((channel) => Math.floor(channel / m));
-  const classes = [...new Set([first, second, was, ...touched])].filter((classId) => classId !== undefined);
+  const touched = [...off].flatMap(classMap.owners);
+  const classes = [...new Set([first, second, was, ...touched.map(([classId]) => classId)])].filter((classId) => classId !== undefined);
   const [left, ...others] = classes.map((classId) => slotsOf(classId, off, norm));
   const shown = off.size ? {
-    prediction: { cosine: cosines[first] }, margin: second === undefined ? null : cosines[first] - cosines[second],
+    prediction: { cosine: cosines[first] }, margin: findMargin(cosines, order),
     top: order.slice(0, 2).map((classId) => ({ label: labels[classId], cosine: cosines[classId] })), evidence: left,
   } : record;
   const unsure = judge({ margin: shown.margin });
@@ -71,7 +71,7 @@ function showAnswer() {
   const longest = Math.max(...[left, ...others].flat().map((slot) => slot.contribution));
   byId("classes").replaceChildren(...classes.map((classId, i) =>
     buildClass(classId, cosines[classId], norm, [left, ...others][i], longest)));
-  const drops = [...off].map((channel) => `--drop ${quote(`${labels[Math.floor(channel / m)]}/${channel % m}`)}`);
+  const drops = touched.map(([classId, slot]) => `--drop ${quote(`${labels[classId]}/${slot}`)}`);
   byId("permanent").hidden = !off.size;
   byId("command").textContent = `opal-deploy edit ${quote(model.source)} ${drops.join(" ")}`;
   byId("record").textContent = JSON.stringify(record, null, 2);

@@ -1,7 +1,7 @@
 """Write the folder of static files that `export --web` makes.
 
     index.html, site.css             the page, which asks no other host for anything
-    site.js, model.js, evidence.js   its scripts: the page, the model, and the drawing that all pages share
+    site.js, model.js, ...           its scripts: the page, the model, and what other pages share
     model.onnx, model.json           the graph, and what a browser cannot read of it: metadata, test vectors, digest
     ort/                             ONNX Runtime Web
     examples/                        pictures to try
@@ -40,7 +40,13 @@ from opal_deploy.runtime.gates import Gate
 from opal_deploy.synthetic import example_images
 from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch
 from opal_deploy.visualization.atlas.storage import load_atlas as load_atlas_folder
-from opal_deploy.visualization.pages import load_templates, read_asset, read_evidence_script, read_style
+from opal_deploy.visualization.pages import (
+    load_templates,
+    read_asset,
+    read_class_map_script,
+    read_evidence_script,
+    read_style,
+)
 
 ORT_WEB = "onnxruntime-web@1.30.0"
 # that version's files, script first, by execution provider; others were never tried with the page
@@ -135,7 +141,8 @@ class Site:
             shutil.copyfile(source, folder / "ort" / _served_name(source.name))
         shutil.copyfile(model, folder / _MODEL)
         examples = list(self._write_examples(folder))
-        texts = {"evidence.js": read_evidence_script(), "site.css": read_style(__package__, "site.css")}
+        texts = {"evidence.js": read_evidence_script(), "class_map.js": read_class_map_script()}
+        texts |= {"site.css": read_style(__package__, "site.css")}
         texts |= {name: read_asset(__package__, name) for name in ("site.js", "model.js")}
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -144,7 +151,7 @@ class Site:
         page = load_templates(__package__).get_template("site.html.jinja")
         text = page.render(
             model=model.name, classes=metadata.class_names,
-            slots=metadata.prototypes_per_class, examples=examples, cropped=metadata.crop == "boxes",
+            slots=metadata.class_map.max_slots, examples=examples, cropped=metadata.crop == "boxes",
         )  # fmt: skip
         (folder / _PAGE).write_text(text, encoding="utf-8")
         document = json.dumps(described, ensure_ascii=False, allow_nan=False)
@@ -198,7 +205,7 @@ class Site:
         described = json.loads(metadata.to_json())
         vectors = described.pop("test_vectors")
         chosen = _choose_patches(atlas).items() if atlas else ()
-        m = metadata.prototypes_per_class
+        class_map = metadata.class_map
         return {
             "kind": _KIND,
             "source": path.name,
@@ -211,7 +218,8 @@ class Site:
                 provider: dict(zip(("script", "wasm"), map(_served_name, _ORT_FILES[provider]), strict=True))
                 for provider in self._providers
             },
-            "patches": {class_id * m + slot: [patch.file for patch in best] for (class_id, slot), best in chosen},
+            "patches": {class_map.channel_of(*key): [patch.file for patch in best] for key, best in chosen},
+            "class_map": class_map.to_dict(),
             "vectors": vectors,
             "metadata": described,
         }

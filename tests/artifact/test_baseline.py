@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.artifact.baseline import MIN_IMAGES, QUANTITIES, Baseline, Observations
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.errors import ArtifactError
 
 M = 2
@@ -27,7 +28,7 @@ def observe(class_ids, **changes):
 
 def test_a_baseline_survives_json_and_pools_rare_classes():
     observations = observe([0] * 8 + [1] * MIN_IMAGES + [2] * (MIN_IMAGES - 1) + [3])
-    baseline = Baseline.measure(observations, "val", 16, num_classes=5)
+    baseline = Baseline.measure(observations, "val", 16, ClassMap.blocks(5, M))
     assert Baseline.from_dict(json.loads(json.dumps(baseline.to_dict()))) == baseline
     assert Baseline.from_dict({}) is None
     assert (baseline.images, baseline.classes) == (18, (8, 5, 4, 1, 0))
@@ -44,7 +45,7 @@ def test_a_baseline_survives_json_and_pools_rare_classes():
 def test_what_the_model_does_not_compute_is_left_out():
     unknown = np.full(8, np.nan)
     observations = observe([0] * 8, ood_score=unknown, margin=unknown, contributions=np.full((8, M), np.nan))
-    baseline = Baseline.measure(observations, "val", 32, num_classes=1)
+    baseline = Baseline.measure(observations, "val", 32, ClassMap.blocks(1, M))
     assert set(baseline.quantiles) == {"cosine", "norm", "shared_cells"}
     assert (baseline.ood_score, baseline.slots[0].contribution, baseline.slots[0].share) == ((), (), None)
     assert baseline.choose_threshold(0.05) is None
@@ -57,7 +58,7 @@ def test_of_exchangeable_images_at_most_the_rate_exceeds_the_threshold(images, r
     # each image's rank is its OOD score
     ranks = np.random.default_rng(0).permutation(images) + 1.0
     observations = observe(np.zeros(images, np.int64), ood_score=ranks)
-    baseline = Baseline.measure(observations, "val", 16, num_classes=1)
+    baseline = Baseline.measure(observations, "val", 16, ClassMap.blocks(1, M))
     assert len(baseline.ood_score) == min(images, 1000)
     threshold = baseline.choose_threshold(rate)
     if threshold is None:
@@ -90,7 +91,7 @@ def test_of_exchangeable_images_at_most_the_rate_exceeds_the_threshold(images, r
     ],
 )
 def test_a_damaged_baseline_is_refused(key, value):
-    document = Baseline.measure(observe([0] * 20), "val", 16, num_classes=1).to_dict()
+    document = Baseline.measure(observe([0] * 20), "val", 16, ClassMap.blocks(1, M)).to_dict()
     assert Baseline.from_dict(document) is not None
     with pytest.raises(ArtifactError, match="its baseline is not one that `evaluate --record` wrote"):
         Baseline.from_dict({**document, key: value})

@@ -12,8 +12,8 @@ from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
 from opal_deploy.errors import ArtifactError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import NetworkConfig
-from opal_deploy.model.head import build_anchors
 from opal_deploy.model.network import OpalNetwork
+from tests.builders import build_anchors
 
 
 def _save(path, document, **options):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from opal_deploy.artifact import test_vectors
-from opal_deploy.artifact.outputs import Outputs, cosines, embedding
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.opal_head import cosines, embedding
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import ArtifactError
 
@@ -91,4 +92,4 @@ def test_a_cosine_is_the_embedding_times_the_anchor():
     wide = scores.astype(np.float64)
     z = wide / (np.linalg.norm(wide, axis=1, keepdims=True) + 0.5)
     np.testing.assert_allclose(embedding(scores, 0.5), z, rtol=1e-14)
-    np.testing.assert_allclose(cosines(scores, Slots(scores.shape[1] // 5, 5), 0.5), z @ anchors.T, rtol=1e-13)
+    np.testing.assert_allclose(cosines(scores, ClassMap.blocks(4, 5), 0.5), z @ anchors.T, rtol=1e-13)

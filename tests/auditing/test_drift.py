@@ -59,7 +59,7 @@ def model(plain_model, outputs, tmp_path_factory):
 
 def add_baseline(path, outputs, **changes):
     metadata = onnx_file.read_metadata(path)
-    baseline = Baseline.measure(observe_outputs(outputs, metadata), "val", metadata.stride, metadata.num_classes)
+    baseline = Baseline.measure(observe_outputs(outputs, metadata), "val", metadata.stride, metadata.class_map)
     raw = json.loads(json.dumps({**baseline.to_dict(), **changes}))
     onnx_file.rewrite_metadata(path, dataclasses.replace(metadata, baseline=raw))
 
@@ -79,7 +79,7 @@ def write(path, records):
 
 def test_records_show_the_same_observations_as_outputs(model, outputs, records):
     metadata = onnx_file.read_metadata(model)
-    found = observe_records(records, metadata.prototypes_per_class, metadata.grid)
+    found = observe_records(records, metadata.class_map.max_slots, metadata.grid)
     expected = dataclasses.asdict(observe_outputs(outputs[1], metadata))
     for name, values in dataclasses.asdict(found).items():
         assert np.allclose(values, expected[name], equal_nan=True, rtol=1e-6), name
@@ -162,8 +162,8 @@ def test_pooled_slots_name_the_one_that_changed_most(model, outputs):
     metadata = onnx_file.read_metadata(model)
     first = observe_outputs(outputs[0], metadata)
     few = np.concatenate([np.flatnonzero(first.class_ids == class_id)[:4] for class_id in range(metadata.num_classes)])
-    baseline = Baseline.measure(first.select(few), "val", metadata.stride, metadata.num_classes)
-    counts = DriftCounts(baseline, metadata.prototypes_per_class)
+    baseline = Baseline.measure(first.select(few), "val", metadata.stride, metadata.class_map)
+    counts = DriftCounts(baseline, metadata.class_map)
     now = observe_outputs(outputs[1], metadata)
     class_id = int(np.bincount(now.class_ids).argmax())
     scores = np.where((now.class_ids == class_id)[:, None], now.scores + np.array([0, 0, 9]), now.scores)
@@ -180,8 +180,8 @@ def test_among_samples_of_one_distribution_false_alarms_stay_below_the_rate(mode
     random, alarms, runs = np.random.default_rng(0), 0, 60
     for _ in range(runs):
         order = random.permutation(len(everything))
-        baseline = Baseline.measure(everything.select(order[:150]), "val", metadata.stride, metadata.num_classes)
-        counts = DriftCounts(Baseline.from_dict(baseline.to_dict()), metadata.prototypes_per_class)
+        baseline = Baseline.measure(everything.select(order[:150]), "val", metadata.stride, metadata.class_map)
+        counts = DriftCounts(Baseline.from_dict(baseline.to_dict()), metadata.class_map)
         counts.add(everything.select(order[150:]))
         alarms += bool(Limits(0.05, 0.0).select(counts.compare()))
     assert alarms / runs <= 0.1

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.slots import Slots
 from opal_deploy.editing.scores import Effect, Scores
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.head import OpalHead
@@ -31,14 +30,14 @@ def test_the_closed_form_is_what_the_network_with_dropped_slots_computes(distanc
     edited.load_state_dict(head.state_dict())
     with torch.no_grad():
         outputs = edited.explain(edited.project(features))
-    slots = scores.metadata.slots.drop(DROPPED)
+    class_map = scores.metadata.class_map.drop(DROPPED)
 
-    np.testing.assert_allclose(scores.logits(slots), outputs.logits.numpy(), rtol=2e-5, atol=2e-6)
-    kept = slots.kept.flatten()
+    np.testing.assert_allclose(scores.logits(class_map), outputs.logits.numpy(), rtol=2e-5, atol=2e-6)
+    kept = class_map.kept_prototypes
     assert (outputs.scores.numpy()[:, kept] == scores.values[:, kept]).all()
     assert not outputs.scores.numpy()[:, ~kept].any()
     # what is dropped does change logits
-    assert np.abs(scores.logits(scores.metadata.slots) - outputs.logits.numpy()).max() > 1e-3
+    assert np.abs(scores.logits(scores.metadata.class_map) - outputs.logits.numpy()).max() > 1e-3
 
 
 @pytest.mark.parametrize("distance", ["l2", "l1"])
@@ -70,10 +69,3 @@ def test_an_effect_lists_right_answers_that_become_wrong_first():
     # two-sided binomial test of 1 in 3
     assert effect.p_value == 1.0
     assert Effect(np.zeros(9, int), np.ones(9, int), np.ones(9, int)).p_value == pytest.approx(2 / 2**9)
-
-
-def test_slots_share_the_anchor_of_their_class():
-    slots = Slots(2, 3, (1, 3, 4))
-    assert slots.counts.tolist() == [2, 1]
-    np.testing.assert_allclose(slots.anchors, [[0.5**0.5, 0, 0.5**0.5], [0, 0, 1]])
-    assert (slots.of_class(0), slots.channels(1).tolist()) == ([0, 2], [5])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.evaluation import parts
 
 RED = np.array([[0.0, 1.0, 0.5], [0.25, 0.0, 2.0], [1.0, 0.75, 0.125]], np.float32)
@@ -56,12 +56,6 @@ def test_maps_are_upsampled_as_opencv_does():
     assert parts.peak_locations(RED[None, None], 8)[0, 0].tolist() == [3, 7]
 
 
-def test_each_image_has_the_maps_of_its_own_class():
-    attention = np.arange(2 * 6 * 4, dtype=np.float32).reshape(2, 6, 2, 2)
-    chosen = parts.true_class_maps(attention, np.array([2, 0]), 2)
-    assert chosen.tolist() == [attention[0, 4:6].tolist(), attention[1, 0:2].tolist()]
-
-
 @pytest.mark.parametrize(
     ("centre", "point", "visible", "expected"),
     [
@@ -104,7 +98,7 @@ SEEN = [[True]] * 5
     ids=["5 of 5", "4 of 5", "3 of 5", "where visible", "never visible", "one part only", "mean over prototypes"],
 )
 def test_consistency(hit, visible, labels, expected):
-    slots = Slots(max(labels) + 1, len(hit[0]))
+    slots = ClassMap.blocks(max(labels) + 1, len(hit[0]))
     assert parts.prototype_consistency(np.array(hit), np.array(visible), np.array(labels), slots) == expected
 
 
@@ -112,14 +106,14 @@ def test_stability_counts_images_without_a_changed_hit_and_is_the_mean_over_prot
     clean = np.ones((4, 1, 15), bool)
     noisy = clean.copy()
     noisy[2, 0, 14] = False
-    zeros = np.zeros(4, np.int64), Slots(1, 1)
+    zeros = np.zeros(4, np.int64), ClassMap.blocks(1, 1)
     assert parts.prototype_stability(clean, clean, *zeros) == 100.0
     # a hit that noise adds is a change too
     assert parts.prototype_stability(clean, noisy, *zeros) == parts.prototype_stability(noisy, clean, *zeros) == 75.0
     clean = np.zeros((4, 2, 3), bool)
     noisy = clean.copy()
     noisy[0, :, 0] = True  # both prototypes on the only image of class 1
-    assert parts.prototype_stability(clean, noisy, np.array([1, 4, 4, 4]), Slots(5, 2)) == 50.0
+    assert parts.prototype_stability(clean, noisy, np.array([1, 4, 4, 4]), ClassMap.blocks(5, 2)) == 50.0
 
 
 def test_noise_depends_on_seed_and_image_not_on_the_batch():

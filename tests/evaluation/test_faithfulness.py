@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.opal_head import cosines
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation
@@ -41,7 +42,7 @@ class KnownSession:
         self.batches.append(len(images))
         scores, cells = self._rule(brightness(images))
         narrow = scores.astype(np.float32)
-        cosine = cosines(narrow, Slots(narrow.shape[1] // 2, 2), 0.0)
+        cosine = cosines(narrow, ClassMap.blocks(narrow.shape[1] // 2, 2), 0.0)
         logits = -np.sqrt(np.maximum(2 - 2 * cosine, 0)).astype(np.float32)
         return Outputs(logits, cells.astype(np.int32), narrow)
 

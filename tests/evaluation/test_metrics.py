@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.artifact.slots import Slots
 from opal_deploy.evaluation.metrics import (
     ClassCounts,
     Evaluation,
@@ -41,7 +41,7 @@ METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact",
     ids=["five cells", "one cell", "two cells", "three, apart", "class 0", "class 1", "mean", "one prototype"],
 )
 def test_collapse_counts_different_cells_of_the_true_class(cells, labels, m, expected):
-    collapse = collapse_per_image(np.array(cells, np.int32), np.array(labels), Slots(max(labels) + 1, m))
+    collapse = collapse_per_image(np.array(cells, np.int32), np.array(labels), ClassMap.blocks(max(labels) + 1, m))
     assert collapse.mean() == pytest.approx(expected)
 
 
@@ -78,7 +78,7 @@ def test_macro_f1_weighs_classes_alike_and_metrics_that_were_not_measured_are_le
 def test_collapse_has_a_standard_deviation_and_top_5_needs_more_than_five_classes():
     argmax = np.array([[1, 1, 4, 5], [1, 1, 4, 5]], np.int32)
     labels = np.array([0, 1])
-    collapse = collapse_per_image(argmax, labels, Slots(2, 2))
+    collapse = collapse_per_image(argmax, labels, ClassMap.blocks(2, 2))
     metrics = compute_metrics(PREDICTIONS[:2, :2], labels, collapse)
     assert (metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std) == (0.5, 0.5)
     labels = np.zeros(3, np.int64)
@@ -96,7 +96,7 @@ def test_margins_are_those_of_the_records():
     records = build_records([ImageInfo("x", Geometry.whole(8, 8))] * 20, outputs, metadata)
 
     expected = [record["margin"] for record in records]
-    assert margins(logits, scores, metadata.slots, 1e-8).tolist() == expected
+    assert margins(logits, scores, metadata.class_map, 1e-8).tolist() == expected
 
 
 LOGITS = np.array([[-0.1, -0.5], [-0.6, -0.2]], np.float32)

@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
 from opal_deploy.artifact.outputs import TopOutputs, select_top
 from opal_deploy.artifact.test_vectors import pack
@@ -49,7 +50,7 @@ def test_of_equal_logits_the_lowest_class_is_listed_first_and_nan_stays_nan(k, m
     nodes = [helper.make_node("Identity", [f"in_{name}"], [name]) for name in arrays]
     graph = helper.make_graph(nodes, "head", describe("in_"), describe(""))
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    content = add_top_outputs(model, C, m, k).SerializeToString()
+    content = add_top_outputs(model, ClassMap.blocks(C, m), k).SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
 
     def run(rows):
@@ -83,7 +84,7 @@ def test_an_export_lists_what_all_outputs_say_and_builds_in_tensorrt(fp32, write
     if precision != "bf16":
         images = example_images(9, 64, 96)
         everything = fp32 if precision == "fp32" else write_onnx(fp32, tmp_path / "all.onnx", precision).path
-        expected = select_top(OnnxSession(everything, device="cpu", threads=1).run(images), 5, 3)
+        expected = select_top(OnnxSession(everything, device="cpu", threads=1).run(images), ClassMap.blocks(4, 5), 3)
         session = OnnxSession(best.path, device="cpu", threads=1)
         outputs = session.run(images)
         assert (len(outputs), outputs.scores, outputs.argmax) == (9, None, None)
@@ -102,8 +103,8 @@ def test_a_graph_that_lists_wrongly_is_refused_although_its_other_outputs_are_ri
     candidate = with_top_classes(source.build_candidate(["fp32"], ExportOptions(threads=2)), 2)
     candidate = replace(candidate, metadata=replace(candidate.metadata, test_vectors=pack(candidate.test_vectors)))
     assert verify_candidate(candidate, tmp_path).comparison
-    (slots,) = (tensor for tensor in candidate.model.graph.initializer if tensor.name == "select_slots")
-    slots.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(slots)[..., ::-1].copy(), slots.name))
+    (table,) = (tensor for tensor in candidate.model.graph.initializer if tensor.name == "select_channel_table")
+    table.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(table)[..., ::-1].copy(), table.name))
     comparison = verify_candidate(candidate, tmp_path).comparison
     assert comparison.failures == tuple(
         f"{name} is not what logits, scores and argmax of the same pass say" for name in ("top_scores", "top_cells")

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.opal_head import cosines
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.types import InferenceOptions, InputImage
@@ -49,7 +50,7 @@ class BrightSession:
         cells = cells.reshape(len(images), -1)
         brightness = cells.max(axis=1) / 255
         scores = np.stack([1.001 - brightness] * 2 + [brightness + 0.001] * 2, axis=1).astype(np.float32)
-        logits = -np.sqrt(np.maximum(2 - 2 * cosines(scores, Slots(2, 2), 1e-8), 0)).astype(np.float32)
+        logits = -np.sqrt(np.maximum(2 - 2 * cosines(scores, ClassMap.blocks(2, 2), 1e-8), 0)).astype(np.float32)
         return Outputs(logits, np.repeat(cells.argmax(axis=1)[:, None], 4, axis=1).astype(np.int32), scores)
 
 

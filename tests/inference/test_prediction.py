@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 
+from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.opal_head import contributions
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.records.decision import Decision
-from opal_deploy.records.evidence import contributions
 from tests.inference.bright import predict
 
 # below this lead of the best cell over the second, float32 cannot tell which is which
@@ -93,20 +94,20 @@ def test_answers_below_the_margin_abstain_and_keep_everything_else(exact_session
     assert [{**r, "status": "ok"} for r in again] == found
 
 
-BLOCK = np.array([0.5, 0.3, 0.1])
+BLOCK = np.array([[0.5, 0.3, 0.1]])
 A = 1 / math.sqrt(3)
 
 
 @pytest.mark.parametrize(
     ("distance", "expected"),
     [
-        ("l2", sum(BLOCK) * A),
-        ("l1", sum(abs(b - A) for b in BLOCK)),
-        ("l3", sum(abs(b - A) ** 3 for b in BLOCK)),
-        ("kl", sum(b * (math.log(b + 1e-8) - math.log(A + 1e-8)) for b in BLOCK)),
+        ("l2", BLOCK.sum() * A),
+        ("l1", sum(abs(b - A) for b in BLOCK[0])),
+        ("l3", sum(abs(b - A) ** 3 for b in BLOCK[0])),
+        ("kl", sum(b * (math.log(b + 1e-8) - math.log(A + 1e-8)) for b in BLOCK[0])),
     ],
 )
 def test_contributions_add_up_for_the_distances_that_are_sums(distance, expected):
-    parts = contributions(BLOCK, np.full(3, A), distance)
-    assert float(parts.sum()) == pytest.approx(expected, abs=1e-12)
-    assert contributions(BLOCK, np.full(3, A), "linf") is contributions(BLOCK, np.full(3, A), "tropical") is None
+    given = BLOCK, np.array([1]), ClassMap.blocks(2, 3)
+    assert float(contributions(*given, distance).sum()) == pytest.approx(expected, abs=1e-12)
+    assert contributions(*given, "linf") is contributions(*given, "tropical") is None

@@ -12,9 +12,9 @@ from opal_deploy.model import backbones, checkpoint, torchvision_backbones
 from opal_deploy.model.authors_checkpoint import PAPER_BACKBONES, Assumptions
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
-from opal_deploy.model.head import build_anchors
 from opal_deploy.model.network import OpalNetwork
 from tests.authors import AuthorsModel
+from tests.builders import build_anchors
 
 SMALL = "shufflenet_v2_x0_5"
 # the authors' command for the linear baseline

@@ -6,10 +6,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.opal_head import head_constant
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.distances import compute_distances
-from opal_deploy.model.head import OpalHead, build_anchors
+from opal_deploy.model.head import OpalHead
+from tests.builders import build_anchors
 
 # of z and the anchors a, float64 [N, C, K]
 DEFINITIONS = {
@@ -33,7 +35,7 @@ def definition(z, num_classes, m, distance):
 
 
 def distances(z, m, distance):
-    constant = Slots(z.shape[1] // m, m).head_constant(distance)
+    constant = head_constant(ClassMap.blocks(z.shape[1] // m, m), distance)
     return compute_distances(z, torch.from_numpy(constant).to(z.dtype), m, distance)
 
 

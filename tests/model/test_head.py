@@ -5,7 +5,8 @@ import torch
 
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import DISTANCES, LINEAR_BASELINE, HeadConfig, NetworkConfig
-from opal_deploy.model.head import OpalHead, build_anchors
+from opal_deploy.model.head import OpalHead
+from tests.builders import build_anchors
 
 # the rows of the paper's Table 4, top to bottom: projection, max pooling, CWS, anchors; and their evidence
 TABLE = "0000 none 1000 none 0100 none 0010 none 1100 none 0110 none 1010 none 1001 map 1101 exact 1011 map 1111 exact"
@@ -95,12 +96,6 @@ class TestForwardPass:
         head = OpalHead(6, 3, HeadConfig()).to(dtype)
         assert head.project(torch.rand(1, 6, 2, 2, dtype=dtype)).dtype == torch.float32
         assert head(torch.rand(1, 6, 2, 2, dtype=dtype)).dtype == torch.float32
-
-
-def test_anchors_are_orthonormal_and_a_class_has_a_contiguous_block():
-    matrix = build_anchors(3, 2, torch.float64)
-    assert matrix.nonzero().tolist() == [[0, 0], [0, 1], [1, 2], [1, 3], [2, 4], [2, 5]]
-    torch.testing.assert_close(matrix @ matrix.T, torch.eye(3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("distance", DISTANCES)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.errors import UsageError
 from opal_deploy.records.names import escape_name, find_common_folder, read_slot_names, unescape_name
 
@@ -60,6 +61,7 @@ def test_the_common_folder_is_that_of_all_absolute_paths(names, folder):
 
 
 CLASSES = ("ash", "birch", "oak")
+MAP = ClassMap.blocks(len(CLASSES), 3)
 
 
 def names_file(tmp_path, text):
@@ -69,7 +71,11 @@ def names_file(tmp_path, text):
 
 
 def test_names_are_read_by_class_and_slot(tmp_path):
-    names = read_slot_names(names_file(tmp_path, '[oak]\n0 = "leaf"\n2 = " bark "\n["ash"]\n1 = "bud"\n'), CLASSES, 3)
+    names = read_slot_names(
+        names_file(tmp_path, '[oak]\n0 = "leaf"\n2 = " bark "\n["ash"]\n1 = "bud"\n'),
+        CLASSES,
+        MAP,
+    )
     assert names == {(2, 0): "leaf", (2, 2): "bark", (0, 1): "bud"}
 
 
@@ -91,5 +97,5 @@ def test_names_are_read_by_class_and_slot(tmp_path):
 )
 def test_a_wrong_name_is_refused_in_one_line(tmp_path, text, complaint):
     with pytest.raises(UsageError, match=complaint) as error:
-        read_slot_names(names_file(tmp_path, text), CLASSES, 3)
+        read_slot_names(names_file(tmp_path, text), CLASSES, MAP)
     assert "\n" not in str(error.value)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines, select_top
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.opal_head import cosines
+from opal_deploy.artifact.outputs import Outputs, select_top
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import ImageInfo, build_records, class_evidence
@@ -24,7 +24,7 @@ def test_a_batch_of_records_is_what_each_image_says_alone(top):
     scores = rng.random((N, C * M)).astype(np.float32)
     scores[3] = 0.5  # every class ties: the lowest ids come first
     argmax = rng.integers(0, 28, (N, C * M)).astype(np.int32)
-    logits = -np.sqrt(2 - 2 * cosines(scores, Slots(scores.shape[1] // M, M), 1e-8)).astype(np.float32)
+    logits = -np.sqrt(2 - 2 * cosines(scores, METADATA.class_map, 1e-8)).astype(np.float32)
     images = [ImageInfo(f"{i}.png", Geometry(500 + i, 333, (i, 3, 411 + i, 330))) for i in range(N)]
     records = build_records(
         images, Outputs(logits, argmax, scores), METADATA, top=top, decision=Decision(min_margin=0.01)
@@ -68,7 +68,10 @@ def test_a_calibrated_model_gives_each_listed_class_its_probability_among_all():
             del answer["calibrated_probability"]
         assert record == without
     # the best classes alone do not say what the others' logits are
-    best = Outputs(np.empty((N, 0), np.float32), top=select_top(Outputs(logits, argmax, scores), M, 4))
+    best = Outputs(
+        np.empty((N, 0), np.float32),
+        top=select_top(Outputs(logits, argmax, scores), METADATA.class_map, 4),
+    )
     assert build_records(images, best, calibrated, top=4) == build_records(images, best, METADATA, top=4)
 
 
@@ -78,7 +81,7 @@ def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance):
     scores = rng.random((N, C * M)).astype(np.float32)
     argmax = rng.integers(0, 28, (N, C * M)).astype(np.int32)
     everything = Outputs(rng.integers(-9, 0, (N, C)).astype(np.float32), argmax, scores)
-    best = Outputs(np.empty((N, 0), np.float32), top=select_top(everything, M, 5))
+    best = Outputs(np.empty((N, 0), np.float32), top=select_top(everything, METADATA.class_map, 5))
     metadata = replace(METADATA, head={**METADATA.head, "distance": distance})
     images = [ImageInfo(None, Geometry(500, 333, (i, 3, 411 + i, 330))) for i in range(N)]
     rows = [7, 0, 3]
@@ -90,7 +93,7 @@ def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance):
 
     assert build(best) == approx_records(build(everything))
     # the runner-up's evidence too, for evidence sheets, and nothing beyond the list
-    listed = select_top(everything, M, 6).classes[0].tolist()
+    listed = select_top(everything, METADATA.class_map, 6).classes[0].tolist()
     geometry = images[0].geometry
     slots = [class_evidence(listed[1], geometry, outputs.rows(0, 1), metadata) for outputs in (best, everything)]
     assert slots[0] == approx_slots(slots[1])

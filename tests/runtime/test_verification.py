@@ -9,8 +9,8 @@ import pytest
 from scipy.stats import beta
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines, select_top
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.opal_head import cosines
+from opal_deploy.artifact.outputs import Outputs, select_top
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import ArtifactError
 from opal_deploy.runtime.gates import GATES, NEAR_TIE, WIDEST, Gate, Rounding
@@ -22,7 +22,7 @@ FP32, FP16 = GATES["fp32"], GATES["fp16"]
 
 
 def compute_logits(scores):
-    return -np.sqrt(2 - 2 * cosines(scores, Slots(scores.shape[1] // M, M), 1e-8)).astype(np.float32)
+    return -np.sqrt(2 - 2 * cosines(scores, METADATA.class_map, 1e-8)).astype(np.float32)
 
 
 def build_reference(n=10):
@@ -263,7 +263,7 @@ class TestWidenedByRounding:
         assert Rounding.between(BARE, [BARE], METADATA) == Rounding()
 
 
-TOP = select_top(OUTPUTS, M, 2)
+TOP = select_top(OUTPUTS, METADATA.class_map, 2)
 
 
 def swap(array):

@@ -46,8 +46,8 @@ def model(tmp_path_factory, pictures):
     export_onnx(build_checkpoint(head=HeadConfig(prototypes_per_class=3), size=(96, 96)), path)
     metadata = onnx_file.read_metadata(path)
     records = opal_deploy.load(path, device="cpu", threads=1).explain(pictures)
-    observed = observe_records(records, metadata.prototypes_per_class, metadata.grid)
-    baseline = Baseline.measure(observed, "val", metadata.stride, metadata.num_classes)
+    observed = observe_records(records, metadata.class_map.max_slots, metadata.grid)
+    baseline = Baseline.measure(observed, "val", metadata.stride, metadata.class_map)
     onnx_file.rewrite_metadata(path, replace(metadata, baseline=json.loads(json.dumps(baseline.to_dict()))))
     return path
 

@@ -142,7 +142,7 @@ class TopSession(BrightSession):
 
     def run(self, images):
         outputs = super().run(images)
-        return Outputs(np.empty((len(images), 0), np.float32), top=select_top(outputs, 2, 1))
+        return Outputs(np.empty((len(images), 0), np.float32), top=select_top(outputs, self.metadata.class_map, 1))
 
 
 def test_a_graph_that_lists_its_best_classes_gives_these(serving):

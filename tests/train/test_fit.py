@@ -267,7 +267,7 @@ def test_training_steps_are_the_authors(tmp_path):
 # mirror agreement -----------------------------------------------------------------------------------------------------
 
 # of two classes of one slot each
-_SECOND_CLASS = torch.tensor([1])
+_SECOND_CLASS = torch.tensor([[1]])
 
 
 def one_cell(row, col):
@@ -277,13 +277,13 @@ def one_cell(row, col):
 
 
 def test_the_same_cell_costs_nothing_and_another_much():
-    same, other = (measure_disagreement(one_cell(1, 2), one_cell(*cell), _SECOND_CLASS, 1) for cell in ((1, 2), (1, 3)))
+    same, other = (measure_disagreement(one_cell(1, 2), one_cell(*cell), _SECOND_CLASS) for cell in ((1, 2), (1, 3)))
     assert same.item() == pytest.approx(0, abs=1e-6)
     assert other.item() > 10
     # slots of other classes do not count
     elsewhere = one_cell(1, 2)
     elsewhere[0, 0, 3, 3] = 1.0
-    assert measure_disagreement(one_cell(1, 2), elsewhere, _SECOND_CLASS, 1).item() == pytest.approx(0, abs=1e-6)
+    assert measure_disagreement(one_cell(1, 2), elsewhere, _SECOND_CLASS).item() == pytest.approx(0, abs=1e-6)
 
 
 def test_training_on_it_brings_the_mirrored_cell_back():

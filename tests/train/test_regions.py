@@ -78,11 +78,11 @@ def test_only_the_labelled_classs_slots_pay_for_their_maximum_in_the_region():
     regions = torch.zeros(3, 8, 8)
     regions[0, :4, :4] = 1
     regions[1, :4, :2] = 1
-    labels = torch.tensor([1, 1, 1])
+    channels = torch.tensor([[2, 3]] * 3)
     # half of 0.8 as half of the cell is covered; nothing without a region
-    assert measure_kept_off(attention, labels, regions, 2).tolist() == pytest.approx([0.4, 0.2, 0.0])
+    assert measure_kept_off(attention, channels, regions).tolist() == pytest.approx([0.4, 0.2, 0.0])
     kept = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    assert measure_kept_off(attention, labels, regions, 2, kept).tolist() == pytest.approx([0.8, 0.4, 0.0])
+    assert measure_kept_off(attention, channels, regions, kept).tolist() == pytest.approx([0.8, 0.4, 0.0])
 
 
 def test_training_on_it_takes_the_attention_away():

@@ -93,16 +93,15 @@ class AtlasCollector:
         self.metadata, self.top, self.counts = metadata, top, ImageCounts()
         self._only_correct = only_correct
         self._class_names = frozenset(metadata.class_names)
-        classes, m = metadata.num_classes, metadata.prototypes_per_class
-        rows, cols = metadata.grid
+        shape, (rows, cols) = metadata.class_map.kept.shape, metadata.grid
         # by class, slot, and whether the images are known to show another class
         self._best: dict[tuple[int, int, bool], list[PatchCandidate]] = {}
         self._labels: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        self._cells = np.zeros((classes, m, rows * cols), np.int32)
-        self._own_cell = np.zeros((classes, m), np.int32)
-        self._strongest = np.zeros((classes, m), np.int32)
-        self._scores = np.zeros((classes, m), np.int64)
-        self._contributions = np.zeros((classes, m), np.int64)
+        self._cells = np.zeros((*shape, rows * cols), np.int32)
+        self._own_cell = np.zeros(shape, np.int32)
+        self._strongest = np.zeros(shape, np.int32)
+        self._scores = np.zeros(shape, np.int64)
+        self._contributions = np.zeros(shape, np.int64)
 
     def add(
         self,
@@ -187,7 +186,7 @@ class AtlasCollector:
 
     def count_images(self, class_id: int) -> int:
         """Return the number of images predicted as a class."""
-        return int(self._cells[class_id, self.metadata.slots.of_class(class_id)[0]].sum())
+        return int(self._cells[class_id, self.metadata.class_map.slots(class_id)[0]].sum())
 
     def count_labels(self) -> dict[int, dict[str, int]]:
         """Return for each predicted class the number of images by their labels, if these are known."""
@@ -225,7 +224,7 @@ class AtlasCollector:
         return {
             "checkpoint_sha256": self.metadata.source.get("sha256"),
             **own,
-            "dropped": list(self.metadata.slots.dropped),
+            "dropped": list(self.metadata.dropped),
             "grid": list(self.metadata.grid),
         }
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.files import read_json, write_json
-from opal_deploy.artifact.slots import Slots
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.visualization.atlas.collector import AtlasCollector, PatchCandidate
 from opal_deploy.visualization.atlas.entries import (
@@ -91,7 +91,7 @@ def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any],
     for counts in labels.values():
         shown.update(counts)
     for class_id, label in enumerate(metadata.class_names):
-        slots = metadata.slots.of_class(class_id)
+        slots = metadata.class_map.slots(class_id)
         for slot in slots:
             patches = tuple(_write_candidate(candidate, root) for candidate in collector.best(class_id, slot))
             entries[class_id, slot] = SlotEntry(class_id, slot, collector.statistics(class_id, slot), patches)
@@ -180,15 +180,17 @@ def _parse_atlas(root: Path, document: Mapping[str, Any]) -> Atlas:
     model, classes = document["model"], document["classes"]
     if not all(isinstance(model[key], str) for key in ("file", "sha256")):
         raise TypeError("file and sha256 of the model must be texts")
-    kept = Slots(len(classes), model["prototypes_per_class"], tuple(model["dropped"]))
-    if len(classes) * kept.per_class != sum(len(each["slots"]) for each in classes) + len(kept.dropped):
+    listed, m = sum(len(each["slots"]) for each in classes), model["prototypes_per_class"]
+    # a damaged number would fill the memory
+    class_map = ClassMap.blocks(len(classes), min(m, listed + len(model["dropped"])), model["dropped"])
+    if class_map.counts.sum() != listed:
         raise ValueError("slots are missing or not the model's")
     entries = {}
     for class_id, each in enumerate(classes):
         slots = each["slots"]
         if each["class_id"] != class_id or not isinstance(each["name"], str):
             raise ValueError(f"class {class_id} is missing or has no name")
-        if [entry["slot"] for entry in slots] != kept.of_class(class_id):
+        if [entry["slot"] for entry in slots] != class_map.slots(class_id):
             raise ValueError(f"slots of class {class_id} are missing, repeated or not the model's")
         entries.update({(class_id, entry["slot"]): _parse_entry(class_id, entry) for entry in slots})
     return Atlas(

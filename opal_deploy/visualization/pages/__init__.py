@@ -1,7 +1,8 @@
 """Templates that escape all texts, the style sheet and the evidence script that all HTML pages share.
 
-`base.css` has the colours and the controls; `evidence.js` draws boxes, bars and tables of slots. A page's content
-security policy names its inline scripts and style sheets by their digests.
+`base.css` has the colours and the controls, `evidence.js` draws boxes, bars and tables of slots, and `class_map.js`
+computes cosines, contributions and margins. A page's content security policy names its inline scripts and style sheets
+by their digests.
 """
 
 from __future__ import annotations
@@ -76,6 +77,12 @@ def read_style(package: str, name: str) -> str:
 def read_evidence_script() -> str:
     """Return the script that draws boxes, bars and tables of slots; it defines the global object `evidence`."""
     return f"const GLOSSARY = {to_json(GLOSSARY)}, SLOT_COLORS = {len(COLORS)};\n" + read_asset(__name__, "evidence.js")
+
+
+@cache
+def read_class_map_script() -> str:
+    """Return the script that computes with class maps; it defines the functions `readClassMap` and `findMargin`."""
+    return read_asset(__name__, "class_map.js")
 
 
 def slot_class(slot: int) -> str:

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.artifact.opal_head import cosines
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import ImageInfo, build_records
 from opal_deploy.visualization.atlas.collector import AtlasCollector
@@ -25,7 +26,7 @@ def metadata(distance="l2"):
 def records(names, scores, cells, distance="l2"):
     scores, cells = scores.astype(np.float32), cells.astype(np.int32)
     outputs = Outputs(
-        -np.sqrt(2 - 2 * cosines(scores, metadata(distance).slots, 1e-8)).astype(np.float32), cells, scores
+        -np.sqrt(2 - 2 * cosines(scores, metadata(distance).class_map, 1e-8)).astype(np.float32), cells, scores
     )
     images = [ImageInfo(name, Geometry.whole(*SIZE)) for name in names]
     return build_records(images, outputs, metadata(distance))

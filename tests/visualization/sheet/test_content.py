@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines, embedding
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.opal_head import cosines, embedding
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import ImageInfo
@@ -32,7 +33,7 @@ def outputs(m, seed=0, classes=3):
     concentration[:m] = 0.2
     attention = generator.dirichlet(concentration, size=(1, 49)).transpose(0, 2, 1).astype(np.float32)
     scores, cells = attention.max(axis=2), attention.argmax(axis=2).astype(np.int32)
-    logits = -np.sqrt(2 - 2 * cosines(scores, Slots(scores.shape[1] // m, m), 1e-8)).astype(np.float32)
+    logits = -np.sqrt(2 - 2 * cosines(scores, ClassMap.blocks(scores.shape[1] // m, m), 1e-8)).astype(np.float32)
     return Outputs(logits, cells, scores, attention.reshape(1, -1, *GRID))
 
 
@@ -45,14 +46,14 @@ def of_scores(own, other, cells=None):
     m = len(own)
     scores = np.array([[*own, *other]], dtype=np.float32)
     where = np.array([[*(cells or range(m)), *range(20, 20 + m)]], dtype=np.int32)
-    logits = -np.sqrt(2 - 2 * cosines(scores, Slots(scores.shape[1] // m, m), 1e-8)).astype(np.float32)
+    logits = -np.sqrt(2 - 2 * cosines(scores, ClassMap.blocks(scores.shape[1] // m, m), 1e-8)).astype(np.float32)
     return build_sheet_content(IMAGE, Outputs(logits, where, scores), metadata(m, classes=("a", "b")))
 
 
 @pytest.mark.parametrize("m", [1, 5, 10])
 def test_the_bars_of_both_classes_add_up_to_their_cosines(m):
     found, given = content(m), outputs(m)
-    cosine = cosines(given.scores, Slots(given.scores.shape[1] // m, m), 1e-8)[0]
+    cosine = cosines(given.scores, ClassMap.blocks(given.scores.shape[1] // m, m), 1e-8)[0]
     for view in (found.predicted, found.runner_up):
         assert math.fsum(slot.value for slot in view.slots) == pytest.approx(cosine[view.class_id], abs=1e-6)
         assert view.total == pytest.approx(view.cosine, abs=1e-6)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines
-from opal_deploy.artifact.slots import Slots
+from opal_deploy.artifact.opal_head import cosines
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import ImageInfo
@@ -55,9 +56,9 @@ def content(
 ):  # fmt: skip
     channels = m * len(labels)
     attention = np.random.default_rng(m).dirichlet(np.full(channels, 0.1), size=49).T[None].astype(np.float32)
-    slots = Slots(len(labels), m, dropped)
-    scores, cells = attention.max(axis=2) * slots.kept.flatten(), attention.argmax(axis=2).astype(np.int32)
-    logits = -np.sqrt(2 - 2 * cosines(scores, slots, 1e-8)).astype(np.float32)
+    class_map = ClassMap.blocks(len(labels), m, dropped)
+    scores, cells = attention.max(axis=2) * class_map.kept_prototypes, attention.argmax(axis=2).astype(np.int32)
+    logits = -np.sqrt(2 - 2 * cosines(scores, class_map, 1e-8)).astype(np.float32)
     outputs = Outputs(logits, cells, scores, attention.reshape(1, channels, *GRID) if heatmap else None)
     metadata = Metadata(
         labels,
