@@ -75,9 +75,9 @@ def test_strangers_are_unknown_and_say_why(records, folder, opal):
     assert "noise.png" in unknown(records)
     assert len(unknown(records)) < 5
     for record in records:
-        assert (record["status"] == "unknown") == (record["strangeness"] > limit) == ("reason" in record)
+        assert (record["status"] == "unknown") == (record["ood_score"] > limit) == ("reason" in record)
         if record["status"] == "unknown":
-            assert record["reason"].startswith(f"strangeness {record['strangeness']:.2f}, more than {limit:.2f}; ")
+            assert record["reason"].startswith(f"strangeness {record['ood_score']:.2f}, more than {limit:.2f}; ")
             assert record["prediction"]["label"]
     done = check(opal("verify", "out", "--model", "model.onnx", "--all", *CPU, cwd=folder))
     assert f"{len(records)} of {len(records)} records match the model" in done.stderr
@@ -94,10 +94,10 @@ def test_strangers_are_unknown_and_say_why(records, folder, opal):
 
 
 def test_the_graph_computes_what_the_checkpoint_does(folder, records):
-    named = {record["image"]: record["strangeness"] for record in records}
+    named = {record["image"]: record["ood_score"] for record in records}
     images = sorted((folder / "in").iterdir())
     explained = opal_deploy.load(folder / "model.pt", device="cpu", threads=1).explain(images)
-    assert [record["strangeness"] for record in explained] == pytest.approx(list(named.values()), abs=1e-4)
+    assert [record["ood_score"] for record in explained] == pytest.approx(list(named.values()), abs=1e-4)
 
 
 def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, folder, records):
@@ -112,7 +112,7 @@ def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, f
     check(infer("plain"))
     plain = read_results(folder / "plain")
     assert unknown(plain) == set()
-    assert [record["strangeness"] for record in plain] == [record["strangeness"] for record in records]
+    assert [record["ood_score"] for record in plain] == [record["ood_score"] for record in records]
 
 
 def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact_model, map_model):
@@ -151,13 +151,13 @@ def test_images_like_the_background_become_stranger(opal, folder, infer, records
     images = sorted((folder / "in").iterdir())
     noise = [image.name for image in images].index("noise.png")
     more = [each["strangeness"] for each in opal_deploy.load(path, device="cpu", threads=1).explain(images)]
-    before = [record["strangeness"] for record in records]
+    before = [record["ood_score"] for record in records]
     assert more[noise] - before[noise] > 0.3 > max(np.delete(more, noise) - np.delete(before, noise))
     # a later record keeps it, and the graph computes it
     check(opal("evaluate", folder / "data", "--model", path, *val))
     check(opal("export", path, "--threads", "1"))
     check(infer("more", model="more.onnx"))
-    assert [record["strangeness"] for record in read_results(folder / "more")] == pytest.approx(more, abs=1e-4)
+    assert [record["ood_score"] for record in read_results(folder / "more")] == pytest.approx(more, abs=1e-4)
     assert "; strangeness knows 5 background images" in check(opal("inspect", folder / "more.onnx")).stderr
 
 
@@ -178,8 +178,8 @@ def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records, 
     assert "strangeness" in {value.name for value in onnx.load(folder / name).graph.output}
     check(infer(out, "--unknown", RATE, "--top", "2", model=name))
     found = read_results(folder / out)
-    expected = [record["strangeness"] for record in records]
-    assert [record["strangeness"] for record in found] == pytest.approx(expected, abs=1e-2)
+    expected = [record["ood_score"] for record in records]
+    assert [record["ood_score"] for record in found] == pytest.approx(expected, abs=1e-2)
     assert "noise.png" in unknown(found)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeAlias
 
+from msgspec.structs import replace
+
 from opal_deploy.artifact.measurements import EffectiveField, describe_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
@@ -34,7 +36,7 @@ from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Result
 from opal_deploy.logs import one_line
 from opal_deploy.records.names import find_common_folder
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Answered, Failed, Record
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url, redact
 from opal_deploy.visualization.report import (
@@ -121,8 +123,8 @@ class Drawer:
 
     def draw(self, index: int, result: Result) -> Record:
         """Return a record that names the drawings that were written, or says why one is missing."""
-        record = result.record.copy()
-        if record["status"] == "error":
+        record = result.record
+        if isinstance(record, Failed):
             return record
         parts = (
             self._parts if index < self._num_thumbnails else tuple(part for part in self._parts if part != "thumbnail")
@@ -131,16 +133,13 @@ class Drawer:
         drawn = drawings.files
         if "thumbnail" in drawn:
             self._thumbnails[index] = Thumbnail(drawn["thumbnail"])
+        overlay = overlay_name(index, record.image) if "overlay" in drawn else None
+        sheet = sheet_name(index, record.image) if "sheet" in drawn else None
         with self._timer.stage("write"):
-            if "overlay" in drawn:
-                record["overlay"] = overlay_name(index, record["image"])
-                write_image_file(self._out, record["overlay"], drawn["overlay"])
-            if "sheet" in drawn:
-                record["sheet"] = sheet_name(index, record["image"])
-                write_image_file(self._out, record["sheet"], drawn["sheet"])
-        if drawings.error is not None:
-            record["drawing_error"] = drawings.error
-        return record
+            for name, data in ((overlay, drawn.get("overlay")), (sheet, drawn.get("sheet"))):
+                if name is not None and data is not None:
+                    write_image_file(self._out, name, data)
+        return replace(record, overlay=overlay, sheet=sheet, drawing_error=drawings.error)
 
 
 @dataclass(frozen=True)
@@ -240,10 +239,10 @@ def write_report(
             evidence=options.evidence,
             field=None if options.draw_field else options.field,
             class_names=options.class_names,
-            folder=find_common_folder(record["image"] or "" for record in read_records(out / RESULTS)),
+            folder=find_common_folder(record.image or "" for record in read_records(out / RESULTS)),
         ) as writer:
             for index, record in enumerate(read_records(out / RESULTS)):
-                name = record.get("overlay")
+                name = record.overlay if isinstance(record, Answered) else None
                 overlay: bytes | None = thumbnails.get(index)
                 if overlay is None and name is not None and writer.embeds_images:
                     overlay = _read_overlay(drawings_out or out, name)

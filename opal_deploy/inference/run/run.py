@@ -259,7 +259,7 @@ def _check_drawings(out: Path) -> None:
     for number, record in enumerate(read_records(out / RESULTS), 1):
         if not has_drawings(out, record):
             raise StoppedEarly(
-                f"{out}: a drawing of record {number}, {record['image']}, was removed during the run; leave the folder "
+                f"{out}: a drawing of record {number}, {record.image}, was removed during the run; leave the folder "
                 "as it is until the run ends"
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.timing import StageTimes
 from opal_deploy.logs import one_line
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Failed, Record
 
 # a share of failed images says little below the first number, an accuracy below the second
 _MIN_IMAGES_FOR_PERCENT = 100
@@ -55,18 +55,18 @@ class Accuracy:
 
     def count(self, record: Record) -> None:
         """Add one record."""
-        label = record.get("label")
+        label = record.label
         if label is None:
             self.unlabelled += 1
-            if len(self.unlabelled_examples) < _MAX_EXAMPLES and record["image"] is not None:
-                self.unlabelled_examples.append(record["image"])
+            if len(self.unlabelled_examples) < _MAX_EXAMPLES and record.image is not None:
+                self.unlabelled_examples.append(record.image)
         elif label not in self.class_names:
             self.unknown += 1
             if len(self.unknown_examples) < _MAX_EXAMPLES and label not in self.unknown_examples:
                 self.unknown_examples.append(label)
-        elif "prediction" not in record:
+        elif isinstance(record, Failed):
             self.failed += 1
-        elif record["prediction"]["label"] == label:
+        elif record.prediction.label == label:
             self.correct += 1
         else:
             self.wrong += 1
@@ -147,18 +147,17 @@ class Summary:
 
     def count(self, record: Record) -> None:
         """Add one record."""
-        self.statuses[record["status"]] += 1
-        if record["status"] == "error":
-            code = record["error"]["code"]
+        self.statuses[record.status] += 1
+        if isinstance(record, Failed):
+            code = record.error.code
             self.errors[code] += 1
             examples = self.error_examples.setdefault(code, [])
-            if len(examples) < _MAX_EXAMPLES and record["image"] is not None:
-                examples.append(record["image"])
+            if len(examples) < _MAX_EXAMPLES and record.image is not None:
+                examples.append(record.image)
         else:
-            prediction = record["prediction"]
-            self.classes[prediction["class_id"], prediction["label"]] += 1
-        if "drawing_error" in record:
-            self.drawing_errors[record["drawing_error"]["code"]] += 1
+            self.classes[record.prediction.class_id, record.prediction.label] += 1
+            if record.drawing_error is not None:
+                self.drawing_errors[record.drawing_error.code] += 1
         if self.accuracy is not None:
             self.accuracy.count(record)
 

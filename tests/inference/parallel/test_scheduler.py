@@ -85,8 +85,8 @@ def test_every_image_has_its_record_in_order(seed):
     killers = {rng.randrange(first, last) for _ in range(rng.randrange(3)) if last > first}
     pool = Pool(rng.randrange(1, 5), killers, seed, lost=rng.choice([0, 0.2]))
     records = list(schedule(pool, named(first, last), first))
-    assert [record["image"] for record in records] == [f"{number}" for number in range(first, last)]
-    assert {int(record["image"] or "") for record in records if record["status"] == "error"} == killers
+    assert [record.image for record in records] == [f"{number}" for number in range(first, last)]
+    assert {int(record.image or "") for record in records if record.status == "error"} == killers
 
 
 def test_a_chunk_is_tried_again_on_another_node():

@@ -96,7 +96,7 @@ def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(imag
     call = ProcessPool.call
 
     def hang(pool, request, *how):
-        if isinstance(request, tuple) and getattr(request[0], "record", {}).get("image") == "4.png":
+        if isinstance(request, tuple) and getattr(getattr(request[0], "record", None), "image", None) == "4.png":
             raise WorkerTimeout
         return call(pool, request, *how)
 

@@ -10,7 +10,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines, embedding
 from opal_deploy.artifact.slots import Slots
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import ImageInfo
+from opal_deploy.records.build import ImageInfo
 from opal_deploy.visualization.sheet.content import build_sheet_content
 
 GRID = (7, 7)
