@@ -199,7 +199,7 @@ export function buildRecord(picture, outputs) {
   return {
     schema: 1, image: picture.name, status: isUnknown ? "unknown" : isUnsure(margin) ? "abstained" : "ok", image_sha256: picture.sha256, model_sha256: model.model_sha256,
     width: picture.width, height: picture.height, prediction: answer(order[0]),
-    margin, ...(strangeness !== null && { strangeness }), ...(isUnknown && { reason: describeStrangeness(strangeness, evidence) }),
+    margin, ...(strangeness !== null && { ood_score: strangeness }), ...(isUnknown && { reason: describeStrangeness(strangeness, evidence) }),
     top: order.slice(0, 5).map(answer), evidence,
   };
 }
