@@ -11,6 +11,8 @@ from opal_deploy.inference.cluster.connection import ActorPlan, Node, plan_actor
 from opal_deploy.inference.parallel.chunk import IN_FLIGHT, Chunk, ChunkResult, make_chunks
 from opal_deploy.inference.parallel.scheduler import _WINDOW, Scheduler, Worker
 from opal_deploy.inference.types import FrameInfo, InputImage
+from opal_deploy.records.record import to_record
+from tests.records.test_schema import FAILED, OK
 
 BATCH, SIZE = 4, 16
 
@@ -20,7 +22,7 @@ class Result(ChunkResult):
         self.chunk = chunk
 
     def load(self):
-        return [{"schema": 1, "image": request.name, "status": "ok"} for request in self.chunk.requests]
+        return [to_record({**OK, "image": request.name}) for request in self.chunk.requests]
 
 
 class FakeWorker(Worker):
@@ -187,3 +189,10 @@ def test_actors_are_as_large_as_the_nodes_allow(nodes, cpus, plan):
         return
     with pytest.raises(UsageError, match="start nodes first"):
         plan_actors(listed, cpus)
+
+
+def test_the_records_of_a_chunk_come_back_in_order():
+    for label in ("oak", "\udcff"):
+        documents = [{**OK, "label": label}, FAILED, OK]
+        records = list(map(to_record, documents))
+        assert ChunkResult.build(records).load() == records
