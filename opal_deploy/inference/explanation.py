@@ -22,7 +22,7 @@ from opal_deploy.options import StrPath
 from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.lines import to_document
-from opal_deploy.records.names import unescape_name
+from opal_deploy.records.names import find_common_folder, unescape_name
 from opal_deploy.records.record import Answer, Answered, Failed, Problem, Record, Slot, to_record
 from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg, encode_jpeg
 from opal_deploy.visualization.style import escape_unprintable, slot_color, to_hex
@@ -165,10 +165,13 @@ class Explanations(list[Explanation]):
         except OSError as error:
             raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another folder") from None
         drawing.prepare_folders(out, overlays=True, sheets=False, first=0)
-        with RecordWriter(out / RESULTS) as writer:
+        folder = find_common_folder(each["image"] or "" for each in self)
+        report = drawing.open_report(out, self._report_options(), len(self), folder)
+        with RecordWriter(out / RESULTS) as writer, report as add:
             for index, explanation in enumerate(self):
-                writer.write(_save_drawing(out, index, explanation))
-        drawing.write_report(out, self._report_options(), {})
+                record = _save_drawing(out, index, explanation)
+                writer.write(record)
+                add(record)
         return out / REPORT
 
     def _report_options(self) -> ReportOptions:

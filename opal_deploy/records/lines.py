@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TextIO
 
 import msgspec
@@ -92,11 +92,20 @@ def to_json_line(document: object) -> bytes:
 
 
 def write_csv(stream: TextIO, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write rows of CSV that end in a newline to a stream opened with `newline=""`; None is an empty field."""
+    """Write rows of CSV, see `csv_writer`."""
+    write = csv_writer(stream)
+    write(header)
+    for row in rows:
+        write(row)
+
+
+def csv_writer(stream: TextIO) -> Callable[[Sequence[object]], object]:
+    """Return a function that writes a row of CSV to a stream opened with `newline=""`; None is an empty field.
+
+    Rows end in a newline.
+    """
     # before Python 3.13 the csv module quotes fields only for the characters of its line terminator
-    writer = csv.writer(_LineEnds(stream), lineterminator=_LINE_BREAKS)
-    writer.writerow(header)
-    writer.writerows(rows)
+    return csv.writer(_LineEnds(stream), lineterminator=_LINE_BREAKS).writerow
 
 
 class _LineEnds:

@@ -37,7 +37,7 @@ Code = Annotated[str, Meta(extra_json_schema={"pattern": "^[a-z][a-z0-9_]*$"})]
 _RENAMED = {"strangeness": "ood_score"}
 
 
-class Answer(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Answer(Struct, frozen=True, omit_defaults=True):
     """A class and how well the image matches it."""
 
     class_id: Index
@@ -56,7 +56,7 @@ class Answer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = None
 
 
-class Slot(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Slot(Struct, frozen=True, omit_defaults=True):
     """One prototype slot's evidence for the predicted class."""
 
     slot: Annotated[Index, Meta(description="Number of the slot within its class, from 0.")]
@@ -77,14 +77,14 @@ class Slot(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: Annotated[str | None, Meta(description="The slot's name, from a file of slot names.")] = None
 
 
-class Problem(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Problem(Struct, frozen=True, omit_defaults=True):
     """Why an image has no answer or no drawing."""
 
     code: Annotated[Code, Meta(description="Stable code of the error.")]
     message: Annotated[str, Meta(description="One line of text.")]
 
 
-class Signature(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Signature(Struct, frozen=True, omit_defaults=True):
     """With --sign: a signature of all other fields and of its own, except value, as canonical JSON (RFC 8785)."""
 
     algorithm: Annotated[str, Meta(description="Ed25519 (RFC 8032).", extra_json_schema={"const": "ed25519"})]
@@ -195,13 +195,13 @@ class Failed(_Image[Literal["error"]], frozen=True, kw_only=True):
 Record: TypeAlias = Answered | Failed
 
 
-def to_record(document: object) -> Record:
-    """Return the record that a document of JSON holds; keys of later versions are left out.
+def to_record(document: Any) -> Record:
+    """Return the record that a document of JSON holds, or the record itself; keys of later versions are left out.
 
     Raises:
         ValueError: a key is missing, or has a value of another type.
     """
-    if isinstance(document, Answered) or isinstance(document, Failed):  # noqa: SIM101
+    if isinstance(document, (Answered, Failed)):
         return document
     if not isinstance(document, dict):
         raise ValueError(f"{type(document).__name__} found, expected an object")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,7 +20,7 @@ from msgspec.structs import asdict
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import StoppedEarly, UsageError, first_line, require
-from opal_deploy.records.lines import write_csv
+from opal_deploy.records.lines import csv_writer
 from opal_deploy.records.record import RECORD_SCHEMA, Answer, Answered, Failed, Record, Slot, rename_keys, to_record
 
 Rows = Literal["images", "evidence"]
@@ -91,16 +91,23 @@ def check_formats(names: Iterable[str]) -> tuple[Format, ...]:
 
 
 def write_table(records: Iterable[Record], out: Path, kind: Format) -> None:
-    """Write a table of records to the folder `out`, whole or not at all.
+    """Write a table of records, see `open_table`."""
+    with open_table(out, kind) as add:
+        for record in records:
+            add(record)
+
+
+@contextmanager
+def open_table(out: Path, kind: Format) -> Iterator[Callable[[Record], object]]:
+    """Yield a function that adds a record to a table in the folder `out`, which is written whole or not at all.
 
     Raises:
         StoppedEarly: the table cannot be written; the records are safe.
     """
-    path = out / TABLES[kind]
+    path, open_rows = out / TABLES[kind], {"parquet": _open_parquet, "csv": _open_csv}[kind]
     try:
-        with atomic_write(path) as temporary:
-            write = _write_parquet if kind == "parquet" else _write_csv
-            write(temporary, map(record_to_row, records))
+        with atomic_write(path) as temporary, open_rows(temporary) as add_row:
+            yield lambda record: add_row(record_to_row(record))
     except UsageError as error:
         raise StoppedEarly(f"{error}; all records are in results.jsonl") from None
 
@@ -129,10 +136,12 @@ def _flatten(part: Answer | Slot) -> dict[str, Any]:
     return row
 
 
-def _write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+@contextmanager
+def _open_csv(path: Path) -> Iterator[Callable[[dict[str, Any]], object]]:
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
-        names = [*COLUMNS, *LISTS]
-        write_csv(stream, names, ([_format_field(row[name]) for name in names] for row in rows))
+        write = csv_writer(stream)
+        write([*COLUMNS, *LISTS])
+        yield lambda row: write([_format_field(value) for value in row.values()])
 
 
 def _format_field(value: Any) -> Any:
@@ -141,16 +150,28 @@ def _format_field(value: Any) -> Any:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[Callable[[dict[str, Any]], object]]:
     import pyarrow as pa
     from pyarrow import parquet
 
     lists = [(name, pa.list_(pa.struct(list(fields.items())))) for name, fields in LISTS.items()]
     schema = pa.schema([*COLUMNS.items(), *lists])
-    remaining = map(_escape_surrogates, rows)
+    group: list[dict[str, Any]] = []
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        while group := list(islice(remaining, _GROUP_ROWS)):
-            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+
+        def flush() -> None:
+            if group:
+                writer.write_table(pa.Table.from_pylist(group, schema=schema))
+                group.clear()
+
+        def add(row: dict[str, Any]) -> None:
+            group.append(_escape_surrogates(row))
+            if len(group) == _GROUP_ROWS:
+                flush()
+
+        yield add
+        flush()
 
 
 def _escape_surrogates(value: Any) -> Any:

@@ -92,7 +92,7 @@ def test_a_table_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tables, "_write_csv", fail)
+    monkeypatch.setattr(tables, "_open_csv", fail)
     with pytest.raises(StoppedEarly, match=r"No space left on device.*all records are in results.jsonl"):
         write_table(map(to_record, RECORDS), tmp_path, "csv")
     assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ from typing import Any
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.timing import StageTimes
 from opal_deploy.logs import one_line
+from opal_deploy.records.names import share_folder
 from opal_deploy.records.record import Failed, Record
 
 # a share of failed images says little below the first number, an accuracy below the second
@@ -113,6 +114,7 @@ class Summary:
         error_examples: names of the first few images with an error, by code; not in summary.json, which is shared.
         classes: number of predictions by (class id, label).
         accuracy: None without labels.
+        folder: common folder of the images, see `share_folder`; not in summary.json, which is shared.
         resumed: records from before the run was resumed; all other counts include them.
         seconds: from the first image to the last record, since the run began or was resumed.
         seconds_to_first_record: until the first record was written; None before.
@@ -125,6 +127,7 @@ class Summary:
     drawing_errors: Counter[str] = field(default_factory=Counter)
     classes: Counter[tuple[int, str]] = field(default_factory=Counter)
     accuracy: Accuracy | None = None
+    folder: str | None = None
     resumed: int = 0
     seconds: float = 0.0
     seconds_to_first_record: float | None = None
@@ -148,6 +151,7 @@ class Summary:
     def count(self, record: Record) -> None:
         """Add one record."""
         self.statuses[record.status] += 1
+        self.folder = share_folder(self.folder, record.image or "")
         if isinstance(record, Failed):
             code = record.error.code
             self.errors[code] += 1
