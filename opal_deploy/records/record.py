@@ -205,8 +205,11 @@ def to_record(document: Any) -> Record:
         return document
     if not isinstance(document, dict):
         raise ValueError(f"{type(document).__name__} found, expected an object")
+    document = rename_keys(document)
     try:
-        return msgspec.convert(rename_keys(document), Failed if document.get("status") == "error" else Answered)
+        if document.get("status") == "error":
+            return msgspec.convert(document, Failed)
+        return msgspec.convert(document, Answered)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
 
