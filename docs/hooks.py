@@ -157,12 +157,10 @@ def _gates() -> str:
 
 
 def _tables(schema: dict[str, Any]) -> list[str]:
-    """Return a table of fields for the record, and one for each object that it contains."""
+    """Return a table of fields for each kind of record, and for each object that they contain."""
     found = []
-    for title, part in (("A record", schema), *schema.get("$defs", {}).items()):
-        if "properties" not in part:
-            continue
-        rows = [f"### {title}", "", "| field | type | meaning |", "|---|---|---|"]
+    for title, part in schema["$defs"].items():
+        rows = [f"### {title}", "", part["description"], "", "| field | type | meaning |", "|---|---|---|"]
         for name, field in part["properties"].items():
             rows.append(f"| `{name}` | {_type(field)} | {field.get('description', '')} |")
         found.append("\n".join(rows))
@@ -180,5 +178,6 @@ def _type(field: dict[str, Any]) -> str:
         return ", ".join(f"`{json.dumps(value)}`" for value in field["enum"])
     kind = field.get("type", "")
     if kind == "array":
-        return f"array of {_type(field.get('items', {}))}"
+        entries = field.get("prefixItems")
+        return f"array of {len(entries)} {_type(entries[0])}s" if entries else f"array of {_type(field['items'])}"
     return " or ".join(kind) if isinstance(kind, list) else str(kind)

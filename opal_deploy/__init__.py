@@ -2,7 +2,7 @@
 
 >>> import opal_deploy
 >>> model = opal_deploy.load("model.onnx")  # doctest: +SKIP
->>> model.explain("bird.jpg")["prediction"]["label"]  # doctest: +SKIP
+>>> model.explain("bird.jpg").record.prediction.label  # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ if TYPE_CHECKING:
     from opal_deploy.inference.infer import InferenceRun, run_inference
     from opal_deploy.inference.service import Service
     from opal_deploy.records import json_schema, to_coco, to_label_studio, to_pandas
-    from opal_deploy.records.record import Record
+    from opal_deploy.records.record import Answered, Failed, Record
     from opal_deploy.train.api import train_model
 
 __all__ = [
+    "Answered",
     "ArtifactError",
     "CheckpointError",
     "Explanation",
     "Explanations",
+    "Failed",
     "ImageError",
     "InferenceRun",
     "MissingExtra",
@@ -75,7 +77,7 @@ _LAZY = {
     "inference.infer": ("InferenceRun", "run_inference"),
     "inference.service": ("Service",),
     "records": ("json_schema", "to_coco", "to_label_studio", "to_pandas"),
-    "records.record": ("Record",),
+    "records.record": ("Answered", "Failed", "Record"),
     "train.api": ("train_model",),
 }
 

@@ -16,10 +16,10 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.results import find_results, read_all_records, read_run_options
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.inference.run.results import parse_record
 from opal_deploy.inference.run_files import PARTS, RESULTS
+from opal_deploy.records.lines import read_lines
 from opal_deploy.records.observations import observe_records
-from opal_deploy.records.record import Answer, Record
+from opal_deploy.records.record import Answer, Answered, Record, Slot
 from opal_deploy.records.tables import TABLES, read_table
 from opal_deploy.storage import buckets
 from opal_deploy.storage.files import RemoteFile
@@ -59,11 +59,11 @@ class Layout:
 
     def add_name(self, answer: Answer) -> None:
         """Remember the name of a class; raise ValueError for one that the model does not have."""
-        class_id = answer["class_id"]
+        class_id = answer.class_id
         if class_id >= self.classes:
             raise ValueError(f"a class {class_id}, where at most {self.classes:,} are possible")
         self.class_names.extend([""] * (class_id + 1 - len(self.class_names)))
-        self.class_names[class_id] = self.class_names[class_id] or answer["label"]
+        self.class_names[class_id] = self.class_names[class_id] or answer.label
 
 
 class Answers:
@@ -116,16 +116,16 @@ class Answers:
                     raise UsageError(f"{self.shown}: neither {RESULTS} nor {PARTS} found; expected a run of `infer`")
             for file in files:
                 with file.open_ranges() as stream:
-                    for number, line in enumerate(stream, 1):
-                        if (record := parse_record(line)) is None:
+                    for number, line in enumerate(read_lines(stream), 1):
+                        if line.record is None:
                             raise UsageError(f"{file}: line {number} is not a whole record; the file is damaged")
-                        yield record
+                        yield line.record
         except ImageError as error:
             raise UsageError(f"{self.shown}: cannot be read: {error}") from None
 
     def observe(
         self, layout: Layout, model_sha256: str | None = None
-    ) -> Iterator[tuple[Sequence[Record], Observations]]:
+    ) -> Iterator[tuple[Sequence[Answered], Observations]]:
         """Yield the records of all images with an answer, in blocks, with their observations.
 
         Args:
@@ -139,14 +139,14 @@ class Answers:
         self.model_sha256 = None
         records = iter(self.records())
         while block := list(islice(records, _BLOCK)):
-            self.statuses.update(record["status"] for record in block)
-            answered = [record for record in block if "prediction" in record]
+            self.statuses.update(record.status for record in block)
+            answered = [record for record in block if isinstance(record, Answered)]
             if not answered:
                 continue
             try:
                 for record in answered:
-                    self._check_model(record.get("model_sha256"), model_sha256)
-                    layout.add_name(record["prediction"])
+                    self._check_model(record.model_sha256, model_sha256)
+                    layout.add_name(record.prediction)
                 observations = observe_records(answered, layout.slots, layout.grid)
             except (ValueError, OverflowError) as error:
                 raise UsageError(
@@ -184,10 +184,12 @@ class Answers:
         """
         slots, grid = 0, None
         for record in islice(self.records(), _LOOKED_AT):
-            for slot in record.get("evidence", ()):
-                if (class_id := record["prediction"]["class_id"]) > 0:
-                    slots = infer_block(class_id, slot["slot"], slot["channel"])
-                grid = grid or _find_grid(record["width"], record["height"], slot["cell"], slot["box"])
+            if not isinstance(record, Answered):
+                continue
+            for slot in record.evidence:
+                if (class_id := record.prediction.class_id) > 0:
+                    slots = infer_block(class_id, slot.slot, slot.channel)
+                grid = grid or _find_grid(record.width, record.height, slot)
             if 0 < slots <= _MAX_CHANNELS and grid:
                 return Layout(slots, grid, _MAX_CHANNELS // slots)
         raise UsageError(
@@ -196,9 +198,9 @@ class Answers:
         )
 
 
-def _find_grid(width: int, height: int, cell: list[int], box: list[float]) -> tuple[int, int] | None:
+def _find_grid(width: int, height: int, slot: Slot) -> tuple[int, int] | None:
     """Return the grid of an image from the box of one cell; None if the image was cropped."""
-    (row, col), (x0, y0, x1, y1) = cell, box
+    (row, col), (x0, y0, x1, y1) = slot.cell, slot.box
     if x1 <= x0 or y1 <= y0:
         return None
     sides = np.array([height / (y1 - y0), width / (x1 - x0)])

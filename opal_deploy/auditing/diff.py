@@ -153,7 +153,7 @@ def _image_loader(report: DiffReport, options: DiffOptions) -> Callable[[Record]
     def load(record: Record) -> Image | None:
         item = sources.find(record)
         try:
-            source = locate(unescape_name(record["image"] or ""), Path(options.root)) if item is None else item.source
+            source = locate(unescape_name(record.image or ""), Path(options.root)) if item is None else item.source
         except ImageError:
             return None
         return load_record_image(record, source, options.max_pixels)

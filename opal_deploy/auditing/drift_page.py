@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.auditing.answers import Answers, Layout
@@ -17,7 +18,7 @@ from opal_deploy.errors import ImageError
 from opal_deploy.inference.explanation import load_record_image
 from opal_deploy.records.drift import DriftCounts
 from opal_deploy.records.names import unescape_name
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Answered
 from opal_deploy.records.shifts import Shift
 from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg, photograph_size
 from opal_deploy.visualization.pages import Picture, content_digest, load_templates, mark_safe, read_style
@@ -43,9 +44,9 @@ class _Examples:
 
     shift: Shift
     cases: bool
-    kept: list[tuple[float, Record]] = field(default_factory=list)
+    kept: list[tuple[float, Answered]] = field(default_factory=list)
 
-    def offer(self, found: Sequence[tuple[float, Record]]) -> None:
+    def offer(self, found: Sequence[tuple[float, Answered]]) -> None:
         """Keep the records with the smallest keys."""
         self.kept = heapq.nsmallest(_PICTURES, [*self.kept, *found], key=lambda entry: entry[0])
 
@@ -126,15 +127,15 @@ def _choose(answers: Answers, shifts: Sequence[Shift], layout: Layout, cases: Se
     return chosen
 
 
-def _draw(record: Record, shift: Shift, root: Path) -> Picture | None:
+def _draw(record: Answered, shift: Shift, root: Path) -> Picture | None:
     """Return the picture of a record, of a slot's shift with its box only; None if the image is gone."""
     try:
-        image = load_record_image(record, locate(unescape_name(record["image"] or ""), root))
+        image = load_record_image(record, locate(unescape_name(record.image or ""), root))
     except ImageError:
         return None
-    slots = [slot for slot in record["evidence"] if shift.slot is None or slot["slot"] == shift.slot]
-    overlay = draw_overlay(image, {**record, "evidence": slots})
+    slots = tuple(slot for slot in record.evidence if shift.slot is None or slot.slot == shift.slot)
+    overlay = draw_overlay(image, replace(record, evidence=slots))
     # without its legend
     photograph = overlay.crop((0, 0, *photograph_size(*image.size)))
     photograph.thumbnail((_SIDE, _SIDE))
-    return Picture(embed_jpeg(photograph), record["image"] or "")
+    return Picture(embed_jpeg(photograph), record.image or "")

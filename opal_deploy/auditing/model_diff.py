@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, Literal
 
+from msgspec.structs import replace
 from PIL import Image
 
 from opal_deploy.auditing.results import RecordIndex
 from opal_deploy.inference.explanation import format_line
 from opal_deploy.records.names import find_common_folder
-from opal_deploy.records.record import Record, Slot
+from opal_deploy.records.record import Answered, Failed, Record, Slot
 from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg
 from opal_deploy.visualization.pages import content_digest
 from opal_deploy.visualization.style import count_of, escape_unprintable
@@ -189,7 +190,7 @@ def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, k
             report.add(change)
             if change.kind != "same" and keep:
                 # of equal changes the first stay
-                entry = (change.severity(old.get("margin") or 0.0), -report.paired, change, old, new)
+                entry = (change.severity(_margin(old) or 0.0), -report.paired, change, old, new)
                 (heapq.heappush if len(heap) < keep else heapq.heappushpop)(heap, entry)
     report.only_after += sum(after.count(name) for name in after if before.count(name) == 0)
     report.worst = [(change, old, new) for _, _, change, old, new in sorted(heap, key=lambda e: e[:2], reverse=True)]
@@ -199,24 +200,24 @@ def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, k
 def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
     """Return the change between two records of an image."""
     before, after = _label_or_code(old), _label_or_code(new)
-    margins = old.get("margin"), new.get("margin")
+    margins = _margin(old), _margin(new)
     margin = None if margins[0] is None or margins[1] is None else margins[1] - margins[0]
-    status = None if old["status"] == new["status"] else f"{old['status']} -> {new['status']}"
+    status = None if old.status == new.status else f"{old.status} -> {new.status}"
     moved: tuple[int, ...] | None = None
     largest: float | None = None
     slots = unmatched = 0
-    if "prediction" not in old or "prediction" not in new:
+    if isinstance(old, Failed) or isinstance(new, Failed):
         kind: Kind = "same" if before == after and status is None else "error"
     elif before != after:
         kind = "class"
     else:
-        old_slots, new_slots = old.get("evidence", []), new.get("evidence", [])
-        by_number = {slot["slot"]: slot for slot in new_slots}
+        old_slots, new_slots = old.evidence, new.evidence
+        by_number = {slot.slot: slot for slot in new_slots}
         # slots that only one of the models has, such as dropped ones, are no pairs
-        pairs = [(slot, by_number[slot["slot"]]) for slot in old_slots if slot["slot"] in by_number]
+        pairs = [(slot, by_number[slot.slot]) for slot in old_slots if slot.slot in by_number]
         slots, unmatched = len(pairs), len(old_slots) + len(new_slots) - 2 * len(pairs)
-        moved = tuple(one["slot"] for one, other in pairs if _is_moved(one, other)) if pairs else None
-        parts = [(one["contribution"], other["contribution"]) for one, other in pairs]
+        moved = tuple(one.slot for one, other in pairs if _is_moved(one, other)) if pairs else None
+        parts = [(one.contribution, other.contribution) for one, other in pairs]
         changes = [abs(other - one) for one, other in parts if one is not None and other is not None]
         largest = max(changes, default=None)
         if moved or unmatched:
@@ -227,22 +228,26 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
             kind = "margin"
         else:
             kind = "same"
-    digests = old.get("image_sha256"), new.get("image_sha256")
+    digests = old.image_sha256, new.image_sha256
     return ImageChange(
-        new["image"] or "", new.get("image_index"), kind, before, after, status, moved, slots, unmatched, largest,
+        new.image or "", new.image_index, kind, before, after, status, moved, slots, unmatched, largest,
         margin, image_changed=None not in digests and digests[0] != digests[1],
     )  # fmt: skip
 
 
 def _label_or_code(record: Record) -> str:
-    return record["error"]["code"] if "error" in record else record["prediction"]["label"]
+    return record.error.code if isinstance(record, Failed) else record.prediction.label
+
+
+def _margin(record: Record) -> float | None:
+    return record.margin if isinstance(record, Answered) else None
 
 
 def _is_moved(old: Slot, new: Slot) -> bool:
-    (x0, y0, x1, y1), (u0, v0, u1, v1) = old["box"], new["box"]
+    (x0, y0, x1, y1), (u0, v0, u1, v1) = old.box, new.box
     width, height = x1 - x0, y1 - y0
     if abs((u1 - u0) - width) <= _SAME_SIDE * width and abs((v1 - v0) - height) <= _SAME_SIDE * height:
-        return old["cell"] != new["cell"]
+        return old.cell != new.cell
     return not (x0 <= (u0 + u1) / 2 <= x1 and y0 <= (v0 + v1) / 2 <= y1)
 
 
@@ -287,9 +292,9 @@ def _render_section(
 
 
 def _render_figure(title: str, record: Record, load_image: Callable[[Record], Image.Image | None]) -> str:
-    text = _escape(f"{title}: {format_line({**record, 'image': None}).removeprefix('image: ')}")
-    image = load_image(record) if "prediction" in record else None
-    shown = "<p>(no image: its file is missing or has changed)</p>" if "prediction" in record else ""
+    text = _escape(f"{title}: {format_line(replace(record, image=None)).removeprefix('image: ')}")
+    image = load_image(record) if isinstance(record, Answered) else None
+    shown = "<p>(no image: its file is missing or has changed)</p>" if isinstance(record, Answered) else ""
     if image is not None:
         overlay = draw_overlay(image, record)
         overlay.thumbnail((_MAX_SIDE, _MAX_SIDE), Image.Resampling.BILINEAR)

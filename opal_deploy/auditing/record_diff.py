@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import rename_keys
 from opal_deploy.runtime.gates import Gate
 
 # fields that no model computes
@@ -107,13 +107,16 @@ class FieldDifference:
 
 
 def diff_records(
-    recorded: Record, computed: Record, tolerance: Tolerance, is_tied: IsTied = lambda channel, cell: False
+    recorded: dict[str, Any],
+    computed: dict[str, Any],
+    tolerance: Tolerance,
+    is_tied: IsTied = lambda channel, cell: False,
 ) -> list[FieldDifference]:
-    """Return the fields of a record, which may hold any JSON, that differ from what was computed for its image.
+    """Return the fields of a record's document, which may hold any JSON, that differ from the one computed now.
 
-    The computed record has all of the model's classes in `top`.
+    The computed document has all of the model's classes in `top`.
     """
-    return list(_compare_records(dict(recorded), dict(computed), tolerance, is_tied))
+    return list(_compare_records(rename_keys(recorded), computed, tolerance, is_tied))
 
 
 def _compare_records(

@@ -8,7 +8,6 @@ can only be read from beginning to end, are kept in a temporary file.
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import tempfile
 import weakref
@@ -20,18 +19,16 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.prepare import content_sha256
-from opal_deploy.inference.run.results import parse_json, parse_record
 from opal_deploy.inference.run_files import RESULTS, RUN
 from opal_deploy.inference.sources.archives import is_archive_name
 from opal_deploy.inference.types import InputImage
+from opal_deploy.records.lines import MAX_LINE_BYTES, Line, parse_json, parse_record, read_lines
 from opal_deploy.records.names import escape_name, unescape_name
-from opal_deploy.records.record import RECORD_SCHEMA, Record, is_record
+from opal_deploy.records.record import RECORD_SCHEMA, Failed, Record
 from opal_deploy.storage.files import RemoteFile, parse_source
 from opal_deploy.storage.urls import is_url
 
 SUFFIX, SINGLE_SUFFIX = ".jsonl", ".json"
-# a damaged file may have no line breaks
-_MAX_LINE = 16 << 20
 
 
 def is_results(path: Path) -> bool:
@@ -63,63 +60,51 @@ def read_all_records(path: Path) -> Iterator[Record]:
     Raises:
         UsageError: the file cannot be read, or a line is not a record.
     """
-    for line_number, record in read_numbered_records(path):
-        if record is None:
-            raise _damaged(path, line_number)
-        yield record
+    for number, line in enumerate(read_all_lines(path), 1):
+        if line.record is None:
+            raise _damaged(path, number, line)
+        yield line.record
 
 
-def read_numbered_records(path: Path) -> Iterator[tuple[int, Record | None]]:
-    """Yield line numbers, from 1, with their records; None for a line that is not a record.
+def read_all_lines(path: Path) -> Iterator[Line]:
+    """Yield every line of a file, whether it is a record or not.
 
     A .json file is one record, on any number of lines: the answer that `serve` gave for an image.
 
     Raises:
         UsageError: the file cannot be read.
     """
-    if path.suffix == SINGLE_SUFFIX:
-        yield 1, _read_single(path)
+    if path.suffix != SINGLE_SUFFIX:
+        yield from _read_jsonl(path)
         return
-    for line_number, _, record in _read_lines(path):
-        yield line_number, record
-
-
-def _read_single(path: Path) -> Record | None:
     try:
         with path.open("rb") as stream:
-            document = parse_json(stream.read(_MAX_LINE))
+            document = parse_json(data := stream.read(MAX_LINE_BYTES))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
     if isinstance(document, dict) and isinstance(document.get("record"), dict):
         # the answer for an image with an error
         document = document["record"]
-    return document if is_record(document) else None
+    yield Line(len(data), document, parse_record(document))
 
 
-def _damaged(path: Path, line_number: int) -> UsageError:
-    """Return the error for a line, or for the only document, that is not a record of this schema."""
-    with path.open("rb") as stream:
-        lines = iter(lambda: stream.readline(_MAX_LINE), b"")
-        document = parse_json(next(itertools.islice(lines, line_number - 1, None), b""))
-    schema = document.get("schema", RECORD_SCHEMA) if isinstance(document, dict) else RECORD_SCHEMA
-    if schema != RECORD_SCHEMA:
-        return UsageError(
-            f"{path}: line {line_number}: record schema {schema!r} found, {RECORD_SCHEMA} expected; use the "
-            "opal-deploy version that wrote it"
-        )
-    return UsageError(f"{path}: line {line_number} is not a whole record of `opal-deploy infer`; the file is damaged")
-
-
-def _read_lines(path: Path) -> Iterator[tuple[int, int, Record | None]]:
-    """Yield line numbers with their offsets and records; see `read_numbered_records`."""
-    offset = 0
+def _read_jsonl(path: Path) -> Iterator[Line]:
     try:
         with path.open("rb") as stream:
-            for line_number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE), b""), 1):
-                yield line_number, offset, parse_record(line)
-                offset += len(line)
+            yield from read_lines(stream)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _damaged(path: Path, number: int, line: Line) -> UsageError:
+    """Return the error for a line, or for the only document, that is not a record of this schema."""
+    schema = line.document.get("schema", RECORD_SCHEMA) if isinstance(line.document, dict) else RECORD_SCHEMA
+    if schema != RECORD_SCHEMA:
+        return UsageError(
+            f"{path}: line {number}: record schema {schema!r} found, {RECORD_SCHEMA} expected; use the opal-deploy "
+            "version that wrote it"
+        )
+    return UsageError(f"{path}: line {number} is not a whole record of `opal-deploy infer`; the file is damaged")
 
 
 class RecordIndex:
@@ -140,14 +125,16 @@ class RecordIndex:
         self._offsets: dict[str, int] = {}
         self._later_offsets: dict[str, list[int]] = {}
         self.unnamed = 0
-        for line_number, offset, record in _read_lines(path):
-            if record is None:
-                raise _damaged(path, line_number)
-            name = record["image"]
+        offset = 0
+        for number, line in enumerate(_read_jsonl(path), 1):
+            if line.record is None:
+                raise _damaged(path, number, line)
+            name = line.record.image
             if name is None:
                 self.unnamed += 1
             elif self._offsets.setdefault(name, offset) != offset:
                 self._later_offsets.setdefault(name, []).append(offset)
+            offset += line.size
         self._stream = path.open("rb")
 
     def count(self, name: str) -> int:
@@ -162,14 +149,16 @@ class RecordIndex:
         """Return the records with a name, in input order; empty for an unknown name."""
         offsets = [self._offsets[name], *self._later_offsets.get(name, ())] if name in self._offsets else []
         # concatenated shards may be in another order
-        return sorted(map(self._read, offsets), key=lambda record: record.get("image_index", -1))
+        return sorted(
+            map(self._read, offsets), key=lambda record: -1 if record.image_index is None else record.image_index
+        )
 
     def _read(self, offset: int) -> Record:
         self._stream.seek(offset)
-        record = parse_record(self._stream.readline(_MAX_LINE))
-        if record is None:
+        line = next(read_lines(self._stream), None)
+        if line is None or line.record is None:
             raise UsageError(f"{self._path}: changed while it was read; try again")
-        return record
+        return line.record
 
     def close(self) -> None:
         """Close the file."""
@@ -201,8 +190,8 @@ class RecordSources:
     def __init__(self, items: Iterable[InputImage] = (), records: Iterable[Record] | None = None) -> None:
         """Keep the images that `records` may match (None: all); UsageError without room for a compressed tar's."""
         wanted = None if records is None else list(records)
-        names = None if wanted is None else {record["image"] for record in wanted}
-        indices = None if wanted is None else {record.get("image_index") for record in wanted}
+        names = None if wanted is None else {record.image for record in wanted}
+        indices = None if wanted is None else {record.image_index for record in wanted}
         # of these only the digest may say which image it is
         by_digest = indices is not None and None in indices
         self._by_name: dict[str, list[InputImage]] = {}
@@ -220,7 +209,7 @@ class RecordSources:
                 self._by_index[item.index] = item
 
     def find(self, record: Record) -> InputImage | None:
-        """Return the image of a record, which may hold any JSON; None if it was not given."""
+        """Return the image of a record; None if it was not given."""
         item = self._find(record)
         if item is None or not isinstance(item.source, _SpooledImage):
             return item
@@ -242,15 +231,15 @@ class RecordSources:
         return _SpooledImage(self._spool, offset, len(content))
 
     def _find(self, record: Record) -> InputImage | None:
-        name, index = record["image"] or "", record.get("image_index")
+        name, index = record.image or "", record.image_index
         if same := sorted(self._by_name.get(name, []), key=lambda item: item.index != index):
             # files with the same name are the same file
             if len(same) == 1 or all(isinstance(item.source, Path | RemoteFile) for item in same):
                 return same[0]
-            digest = record.get("image_sha256")
+            digest = record.image_sha256
             return next((item for item in same if _hash(item) == digest), same[0])
         if index is None:
-            return self._find_by_digest(record.get("image_sha256"))
+            return self._find_by_digest(record.image_sha256)
         moved = self._by_index.get(index)
         if moved is None:
             return None
@@ -286,11 +275,11 @@ def find_container(record: Record, root: Path) -> str | None:
 
     None for an image with its own file below `root`, even a missing one.
     """
-    name = record["image"]
-    if not isinstance(name, str):
+    name = record.image
+    if name is None:
         return None
     plain = unescape_name(name)
-    stands_for_all = "error" in record and record["error"].get("code") == "no_images"
+    stands_for_all = isinstance(record, Failed) and record.error.code == "no_images"
     if is_url(plain):
         # the first three parts are scheme and bucket
         parts = plain.split("/")

@@ -206,7 +206,7 @@ def _find_sources(
     path: Path, model: Path, options: VerifyOptions, lines: frozenset[int] | None, *, recursive: bool
 ) -> RecordSources:
     """Return the given images; raise UsageError if a record needs an archive, folder or list that was not given."""
-    from opal_deploy.auditing.results import RecordSources, find_container, read_numbered_records
+    from opal_deploy.auditing.results import RecordSources, find_container, read_all_lines
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.records.names import readable_name
@@ -214,10 +214,10 @@ def _find_sources(
     images = list(options.images)
 
     def records() -> Iterator[tuple[int, Record]]:
-        for number, record in read_numbered_records(path):
+        for number, line in enumerate(read_all_lines(path), 1):
             # without images all records are looked at, so that the message names everything that is needed
-            if record is not None and (not images or lines is None or number in lines):
-                yield number, record
+            if line.record is not None and (not images or lines is None or number in lines):
+                yield number, line.record
 
     sources = RecordSources()
     if images:
@@ -231,7 +231,7 @@ def _find_sources(
         if container is not None and sources.find(record) is not None:
             needs[container] = None
         elif container is not None:
-            needs.setdefault(container, (number, record["image"]))
+            needs.setdefault(container, (number, record.image))
     absent = {container: where for container, where in needs.items() if where is not None}
     if absent:
         container, (number, name) = next(iter(absent.items()))

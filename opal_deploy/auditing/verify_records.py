@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
-from opal_deploy.auditing.results import RecordSources, locate, read_numbered_records
+from opal_deploy.auditing.results import RecordSources, locate, read_all_lines
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.run_files import overlay_name
@@ -18,8 +18,9 @@ from opal_deploy.inference.sources.annotations import Boxes, Labels, annotate
 from opal_deploy.inference.sources.items import is_video_name
 from opal_deploy.inference.sources.video import FrameReader, find_frame, undivided_error
 from opal_deploy.inference.types import InferenceOptions, InputImage, Result
+from opal_deploy.records.lines import to_document
 from opal_deploy.records.names import unescape_name
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Answered, Failed, Record, rename_keys
 from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.runtime.session import Session
 from opal_deploy.storage.urls import is_url
@@ -127,7 +128,7 @@ class CheckOptions:
 
 def sample_lines(path: Path, count: int | None, seed: int) -> tuple[int, frozenset[int] | None]:
     """Return the number of lines, and the `count` line numbers to check, chosen by `seed`; None: all."""
-    total = sum(1 for _ in read_numbered_records(path))
+    total = sum(1 for _ in read_all_lines(path))
     if count is None or count >= total:
         return total, None
     return total, frozenset(random.Random(seed).sample(range(1, total + 1), count))
@@ -154,50 +155,59 @@ def verify_records(
     tolerance = Tolerance.for_model(session.metadata)
     # all classes that the model lists, so that any class in a record can be compared
     options = replace(inference, top=session.metadata.max_top, model_sha256=check.model_sha256, keep_pixels=True)
-    pending: list[tuple[int, Record, str]] = []
+    pending: list[_Recorded] = []
 
     def requests() -> Iterator[InputImage]:
         timeout = inference.decode_timeout
         with FrameReader(inference.max_pixels, isolate=inference.isolate, timeout=timeout) as frames:
-            for number, record, fault in _select_records(path, lines, check.public_keys, report):
-                pending.append((number, record, fault))
-                yield _build_request(record, check, frames)
+            for recorded in _select_records(path, lines, check.public_keys, report):
+                pending.append(recorded)
+                yield _build_request(recorded.record, check, frames)
 
     for result in predict_stream(requests(), [session], options):
-        number, record, fault = pending.pop(0)
+        recorded = pending.pop(0)
         report.checked += 1
-        why, differences = _compare(number, record, result, session, check, tolerance, report)
-        if fault or why or differences:
-            report.add(Finding(number, record["image"], tuple(differences), why, fault))
+        why, differences = _compare(recorded, result, session, check, tolerance, report)
+        if recorded.fault or why or differences:
+            report.add(Finding(recorded.number, recorded.record.image, tuple(differences), why, recorded.fault))
         progress(report.checked)
     report.findings.sort(key=lambda finding: finding.line)
     return report
 
 
+class _Recorded(NamedTuple):
+    """A record in a file, as a document too, its line, from 1, and what is wrong with its signature."""
+
+    number: int
+    document: dict[str, Any]
+    record: Record
+    fault: str
+
+
 def _select_records(
     path: Path, lines: frozenset[int] | None, public_keys: PublicKeys | None, report: RecordsReport
-) -> Iterator[tuple[int, Record, str]]:
-    """Yield the records to compute again, each with what is wrong with its signature; report what is not a record."""
-    for number, record in read_numbered_records(path):
+) -> Iterator[_Recorded]:
+    """Yield the records to compute again; report what is not a record."""
+    for number, (_, document, record) in enumerate(read_all_lines(path), 1):
         report.records += 1
         if record is None:
             report.add(Finding(number, None, (), "not a complete record"))
             continue
         fault = ""
         if public_keys is None:
-            report.signatures_unchecked += "signature" in record
+            report.signatures_unchecked += record.signature is not None
         else:
-            fault = public_keys.find_fault(record)
+            fault = public_keys.find_fault(document)
             report.signatures_bad += bool(fault)
             report.signatures_valid += not fault
         if lines is None or number in lines:
-            yield number, record, fault
+            yield _Recorded(number, document, record, fault)
         elif fault:
-            report.add(Finding(number, record["image"], (), "", fault))
+            report.add(Finding(number, record.image, (), "", fault))
 
 
 def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> InputImage:
-    name, item = record["image"], check.sources.find(record)
+    name, item = record.image, check.sources.find(record)
     if item is None and name is None:
         return InputImage(None, b"", error=ImageError("not_found", "the record has no image name"))
     if item is None:
@@ -212,7 +222,7 @@ def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> 
             # as in the run, which was not to read frames of videos
             item = replace(item, error=undivided_error(Path(unescape_name(name))))
         elif isinstance(source, Path):
-            item = find_frame(frames, source, item, at_end="error" in record)
+            item = find_frame(frames, source, item, at_end=isinstance(record, Failed))
             source = source if item.source is path else item.source
     else:
         source = item.source
@@ -221,12 +231,11 @@ def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> 
 
 
 def _has_code(record: Record, code: str) -> bool:
-    return record["status"] == "error" and record["error"].get("code") == code
+    return isinstance(record, Failed) and record.error.code == code
 
 
 def _compare(
-    number: int,
-    recorded: Record,
+    line: _Recorded,
     result: Result,
     session: Session,
     check: CheckOptions,
@@ -234,30 +243,31 @@ def _compare(
     report: RecordsReport,
 ) -> tuple[str, list[FieldDifference]]:
     """Return why a record's fields were not compared, if so, and the differences; count the record in the report."""
-    computed = result.record
-    if recorded.get("model_sha256") != check.model_sha256:
-        digest = FieldDifference("model_sha256", recorded.get("model_sha256"), check.model_sha256)
+    recorded, computed = line.record, result.record
+    if recorded.model_sha256 != check.model_sha256:
+        digest = FieldDifference("model_sha256", recorded.model_sha256, check.model_sha256)
         return "made by another model, or without a model digest", [digest]
-    code = computed["error"]["code"] if "error" in computed else ""
-    if recorded["status"] == "error":
-        recorded_code = recorded["error"].get("code")
+    code = computed.error.code if isinstance(computed, Failed) else ""
+    if isinstance(recorded, Failed):
+        recorded_code = recorded.error.code
         if recorded_code in _NOT_REPEATABLE or (recorded_code == _UNSUPPORTED and not code):
             report.not_repeatable += recorded_code != code
             return "", []
-    if recorded.get("image_sha256") != computed.get("image_sha256"):
-        digest = FieldDifference("image_sha256", recorded.get("image_sha256"), computed.get("image_sha256"))
-        if code == "not_found" and recorded["image"] is None:
+    if recorded.image_sha256 != computed.image_sha256:
+        digest = FieldDifference("image_sha256", recorded.image_sha256, computed.image_sha256)
+        if code == "not_found" and recorded.image is None:
             why = "the record names no image: list the image after the results"
         elif code == "not_found":
             why = "the image is missing"
-        elif computed.get("image_sha256") is None:
+        elif computed.image_sha256 is None:
             why = f"the image cannot be read now ({code})"
         else:
             why = "the image differs from the one that was explained"
         return why, [digest]
-    differences = diff_records(recorded, computed, tolerance, _build_tie_test(result, session, tolerance))
-    differences += _compare_not_computed(number, recorded, check, report)
-    if not differences and _is_identical(recorded, computed):
+    document = to_document(computed)
+    differences = diff_records(line.document, document, tolerance, _build_tie_test(result, session, tolerance))
+    differences += _compare_not_computed(line.number, recorded, check, report)
+    if not differences and _is_identical(rename_keys(line.document), document):
         report.identical += 1
     return "", differences
 
@@ -267,10 +277,10 @@ def _compare_not_computed(
 ) -> list[FieldDifference]:
     """Return differences in the fields that no model computes."""
     differences = []
-    overlay, name = recorded.get("overlay"), recorded["image"]
+    overlay, name = recorded.overlay if isinstance(recorded, Answered) else None, recorded.image
     if overlay is not None and overlay != overlay_name(number - 1, name):
         differences.append(FieldDifference("overlay", overlay, overlay_name(number - 1, name)))
-    label = recorded.get("label")
+    label = recorded.label
     if check.labels is not None and name is not None:
         plain = unescape_name(name)
         expected = check.labels.find(plain if is_url(plain) else Path(plain).as_posix())
@@ -278,17 +288,16 @@ def _compare_not_computed(
             differences.append(FieldDifference("label", label, expected))
     else:
         report.labels_unchecked += label is not None
-    top = recorded.get("top")
-    if check.top is not None and isinstance(top, list) and len(top) != check.top:
-        differences.append(FieldDifference("top", f"{len(top)} classes", f"{check.top} classes"))
+    if check.top is not None and isinstance(recorded, Answered) and len(recorded.top) != check.top:
+        differences.append(FieldDifference("top", f"{len(recorded.top)} classes", f"{check.top} classes"))
     return differences
 
 
-def _is_identical(recorded: Record, computed: Record) -> bool:
-    expected: dict[str, Any] = {**computed}
+def _is_identical(recorded: dict[str, Any], computed: dict[str, Any]) -> bool:
+    """Return whether a document has every computed value; it may list fewer classes, and name its slots."""
+    expected, unnamed = {**computed}, {**recorded}
     if "top" in computed:
         expected["top"] = computed["top"][: len(recorded.get("top", []))]
-    unnamed: dict[str, Any] = {**recorded}
     if "evidence" in recorded:
         unnamed["evidence"] = [{k: v for k, v in slot.items() if k != "name"} for slot in recorded["evidence"]]
     return all(unnamed.get(key) == value for key, value in expected.items())

@@ -32,6 +32,6 @@ def convert(
 
 def schema() -> None:
     """Write the JSON schema (draft 2020-12) of a record, a line of results.jsonl, to stdout."""
-    from opal_deploy.records import schema_text
+    from opal_deploy.records import json_schema
 
-    print_json_line(schema_text().rstrip("\n"))
+    print_json_line(json.dumps(json_schema(), indent=2))

@@ -25,7 +25,7 @@ from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.decision import THRESHOLDS, Decision
 from opal_deploy.records.names import source_name
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Failed, Record, to_record
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
@@ -167,7 +167,7 @@ class Model:
             yield Explanation(result.record, Origin(self, kept, None, options))
 
     def draw_overlay(
-        self, record: Mapping[str, Any], path: str | os.PathLike[str], image: Source | None = None
+        self, record: Record | Mapping[str, Any], path: str | os.PathLike[str], image: Source | None = None
     ) -> Path:
         """Draw the evidence of a record over its image, write a JPEG to `path`, and return the path.
 
@@ -179,8 +179,8 @@ class Model:
         Raises:
             ImageError: the record has no prediction, or its image is gone or has changed.
         """
-        plain = cast(Record, record)
-        return save_bytes(path, encode_jpeg(draw_overlay(load_record_image(plain, image), plain)))
+        typed = to_record(record)
+        return save_bytes(path, encode_jpeg(draw_overlay(load_record_image(typed, image), typed)))
 
     def draw_sheet(
         self, image: Source, path: str | os.PathLike[str], box: Box | None = None, *, narrow: bool = False
@@ -221,8 +221,8 @@ class Model:
         builder = SheetBuilder(self.metadata, sheets, model=str(self.path or "the model"))
         options = replace(options, batch=1, workers=1, keep_images=True, keep_outputs=True)
         (result,) = predict_stream([image], self.sessions[:1], options)
-        if "error" in result.record:
-            raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
+        if isinstance(result.record, Failed):
+            raise ImageError(result.record.error.code, result.record.error.message)
         return builder.build(result, narrow=narrow).encode(file_format)
 
     def serve(

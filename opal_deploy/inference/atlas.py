@@ -147,16 +147,17 @@ def collect_images(
     """
     from opal_deploy.inference.decoding.prepare import content_sha256
     from opal_deploy.inference.executor import predict_stream
-    from opal_deploy.records.record import error_record
+    from opal_deploy.records.build import error_record
+    from opal_deploy.records.record import Answered
 
     for result in predict_stream(requests, sessions, replace(options, keep_images=True)):
         record, prepared = result.record, result.prepared
         sha256 = prepared.image_sha256
-        if sha256 is None and "error" not in record:
+        if sha256 is None and isinstance(record, Answered):
             try:
                 sha256 = content_sha256(prepared.input.source)
             except ImageError as error:
-                record = error_record(record["image"], error.code, str(error))
+                record = error_record(record.image, error.code, str(error))
         collector.add(record, label=prepared.input.label, sha256=sha256 or "", image=prepared.image)
         progress(collector.counts.images, total, "")
 

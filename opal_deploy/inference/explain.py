@@ -149,10 +149,11 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
 def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: ExplainOptions) -> dict[str, Any]:
     """Write one sheet and return its content for JSON; raise ImageError if the image cannot be used."""
     from opal_deploy.artifact.files import atomic_write
+    from opal_deploy.records.record import Failed
     from opal_deploy.visualization.style import format_number
 
-    if "error" in result.record:
-        raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
+    if isinstance(result.record, Failed):
+        raise ImageError(result.record.error.code, result.record.error.message)
     sheet = builder.build(result, narrow=options.narrow)
     with atomic_write(path) as temporary:
         temporary.write_bytes(sheet.encode(path.suffix.lower().lstrip(".")))
@@ -160,7 +161,7 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: Exp
     facts = [f"{content.describe_answer()}, cosine {format_number(content.predicted.cosine)}"]
     if content.margin is not None:
         facts.append(f"margin {format_number(content.margin)}")
-    if (probability := result.record["prediction"].get("calibrated_probability")) is not None:
+    if (probability := result.record.prediction.calibrated_probability) is not None:
         facts.append(f"calibrated probability {format_number(probability)}")
     mark = "" if content.status == "ok" else f" ({content.status})"
     options.log(one_line(f"{result.prepared.input.name}: {', '.join(facts)}{mark}: {path}"))

@@ -1,14 +1,16 @@
-"""Records as the Python API returns them: dictionaries that print, draw and show themselves in a notebook."""
+"""Records as the Python API returns them: they print, draw and show themselves in a notebook."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 from PIL import Image
 
 from opal_deploy.artifact.files import atomic_write
@@ -19,8 +21,9 @@ from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.options import StrPath
 from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.preprocess.geometry import Box
-from opal_deploy.records.names import unescape_name
-from opal_deploy.records.record import Answer, Problem, Record, Slot
+from opal_deploy.records.lines import to_document
+from opal_deploy.records.names import find_common_folder, unescape_name
+from opal_deploy.records.record import Answer, Answered, Failed, Problem, Record, Slot, to_record
 from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg, encode_jpeg
 from opal_deploy.visualization.style import escape_unprintable, slot_color, to_hex
 
@@ -52,15 +55,20 @@ class Origin:
 
 
 class Explanation(dict[str, Any]):
-    """A record that can draw itself; equal to the plain dictionary, and the same in JSON.
+    """The explanation of one image, which can draw itself; as a dictionary it is what results.jsonl holds.
 
-    It refers to its model and to an image that was given as bytes or pixels. A copied or pickled record does not.
+    It refers to its model and to an image that was given as bytes or pixels. A copied or pickled one does not.
     """
 
-    def __init__(self, record: Record, origin: Origin | None = None) -> None:
-        """Take over the record's fields; without `origin`, the image is the file that the record names."""
-        super().__init__(record)
+    def __init__(self, record: Record | Mapping[str, Any], origin: Origin | None = None) -> None:
+        """Take over a record or its fields; without `origin`, the image is the file that the record names."""
+        super().__init__(record if isinstance(record, Mapping) else to_document(record))
         self._origin = origin
+
+    @property
+    def record(self) -> Record:
+        """The record with typed attributes, as in `explanation.record.image`; ValueError if a change made it none."""
+        return to_record(self)
 
     def save_overlay(self, path: StrPath) -> Path:
         """Draw the evidence over the image, as `opal-deploy infer --explain` does, and return the path.
@@ -89,17 +97,18 @@ class Explanation(dict[str, Any]):
         if origin is None:
             raise UsageError("the record was copied or read, so it has no model; use Model.draw_sheet(image, path)")
         self._load_image()
-        source = unescape_name(self["image"]) if origin.image is None else origin.image
-        request = InputImage(self["image"], source, origin.box, self.get("label"))
+        record = self.record
+        source = unescape_name(record.image or "") if origin.image is None else origin.image
+        request = InputImage(record.image, source, origin.box, record.label)
         return save_bytes(path, origin.model.encode_sheet(request, path, origin.options, narrow=narrow))
 
     def _load_image(self) -> Image.Image:
         if self._origin is None:
-            return load_record_image(cast(Record, self))
-        return load_record_image(cast(Record, self), self._origin.image, self._origin.options.max_pixels)
+            return load_record_image(self.record)
+        return load_record_image(self.record, self._origin.image, self._origin.options.max_pixels)
 
     def _draw(self) -> Image.Image:
-        return draw_overlay(self._load_image(), cast(Record, self))
+        return draw_overlay(self._load_image(), self.record)
 
     def __reduce__(self) -> tuple[type[Explanation], tuple[dict[str, Any]]]:
         # a model cannot be copied or pickled
@@ -107,16 +116,16 @@ class Explanation(dict[str, Any]):
 
     def __str__(self) -> str:
         """Return one line of text: image, label and margin, or the error."""
-        return format_line(cast(Record, self))
+        return format_line(self.record)
 
     def _repr_html_(self) -> str:
         """Return the HTML of a notebook: prediction, slots, and the overlay if the image is still the same."""
-        record = cast(Record, self)
+        record = self.record
         parts = [f"<p><strong>{_safe(format_line(record))}</strong></p>"]
         with suppress(ImageError):
             parts.append(_embed(self._draw(), alt=format_line(record)))
-        if slots := record.get("evidence"):
-            rows = "".join(map(_slot_row, slots))
+        if isinstance(record, Answered) and record.evidence:
+            rows = "".join(map(_slot_row, record.evidence))
             parts.append(
                 "<table><thead><tr><th>slot</th><th>cell</th><th>score</th><th>contribution</th></tr></thead>"
                 f"<tbody>{rows}</tbody></table>"
@@ -156,10 +165,13 @@ class Explanations(list[Explanation]):
         except OSError as error:
             raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another folder") from None
         drawing.prepare_folders(out, overlays=True, sheets=False, first=0)
-        with RecordWriter(out / RESULTS) as writer:
+        folder = find_common_folder(each["image"] or "" for each in self)
+        report = drawing.open_report(out, self._report_options(), len(self), folder)
+        with RecordWriter(out / RESULTS) as writer, report as add:
             for index, explanation in enumerate(self):
-                writer.write(_save_drawing(out, index, explanation))
-        drawing.write_report(out, self._report_options(), {})
+                record = _save_drawing(out, index, explanation)
+                writer.write(record)
+                add(record)
         return out / REPORT
 
     def _report_options(self) -> ReportOptions:
@@ -192,15 +204,15 @@ class Explanations(list[Explanation]):
 
 def _save_drawing(out: Path, index: int, explanation: Explanation) -> Record:
     """Write the overlay of a record, and return the record with its name, or with the reason why there is none."""
-    record = cast(Record, dict(explanation))
-    if "prediction" in record:
-        try:
-            overlay = encode_jpeg(explanation._draw())
-            record["overlay"] = overlay_name(index, record["image"])
-            write_image_file(out, record["overlay"], overlay)
-        except ImageError as error:
-            record["drawing_error"] = Problem(code="drawing_failed", message=str(error))
-    return record
+    record = explanation.record
+    if isinstance(record, Failed):
+        return record
+    try:
+        overlay, name = encode_jpeg(explanation._draw()), overlay_name(index, record.image)
+        write_image_file(out, name, overlay)
+        return replace(record, overlay=name)
+    except ImageError as error:
+        return replace(record, drawing_error=Problem(code="drawing_failed", message=str(error)))
 
 
 def save_bytes(path: StrPath, data: bytes) -> Path:
@@ -212,20 +224,19 @@ def save_bytes(path: StrPath, data: bytes) -> Path:
 
 def format_line(record: Record) -> str:
     """Return the record in one line, which no character of a file name can break."""
-    name = escape_unprintable(record["image"]) if record["image"] is not None else "image"
-    if "error" in record:
-        return f"{name}: error {record['error']['code']}: {escape_unprintable(record['error']['message'])}"
-    margin = record.get("margin")
-    margin_text = "" if margin is None else f", margin {margin:.4f}"
-    mark = "" if record["status"] == "ok" else f" ({record['status']})"
-    return f"{name}: {_format_answer(record['prediction'])}{margin_text}{mark}"
+    name = "image" if record.image is None else escape_unprintable(record.image)
+    if isinstance(record, Failed):
+        return f"{name}: error {record.error.code}: {escape_unprintable(record.error.message)}"
+    margin_text = "" if record.margin is None else f", margin {record.margin:.4f}"
+    mark = "" if record.status == "ok" else f" ({record.status})"
+    return f"{name}: {_format_answer(record.prediction)}{margin_text}{mark}"
 
 
 def _format_answer(answer: Answer) -> str:
-    value = f"logit {answer['logit']:.4f}" if answer["cosine"] is None else f"cosine {answer['cosine']:.4f}"
-    probability = answer.get("calibrated_probability")
+    value = f"logit {answer.logit:.4f}" if answer.cosine is None else f"cosine {answer.cosine:.4f}"
+    probability = answer.calibrated_probability
     calibrated = "" if probability is None else f", calibrated probability {probability:.3f}"
-    return f"{escape_unprintable(answer['label'])}, {value}{calibrated}"
+    return f"{escape_unprintable(answer.label)}, {value}{calibrated}"
 
 
 def _safe(text: str) -> str:
@@ -233,11 +244,11 @@ def _safe(text: str) -> str:
 
 
 def _slot_row(slot: Slot) -> str:
-    swatch = f'<span style="color:{to_hex(slot_color(slot["slot"]))}">&#9632;</span>'
-    name = f" {_safe(slot['name'])}" if slot.get("name") else ""
-    contribution = "" if slot["contribution"] is None else f"{slot['contribution']:.4f}"
-    row, col = slot["cell"]
-    cells = (f"{swatch} {slot['slot']}{name}", f"{row}, {col}", f"{slot['score']:.4f}", contribution)
+    swatch = f'<span style="color:{to_hex(slot_color(slot.slot))}">&#9632;</span>'
+    name = f" {_safe(slot.name)}" if slot.name else ""
+    contribution = "" if slot.contribution is None else f"{slot.contribution:.4f}"
+    row, col = slot.cell
+    cells = (f"{swatch} {slot.slot}{name}", f"{row}, {col}", f"{slot.score:.4f}", contribution)
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
@@ -258,8 +269,8 @@ def load_record_image(record: Record, source: Source | None = None, max_pixels: 
     Raises:
         ImageError: there is no prediction, the record names no image, or its image is gone or has changed.
     """
-    name = record["image"]
-    if "prediction" not in record:
+    name = record.image
+    if isinstance(record, Failed):
         raise ImageError("not_found", f"{name}: no prediction, so nothing to draw")
     if source is None:
         if name is None:
@@ -269,11 +280,11 @@ def load_record_image(record: Record, source: Source | None = None, max_pixels: 
     try:
         if not isinstance(source, Image.Image | np.ndarray):
             source, digest = read_small_file(source)
-            if digest is None or digest != record.get("image_sha256"):
+            if digest is None or digest != record.image_sha256:
                 raise changed
         image = decode(source, max_pixels=max_pixels)
     except ImageError:
         raise changed from None
-    if image.size != (record.get("width"), record.get("height")):
+    if image.size != (record.width, record.height):
         raise changed
     return image

@@ -21,7 +21,8 @@ from opal_deploy.inference.decoding.budget import FairSemaphore
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared, Result
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import Digests, FramePlace, ImageInfo, Record, build_records, error_record
+from opal_deploy.records.build import Digests, FramePlace, ImageInfo, build_records, error_record
+from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import PaddingSession, PipelinedSession, Session
 
 

@@ -15,9 +15,9 @@ from opal_deploy.inference.decoding.prepare import content_sha256
 from opal_deploy.inference.options import InferOptions
 from opal_deploy.inference.setup import LoadedModel, fingerprint_file
 from opal_deploy.inference.types import Prepared, Result
+from opal_deploy.records.build import ImageInfo
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.names import SlotNames, read_slot_names
-from opal_deploy.records.record import ImageInfo
 from opal_deploy.runtime.session import AttentionSession, ImageBatch, Session
 from opal_deploy.visualization.atlas.entries import Atlas, Exemplars, find_exemplars
 from opal_deploy.visualization.atlas.storage import ATLAS_FILE

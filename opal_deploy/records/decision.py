@@ -20,7 +20,7 @@ from opal_deploy.logs import Log, log_line
 from opal_deploy.options import Option, Options, parse_number, parse_rate
 
 if TYPE_CHECKING:
-    from opal_deploy.records.record import Slot, Status
+    from opal_deploy.records.record import AnswerStatus, Slot
 
 _PANEL = "Thresholds"
 
@@ -50,7 +50,7 @@ class Threshold:
 
     quantity: str
     above: bool
-    status: Status
+    status: AnswerStatus
     number: str
     check: Callable[[str, Path, Metadata], None]
     choose: Callable[[str, Path, Metadata, float], Chosen]
@@ -130,15 +130,15 @@ def _explain_ood_score(score: float, limit: float, slots: Sequence[Slot], metada
     baseline = metadata.known_baseline
     worst: tuple[float, str] | None = None
     for slot in slots:
-        usual = None if baseline is None else baseline.find_slot(slot["channel"])
+        usual = None if baseline is None else baseline.find_slot(slot.channel)
         if usual is None:
             continue
-        low, high, here = usual.score[0], usual.score[-1], slot["score"]
+        low, high, here = usual.score[0], usual.score[-1], slot.score
         unusual = max(low / max(here, 1e-9), here / max(high, 1e-9))
         if unusual > 1 and (worst is None or unusual > worst[0]):
-            own = baseline is not None and slot["channel"] in baseline.slots
+            own = baseline is not None and slot.channel in baseline.slots
             whose = f"in {usual.images:,} images of this class" if own else "over all classes"
-            worst = unusual, f"; slot {slot['slot']} usually {low:.2g} to {high:.2g} {whose}, here {here:.2g}"
+            worst = unusual, f"; slot {slot.slot} usually {low:.2g} to {high:.2g} {whose}, here {here:.2g}"
     return text + (worst[1] if worst else "")
 
 
@@ -216,7 +216,7 @@ class Decision(Options):
 
     def judge(
         self, values: Mapping[str, float | None], slots: Sequence[Slot], metadata: Metadata
-    ) -> tuple[Status, str]:
+    ) -> tuple[AnswerStatus, str]:
         """Return the status of an image by a resolved decision, and the reason in words, which may be empty.
 
         Args:

@@ -12,6 +12,7 @@ A file of slot names is TOML with a table per class and a line per slot:
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,19 +67,20 @@ def find_common_folder(names: Iterable[str]) -> str:
     Empty if no name is absolute, or if they share only the root. Pages meant for others show paths without it: they
     should not reveal a machine's folders and user names.
     """
-    separator = escape_name(os.sep)
-    folder: str | None = None
-    for name in names:
-        if not os.path.isabs(name):
-            continue
-        if folder is None:
-            folder = name
-        while not (folder.endswith(separator) and name.startswith(folder)):
-            parent = folder.removesuffix(separator).rpartition(separator)[0]
-            if not parent:
-                return ""
-            folder = parent + separator
-    return folder or ""
+    return functools.reduce(share_folder, names, None) or ""
+
+
+def share_folder(folder: str | None, name: str) -> str | None:
+    """Return the common folder of a name and of earlier ones, whose common folder is `folder`, None without any."""
+    if folder == "" or not os.path.isabs(name):
+        return folder
+    separator, folder = escape_name(os.sep), folder or name
+    while not (folder.endswith(separator) and name.startswith(folder)):
+        parent = folder.removesuffix(separator).rpartition(separator)[0]
+        if not parent:
+            return ""
+        folder = parent + separator
+    return folder
 
 
 def hide_folders(name: str | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from opal_deploy.artifact.opal_head import recover_norms
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.evidence import find_evidence, find_top_classes
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Answered
 
 
 def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
@@ -48,7 +47,7 @@ def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
     )
 
 
-def observe_records(records: Sequence[Record], max_slots: int, grid: tuple[int, int]) -> Observations:
+def observe_records(records: Sequence[Answered], max_slots: int, grid: tuple[int, int]) -> Observations:
     """Return the observations of N records with evidence.
 
     Args:
@@ -60,35 +59,33 @@ def observe_records(records: Sequence[Record], max_slots: int, grid: tuple[int, 
         ValueError: a record has no evidence, or a slot or cell that a model with these numbers does not have.
     """
     count = len(records)
-    evidence = [record.get("evidence") for record in records]
-    if not all(evidence):
+    if not all(record.evidence for record in records):
         raise ValueError("no evidence")
-    rows = [(row, slot) for row, all_slots in enumerate(evidence) for slot in all_slots or ()]
-    places = np.array([(row, slot["slot"]) for row, slot in rows])
-    cells = np.array([slot["cell"] for _, slot in rows])
+    rows = [(row, slot) for row, record in enumerate(records) for slot in record.evidence]
+    places = np.array([(row, slot.slot) for row, slot in rows])
+    cells = np.array([slot.cell for _, slot in rows])
     if (places[:, 1] >= max_slots).any() or (cells >= grid).any():
         raise ValueError(f"a slot that is not one of {max_slots}, or a cell outside of {grid[0]} x {grid[1]}")
     at = places[:, 0], places[:, 1]
     values = np.full((2, count, max_slots), np.nan)
-    values[0][at] = [float(slot["score"]) for _, slot in rows]
-    values[1][at] = [_or_nan(slot["contribution"]) for _, slot in rows]
+    values[0][at] = [slot.score for _, slot in rows]
+    values[1][at] = [_or_nan(slot.contribution) for _, slot in rows]
     all_cells = np.zeros((count, max_slots, 2), np.int64)
     all_cells[at] = cells
     kept = ~np.isnan(values[0])
-    cosines = np.array([_or_nan(record["prediction"]["cosine"]) for record in records])
+    cosines = np.array([_or_nan(record.prediction.cosine) for record in records])
     return Observations(
-        np.array([record["prediction"]["class_id"] for record in records], np.int64),
+        np.array([record.prediction.class_id for record in records], np.int64),
         cosines,
-        np.array([_or_nan(record["margin"]) for record in records]),
+        np.array([_or_nan(record.margin) for record in records]),
         recover_norms(values[0], cosines),
         share_cells(all_cells[..., 0] * grid[1] + all_cells[..., 1], kept),
-        np.array([_or_nan(record.get("ood_score")) for record in records]),
+        np.array([_or_nan(record.ood_score) for record in records]),
         values[0],
         values[1],
         np.where(kept, find_places(all_cells, grid), -1),
     )
 
 
-def _or_nan(value: Any) -> float:
-    # an integer beyond 64 bits would make the array one of objects
-    return np.nan if value is None else float(value)
+def _or_nan(value: float | None) -> float:
+    return np.nan if value is None else value

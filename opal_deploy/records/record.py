@@ -1,376 +1,263 @@
-"""The record of one image, built from a model's outputs: a line of results.jsonl, returned by `Model.explain`.
+"""The record of one image: a line of results.jsonl, and `Explanation.record`.
 
-Needs numpy only. Everything is arithmetic on the outputs of the forward pass; nothing is smoothed or recomputed from
-pixels.
+The classes below declare each field once: its name, its type, when it may be missing, and its meaning. Reading and
+writing, the JSON schema, the columns of tables (`tables`) and the reference page follow from them. An optional field
+that a record lacks is None and is not written.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, NotRequired, TypeAlias, TypedDict, get_args
+import sys
+from types import NoneType
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
-import numpy as np
-
-from opal_deploy.artifact.class_map import ClassMap
-from opal_deploy.artifact.files import is_finite_number
-from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.decision import NO_DECISION, Decision
-from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
-from opal_deploy.records.names import SlotNames
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 RECORD_SCHEMA = 1
 
-Status: TypeAlias = Literal["ok", "abstained", "unknown", "error"]
+AnswerStatus: TypeAlias = Literal["ok", "abstained", "unknown"]
+Status: TypeAlias = Literal[AnswerStatus, "error"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
+# JSON's integers have no limit, those of numpy and of images do
+_MOST = (1 << 63) - 1
+_LARGEST = sys.float_info.max
+# columns of int32; others are int64
+_SMALL = {"arrow": "int32"}
+Position = Annotated[int, Meta(ge=0, le=_MOST)]
+Index = Annotated[int, Meta(ge=0, le=_MOST, extra=_SMALL)]
+Pixels = Annotated[int, Meta(ge=1, le=_MOST, extra=_SMALL)]
+Number = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+# limits that the schema states and reading does not check
+Probability = Annotated[Number, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
+Sha256 = Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9a-f]{64}$"})]
+Code = Annotated[str, Meta(extra_json_schema={"pattern": "^[a-z][a-z0-9_]*$"})]
 
-class Digests(NamedTuple):
-    """Hex sha256 of an image's file and of the model's file; None without a file, or if it was not hashed."""
-
-    image_sha256: str | None
-    model_sha256: str | None
+# fields of earlier versions, and their names now
+_RENAMED = {"strangeness": "ood_score"}
 
 
-class FramePlace(NamedTuple):
-    """A frame's place in its video: number of frames before it, and seconds after the first, if known."""
+class Answer(Struct, frozen=True, omit_defaults=True):
+    """A class and how well the image matches it."""
 
-    frame: int
-    time: float | None
-
-
-class Answer(TypedDict):
-    """A class and how well the image matches it.
-
-    `logit` is minus the distance to the class's anchor, `cosine` the cosine of the angle to it (None without anchors).
-    `calibrated_probability` is softmax(logits / temperature) of the class; only if the model was calibrated and outputs
-    all logits.
-    """
-
-    class_id: int
+    class_id: Index
     label: str
-    logit: float
-    cosine: float | None
-    calibrated_probability: NotRequired[float]
+    logit: Annotated[
+        Number,
+        Meta(description="Negative distance to the class's anchor; the plain softmax of logits is no probability."),
+    ]
+    cosine: Annotated[Number | None, Meta(description="Cosine to the class's anchor; null if the model has none.")]
+    calibrated_probability: Annotated[
+        Probability | None,
+        Meta(
+            description="softmax(logits / temperature): how likely the class is correct, for images like those that "
+            "the temperature was fitted on. Absent if the model has no temperature or outputs only its best classes."
+        ),
+    ] = None
 
 
-class Slot(TypedDict):
-    """One prototype slot's evidence for the predicted class.
+class Slot(Struct, frozen=True, omit_defaults=True):
+    """One prototype slot's evidence for the predicted class."""
 
-    `cell` is [row, col] of the feature map, `box` [x0, y0, x1, y1] in pixels of the whole oriented image, `score` in
-    [0, 1] with channel-wise softmax. `contribution` is None if the distance is not a sum over slots.
-    """
-
-    slot: int
-    channel: int
-    cell: list[int]
-    score: float
-    contribution: float | None
-    box: list[float]
-    name: NotRequired[str]
-
-
-class Problem(TypedDict):
-    """Why an image has no answer or no drawing: a stable code and a message."""
-
-    code: str
-    message: str
+    slot: Annotated[Index, Meta(description="Number of the slot within its class, from 0.")]
+    channel: Annotated[Index, Meta(description="The slot's channel in the graph's outputs.")]
+    cell: Annotated[tuple[Index, Index], Meta(description="[row, col] of the feature map.")]
+    score: Annotated[Number, Meta(description="In [0, 1] with softmax over channels.")]
+    contribution: Annotated[
+        Number | None,
+        Meta(
+            description="Contributions add up to the cosine (l2), to the class's share of the distance (l1, kl) or of "
+            "its cube (l3). null if the distance has no such sum."
+        ),
+    ]
+    box: Annotated[
+        tuple[Number, Number, Number, Number],
+        Meta(description="[x0, y0, x1, y1] in pixels of the whole image, EXIF orientation applied, crops undone."),
+    ]
+    name: Annotated[str | None, Meta(description="The slot's name, from a file of slot names.")] = None
 
 
-class Signature(TypedDict):
-    """A signature of the rest of the record, see `opal_deploy.records.signatures`.
+class Problem(Struct, frozen=True, omit_defaults=True):
+    """Why an image has no answer or no drawing."""
 
-    `key` is the hex sha256 of the public key in DER, `time` ISO 8601, `value` base64.
-    """
-
-    algorithm: str
-    key: str
-    time: str
-    value: str
+    code: Annotated[Code, Meta(description="Stable code of the error.")]
+    message: Annotated[str, Meta(description="One line of text.")]
 
 
-class Record(TypedDict):
-    """One image's record.
+class Signature(Struct, frozen=True, omit_defaults=True):
+    """With --sign: a signature of all other fields and of its own, except value, as canonical JSON (RFC 8785)."""
 
-    Attributes:
-        image: the image's name; members of an archive may share theirs.
-        image_index: position among all inputs of the run, from 0, the same in every shard; unique. Only from `infer`.
-        status: `ok`, `abstained` (margin below --min-margin), `unknown` (OOD score above that of --unknown), or
-            `error`, which has `error` instead of a prediction.
-        frame: number of frames before a frame of a video.
-        time: seconds after the video's first frame; None for a video without time stamps.
-        image_sha256: digest of the image's or video's file; None without a file, or if it is unreadable or too large.
-        model_sha256: digest of the model's file; None for a session without a file.
-        width, height: pixels of the whole oriented image.
-        margin: cosine of the prediction minus that of the runner-up; None without anchors.
-        ood_score: how far the image's features are from those of the training images, at least 0; only if the model
-            computes it.
-        reason: why the status is `unknown`, in words.
-        top: the best classes, the prediction first.
-        evidence: slots of the predicted class; only if the model's evidence is `exact`.
-        overlay, sheet: paths of the drawings, relative to the run's folder.
-        drawing_error: why a requested drawing is missing.
-        label: the image's label, if labels were given.
-        signature: made of the finished record with `--sign`.
-    """
-
-    schema: int
-    image: str | None
-    image_index: NotRequired[int]
-    status: Status
-    frame: NotRequired[int]
-    time: NotRequired[float | None]
-    image_sha256: NotRequired[str | None]
-    model_sha256: NotRequired[str | None]
-    width: NotRequired[int]
-    height: NotRequired[int]
-    prediction: NotRequired[Answer]
-    margin: NotRequired[float | None]
-    ood_score: NotRequired[float]
-    reason: NotRequired[str]
-    top: NotRequired[list[Answer]]
-    evidence: NotRequired[list[Slot]]
-    overlay: NotRequired[str]
-    sheet: NotRequired[str]
-    drawing_error: NotRequired[Problem]
-    label: NotRequired[str]
-    error: NotRequired[Problem]
-    signature: NotRequired[Signature]
+    algorithm: Annotated[str, Meta(description="Ed25519 (RFC 8032).", extra_json_schema={"const": "ed25519"})]
+    key: Annotated[Sha256, Meta(description="SHA-256 of the public key in DER (SubjectPublicKeyInfo).")]
+    time: Annotated[str, Meta(description="When the record was signed, ISO 8601, UTC.")]
+    value: Annotated[str, Meta(description="The signature in base64.")]
 
 
-def is_record(document: Any) -> bool:
-    """Return whether a document of JSON is a whole record: no key is missing or has a value of another type."""
-    if not (isinstance(document, dict) and document.get("schema") == RECORD_SCHEMA and "image" in document):
-        return False
-    status = document.get("status")
-    required = {"ok": _ANSWERED, "abstained": _ANSWERED, "unknown": _ANSWERED, "error": _FAILED}.get(
-        status if isinstance(status, str) else ""
+# of both kinds of records, after the fields that they do not share
+_Label: TypeAlias = Annotated[str | None, Meta(description="The image's label, if labels were given.")]
+_Signed: TypeAlias = Signature | None
+_StatusT = TypeVar("_StatusT")
+
+
+class _Image(Struct, Generic[_StatusT], frozen=True, omit_defaults=True):
+    """The fields that every record begins with."""
+
+    schema: Annotated[Literal[1], Meta(description="Version of this schema.")]
+    image: Annotated[
+        str | None,
+        Meta(
+            description="The image's path; backslashes are doubled, bytes that are not UTF-8 written as \\xNN. null "
+            "for an image without a path. Members of an archive may share theirs."
+        ),
+    ]
+    status: Annotated[
+        _StatusT,
+        Meta(
+            description="ok, abstained (the margin is below --min-margin), unknown (the OOD score is above that of "
+            "--unknown), or error (no answer)."
+        ),
+    ]
+    image_index: Annotated[
+        Position | None,
+        Meta(
+            description="Position among all inputs of the run, from 0, the same in every shard; unique within a run. "
+            "Absent in records of Model.explain."
+        ),
+    ] = None
+    frame: Annotated[Position | None, Meta(description="Frames of videos: number of frames before this one.")] = None
+    # absent for an image, null for a frame
+    time: (
+        Annotated[
+            Number | None,
+            Meta(description="Frames of videos: seconds after the first frame; null if the video has no time stamps."),
+        ]
+        | UnsetType
+    ) = UNSET
+    # a factory's None is written, see `omit_defaults`
+    image_sha256: Annotated[
+        Sha256 | None,
+        Meta(
+            description="SHA-256 of the image's or video's file. null without a file, or if it was not read or is over "
+            "1 GiB."
+        ),
+    ] = field(default_factory=NoneType)
+    model_sha256: Annotated[Sha256 | None, Meta(description="SHA-256 of the model's file; null without a file.")] = (
+        field(default_factory=NoneType)
     )
-    return required is not None and _has(document, required, _OPTIONAL)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+class Answered(_Image[AnswerStatus], frozen=True, kw_only=True):
+    """The record of an image with an answer."""
+
+    width: Annotated[Pixels, Meta(description="Width of the whole image in pixels, EXIF orientation applied.")]
+    height: Annotated[Pixels, Meta(description="Height of the whole image in pixels, EXIF orientation applied.")]
+    prediction: Answer
+    margin: Annotated[
+        Number | None,
+        Meta(
+            description="Cosine of the predicted class minus that of the runner-up; null if the model has no anchors "
+            "or only one class."
+        ),
+    ]
+    ood_score: Annotated[
+        Number | None,
+        Meta(
+            description="How far the image's features are from those of the training images: 1 minus the mean cosine "
+            "to the five nearest, and more if it is nearer to background images. Only if the model computes it."
+        ),
+    ] = None
+    reason: Annotated[str | None, Meta(description="Why the status is unknown, in words.")] = None
+    top: Annotated[
+        tuple[Answer, ...], Meta(description="The best classes, best first; the first is the prediction.", min_length=1)
+    ]
+    evidence: Annotated[
+        tuple[Slot, ...],
+        Meta(
+            description="Slots of the predicted class, in order; only if each slot's score comes from one cell.",
+            min_length=1,
+        ),
+    ] = ()
+    label: _Label = None
+    overlay: Annotated[str | None, Meta(description="The overlay's file, relative to the run's folder.")] = None
+    sheet: Annotated[str | None, Meta(description="The evidence sheet's file, relative to the run's folder.")] = None
+    drawing_error: Annotated[Problem | None, Meta(description="Why a requested overlay or sheet is missing.")] = None
+    signature: _Signed = None
 
 
-def _is_count(value: Any) -> bool:
-    # JSON's integers have no limit, those of numpy and of images do
-    return type(value) is int and 0 <= value < 1 << 63
+class Failed(_Image[Literal["error"]], frozen=True, kw_only=True):
+    """The record of an image without an answer."""
+
+    error: Problem
+    label: _Label = None
+    signature: _Signed = None
 
 
-def _is_size(value: Any) -> bool:
-    return _is_count(value) and value > 0
+Record: TypeAlias = Answered | Failed
 
 
-def _is_number_or_none(value: Any) -> bool:
-    return value is None or is_finite_number(value)
+def to_record(document: Any) -> Record:
+    """Return the record that a document of JSON holds, or the record itself; keys of later versions are left out.
 
-
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_cell(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
-
-
-def _is_box(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 4 and all(map(is_finite_number, value))
-
-
-def _is_answer(value: Any) -> bool:
-    return _has(value, _ANSWER, _CALIBRATED)
-
-
-def _is_slot(value: Any) -> bool:
-    return _has(value, _SLOT, _NAMED)
-
-
-def _is_problem(value: Any) -> bool:
-    return _has(value, _PROBLEM, {})
-
-
-def _is_signature(value: Any) -> bool:
-    return _has(value, _SIGNATURE, {})
-
-
-def _are_answers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_answer, value))
-
-
-def _are_slots(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_slot, value))
-
-
-_Checks: TypeAlias = dict[str, Callable[[Any], bool]]
-_ANSWER: _Checks = {"class_id": _is_count, "label": _is_text, "logit": is_finite_number, "cosine": _is_number_or_none}
-_CALIBRATED: _Checks = {"calibrated_probability": is_finite_number}
-_SLOT: _Checks = {
-    "slot": _is_count, "channel": _is_count, "cell": _is_cell, "score": is_finite_number,
-    "contribution": _is_number_or_none, "box": _is_box,
-}  # fmt: skip
-_NAMED: _Checks = {"name": _is_text}
-_PROBLEM: _Checks = {"code": _is_text, "message": _is_text}
-_SIGNATURE: _Checks = dict.fromkeys(("algorithm", "key", "time", "value"), _is_text)
-_ANSWERED: _Checks = {
-    "width": _is_size, "height": _is_size, "prediction": _is_answer, "margin": _is_number_or_none, "top": _are_answers,
-}  # fmt: skip
-_FAILED: _Checks = {"error": _is_problem}
-_OPTIONAL: _Checks = {
-    "ood_score": is_finite_number, "reason": _is_text,
-    "image": _is_text_or_none, "image_index": _is_count, "frame": _is_count, "time": _is_number_or_none,
-    "image_sha256": _is_text_or_none, "model_sha256": _is_text_or_none, "evidence": _are_slots, "overlay": _is_text,
-    "sheet": _is_text, "drawing_error": _is_problem, "label": _is_text, "signature": _is_signature,
-}  # fmt: skip
-
-
-def _has(value: Any, required: _Checks, optional: _Checks) -> bool:
-    """Return whether a value is an object with the required keys, all of which, and the optional ones, are valid."""
-    if not isinstance(value, dict):
-        return False
-    for key, check in required.items():
-        if key not in value or not check(value[key]):
-            return False
-    return all(check(value[key]) for key, check in optional.items() if key in value)
-
-
-class ImageInfo(NamedTuple):
-    """The part of a record that does not come from the model.
-
-    All but the image's size and crop may be None: the image has no name, or the record no such field.
+    Raises:
+        ValueError: a key is missing, or has a value of another type.
     """
+    if isinstance(document, (Answered, Failed)):
+        return document
+    if not isinstance(document, dict):
+        raise ValueError(f"{type(document).__name__} found, expected an object")
+    document = rename_keys(document)
+    try:
+        if document.get("status") == "error":
+            return msgspec.convert(document, Failed)
+        return msgspec.convert(document, Answered)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
 
-    name: str | None
-    geometry: Geometry
-    digests: Digests | None = None
-    label: str | None = None
-    image_index: int | None = None
-    frame: FramePlace | None = None
 
-
-def build_records(
-    images: Sequence[ImageInfo],
-    outputs: Outputs,
-    metadata: Metadata,
-    *,
-    top: int = 5,
-    decision: Decision = NO_DECISION,
-    slot_names: SlotNames | None = None,
-) -> list[Record]:
-    """Return the records of N images, in the order of the outputs, whose logits are all finite.
-
-    Args:
-        top: number of classes to list, or all that the model lists.
-        decision: gives each record its status; resolved, see `Decision.resolve`.
-    """
-    best = find_top_classes(outputs, metadata, max(top, 2))
-    all_answers = _build_answers(best, metadata)
-    all_slots: Iterable[list[Slot] | None] = itertools.repeat(None)
-    if metadata.evidence == "exact":
-        geometries = [image.geometry for image in images]
-        evidence = find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms)
-        all_slots = _build_slots(evidence, metadata.class_map)
-    columns = {name: array.tolist() for name, array in outputs.per_image().items()}
-    records = []
-    for number, (image, answers, slots) in enumerate(zip(images, all_answers, all_slots, strict=False)):
-        first, second = answers[0]["cosine"], answers[1]["cosine"] if len(answers) > 1 else None
-        margin = None if first is None or second is None else first - second
-        values = {"margin": margin, **{name: column[number] for name, column in columns.items()}}
-        status, reason = decision.judge(values, slots or (), metadata)
-        record = _start_record(image.name, image.image_index, status, image.digests, image.frame)
-        record["width"], record["height"] = image.geometry.width, image.geometry.height
-        record["prediction"] = answers[0]
-        record["margin"] = margin
-        if (ood_score := values.get("ood_score")) is not None:
-            record["ood_score"] = ood_score
-        if reason:
-            record["reason"] = reason
-        record["top"] = answers[:top]
-        if slots is not None:
-            record["evidence"] = slots
-            for slot in slots:
-                if slot_names and (name := slot_names.get((answers[0]["class_id"], slot["slot"]))) is not None:
-                    slot["name"] = name
-        if image.label is not None:
-            record["label"] = image.label
-        records.append(record)
-    return records
+def rename_keys(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a record's document with the keys that this version gives to the fields."""
+    if _RENAMED.keys().isdisjoint(document):
+        return document
+    return {_RENAMED.get(key, key): value for key, value in document.items()}
 
 
 def describe_status(record: Record) -> str:
     """Return a sentence on a status that a reader should know; empty for `ok` and `error`."""
-    if record["status"] == "unknown":
-        return f"Unknown: {record.get('reason', 'OOD score above the threshold')}"
-    return "Abstained: margin below the threshold" if record["status"] == "abstained" else ""
+    if record.status == "unknown":
+        return f"Unknown: {record.reason or 'OOD score above the threshold'}"
+    return "Abstained: margin below the threshold" if record.status == "abstained" else ""
 
 
-def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, metadata: Metadata) -> list[Slot]:
-    """Return the slots of any class, predicted or not, for one image, N = 1.
-
-    Raises:
-        ValueError: the model's evidence is not `exact`, or it does not list this class.
-    """
-    return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata.class_map))
-
-
-def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[list[Answer]]:
-    labels = metadata.class_names
-    no_cosines = itertools.repeat(itertools.repeat(None))
-    all_cosines = no_cosines if best.cosines is None else best.cosines.tolist()
-    all_probabilities = itertools.repeat(None) if best.probabilities is None else best.probabilities.tolist()
-    columns = best.class_ids.tolist(), best.logits.tolist(), all_cosines, all_probabilities
-    for class_ids, logits, cosines, probabilities in zip(*columns, strict=False):
-        answers: list[Answer] = [
-            {"class_id": class_id, "label": labels[class_id], "logit": logit, "cosine": cosine}
-            for class_id, logit, cosine in zip(class_ids, logits, cosines, strict=False)
-        ]
-        if probabilities is not None:
-            for answer, probability in zip(answers, probabilities, strict=True):
-                answer["calibrated_probability"] = probability
-        yield answers
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of a record."""
+    kinds = (Answered, Failed)
+    references, parts = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    names = [set(parts[kind.__name__]["properties"]) for kind in kinds]
+    for kind, own, other in zip(kinds, names, reversed(names), strict=True):
+        parts[kind.__name__]["not"] = {"anyOf": [{"required": [name]} for name in sorted(other - own)]}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:opal-deploy:record:{RECORD_SCHEMA}",
+        "title": "opal-deploy record",
+        "description": "One image's answer with its evidence, or its error: a line of results.jsonl. Later versions "
+        "may add keys under the same schema number.",
+        "oneOf": list(references),
+        "$defs": {name: _simplify(part) for name, part in parts.items()},
+    }
 
 
-def _build_slots(evidence: SlotEvidence, class_map: ClassMap) -> Iterator[list[Slot]]:
-    no_parts = itertools.repeat(itertools.repeat(None))
-    all_parts = no_parts if evidence.contributions is None else evidence.contributions.tolist()
-    tables = (table[evidence.class_ids] for table in (class_map.kept, class_map.channel_table))
-    arrays = (*tables, evidence.cells, evidence.scores, evidence.boxes)
-    for kept, *columns, parts in zip(*(array.tolist() for array in arrays), all_parts, strict=False):
-        yield [
-            {"slot": slot, "channel": channel, "cell": cell, "score": score, "contribution": part, "box": box}
-            for slot, (channel, cell, score, box, part) in enumerate(zip(*columns, parts, strict=False))
-            if kept[slot]
-        ]
-
-
-def error_record(
-    image: str | None,
-    code: str,
-    message: str,
-    *,
-    digests: Digests | None = None,
-    label: str | None = None,
-    index: int | None = None,
-    frame: FramePlace | None = None,
-) -> Record:
-    """Return the record of an image that could not be classified; optional arguments as in `ImageInfo`."""
-    record = _start_record(image, index, "error", digests, frame)
-    record["error"] = {"code": code, "message": message}
-    if label is not None:
-        record["label"] = label
-    return record
-
-
-def _start_record(
-    image: str | None, index: int | None, status: Status, digests: Digests | None, frame: FramePlace | None
-) -> Record:
-    record: Record = {"schema": RECORD_SCHEMA, "image": image, "status": status}
-    if index is not None:
-        record["image_index"] = index
-    if frame is not None:
-        record["frame"], record["time"] = frame
-    if digests is not None:
-        record["image_sha256"], record["model_sha256"] = digests.image_sha256, digests.model_sha256
-    return record
+def _simplify(part: Any) -> Any:
+    """Return a part of the schema without the limits of 64 bits, and without null for a key that is left out."""
+    if isinstance(part, list):
+        return [_simplify(entry) for entry in part]
+    if not isinstance(part, dict):
+        return part
+    kept = {
+        key: _simplify(value)
+        for key, value in part.items()
+        if key != "default" and not (key in ("minimum", "maximum") and value in (-_LARGEST, _LARGEST, _MOST))
+    }
+    if "default" in part and (choices := kept.pop("anyOf", None)):
+        kept |= next(choice for choice in choices if choice != {"type": "null"})
+    return kept

@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
+import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from decimal import Decimal
-from json.encoder import encode_basestring
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from opal_deploy.errors import UsageError, require
 from opal_deploy.logs import Log
 from opal_deploy.options import StrPath
+from opal_deploy.records.lines import to_document
+from opal_deploy.records.record import Record, Signature
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-
-    from opal_deploy.records.record import Record, Signature
 
 ALGORITHM = "ed25519"
 PASSPHRASE_VARIABLE = "OPAL_DEPLOY_SIGNING_PASSPHRASE"
 # a key has about 120 bytes
 _MAX_KEY_BYTES = 1 << 16
-_MAX_INTEGER = 1 << 53
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NEW_KEY = "make one with: openssl genpkey -algorithm ed25519 -out key.pem"
 
 
@@ -58,10 +59,10 @@ class Signer:
     def sign(self, record: Record) -> Record:
         """Return a finished record with its `signature`, made now."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        signature: dict[str, str] = {"algorithm": ALGORITHM, "key": self.fingerprint, "time": now}
-        value = self._key.sign(canonical_json({**record, "signature": signature}))
-        signature["value"] = base64.b64encode(value).decode()
-        return {**record, "signature": cast("Signature", signature)}
+        unsigned = {"algorithm": ALGORITHM, "key": self.fingerprint, "time": now}
+        value = self._key.sign(canonical_json({**to_document(record), "signature": unsigned}))
+        signature = Signature(**unsigned, value=base64.b64encode(value).decode())
+        return msgspec.structs.replace(record, signature=signature)
 
     def __repr__(self) -> str:
         return f"<Signer {self.fingerprint}>"
@@ -74,11 +75,11 @@ class PublicKeys:
         """Read PEM files; raise UsageError or MissingExtra as `Signer` does."""
         self._keys = {_fingerprint(key): key for key in map(_read_public_key, paths)}
 
-    def find_fault(self, record: Mapping[str, Any]) -> str:
-        """Return why a record has no valid signature by one of the keys; empty if it has one."""
+    def find_fault(self, document: Mapping[str, Any]) -> str:
+        """Return why a record's document has no valid signature by one of the keys; empty if it has one."""
         from cryptography.exceptions import InvalidSignature
 
-        signature = record.get("signature")
+        signature = document.get("signature")
         if signature is None:
             return "it is not signed"
         if signature["algorithm"] != ALGORITHM:
@@ -88,47 +89,29 @@ class PublicKeys:
         unsigned = {name: text for name, text in signature.items() if name != "value"}
         try:
             value = base64.b64decode(signature["value"], validate=True)
-            key.verify(value, canonical_json({**record, "signature": unsigned}))
+            key.verify(value, canonical_json({**document, "signature": unsigned}))
         except (InvalidSignature, ValueError, RecursionError):
             return "changed after it was signed"
         return ""
 
 
-def canonical_json(value: Any) -> bytes:
-    """Return a document in the JSON Canonicalization Scheme (RFC 8785); keys must be ASCII.
+def canonical_json(document: Any) -> bytes:
+    """Return a document in the JSON Canonicalization Scheme (RFC 8785).
 
-    NaN and infinities become null and lone surrogates escapes, as in ECMAScript's JSON.stringify; the RFC has neither.
+    Lone surrogates, which the RFC does not have, become escapes, as in ECMAScript's JSON.stringify.
 
     Raises:
-        ValueError: an integer beyond 2^53, which not every JSON reader keeps.
+        ValueError: a number is not finite, or an integer is beyond 2^53, which not every JSON reader keeps.
     """
-    return _encode(value).encode("utf-8", "backslashreplace")
+    import rfc8785
 
-
-def _encode(value: Any) -> str:
-    if isinstance(value, str):
-        return encode_basestring(value)
-    if isinstance(value, float):
-        return _encode_float(value)
-    if isinstance(value, dict):
-        return "{" + ",".join([f"{encode_basestring(key)}:{_encode(value[key])}" for key in sorted(value)]) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_encode, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if abs(value) > _MAX_INTEGER:
-        raise ValueError(f"{value}: beyond 2^53")
-    return str(value)
-
-
-def _encode_float(value: float) -> str:
-    """Return a number as ECMAScript prints it; Python has the same digits and another notation."""
-    if not math.isfinite(value):
-        return "null"
-    text = repr(value)
-    if "e" in text:
-        text = f"{Decimal(text):f}" if 1e-6 <= abs(value) < 1e21 else text.replace("e-0", "e-")
-    return "0" if value == 0 else text.removesuffix(".0")
+    text = json.dumps(document, ensure_ascii=False)
+    if not _SURROGATE.search(text):
+        return rfc8785.dumps(document)
+    # a character that the document does not have stands for the backslash of an escape
+    mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+    marked = json.loads(_SURROGATE.sub(lambda match: f"{mark}{ord(match[0]):04x}", text))
+    return rfc8785.dumps(marked).replace(mark.encode(), b"\\u")
 
 
 def _fingerprint(key: Ed25519PublicKey) -> str:
@@ -137,8 +120,13 @@ def _fingerprint(key: Ed25519PublicKey) -> str:
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
+def _require(option: str) -> None:
+    for module in ("cryptography", "rfc8785"):
+        require(module, "sign", option)
+
+
 def _read_private_key(path: StrPath) -> Ed25519PrivateKey:
-    require("cryptography", "sign", "--sign")
+    _require("--sign")
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -163,7 +151,7 @@ def _read_private_key(path: StrPath) -> Ed25519PrivateKey:
 
 
 def _read_public_key(path: StrPath) -> Ed25519PublicKey:
-    require("cryptography", "sign", "--public-key")
+    _require("--public-key")
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key

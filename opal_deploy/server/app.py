@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from opal_deploy._version import __version__
 from opal_deploy.inference.explain_tensors import EXPLAIN_SUFFIX
+from opal_deploy.records.record import Failed
 from opal_deploy.server.admission import HttpError, error_response
 from opal_deploy.server.inference import (
     FORMATS,
@@ -205,7 +206,7 @@ class _PageHandlers:
             work = explain_image(model, data, file_name, drawn=drawn, seconds=seconds)
             result = await until_disconnected(request, work)
             self._state.count_record(model.name, result.record)
-            if "error" in result.record or chosen == "record":
+            if isinstance(result.record, Failed) or chosen == "record":
                 return record_response(result)
             drawing = await self._drawings.draw(model, result, chosen, seconds)
         return Response(drawing, media_type=FORMATS[chosen])

@@ -19,7 +19,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import UsageError
 from opal_deploy.records.drift import MIN_SAMPLE, DriftCounts
 from opal_deploy.records.observations import observe_records
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Answered
 from opal_deploy.records.shifts import Kind, Limits, Shift
 
 # records that are counted together
@@ -113,13 +113,13 @@ class DriftMonitor:
         """Open the first window; `clock` measures durations, so that setting the machine's time changes no window."""
         self._metadata, self._size, self._clock = metadata, size, clock
         self._baseline, self._lock = baseline, threading.Lock()
-        self._waiting: list[Record] = []
+        self._waiting: list[Answered] = []
         self._last: Window | None = None
         self._compared: Comparison | None = None
         self.windows = 0
         self._open()
 
-    def count(self, record: Record) -> None:
+    def count(self, record: Answered) -> None:
         """Count the record of an image with an answer."""
         with self._lock:
             self._close_if_due()

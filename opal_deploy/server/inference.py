@@ -25,6 +25,7 @@ from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests, parse_name
 from opal_deploy.inference.types import InputImage, Result
 from opal_deploy.records.lines import to_json_line
+from opal_deploy.records.record import Answered
 from opal_deploy.server.admission import HttpError, busy, unavailable
 from opal_deploy.server.models import ServedModel
 from opal_deploy.server.tensors import BadRequest, InferRequest, Tensor
@@ -176,7 +177,7 @@ class DrawingQueue:
         except StoppedEarly as error:
             raise unavailable(str(error)) from None
         if drawings.error is not None:
-            raise HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, drawings.error["message"], drawings.error["code"])
+            raise HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, drawings.error.message, drawings.error.code)
         return drawings.files[chosen]
 
 
@@ -251,9 +252,9 @@ async def read_upload(request: HttpRequest, body: bytes) -> tuple[bytes, str | N
 def record_response(result: Result) -> Response:
     """Return a record; an error record with a status that fits, and its message as the protocol's error."""
     line = to_json_line(result.record)
-    if "error" not in result.record:
+    if isinstance(result.record, Answered):
         return Response(line, media_type=FORMATS["record"])
-    problem = result.record["error"]
-    status = _STATUS.get(problem["code"], HTTPStatus.UNPROCESSABLE_ENTITY)
-    document = {"error": problem["message"], "code": problem["code"], "record": result.record}
+    problem = result.record.error
+    status = _STATUS.get(problem.code, HTTPStatus.UNPROCESSABLE_ENTITY)
+    document = {"error": problem.message, "code": problem.code, "record": result.record}
     return Response(to_json_line(document), status, media_type=FORMATS["record"])

@@ -25,7 +25,7 @@ from opal_deploy.inference.service import Service, ServiceObserver
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, InputImage
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Answered, Record
 from opal_deploy.records.signatures import Signer
 from opal_deploy.runtime.session import Session
 from opal_deploy.server.admission import AdmissionLimit, HttpError
@@ -195,7 +195,7 @@ class ServerState:
     def count_record(self, model: str, record: Record) -> None:
         """Count an image's record in the metrics, and in the model's window."""
         self.metrics.count_record(model, record)
-        if "prediction" in record and (monitor := self.monitors.get(model)) is not None:
+        if isinstance(record, Answered) and (monitor := self.monitors.get(model)) is not None:
             monitor.count(record)
 
     def render_metrics(self) -> bytes:

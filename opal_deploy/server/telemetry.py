@@ -31,7 +31,7 @@ from prometheus_client import (
 
 from opal_deploy.inference.timing import Stage, StageTimer
 from opal_deploy.logs import one_line
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.shifts import KINDS
 from opal_deploy.server.drift import Comparison
 from opal_deploy.server.options import LogFormat
@@ -166,14 +166,14 @@ class Metrics:
 
     def count_record(self, model: str, record: Record) -> None:
         """Count an image's record."""
-        if "error" in record:
-            self.image_errors.labels(model, record["error"]["code"]).inc()
+        if isinstance(record, Failed):
+            self.image_errors.labels(model, record.error.code).inc()
             return
-        answer = record["prediction"]
-        label = answer["label"] if answer["class_id"] < MAX_LABELS else _OTHER
-        self.predictions.labels(model, label, record["status"]).inc()
-        if (margin := record.get("margin")) is not None:
-            self.margin.labels(model).observe(margin)
+        answer = record.prediction
+        label = answer.label if answer.class_id < MAX_LABELS else _OTHER
+        self.predictions.labels(model, label, record.status).inc()
+        if record.margin is not None:
+            self.margin.labels(model).observe(record.margin)
 
     def set_drift(self, model: str, last: Comparison) -> None:
         """Set what the last complete window of a model showed."""

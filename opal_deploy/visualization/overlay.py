@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.preprocess.resize import display_size, to_display
-from opal_deploy.records.record import Answer, Record, describe_status
+from opal_deploy.records.record import Answered, Failed, Record, describe_status
 from opal_deploy.visualization.boxes import SlotBox, compute_shares, draw_boxes
 from opal_deploy.visualization.style import (
     FAINT,
@@ -73,23 +73,22 @@ class Bar:
     stop: float
 
 
-def build_bars(record: Record) -> tuple[str, list[Bar]]:
+def build_bars(record: Answered) -> tuple[str, list[Bar]]:
     """Return the meaning of the bars of a record's evidence (COSINE, DISTANCE or SCORE), and a bar per slot.
 
     All bars of a record share one scale. For contributions to the cosine a full bar is at least 1/m: if all bars are
     full, the cosine is 1. For scores it is 1. Bars of negative values point left from a common zero.
     """
-    slots = record.get("evidence", [])
-    known = [slot["contribution"] for slot in slots if slot["contribution"] is not None]
-    if len(known) < len(slots) or not slots:
-        meaning, values, full = SCORE, [slot["score"] for slot in slots], 1.0
+    known = [slot.contribution for slot in record.evidence if slot.contribution is not None]
+    if len(known) < len(record.evidence) or not record.evidence:
+        meaning, values, full = SCORE, [slot.score for slot in record.evidence], 1.0
     else:
-        cosine = record["prediction"]["cosine"] if "prediction" in record else None
+        cosine = record.prediction.cosine
         adds_up = cosine is not None and abs(math.fsum(known) - cosine) <= _SUM_TOLERANCE
         meaning, values, full = (COSINE, known, 1.0 / len(known)) if adds_up else (DISTANCE, known, 0.0)
     ends = bar_ends(values, full)
     return meaning, [
-        Bar(slot["slot"], value, slot["score"], *end) for slot, value, end in zip(slots, values, ends, strict=True)
+        Bar(slot.slot, value, slot.score, *end) for slot, value, end in zip(record.evidence, values, ends, strict=True)
     ]
 
 
@@ -102,13 +101,6 @@ def bar_ends(values: Sequence[float], full: float) -> list[tuple[float, float]]:
     high, low = max([full, 0.0, *finite]), min([0.0, *finite])
     span = (high - low) or 1.0
     return [((min(0.0, value) - low) / span, (max(0.0, value) - low) / span) for value in finite]
-
-
-def get_prediction(record: Record) -> Answer:
-    """Return a record's prediction; raise ValueError if the record is an error record."""
-    if "prediction" not in record:
-        raise ValueError(f"the record of {record['image']!r} has status {record['status']!r} and nothing to draw")
-    return record["prediction"]
 
 
 def display_scale(width: int, height: int) -> int:
@@ -154,8 +146,9 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
     Raises:
         ValueError: the record has another image size, or no prediction.
     """
-    get_prediction(record)
-    whole = (record.get("width", 0), record.get("height", 0))
+    if isinstance(record, Failed):
+        raise ValueError(f"the record of {record.image!r} has status 'error' and nothing to draw")
+    whole = (record.width, record.height)
     check_display(image, whole)
     width, height = photograph_size(*whole)
     photograph = to_display(image if image.mode == "RGB" else image.convert("RGB"))
@@ -188,13 +181,13 @@ def check_display(image: Image.Image, size: tuple[int, int]) -> None:
         raise ValueError(f"the image is {image.size} pixels but its record says {size}")
 
 
-def place_boxes(record: Record, field: EffectiveField | None) -> list[SlotBox]:
+def place_boxes(record: Answered, field: EffectiveField | None) -> list[SlotBox]:
     """Return the boxes of a record's slots, with shares if the contributions add up to the cosine."""
-    slots, (meaning, bars) = record.get("evidence", []), build_bars(record)
+    meaning, bars = build_bars(record)
     shares = compute_shares([bar.value if meaning == COSINE else None for bar in bars])
     return [
-        SlotBox(slot["slot"], slot["box"], None if field is None else field.surround(slot["cell"], slot["box"]), share)
-        for slot, share in zip(slots, shares, strict=True)
+        SlotBox(slot.slot, slot.box, None if field is None else field.surround(slot.cell, slot.box), share)
+        for slot, share in zip(record.evidence, shares, strict=True)
     ]
 
 
@@ -226,25 +219,25 @@ def crop_box(image: Image.Image, box: Sequence[float], size: tuple[int, int]) ->
     return image.crop((left, top, right, bottom))
 
 
-def format_facts(record: Record) -> str:
+def format_facts(record: Answered) -> str:
     """Return class, cosine and margin in one line, or the logit if the model has no cosine."""
-    prediction = get_prediction(record)
-    name = f"class {prediction['class_id']}"
-    if prediction["cosine"] is None:
-        return f"{name}, logit {format_number(prediction['logit'])}"
-    margin = format_number(record.get("margin")).replace("–", "-")
-    return f"{name}, cosine {format_number(prediction['cosine'])}, margin {margin}"
+    prediction = record.prediction
+    name = f"class {prediction.class_id}"
+    if prediction.cosine is None:
+        return f"{name}, logit {format_number(prediction.logit)}"
+    margin = format_number(record.margin).replace("–", "-")
+    return f"{name}, cosine {format_number(prediction.cosine)}, margin {margin}"
 
 
 class _Legend:
     """The legend of a record with a prediction: label, figures, a note and a bar per slot."""
 
-    def __init__(self, record: Record, width: int, size: int, note: str) -> None:
+    def __init__(self, record: Answered, width: int, size: int, note: str) -> None:
         self._size, self._width, self._line = size, width, round(size * 1.5)
         self._small, title = max(12, round(size * 0.8)), round(size * 1.35)
         inner = width - 2 * size
-        prediction = get_prediction(record)
-        label = to_drawable(prediction["label"]) or f"class {prediction['class_id']}"
+        prediction = record.prediction
+        label = to_drawable(prediction.label) or f"class {prediction.class_id}"
         self._meaning, self._bars = build_bars(record)
         count = len(self._bars)
         # (text, font size, colour, line height), from the top

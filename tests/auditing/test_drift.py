@@ -16,10 +16,11 @@ from opal_deploy.auditing.drift import find_drift
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.build import Digests, ImageInfo, build_records, error_record
 from opal_deploy.records.drift import DriftCounts
-from opal_deploy.records.lines import to_json_line
+from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.records.observations import observe_outputs, observe_records
-from opal_deploy.records.record import Digests, ImageInfo, build_records, error_record
+from opal_deploy.records.record import to_record
 from opal_deploy.records.shifts import Limits
 from opal_deploy.records.tables import write_table
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -27,6 +28,7 @@ from tests.builders import build_checkpoint, export_onnx
 from tests.cli.calls import one_line, read_results
 
 NUMBER = 600
+FAILED = error_record("x", "not_an_image", "")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def records(model, outputs):
     """The records of the second half."""
     metadata, digests = onnx_file.read_metadata(model), Digests("0" * 64, compute_sha256(model))
     infos = [ImageInfo(f"{n}.png", Geometry.whole(96, 96), digests, image_index=n) for n in range(len(outputs[1]))]
-    return build_records(infos, outputs[1], metadata)
+    return list(map(to_document, build_records(infos, outputs[1], metadata)))
 
 
 def write(path, records):
@@ -79,7 +81,7 @@ def write(path, records):
 
 def test_records_show_the_same_observations_as_outputs(model, outputs, records):
     metadata = onnx_file.read_metadata(model)
-    found = observe_records(records, metadata.class_map.max_slots, metadata.grid)
+    found = observe_records(list(map(to_record, records)), metadata.class_map.max_slots, metadata.grid)
     expected = dataclasses.asdict(observe_outputs(outputs[1], metadata))
     for name, values in dataclasses.asdict(found).items():
         assert np.allclose(values, expected[name], equal_nan=True, rtol=1e-6), name
@@ -145,11 +147,11 @@ def test_a_change_is_found_and_named(model, records, tmp_path, change, kind, wor
 
 
 def test_an_earlier_run_is_a_baseline_too_whatever_the_format(model, records, tmp_path):
-    before = write(tmp_path / "before.jsonl", [*records[:200], error_record("x", "not_an_image", "")])
+    before = write(tmp_path / "before.jsonl", [*records[:200], FAILED])
     _move(changed := copy.deepcopy(records[100:]))
     after = write(tmp_path / "results.jsonl", changed)
     for kind in ("parquet", "csv"):
-        write_table(changed, tmp_path, kind)
+        write_table(map(to_record, changed), tmp_path, kind)
     reports = [
         find_drift(tmp_path / name, against=before) for name in ("results.jsonl", "results.parquet", "results.csv")
     ]
@@ -214,7 +216,7 @@ def _set(records, **values):
     [
         (lambda r, _: r[:19], "images with an answer: 19; expected at least 20"),
         (lambda r, _: [], "images with an answer: 0;"),
-        (lambda r, _: [error_record("x", "not_an_image", "")] * 30, "images with an answer: 0;"),
+        (lambda r, _: [FAILED] * 30, "images with an answer: 0;"),
         (lambda r, _: _set(r, model_sha256="a" * 64), "records of another model (sha256 aaaaaaaaaaaa..., expected "),
         (
             lambda r, _: [*r, *_set(r, model_sha256="b" * 64)],

@@ -13,7 +13,8 @@ from PIL import Image
 from opal_deploy.auditing.model_diff import KINDS, compare_results, render_page
 from opal_deploy.auditing.results import RecordIndex
 from opal_deploy.errors import UsageError
-from opal_deploy.records.record import error_record
+from opal_deploy.records.build import error_record
+from opal_deploy.records.lines import to_document
 
 HOSTILE = "</title><script>alert(1)</script>\"'<img src=x onerror=alert(1)>"
 
@@ -28,6 +29,10 @@ def record(name, label="ash", margin=0.5, **changes):
     made = {"schema": 1, "image": name, "status": "ok", "image_sha256": "0" * 64, "width": 40, "height": 40,
             "prediction": answer, "margin": margin, "top": [answer], "evidence": slots}  # fmt: skip
     return copy.deepcopy({**made, **changes})
+
+
+def failed(*arguments):
+    return to_document(error_record(*arguments))
 
 
 def moved(name, slots=1):
@@ -65,8 +70,8 @@ def test_every_kind_is_told_apart_and_the_worst_comes_first(tmp_path):
         (record("two cells"), moved("two cells", 2)),
         (record("unsure", margin=0.01), record("unsure", "birch")),
         (record("sure", margin=0.4), record("sure", "birch")),
-        (record("gone"), error_record("gone", "truncated_image", "")),
-        (error_record("back", "not_found", ""), record("back")),
+        (record("gone"), failed("gone", "truncated_image", "")),
+        (failed("back", "not_found", ""), record("back")),
     ]
     report = compare(tmp_path, [old for old, _ in pairs], [new for _, new in pairs])
     assert kinds(report) == {"error": 2, "class": 2, "cell": 2, "contribution": 1, "margin": 2, "same": 1}
@@ -133,7 +138,7 @@ def test_a_finer_grid_moves_no_slot_that_stays_in_its_old_box(tmp_path):
         (record("a", margin=0.3), ("margin", "any")),
         (moved("a"), ("cell", "contribution", "margin", "any")),
         (record("a", "birch"), ("class", "cell", "contribution", "margin", "any")),
-        (error_record("a", "not_found", ""), ("error", "class", "cell", "contribution", "margin", "any")),
+        (failed("a", "not_found", ""), ("error", "class", "cell", "contribution", "margin", "any")),
     ],
 )
 def test_a_gate_closes_for_its_kind_and_for_worse(tmp_path, after, fails):
@@ -148,7 +153,7 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 
 def test_the_page_of_no_changes_allows_its_own_style(tmp_path):
-    both = [record("a"), error_record("b", "not_found", "no such file")]
+    both = [record("a"), failed("b", "not_found", "no such file")]
     report = compare(tmp_path, both, both)
     assert (kinds(report), report.worst, report.changed) == ({"same": 2}, [], 0)
     assert not report.has("any")

@@ -11,6 +11,7 @@ import pytest
 from opal_deploy.auditing.results import RecordSources
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.types import InputImage
+from opal_deploy.records.build import error_record
 
 MEGABYTE = 1 << 20
 
@@ -30,7 +31,7 @@ def test_members_of_a_compressed_tar_are_found_and_wait_on_the_disk():
     finally:
         tracemalloc.stop()
     for number in (19, 0, 7):
-        item = sources.find({"image": f"a.tgz/{number}.jpg", "image_index": number})
+        item = sources.find(error_record(f"a.tgz/{number}.jpg", "not_found", "", index=number))
         assert item.source == bytes([number]) * MEGABYTE
 
 

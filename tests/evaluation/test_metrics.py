@@ -21,7 +21,7 @@ from opal_deploy.evaluation.metrics import (
     top_k_accuracy,
 )
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import ImageInfo, build_records
+from opal_deploy.records.build import ImageInfo, build_records
 
 METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32))
 
@@ -95,7 +95,7 @@ def test_margins_are_those_of_the_records():
     outputs = Outputs(logits, np.zeros((20, 8), np.int32), scores)
     records = build_records([ImageInfo("x", Geometry.whole(8, 8))] * 20, outputs, metadata)
 
-    expected = [record["margin"] for record in records]
+    expected = [record.margin for record in records]
     assert margins(logits, scores, metadata.class_map, 1e-8).tolist() == expected
 
 

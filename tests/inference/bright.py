@@ -16,6 +16,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.types import InferenceOptions, InputImage
+from opal_deploy.records.lines import to_document
 from opal_deploy.runtime.session import ImageBatch, check_batch
 
 GRID = (4, 4)
@@ -90,7 +91,7 @@ class QueuedSession(BrightSession):
 
 def predict(requests, *sessions, **options):
     listed = (InputImage(one.name, one) if isinstance(one, Path) else one for one in requests)
-    return [result.record for result in predict_stream(listed, sessions, InferenceOptions(**options))]
+    return [to_document(result.record) for result in predict_stream(listed, sessions, InferenceOptions(**options))]
 
 
 def code(record):

@@ -15,6 +15,7 @@ from opal_deploy.errors import ImageError, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.inference.decoding import prepare
 from opal_deploy.inference.executor import predict_batches, predict_stream
 from opal_deploy.inference.types import InferenceOptions, InputImage
+from opal_deploy.records.lines import to_document
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import open_sessions
 from tests.inference.bright import BrightSession, QueuedSession, code, own_threads, predict
@@ -157,7 +158,7 @@ def test_records_before_an_error_are_whole(requests, fails_at, message, count):
     sessions = [BrightSession(fails_at=batch) for batch in fails_at]
     records = []
     with pytest.raises((StoppedEarly, UsageError), match=message):
-        records.extend(r.record for r in predict_stream(requests, sessions, InferenceOptions(batch=4)))
+        records.extend(to_document(r.record) for r in predict_stream(requests, sessions, InferenceOptions(batch=4)))
     assert names(records) == list(range(count))
     assert [code(record) for record in records] == [None] * count
 
@@ -264,7 +265,7 @@ def test_out_of_memory_halves_the_batch_for_good_and_is_reported(error, fixed):
     sizes = limit_memory(session, 4, error)
     options = InferenceOptions(batch=16, fixed_batch=fixed)
     results = predict_stream(shades(range(38)), [session], options, print_message=messages.append)
-    assert [r.record for r in results] == predict(shades(range(38)), BrightSession(), batch=16)
+    assert [to_document(r.record) for r in results] == predict(shades(range(38)), BrightSession(), batch=16)
     assert sizes == [16, 8, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4 if fixed else 2]
     assert messages == [
         "brightness on CPU: out of memory with a batch of 16; going on with 8",
@@ -340,6 +341,6 @@ def test_ending_the_images_predicts_all_that_were_taken(end):
             yield image
 
     for result in predict_stream(until_end(), [BrightSession()], InferenceOptions(batch=4)):
-        found += names([result.record])
+        found += names([to_document(result.record)])
     assert found == taken
     assert len(found) >= end

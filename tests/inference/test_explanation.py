@@ -12,7 +12,8 @@ from PIL import Image
 
 import opal_deploy
 from opal_deploy import Explanation, Explanations, ImageError, UsageError
-from opal_deploy.records.record import error_record
+from opal_deploy.records.build import error_record
+from opal_deploy.records.record import Answered
 
 ELEMENTS = {"div", "p", "strong", "table", "thead", "tbody", "tr", "th", "td", "span"}
 BOX = (10, 20, 70, 80)
@@ -49,6 +50,16 @@ def test_a_record_is_a_plain_dictionary_in_every_respect(model, paths):
     assert json.dumps(record) == json.dumps(dict(record))
     assert repr(record) == repr(dict(record))
     assert isinstance(both, list)
+
+
+def test_a_record_has_typed_attributes(model, paths):
+    explanation = model.explain(paths[0])
+    record = explanation.record
+    assert isinstance(record, Answered)
+    assert (record.image, record.prediction.label) == (explanation["image"], explanation["prediction"]["label"])
+    assert list(record.evidence[0].box) == explanation["evidence"][0]["box"]
+    explanation["label"] = "ash"
+    assert explanation.record.label == "ash"
 
 
 def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(model, paths):
@@ -129,7 +140,7 @@ def test_nothing_from_outside_becomes_markup(model, paths):
     record = cast(dict[str, Any], {**model.explain(paths[0]), "image": HOSTILE})
     record["prediction"] = {**record["prediction"], "label": HOSTILE}
     record["evidence"][0]["name"] = HOSTILE
-    failed = cast(dict[str, Any], error_record(HOSTILE, "code", HOSTILE))
+    failed = error_record(HOSTILE, "code", HOSTILE)
     for shown in (Explanation(record), Explanation(failed), Explanations([Explanation(record), Explanation(failed)])):
         assert {tag for tag, _ in page(shown)} <= ELEMENTS
         assert not any(name.startswith("on") for _, attributes in page(shown) for name in attributes)

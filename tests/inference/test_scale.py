@@ -40,7 +40,7 @@ def write_tar(path, count):
 def explained(path, session, *, isolate=False):
     asked = discover([str(path)], Skipped())
     for result in predict_stream(asked, [session], InferenceOptions(batch=16, workers=2, isolate=isolate)):
-        yield result.record["status"]
+        yield result.record.status
 
 
 def watched(path, session):

@@ -12,7 +12,9 @@ import opal_deploy
 from opal_deploy.errors import MissingExtra, StoppedEarly, UsageError
 from opal_deploy.inference.sources.annotations import read_boxes
 from opal_deploy.records import label_config, tables, to_coco, to_label_studio
-from opal_deploy.records.record import error_record
+from opal_deploy.records.build import error_record
+from opal_deploy.records.lines import to_document
+from opal_deploy.records.record import to_record
 from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, write_table
 
 LABEL = 'birch, "<b>"\n'
@@ -28,7 +30,7 @@ OK = {
     ],
     "label": "ash",
 }  # fmt: skip
-FAILED = error_record("c\\xff.jpg", "truncated_image", "it ends early")
+FAILED = to_document(error_record("c\\xff.jpg", "truncated_image", "it ends early"))
 WITHOUT_EVIDENCE = {**OK, "image": None, "margin": None, "label": LABEL}
 del WITHOUT_EVIDENCE["evidence"]
 RECORDS = [OK, FAILED, WITHOUT_EVIDENCE]
@@ -42,7 +44,7 @@ def test_parquet_has_the_documented_columns_and_values(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     # many records are written group by group
     monkeypatch.setattr(tables, "_GROUP_ROWS", 2)
-    write_table(RECORDS, tmp_path, "parquet")
+    write_table(map(to_record, RECORDS), tmp_path, "parquet")
     assert parquet.ParquetFile(tmp_path / "results.parquet").metadata.num_row_groups == 2
     table = read_parquet(tmp_path)
     types = {"string": "string", "int32": "int32", "int64": "int64", "float64": "double", "bool": "bool"}
@@ -65,7 +67,7 @@ def test_parquet_has_the_documented_columns_and_values(tmp_path, monkeypatch):
 
 
 def test_csv_has_the_same_columns_with_lists_as_json(tmp_path):
-    write_table(RECORDS, tmp_path, "csv")
+    write_table(map(to_record, RECORDS), tmp_path, "csv")
     with (tmp_path / "results.csv").open(encoding="utf-8", newline="") as stream:
         reader = csv.DictReader(stream)
         first, second, third = reader
@@ -79,7 +81,7 @@ def test_csv_has_the_same_columns_with_lists_as_json(tmp_path):
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"])
 def test_a_name_with_a_line_end_breaks_no_csv(tmp_path, end):
-    write_table([{**OK, "image": f"a{end}b.jpg"}, OK], tmp_path, "csv")
+    write_table(map(to_record, [{**OK, "image": f"a{end}b.jpg"}, OK]), tmp_path, "csv")
     text = (tmp_path / "results.csv").read_bytes().decode()
     # also where a reader splits the lines first
     for lines in (io.StringIO(text, newline=""), text.splitlines(keepends=True)):
@@ -90,9 +92,9 @@ def test_a_table_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tables, "_write_csv", fail)
+    monkeypatch.setattr(tables, "_open_csv", fail)
     with pytest.raises(StoppedEarly, match=r"No space left on device.*all records are in results.jsonl"):
-        write_table(RECORDS, tmp_path, "csv")
+        write_table(map(to_record, RECORDS), tmp_path, "csv")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,7 +102,7 @@ def test_a_table_of_no_records_and_one_of_lone_surrogates(tmp_path):
     pytest.importorskip("pyarrow")
     for records in ([], [{**OK, "label": "\udcff"}]):
         for kind in tables.FORMATS:
-            write_table(records, tmp_path, kind)
+            write_table(map(to_record, records), tmp_path, kind)
         text = (tmp_path / "results.csv").read_text("utf-8")
         assert read_parquet(tmp_path).column_names == [*COLUMNS, *LISTS]
         assert text.startswith(",".join([*COLUMNS, *LISTS]) + "\n")

@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.opal_head import cosines
 from opal_deploy.artifact.outputs import Outputs, select_top
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.build import ImageInfo, build_records, class_evidence
 from opal_deploy.records.decision import Decision
-from opal_deploy.records.record import ImageInfo, build_records, class_evidence
+from opal_deploy.records.lines import to_document
 
 C, M, N = 60, 3, 11
 METADATA = Metadata(
@@ -31,20 +33,20 @@ def test_a_batch_of_records_is_what_each_image_says_alone(top):
     )
     for i, (record, image) in enumerate(zip(records, images, strict=True)):
         order = sorted(range(C), key=lambda c: (-logits[i, c], c))
-        assert [answer["class_id"] for answer in record["top"]] == order[:top]
-        assert record["prediction"] == record["top"][0]
+        assert [answer.class_id for answer in record.top] == order[:top]
+        assert record.prediction == record.top[0]
         z = scores[i].astype(np.float64) / (np.linalg.norm(scores[i].astype(np.float64)) + 1e-8)
         cosine = z.reshape(C, M).sum(axis=1) / np.sqrt(M)
         margin = cosine[order[0]] - cosine[order[1]]
-        assert record["margin"] == pytest.approx(margin, abs=1e-12)
-        assert record["status"] == ("abstained" if margin < 0.01 else "ok")
-        for slot, found in enumerate(record["evidence"]):
+        assert record.margin == pytest.approx(margin, abs=1e-12)
+        assert record.status == ("abstained" if margin < 0.01 else "ok")
+        for slot, found in enumerate(record.evidence):
             channel = order[0] * M + slot
             cell = divmod(int(argmax[i, channel]), 7)
-            assert (found["slot"], found["channel"], tuple(found["cell"])) == (slot, channel, cell)
-            assert found["score"] == float(scores[i, channel])
-            assert found["contribution"] == pytest.approx(z[channel] / np.sqrt(M), abs=1e-12)
-            assert tuple(found["box"]) == image.geometry.cell_box(*cell, METADATA.grid)
+            assert (found.slot, found.channel, found.cell) == (slot, channel, cell)
+            assert found.score == float(scores[i, channel])
+            assert found.contribution == pytest.approx(z[channel] / np.sqrt(M), abs=1e-12)
+            assert found.box == image.geometry.cell_box(*cell, METADATA.grid)
 
 
 def test_a_calibrated_model_gives_each_listed_class_its_probability_among_all():
@@ -60,13 +62,12 @@ def test_a_calibrated_model_gives_each_listed_class_its_probability_among_all():
     shares = np.exp((logits.astype(np.float64) - logits.max(axis=1, keepdims=True)) / 0.1)
     shares /= shares.sum(axis=1, keepdims=True)
     for record, without, share in zip(records, plain, shares, strict=True):
-        listed = [share[answer["class_id"]] for answer in record["top"]]
-        assert [answer["calibrated_probability"] for answer in record["top"]] == pytest.approx(listed, abs=1e-12)
-        assert record["prediction"] == record["top"][0]
+        listed = [share[answer.class_id] for answer in record.top]
+        assert [answer.calibrated_probability for answer in record.top] == pytest.approx(listed, abs=1e-12)
+        assert record.prediction == record.top[0]
         # everything else is what it is without a temperature
-        for answer in record["top"]:
-            del answer["calibrated_probability"]
-        assert record == without
+        top = tuple(structs.replace(answer, calibrated_probability=None) for answer in record.top)
+        assert structs.replace(record, top=top, prediction=top[0]) == without
     # the best classes alone do not say what the others' logits are
     best = Outputs(
         np.empty((N, 0), np.float32),
@@ -91,27 +92,24 @@ def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance):
         records += build_records(images[:3], outputs.take(rows), metadata, top=2, decision=Decision(min_margin=0.01))
         return records + build_records(images, Outputs.concatenate([outputs.rows(0, 4), outputs.rows(4, N)]), metadata)
 
-    assert build(best) == approx_records(build(everything))
+    assert list(map(to_document, build(best))) == [approx_record(to_document(each)) for each in build(everything)]
     # the runner-up's evidence too, for evidence sheets, and nothing beyond the list
     listed = select_top(everything, METADATA.class_map, 6).classes[0].tolist()
     geometry = images[0].geometry
     slots = [class_evidence(listed[1], geometry, outputs.rows(0, 1), metadata) for outputs in (best, everything)]
-    assert slots[0] == approx_slots(slots[1])
+    assert list(map(structs.asdict, slots[0])) == approx_slots(map(structs.asdict, slots[1]))
     with pytest.raises(ValueError, match="not among them"):
         class_evidence(listed[5], geometry, best.rows(0, 1), metadata)
-    assert [len(record["top"]) for record in build_records(images, best, metadata, top=9)] == [5] * N
+    assert [len(record.top) for record in build_records(images, best, metadata, top=9)] == [5] * N
 
 
-def approx_records(records):
+def approx_record(record):
     """Allow what depends on the norm, which a graph computes in float32, 1e-6; all else must be equal."""
-    return [
-        approx(record, "margin") | {
-            "prediction": approx(record["prediction"], "cosine"),
-            "top": [approx(answer, "cosine") for answer in record["top"]],
-            "evidence": approx_slots(record["evidence"]),
-        }
-        for record in records
-    ]  # fmt: skip
+    return approx(record, "margin") | {
+        "prediction": approx(record["prediction"], "cosine"),
+        "top": [approx(answer, "cosine") for answer in record["top"]],
+        "evidence": approx_slots(record["evidence"]),
+    }
 
 
 def approx_slots(slots):

@@ -21,6 +21,7 @@ from opal_deploy.artifact.baseline import PLACES, Baseline
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.records.observations import observe_records
+from opal_deploy.records.record import to_record
 from opal_deploy.records.shifts import KINDS
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.server.drift import DriftMonitor, WindowSize, open_monitor
@@ -46,7 +47,7 @@ def model(tmp_path_factory, pictures):
     export_onnx(build_checkpoint(head=HeadConfig(prototypes_per_class=3), size=(96, 96)), path)
     metadata = onnx_file.read_metadata(path)
     records = opal_deploy.load(path, device="cpu", threads=1).explain(pictures)
-    observed = observe_records(records, metadata.class_map.max_slots, metadata.grid)
+    observed = observe_records([each.record for each in records], metadata.class_map.max_slots, metadata.grid)
     baseline = Baseline.measure(observed, "val", metadata.stride, metadata.class_map)
     onnx_file.rewrite_metadata(path, replace(metadata, baseline=json.loads(json.dumps(baseline.to_dict()))))
     return path
@@ -103,8 +104,8 @@ def test_windows_of_a_duration_end_by_a_clock_that_nobody_sets(model, records):
     metadata = onnx_file.read_metadata(model)
     now = [0.0]
     monitor = DriftMonitor(metadata, Baseline.from_dict(metadata.baseline), WindowSize.parse("30m"), lambda: now[0])
-    for record in records:
-        monitor.count(record)
+    for explanation in records:
+        monitor.count(explanation.record)
     assert monitor.compare_last() is None
     now[0] = 1800.0
     last = monitor.compare_last()
@@ -122,7 +123,7 @@ def test_a_window_names_the_slot_that_moved(model, records):
     for record in json.loads(json.dumps(records)):
         if record["prediction"]["class_id"] == class_id:
             record["evidence"][1]["cell"] = [2, 0]
-        monitor.count(record)
+        monitor.count(to_record(record))
     shift = monitor.describe()["last"]["shifts"][0]
     assert (shift["kind"], shift["slot"], shift["class_id"], shift["place"]) == ("place", 1, class_id, PLACES[6])
 

@@ -11,7 +11,7 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run import bucket
 from opal_deploy.inference.run.results import RecordWriter
 from opal_deploy.inference.run.summary import Summary
-from opal_deploy.records.record import error_record
+from opal_deploy.records.build import error_record
 from opal_deploy.storage.files import RemoteFile
 from tests.cli.calls import one_line
 

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from playwright.sync_api import sync_playwright
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.build import ImageInfo, build_records
 from opal_deploy.records.decision import Decision
-from opal_deploy.records.record import ImageInfo, build_records
 from opal_deploy.visualization.report import ReportWriter
 from tests.browser import CHROMIUM
 
@@ -44,11 +45,8 @@ def make_record():
 @pytest.fixture
 def answer_without_evidence(make_record):
     record = make_record((200, 200))
-    del record["evidence"]
-    record["margin"] = None
-    for answer in (record["prediction"], *record["top"]):
-        answer["cosine"] = None
-    return record
+    top = tuple(replace(answer, cosine=None) for answer in record.top)
+    return replace(record, evidence=(), margin=None, prediction=top[0], top=top)
 
 
 @pytest.fixture

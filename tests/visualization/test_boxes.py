@@ -16,10 +16,10 @@ def line_widths(record):
     """Return how many pixels of its colour the left edge of each slot's box has."""
     pixels = np.asarray(draw_overlay(Image.new("RGB", SIZE, "#777"), record))
     widths = []
-    for slot in record["evidence"]:
-        x0, y0, x1, y1 = pixel_box(slot["box"], (1, 1), SIZE)
+    for slot in record.evidence:
+        x0, y0, x1, y1 = pixel_box(slot.box, (1, 1), SIZE)
         row = pixels[(y0 + y1) // 2, x0 : (x0 + x1) // 2]
-        widths.append(int((row == slot_color(slot["slot"])).all(axis=1).sum()))
+        widths.append(int((row == slot_color(slot.slot)).all(axis=1).sum()))
     return widths
 
 

@@ -4,11 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.preprocess.resize import to_display
-from opal_deploy.records.record import error_record
+from opal_deploy.records.build import error_record
 from opal_deploy.visualization.boxes import pixel_box
 from opal_deploy.visualization.overlay import (
     COSINE,
@@ -36,8 +37,8 @@ def test_the_photograph_is_changed_on_the_edges_of_boxes_and_under_tags_only(mak
     overlay = draw_overlay(image, record)
     assert image.tobytes() == photograph(SIZE).tobytes(), "the input stays as it is"
     changed = (np.asarray(overlay)[: SIZE[1], : SIZE[0]] != np.asarray(image)).any(axis=-1)
-    for slot in record["evidence"]:
-        x0, y0, x1, y1 = pixel_box(slot["box"], (1, 1), SIZE)
+    for slot in record.evidence:
+        x0, y0, x1, y1 = pixel_box(slot.box, (1, 1), SIZE)
         dx, dy = (x1 - x0) // 3, (y1 - y0) // 3
         assert not changed[y0 + dy : y1 - dy, x0 + dx : x1 - dx].any()
         changed[y0 : y1 + 1, x0 : x1 + 1] = False
@@ -49,7 +50,7 @@ def test_boxes_have_their_slots_colours_at_their_coordinates(make_record):
     record = make_record(SIZE)
     overlay = draw_overlay(photograph(SIZE), record)
     # cells of 100 x 80 pixels; a line of 3 pixels lies 1 pixel inside the box's dark edge
-    assert [s["box"] for s in record["evidence"]][1] == [300.0, 160.0, 400.0, 240.0]
+    assert record.evidence[1].box == (300.0, 160.0, 400.0, 240.0)
     for slot, (x, y) in enumerate([(2, 40), (302, 200), (402, 360)]):
         assert overlay.getpixel((x, y)) == slot_color(slot)
         assert overlay.getpixel((x + 95, y)) == slot_color(slot)
@@ -69,7 +70,7 @@ def test_slots_that_share_a_cell_are_all_visible_on_its_border(make_record, slot
     record = make_record(size, [(2, 2)] * slots)
     overlay = draw_overlay(Image.new("RGB", size, "#777"), record)
     scale = display_scale(*size)
-    x0, y0, x1, y1 = pixel_box(record["evidence"][0]["box"], (scale, scale), photograph_size(*size))
+    x0, y0, x1, y1 = pixel_box(record.evidence[0].box, (scale, scale), photograph_size(*size))
     colors = {color for _, color in overlay.crop((x0, y0, x1 + 1, y1 + 1)).getcolors(1 << 24)}
     assert {slot_color(i) for i in range(slots)} <= colors
 
@@ -92,7 +93,9 @@ def test_tags_stay_inside_the_photograph(make_record, cell):
     size = (400, 400)
     blank, record = Image.new("RGB", size, "#777"), make_record(size, [cell] * 12)
     # nothing of the boxes reaches the legend: it is that of the same record with its boxes elsewhere
-    elsewhere = {**record, "evidence": [{**s, "box": [160.0, 160.0, 240.0, 240.0]} for s in record["evidence"]]}
+    elsewhere = replace(
+        record, evidence=tuple(replace(slot, box=(160.0, 160.0, 240.0, 240.0)) for slot in record.evidence)
+    )
     below = (0, 400, *draw_overlay(blank, record).size)
     assert draw_overlay(blank, record).crop(below).tobytes() == draw_overlay(blank, elsewhere).crop(below).tobytes()
 
@@ -185,7 +188,7 @@ def test_only_contributions_that_add_up_to_the_cosine_are_called_a_part_of_it(ma
     shown, bars = build_bars(record)
     assert shown == meaning
     if distance == "l2":
-        assert sum(b.value for b in bars) == pytest.approx(record["prediction"]["cosine"], abs=1e-6)
+        assert sum(b.value for b in bars) == pytest.approx(record.prediction.cosine, abs=1e-6)
         _, equal = build_bars(make_record((100, 100), scores=[1.0, 1.0, 1.0]))
         assert all(b.stop - b.start == pytest.approx(1.0, abs=0.02) for b in equal), "they fill the width"
 
@@ -200,8 +203,8 @@ def test_negative_parts_point_left_from_a_common_zero(make_record):
 def test_values_that_are_no_numbers_and_records_without_evidence_have_no_bar(make_record, answer_without_evidence):
     assert build_bars(answer_without_evidence)[1] == []
     record = make_record((100, 100))
-    record["evidence"][1]["contribution"] = math.nan
-    _, bars = build_bars(record)
+    first, second, third = record.evidence
+    _, bars = build_bars(replace(record, evidence=(first, replace(second, contribution=math.nan), third)))
     assert bars[1].start == bars[1].stop
     assert format_number(bars[1].value) == "nan"
 

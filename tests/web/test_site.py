@@ -18,8 +18,11 @@ from playwright.sync_api import expect, sync_playwright
 import opal_deploy
 from opal_deploy.artifact import onnx_file
 from opal_deploy.inference.atlas import create_atlas
+from opal_deploy.records.lines import to_document
+from opal_deploy.records.record import to_record
 from opal_deploy.synthetic import example_images
 from tests.browser import AXE, CHROMIUM, ORT_WEB, find_violations, needs_chromium, needs_ort_web
+from tests.records.test_schema import validator
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # a GPU and a camera of software
@@ -101,6 +104,8 @@ class TestPage:
         record = ask(page, path)
         expected = opal_deploy.load(exact_model, device="cpu", threads=1).explain(path)
         assert record.keys() == {*expected, "image_sha256", "model_sha256"}
+        validator(strict=True).validate(record)
+        assert to_document(to_record(record)).keys() == record.keys()
         for answer, one in zip(record["top"] + record["evidence"], expected["top"] + expected["evidence"], strict=True):
             for key in one.keys() & {"cosine", "logit", "score", "contribution"}:
                 assert answer.pop(key) == pytest.approx(one.pop(key), abs=1e-5)

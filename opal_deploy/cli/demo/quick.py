@@ -21,7 +21,7 @@ from opal_deploy.errors import UsageError
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
     from opal_deploy.evaluation.pointing import PointingGame
-    from opal_deploy.records.record import Record
+    from opal_deploy.records.record import Answered
 
 MODEL = "creatures.onnx"
 _PER_CLASS, _SHEETS = 10, 3
@@ -81,13 +81,14 @@ def _write_page(demo: Demo, model: Path, ort_web: Path | None) -> str:
 def _report(demo: Demo, data: Path, results: Path, metadata: Metadata) -> None:
     """Print how often answers and evidence are right, and how often they would be by chance."""
     from opal_deploy.inference.run.results import read_records
+    from opal_deploy.records.record import Answered
 
-    records = list(read_records(results))
-    answers, labels = [record["prediction"]["label"] for record in records], [record["label"] for record in records]
+    records = [record for record in read_records(results) if isinstance(record, Answered)]
+    answers, labels = [record.prediction.label for record in records], [record.label for record in records]
     correct = sum(answer == label for answer, label in zip(answers, labels, strict=True))
     # how often answers and labels agree if each image gets another one's answer
     counts = Counter(answers)
-    chance = sum(counts[label] for label in labels) / len(records) ** 2
+    chance = sum(counts[label or ""] for label in labels) / len(records) ** 2
     demo.save(accuracy=correct / len(records), chance=chance)
     print_message(
         f"Accuracy: {correct} of {len(records)} images ({correct / len(records):.1%}); the same answers in random "
@@ -104,7 +105,7 @@ def _report(demo: Demo, data: Path, results: Path, metadata: Metadata) -> None:
     )
 
 
-def _play_pointing_game(records: Sequence[Record], data: Path, metadata: Metadata) -> PointingGame | None:
+def _play_pointing_game(records: Sequence[Answered], data: Path, metadata: Metadata) -> PointingGame | None:
     """Compare the evidence of correct predictions with the drawn parts; None if no prediction is correct."""
     import numpy as np
 
@@ -118,10 +119,10 @@ def _play_pointing_game(records: Sequence[Record], data: Path, metadata: Metadat
     by_name = {data / creature.image: image for creature, image in zip(creatures, annotations.images, strict=True)}
     hits = []
     for record in records:
-        if record["prediction"]["label"] == record["label"]:
-            slots, boxes = zip(*((slot["slot"], slot["box"]) for slot in record["evidence"]), strict=True)
+        if record.prediction.label == record.label:
+            slots, boxes = zip(*((slot.slot, slot.box) for slot in record.evidence), strict=True)
             corners = np.array(boxes)
-            geometry = Geometry.whole(record["width"], record["height"])
+            geometry = Geometry.whole(record.width, record.height)
             centres = (corners[:, :2] + corners[:, 2:]) / 2
-            hits.append(count_hits(by_name[Path(record["image"] or "")], slots, centres, geometry, metadata.grid))
+            hits.append(count_hits(by_name[Path(record.image or "")], slots, centres, geometry, metadata.grid))
     return summarize_hits(hits, annotations)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from opal_deploy.errors import OpalError
 from opal_deploy.inference.parallel.chunk import IN_FLIGHT, Chunk, ChunkResult
 from opal_deploy.inference.types import InputImage
-from opal_deploy.records.record import Digests, Record, error_record
+from opal_deploy.records.build import Digests, error_record
+from opal_deploy.records.record import Record
 
 # chunks between the first one without a result and the last one begun, per worker: those in flight and as many as it
 # does while another one is slow

@@ -9,6 +9,7 @@ a whole, then tables and report, and last summary.json, which marks the run as c
 
 from __future__ import annotations
 
+import io
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -22,9 +23,9 @@ from typing import Any
 from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import ImageError, OpalError, StoppedEarly, UsageError
 from opal_deploy.inference.run.directory import RunConfig, RunDirectory, inspect_run_dir
-from opal_deploy.inference.run.results import parse_record
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.run_files import OVERLAYS, PARTS, REPORT, RESULTS, RUN, SHEETS, SUMMARY
+from opal_deploy.records.lines import read_lines
 from opal_deploy.records.tables import TABLES, Format
 from opal_deploy.storage import buckets
 from opal_deploy.storage.files import RemoteFile
@@ -106,8 +107,8 @@ class BucketRunDirectory(RunDirectory):
             for name, file in buckets.list_files(self._file(f"{PARTS}/{self.run_id}"), recursive=False):
                 with file.open() as stream:
                     data = stream.read()
-                lines = data.splitlines(keepends=True)
-                if name != _part_name(self._records) or any(parse_record(line) is None for line in lines):
+                lines = list(read_lines(io.BytesIO(data)))
+                if name != _part_name(self._records) or any(line.record is None for line in lines):
                     raise UsageError(
                         f"{file}: it, or the part before it, is damaged or missing, so the run cannot be resumed; give "
                         "another --out, or --overwrite"

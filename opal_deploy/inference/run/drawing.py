@@ -6,23 +6,24 @@ or runs out of memory is missing, and its record says why.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeAlias
+
+from msgspec.structs import replace
 
 from opal_deploy.artifact.measurements import EffectiveField, describe_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.inference.drawings import DrawingPool, DrawTask, Part
 from opal_deploy.inference.executor import prefetch, thread_pool
-from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run_files import (
     OVERLAYS,
     REPORT,
-    RESULTS,
     SHEETS,
     overlay_name,
     remove_image_files,
@@ -33,8 +34,7 @@ from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Result
 from opal_deploy.logs import one_line
-from opal_deploy.records.names import find_common_folder
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Answered, Failed, Record
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url, redact
 from opal_deploy.visualization.report import (
@@ -121,8 +121,8 @@ class Drawer:
 
     def draw(self, index: int, result: Result) -> Record:
         """Return a record that names the drawings that were written, or says why one is missing."""
-        record = result.record.copy()
-        if record["status"] == "error":
+        record = result.record
+        if isinstance(record, Failed):
             return record
         parts = (
             self._parts if index < self._num_thumbnails else tuple(part for part in self._parts if part != "thumbnail")
@@ -131,16 +131,13 @@ class Drawer:
         drawn = drawings.files
         if "thumbnail" in drawn:
             self._thumbnails[index] = Thumbnail(drawn["thumbnail"])
+        overlay = overlay_name(index, record.image) if "overlay" in drawn else None
+        sheet = sheet_name(index, record.image) if "sheet" in drawn else None
         with self._timer.stage("write"):
-            if "overlay" in drawn:
-                record["overlay"] = overlay_name(index, record["image"])
-                write_image_file(self._out, record["overlay"], drawn["overlay"])
-            if "sheet" in drawn:
-                record["sheet"] = sheet_name(index, record["image"])
-                write_image_file(self._out, record["sheet"], drawn["sheet"])
-        if drawings.error is not None:
-            record["drawing_error"] = drawings.error
-        return record
+            for name, data in ((overlay, drawn.get("overlay")), (sheet, drawn.get("sheet"))):
+                if name is not None and data is not None:
+                    write_image_file(self._out, name, data)
+        return replace(record, overlay=overlay, sheet=sheet, drawing_error=drawings.error)
 
 
 @dataclass(frozen=True)
@@ -213,50 +210,56 @@ def describe_evidence(path: Path, metadata: Metadata) -> str:
     return one_line(describe_evaluation(metadata.evaluation, path, metadata.receptive_field, export_of=export_of))
 
 
-def write_report(
-    out: Path, options: ReportOptions, thumbnails: Mapping[int, bytes], drawings_out: Path | RemoteFile | None = None
-) -> None:
-    """Write report.html of a run.
+@contextmanager
+def open_report(
+    out: Path, options: ReportOptions, images: int, folder: str = "", thumbnails: Mapping[int, bytes] | None = None,
+    drawings_out: Path | RemoteFile | None = None,
+) -> Iterator[Callable[[Record], None]]:  # fmt: skip
+    """Yield a function that adds the next record to report.html, which is written when the block ends.
 
     Args:
         out: the run directory.
         options: the content.
+        images: number of records that will be added.
+        folder: prefix to leave out of images' names, see `find_common_folder`.
         thumbnails: those in memory; the others are made from the overlays.
         drawings_out: the run directory, or its URL, that holds the overlays, if not `out`.
 
     Raises:
-        StoppedEarly: the disk is full; everything else was written.
+        StoppedEarly: the disk is full; the records are safe.
     """
-    try:
-        images = options.images
-        if images is None:
-            images = choose_image_mode(min(options.limit, _count_lines(out / RESULTS)))
-        with ReportWriter(
-            out / REPORT,
-            title=options.title,
-            facts=options.facts,
-            limit=options.limit,
-            image_mode=images,
-            evidence=options.evidence,
-            field=None if options.draw_field else options.field,
-            class_names=options.class_names,
-            folder=find_common_folder(record["image"] or "" for record in read_records(out / RESULTS)),
-        ) as writer:
-            for index, record in enumerate(read_records(out / RESULTS)):
-                name = record.get("overlay")
-                overlay: bytes | None = thumbnails.get(index)
-                if overlay is None and name is not None and writer.embeds_images:
-                    overlay = _read_overlay(drawings_out or out, name)
+    numbers = itertools.count()
+    with _writing_report(), ReportWriter(
+        out / REPORT,
+        title=options.title,
+        facts=options.facts,
+        limit=options.limit,
+        image_mode=options.images or choose_image_mode(min(options.limit, images)),
+        evidence=options.evidence,
+        field=None if options.draw_field else options.field,
+        class_names=options.class_names,
+        folder=folder,
+    ) as writer:  # fmt: skip
+
+        def add(record: Record) -> None:
+            overlay = (thumbnails or {}).get(next(numbers))
+            name = record.overlay if isinstance(record, Answered) else None
+            if overlay is None and name is not None and writer.embeds_images:
+                overlay = _read_overlay(drawings_out or out, name)
+            with _writing_report():
                 writer.add(record, overlay)
+
+        yield add
+
+
+@contextmanager
+def _writing_report() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise StoppedEarly(
             f"the report cannot be written ({error.strerror or error}); make room and run again"
         ) from None
-
-
-def _count_lines(path: Path) -> int:
-    with path.open("rb") as stream:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
 
 
 def _read_overlay(out: Path | RemoteFile, name: str) -> bytes | None:

@@ -8,26 +8,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
 
 from opal_deploy.artifact.files import check_regular
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run_files import RESULTS
 from opal_deploy.inference.types import InputImage
-from opal_deploy.records.lines import to_json_line
-from opal_deploy.records.record import Record, is_record
+from opal_deploy.records.lines import read_lines, to_json_line
+from opal_deploy.records.record import Answered, Record
 
 # the most work that a power failure loses, in seconds; a killed process loses nothing
 SYNC_SECONDS = 5.0
-# a record is a few kilobytes; a damaged file may have no line ends at all
-_MAX_LINE_BYTES = 16 << 20
-
 # pipes and devices have nothing to sync
 _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
 
@@ -146,14 +141,14 @@ def load_resume_point(
         size = path.stat().st_size
         with path.open("rb") as stream:
             num_records, offset = 0, 0
-            for line in _lines(stream):
-                record = parse_record(line)
+            for line in read_lines(stream):
+                record = line.record
                 if record is None or (check_drawings and not has_drawings(out, record)):
                     break
                 _check_same_image(out, num_records, record, next(requests, None))
                 count(record)
                 num_records += 1
-                offset += len(line)
+                offset += line.size
     except FileNotFoundError:
         return ResumePoint()
     except OSError as error:
@@ -164,54 +159,26 @@ def load_resume_point(
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the records of a file, up to the first line that is not a whole record."""
     with path.open("rb") as stream:
-        for line in _lines(stream):
-            record = parse_record(line)
-            if record is None:
+        for line in read_lines(stream):
+            if line.record is None:
                 return
-            yield record
-
-
-def parse_record(line: bytes) -> Record | None:
-    """Return the record in a line of results.jsonl; None if it is not a whole one."""
-    if not line.endswith(b"\n"):
-        return None
-    record = parse_json(line)
-    return cast(Record, record) if is_record(record) else None
-
-
-def parse_json(data: bytes) -> Any:
-    """Return a document of JSON; None if it is not one, or if a key occurs twice: readers differ in which they take."""
-    try:
-        return json.loads(data, object_pairs_hook=_build_object)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    built = dict(pairs)
-    if len(built) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return built
-
-
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    while line := stream.readline(_MAX_LINE_BYTES):
-        yield line
+            yield line.record
 
 
 def _check_same_image(out: Path, index: int, record: Record, request: InputImage | None) -> None:
-    if request is not None and request.name == record["image"]:
+    if request is not None and request.name == record.image:
         return
     now = "there are no more images now" if request is None else f"now it is {request.name}"
     raise UsageError(
-        f"{out}: the images have changed since this run began: number {index + 1} was {record['image']}, {now}; "
+        f"{out}: the images have changed since this run began: number {index + 1} was {record.image}, {now}; "
         "give the same images, another --out, or --overwrite"
     )
 
 
 def has_drawings(out: Path, record: Record) -> bool:
     """Return whether the drawings that a record names are in the run directory, and not empty."""
-    return all(_has_content(out / name) for name in (record.get("overlay"), record.get("sheet")) if name is not None)
+    names = (record.overlay, record.sheet) if isinstance(record, Answered) else ()
+    return all(_has_content(out / name) for name in names if name is not None)
 
 
 def _has_content(path: Path) -> bool:

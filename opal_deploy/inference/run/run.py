@@ -18,7 +18,7 @@ from typing import Any
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.executor import predict_batches, release_each
-from opal_deploy.inference.run.drawing import Drawer, ReportOptions, Thumbnails, prepare_folders, write_report
+from opal_deploy.inference.run.drawing import Drawer, ReportOptions, Thumbnails, open_report, prepare_folders
 from opal_deploy.inference.run.interrupt import Interrupt
 from opal_deploy.inference.run.results import RecordWriter, ResumePoint, has_drawings, load_resume_point, read_records
 from opal_deploy.inference.run.summary import ErrorLimit, Summary
@@ -29,7 +29,7 @@ from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.logs import Log
 from opal_deploy.records.record import Record
 from opal_deploy.records.signatures import Signer
-from opal_deploy.records.tables import Format, write_table
+from opal_deploy.records.tables import Format, open_table
 from opal_deploy.runtime.devices import default_batch
 from opal_deploy.runtime.session import Session
 from opal_deploy.storage.files import RemoteFile
@@ -243,25 +243,33 @@ def run(
                 report(summary)
                 _check_errors(options, summary)
         if not interrupt.stopped:
-            if options.draws and options.remote is None:
-                _check_drawings(options.out)
-            if options.report is not None:
-                write_report(options.out, options.report, thumbnails, options.drawings_out)
-            for kind in options.formats:
-                write_table(read_records(options.out / RESULTS), options.out, kind)
+            _finish(options, summary, thumbnails)
     finally:
         summary.seconds = time.perf_counter() - started
         summary.times = timer.read()
     return summary
 
 
-def _check_drawings(out: Path) -> None:
-    for number, record in enumerate(read_records(out / RESULTS), 1):
-        if not has_drawings(out, record):
-            raise StoppedEarly(
-                f"{out}: a drawing of record {number}, {record['image']}, was removed during the run; leave the folder "
-                "as it is until the run ends"
+def _finish(options: RunOptions, summary: Summary, thumbnails: Thumbnails) -> None:
+    """Write report and tables, and check that the drawings are there, in one pass over the records."""
+    check = options.draws and options.remote is None
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(open_table(options.out, kind)) for kind in options.formats]
+        if options.report is not None:
+            report = open_report(
+                options.out, options.report, summary.total, summary.folder or "", thumbnails, options.drawings_out
             )
+            outputs.append(stack.enter_context(report))
+        if not (outputs or check):
+            return
+        for number, record in enumerate(read_records(options.out / RESULTS), 1):
+            if check and not has_drawings(options.out, record):
+                raise StoppedEarly(
+                    f"{options.out}: a drawing of record {number}, {record.image}, was removed during the run; leave "
+                    "the folder as it is until the run ends"
+                )
+            for add in outputs:
+                add(record)
 
 
 def _resume(requests: Iterator[InputImage], options: RunOptions, summary: Summary) -> ResumePoint:

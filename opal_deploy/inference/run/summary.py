@@ -10,7 +10,8 @@ from typing import Any
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.timing import StageTimes
 from opal_deploy.logs import one_line
-from opal_deploy.records.record import Record
+from opal_deploy.records.names import share_folder
+from opal_deploy.records.record import Failed, Record
 
 # a share of failed images says little below the first number, an accuracy below the second
 _MIN_IMAGES_FOR_PERCENT = 100
@@ -55,18 +56,18 @@ class Accuracy:
 
     def count(self, record: Record) -> None:
         """Add one record."""
-        label = record.get("label")
+        label = record.label
         if label is None:
             self.unlabelled += 1
-            if len(self.unlabelled_examples) < _MAX_EXAMPLES and record["image"] is not None:
-                self.unlabelled_examples.append(record["image"])
+            if len(self.unlabelled_examples) < _MAX_EXAMPLES and record.image is not None:
+                self.unlabelled_examples.append(record.image)
         elif label not in self.class_names:
             self.unknown += 1
             if len(self.unknown_examples) < _MAX_EXAMPLES and label not in self.unknown_examples:
                 self.unknown_examples.append(label)
-        elif "prediction" not in record:
+        elif isinstance(record, Failed):
             self.failed += 1
-        elif record["prediction"]["label"] == label:
+        elif record.prediction.label == label:
             self.correct += 1
         else:
             self.wrong += 1
@@ -113,6 +114,7 @@ class Summary:
         error_examples: names of the first few images with an error, by code; not in summary.json, which is shared.
         classes: number of predictions by (class id, label).
         accuracy: None without labels.
+        folder: common folder of the images, see `share_folder`; not in summary.json, which is shared.
         resumed: records from before the run was resumed; all other counts include them.
         seconds: from the first image to the last record, since the run began or was resumed.
         seconds_to_first_record: until the first record was written; None before.
@@ -125,6 +127,7 @@ class Summary:
     drawing_errors: Counter[str] = field(default_factory=Counter)
     classes: Counter[tuple[int, str]] = field(default_factory=Counter)
     accuracy: Accuracy | None = None
+    folder: str | None = None
     resumed: int = 0
     seconds: float = 0.0
     seconds_to_first_record: float | None = None
@@ -147,18 +150,18 @@ class Summary:
 
     def count(self, record: Record) -> None:
         """Add one record."""
-        self.statuses[record["status"]] += 1
-        if record["status"] == "error":
-            code = record["error"]["code"]
+        self.statuses[record.status] += 1
+        self.folder = share_folder(self.folder, record.image or "")
+        if isinstance(record, Failed):
+            code = record.error.code
             self.errors[code] += 1
             examples = self.error_examples.setdefault(code, [])
-            if len(examples) < _MAX_EXAMPLES and record["image"] is not None:
-                examples.append(record["image"])
+            if len(examples) < _MAX_EXAMPLES and record.image is not None:
+                examples.append(record.image)
         else:
-            prediction = record["prediction"]
-            self.classes[prediction["class_id"], prediction["label"]] += 1
-        if "drawing_error" in record:
-            self.drawing_errors[record["drawing_error"]["code"]] += 1
+            self.classes[record.prediction.class_id, record.prediction.label] += 1
+            if record.drawing_error is not None:
+                self.drawing_errors[record.drawing_error.code] += 1
         if self.accuracy is not None:
             self.accuracy.count(record)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.records.record import Record, Slot
+from opal_deploy.records.record import Answered, Failed, Record, Slot
 from opal_deploy.visualization.atlas.entries import Box, SlotStatistics
 from opal_deploy.visualization.overlay import crop_box, encode_jpeg
 
@@ -50,7 +50,7 @@ class PatchCandidate:
 
     def cut(self, image: Image.Image, size: tuple[int, int]) -> None:
         """Cut the patch out of an image, RGB, whole or reduced; `size` is the whole image's (width, height)."""
-        patch = crop_box(image, self.around or self.slot["box"], size)
+        patch = crop_box(image, self.around or self.slot.box, size)
         patch.thumbnail((_PATCH_SIDE, _PATCH_SIDE), Image.Resampling.LANCZOS)
         self.jpeg = encode_jpeg(patch, _PATCH_QUALITY)
 
@@ -119,30 +119,30 @@ class AtlasCollector:
             image: the whole oriented image, RGB, or its `to_display`; without it there are no patches.
         """
         self.counts.images += 1
-        if "error" in record:
-            self.counts.count_failure(f"{record['image']}: {record['error']['message']}")
+        if isinstance(record, Failed):
+            self.counts.count_failure(f"{record.image}: {record.error.message}")
         elif self._only_correct and label is None:
             self.counts.unlabelled += 1
-        elif self._only_correct and label != record["prediction"]["label"]:
+        elif self._only_correct and label != record.prediction.label:
             self.counts.wrong += 1
         else:
-            class_id = record["prediction"]["class_id"]
+            class_id = record.prediction.class_id
             label = label if label in self._class_names else None
             if label is not None:
                 self._labels[class_id][label] += 1
             self._keep_patches(record, label, sha256, image)
-            self._count_evidence(class_id, record["evidence"])
+            self._count_evidence(class_id, record.evidence)
 
-    def _keep_patches(self, record: Record, label: str | None, sha256: str, image: Image.Image | None) -> None:
-        class_id, effective = record["prediction"]["class_id"], self.metadata.effective_field
-        for slot in record["evidence"]:
-            around = None if effective is None else effective.surround(slot["cell"], slot["box"])
-            name = record["image"] or ""
+    def _keep_patches(self, record: Answered, label: str | None, sha256: str, image: Image.Image | None) -> None:
+        class_id, effective = record.prediction.class_id, self.metadata.effective_field
+        for slot in record.evidence:
+            around = None if effective is None else effective.surround(slot.cell, slot.box)
+            name = record.image or ""
             candidate = PatchCandidate(-self._rank(slot), name, sha256, slot, around, label=label)
             is_other = label not in (None, self.metadata.class_names[class_id])
-            best = self._best.setdefault((class_id, slot["slot"], is_other), [])
+            best = self._best.setdefault((class_id, slot.slot, is_other), [])
             if len(best) < self.top or candidate < best[-1]:
-                self._insert(best, candidate, image, (record["width"], record["height"]))
+                self._insert(best, candidate, image, (record.width, record.height))
 
     def _insert(
         self, best: list[PatchCandidate], candidate: PatchCandidate, image: Image.Image | None, size: tuple[int, int]
@@ -159,19 +159,19 @@ class AtlasCollector:
         bisect.insort(best, candidate)
         del best[self.top :]
 
-    def _count_evidence(self, class_id: int, evidence: list[Slot]) -> None:
-        cells = [slot["cell"][0] * self.metadata.grid[1] + slot["cell"][1] for slot in evidence]
+    def _count_evidence(self, class_id: int, evidence: Sequence[Slot]) -> None:
+        cells = [slot.cell[0] * self.metadata.grid[1] + slot.cell[1] for slot in evidence]
         self._strongest[class_id, int(np.argmax([self._rank(slot) for slot in evidence]))] += 1
         for slot, cell in zip(evidence, cells, strict=True):
-            at = class_id, slot["slot"]
+            at = class_id, slot.slot
             self._cells[(*at, cell)] += 1
             self._own_cell[at] += cells.count(cell) == 1
-            self._scores[at] += round(slot["score"] * _FIXED_POINT)
-            self._contributions[at] += round((slot["contribution"] or 0.0) * _FIXED_POINT)
+            self._scores[at] += round(slot.score * _FIXED_POINT)
+            self._contributions[at] += round((slot.contribution or 0.0) * _FIXED_POINT)
 
     def _rank(self, slot: Slot) -> float:
-        contribution = slot["contribution"]
-        return slot["score"] if contribution is None or self.metadata.distance != "l2" else contribution
+        contribution = slot.contribution
+        return slot.score if contribution is None or self.metadata.distance != "l2" else contribution
 
     def best(self, class_id: int, slot: int) -> list[PatchCandidate]:
         """Return a slot's patches, best first.

@@ -137,10 +137,9 @@ def write_patch(root: Path, encoded: bytes) -> str:
 
 def _write_candidate(candidate: PatchCandidate, root: Path) -> AtlasPatch:
     slot = candidate.slot
-    x0, y0, x1, y1 = slot["box"]
     return AtlasPatch(
-        candidate.image, candidate.sha256, (slot["cell"][0], slot["cell"][1]), (x0, y0, x1, y1), slot["score"],
-        slot["contribution"], write_patch(root, candidate.jpeg or b""), candidate.around, candidate.label,
+        candidate.image, candidate.sha256, slot.cell, slot.box, slot.score,
+        slot.contribution, write_patch(root, candidate.jpeg or b""), candidate.around, candidate.label,
     )  # fmt: skip
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from opal_deploy.artifact.measurements import EffectiveField
-from opal_deploy.records.record import STATUSES, Record, Slot, describe_status
+from opal_deploy.records.record import STATUSES, Failed, Record, Slot, describe_status
 from opal_deploy.visualization.overlay import (
     COSINE,
     DISTANCE,
     SCORE,
     build_bars,
-    get_prediction,
     overlay_width,
     photograph_size,
 )
@@ -137,62 +136,62 @@ def build_card(
         label_index: returns a label's index among the report's labels, adding it if it is new.
     """
     name = _name(record)
-    label = label_index(record["label"]) if "label" in record else None
-    if record["status"] == "error":
+    label = None if record.label is None else label_index(record.label)
+    if isinstance(record, Failed):
         _, code, message = _failure(record)
         return Card(number, name, "error", label=label, code=code, message=message)
-    prediction = get_prediction(record)
-    is_cosine = prediction["cosine"] is not None
+    prediction, evidence = record.prediction, record.evidence
+    is_cosine = prediction.cosine is not None
     meaning, bars = build_bars(record)
-    evidence = record.get("evidence", [])
-    width, height = record.get("width", 1), record.get("height", 1)
-    overlay, sheet, undrawn = record.get("overlay"), record.get("sheet"), record.get("drawing_error")
+    overlay, sheet, undrawn = record.overlay, record.sheet, record.drawing_error
     slots = [
         SlotRow(
-            bar.slot, slot["cell"][0], slot["cell"][1], _round(bar.value), _round(bar.score),
+            bar.slot, *slot.cell, _round(bar.value), _round(bar.score),
             round(100 * bar.start, 2), round(100 * bar.stop, 2),
-            escape_unprintable(slot["name"]) if "name" in slot else None,
+            None if slot.name is None else escape_unprintable(slot.name),
         )
         for bar, slot in zip(bars, evidence, strict=True)
     ]  # fmt: skip
     return Card(
         number,
         name,
-        record["status"],
-        predicted=label_index(prediction["label"]),
+        record.status,
+        predicted=label_index(prediction.label),
         label=label,
-        margin=_round(record.get("margin")),
-        value=_round(prediction["cosine"] if is_cosine else prediction["logit"]),
+        margin=_round(record.margin),
+        value=_round(prediction.cosine if is_cosine else prediction.logit),
         is_cosine=is_cosine,
-        probability=_round(prediction.get("calibrated_probability")),
-        top=tuple(
-            (label_index(a["label"]), _round(a["cosine"] if is_cosine else a["logit"])) for a in record.get("top", [])
-        ),
+        probability=_round(prediction.calibrated_probability),
+        top=tuple((label_index(a.label), _round(a.cosine if is_cosine else a.logit)) for a in record.top),
         meaning=MEANINGS.index(meaning),
         slots=tuple(slots),
         flag=describe_status(record),
-        distinct=len({tuple(slot["cell"]) for slot in evidence}),
+        distinct=len({slot.cell for slot in evidence}),
         fields=() if receptive_field is None else _place_fields(evidence, receptive_field),
-        width=width,
-        height=height,
+        width=record.width,
+        height=record.height,
         overlay=overlay if overlay is not None and _OVERLAY_NAME.fullmatch(overlay) else None,
         sheet=sheet if sheet is not None and _SHEET_NAME.fullmatch(sheet) else None,
-        undrawn=f"not drawn: {escape_unprintable(_shorten(undrawn['message']))}" if undrawn else "",
-        overlay_width=round(overlay_width(width, height) / photograph_size(width, height)[0], 4),
+        undrawn=f"not drawn: {escape_unprintable(_shorten(undrawn.message))}" if undrawn else "",
+        overlay_width=round(
+            overlay_width(record.width, record.height) / photograph_size(record.width, record.height)[0], 4
+        ),
     )
 
 
-def _place_fields(evidence: list[Slot], receptive_field: EffectiveField) -> tuple[tuple[int, int, int, int, str], ...]:
-    by_cell = {tuple(slot["cell"]): slot for slot in reversed(evidence)}
+def _place_fields(
+    evidence: Sequence[Slot], receptive_field: EffectiveField
+) -> tuple[tuple[int, int, int, int, str], ...]:
+    by_cell = {slot.cell: slot for slot in reversed(evidence)}
     rectangles = []
-    for slot in sorted(by_cell.values(), key=lambda slot: slot["slot"]):
-        x0, y0, x1, y1 = map(round, receptive_field.surround(slot["cell"], slot["box"]))
-        rectangles.append((x0, y0, x1 - x0, y1 - y0, to_hex(slot_color(slot["slot"]))))
+    for slot in sorted(by_cell.values(), key=lambda slot: slot.slot):
+        x0, y0, x1, y1 = map(round, receptive_field.surround(slot.cell, slot.box))
+        rectangles.append((x0, y0, x1 - x0, y1 - y0, to_hex(slot_color(slot.slot))))
     return tuple(rectangles)
 
 
 def _name(record: Record) -> str:
-    return escape_unprintable(record["image"]) if record["image"] else _NO_NAME
+    return escape_unprintable(record.image) if record.image else _NO_NAME
 
 
 def _shorten(message: str) -> str:
@@ -219,9 +218,9 @@ class Failure(NamedTuple):
     message: str
 
 
-def _failure(record: Record) -> Failure:
-    error = record["error"]
-    return Failure(_name(record), escape_unprintable(error["code"]), escape_unprintable(_shorten(error["message"])))
+def _failure(record: Failed) -> Failure:
+    error = record.error
+    return Failure(_name(record), escape_unprintable(error.code), escape_unprintable(_shorten(error.message)))
 
 
 class ConfusionCell(NamedTuple):
@@ -283,18 +282,17 @@ class Tables:
     labelled: bool = False
 
     def count(self, record: Record) -> None:
-        """Add one record; raise ValueError if the record has neither a prediction nor an error."""
-        self.statuses[record["status"]] += 1
-        self.labelled = self.labelled or "label" in record
-        if record["status"] == "error":
-            self.codes[record["error"]["code"]] += 1
+        """Add one record."""
+        self.statuses[record.status] += 1
+        self.labelled = self.labelled or record.label is not None
+        if isinstance(record, Failed):
+            self.codes[record.error.code] += 1
             if len(self.failures) < self.limit:
                 self.failures.append(_failure(record))
             return
-        prediction = get_prediction(record)
-        self.classes[prediction["class_id"], prediction["label"]] += 1
-        if "label" in record:
-            self.pairs[record["label"], prediction["label"]] += 1
+        self.classes[record.prediction.class_id, record.prediction.label] += 1
+        if record.label is not None:
+            self.pairs[record.label, record.prediction.label] += 1
 
     @property
     def answered(self) -> int:

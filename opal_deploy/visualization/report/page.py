@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Failed, Record
 from opal_deploy.visualization.glossary import GLOSSARY
 from opal_deploy.visualization.overlay import COSINE, NO_EVIDENCE, photograph_size
 from opal_deploy.visualization.pages import (
@@ -118,7 +118,9 @@ def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
     """Return an overlay without its legend as JPEG of about 480 x 640 pixels at most."""
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
     whole = image.size
-    width, height = photograph_size(record.get("width", whole[0]), record.get("height", whole[1]))
+    width, height = (
+        photograph_size(*whole) if isinstance(record, Failed) else photograph_size(record.width, record.height)
+    )
     share = min(1.0, THUMBNAIL_WIDTH / width, THUMBNAIL_HEIGHT / height)
     if share > _SMALL_ENOUGH:
         share = 1.0

@@ -19,11 +19,13 @@ from pathlib import Path
 from statistics import median
 from typing import BinaryIO, TextIO, cast
 
+from msgspec.structs import replace
 from PIL import Image
 
 from opal_deploy.artifact.measurements import EffectiveField
-from opal_deploy.records.record import Record
-from opal_deploy.visualization.overlay import NO_EVIDENCE, get_prediction
+from opal_deploy.records.lines import to_json_line
+from opal_deploy.records.record import Failed, Record, to_record
+from opal_deploy.visualization.overlay import NO_EVIDENCE
 from opal_deploy.visualization.pages import json_script, to_json
 from opal_deploy.visualization.report.cards import CLASSES_LISTED, MEANINGS, Card, Confusion, Tables, build_card
 from opal_deploy.visualization.report.page import (
@@ -140,17 +142,15 @@ class ReportWriter:
                 images are files.
 
         Raises:
-            ValueError: the report is closed, or the record has neither a prediction nor an error.
+            ValueError: the report is closed.
         """
         self._check_open()
-        if record["status"] != "error":
-            get_prediction(record)
-        if self._folder and record["image"] is not None:
-            record = {**record, "image": record["image"].removeprefix(self._folder)}
+        if self._folder and record.image is not None:
+            record = replace(record, image=record.image.removeprefix(self._folder))
         number = self._records
         self._records += 1
         self._tables.count(record)
-        failed = record["status"] == "error"
+        failed = isinstance(record, Failed)
         if (self._failed_cards if failed else self._cards) >= self._limit:
             return
         position = self._cards + self._failed_cards
@@ -169,7 +169,7 @@ class ReportWriter:
                 span = self._store(number, small)
         self._order.add(card.margin, card.is_correct)
         self._line_starts.append(self._lines.tell())
-        self._lines.write(json.dumps([number, span, record], separators=(",", ":")).encode("ascii") + b"\n")
+        self._lines.write(to_json_line([number, span, record]))
 
     def close(self, summary: Sequence[Fact] = ()) -> None:
         """Write the report; after an error nothing remains of it. Raise ValueError if the report is closed."""
@@ -242,7 +242,7 @@ class ReportWriter:
         """Return the card at a position, with the span of its image."""
         self._lines.seek(self._line_starts[position])
         number, span, record = json.loads(self._lines.readline())
-        return build_card(record, number, self._label_index, self._field), span and (span[0], span[1])
+        return build_card(to_record(record), number, self._label_index, self._field), span and (span[0], span[1])
 
     def _head(self, facts: Sequence[Fact], first: Sequence[Card], confusion: Confusion | None) -> str:
         return render_head(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
@@ -16,9 +17,10 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.records.build import ImageInfo, build_records, class_evidence
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.names import SlotNames, hide_folders
-from opal_deploy.records.record import Answer, ImageInfo, Slot, Status, build_records, class_evidence, describe_status
+from opal_deploy.records.record import Answer, Slot, Status, describe_status
 from opal_deploy.visualization.overlay import BOX_NOTE, bar_ends
 from opal_deploy.visualization.style import count_of, format_number
 
@@ -326,8 +328,8 @@ def build_sheet_content(
         ValueError: the model's evidence is not `exact`.
     """
     (record,) = build_records([image], outputs, metadata, top=2, decision=decision)
-    answers = record["top"]
-    evidence = [class_evidence(answer["class_id"], image.geometry, outputs, metadata) for answer in answers]
+    answers = record.top
+    evidence = [class_evidence(answer.class_id, image.geometry, outputs, metadata) for answer in answers]
     meaning: Meaning = "cosine" if metadata.distance == "l2" else "score"
     if metadata.distance in _PART_DISTANCES:
         meaning = "distance"
@@ -345,7 +347,7 @@ def build_sheet_content(
         differences = tuple(a.value - b.value for a, b in zip(predicted.slots, runner_up.slots, strict=True))
     return SheetContent(
         image.name, image.geometry.width, image.geometry.height, image.geometry.crop, metadata.grid, metadata.distance,
-        meaning, predicted, runner_up, record.get("margin"), record["status"],
+        meaning, predicted, runner_up, record.margin, record.status,
         describe_status(record),
         differences if differences and math.fsum(differences) > 0 else None,
         image.label, predicted.label == image.label if image.label in metadata.class_names else None,
@@ -353,27 +355,25 @@ def build_sheet_content(
 
 
 def _value(slot: Slot, meaning: Meaning) -> float:
-    contribution = slot["contribution"]
-    return slot["score"] if meaning == "score" or contribution is None else contribution
+    return slot.score if meaning == "score" or slot.contribution is None else slot.contribution
 
 
 def _build_view(
     answer: Answer,
-    slots: list[Slot],
+    slots: Sequence[Slot],
     ends: list[tuple[float, float]],
     meaning: Meaning,
     outputs: Outputs,
     names: SlotNames,
     metadata: Metadata,
 ) -> ClassView:
-    cells = [(slot["cell"][0], slot["cell"][1]) for slot in slots]
+    cells = [slot.cell for slot in slots]
     field, maps = metadata.effective_field, outputs.attention
     views = [
         SlotView(
-            slot["slot"], slot["channel"], cell, cast(tuple[float, float, float, float], tuple(slot["box"])),
-            None if field is None else field.surround(slot["cell"], slot["box"]), slot["score"], slot["contribution"],
-            names.get((answer["class_id"], slot["slot"])), _value(slot, meaning), *end, cells.count(cell) > 1,
-            None if maps is None else maps[0, slot["channel"]],
+            slot.slot, slot.channel, cell, slot.box, None if field is None else field.surround(cell, slot.box),
+            slot.score, slot.contribution, names.get((answer.class_id, slot.slot)), _value(slot, meaning), *end,
+            cells.count(cell) > 1, None if maps is None else maps[0, slot.channel],
         )
         for slot, cell, end in zip(slots, cells, ends, strict=True)
     ]  # fmt: skip
@@ -382,7 +382,7 @@ def _build_view(
     views.sort(key=lambda view: (-(view.value if by_value else view.score), view.slot))
     total = None if meaning == "score" else math.fsum(view.value for view in views)
     # models with evidence have anchors, and so a cosine for every class
-    cosine = cast(float, answer["cosine"])
+    cosine = cast(float, answer.cosine)
     return ClassView(
-        answer["class_id"], answer["label"], answer["logit"], cosine, tuple(views), total, len(set(cells))
+        answer.class_id, answer.label, answer.logit, cosine, tuple(views), total, len(set(cells))
     )  # fmt: skip

@@ -11,6 +11,8 @@ from opal_deploy.inference.cluster.connection import ActorPlan, Node, plan_actor
 from opal_deploy.inference.parallel.chunk import IN_FLIGHT, Chunk, ChunkResult, make_chunks
 from opal_deploy.inference.parallel.scheduler import _WINDOW, Scheduler, Worker
 from opal_deploy.inference.types import FrameInfo, InputImage
+from opal_deploy.records.record import to_record
+from tests.records.test_schema import FAILED, OK
 
 BATCH, SIZE = 4, 16
 
@@ -20,7 +22,7 @@ class Result(ChunkResult):
         self.chunk = chunk
 
     def load(self):
-        return [{"schema": 1, "image": request.name, "status": "ok"} for request in self.chunk.requests]
+        return [to_record({**OK, "image": request.name}) for request in self.chunk.requests]
 
 
 class FakeWorker(Worker):
@@ -85,8 +87,8 @@ def test_every_image_has_its_record_in_order(seed):
     killers = {rng.randrange(first, last) for _ in range(rng.randrange(3)) if last > first}
     pool = Pool(rng.randrange(1, 5), killers, seed, lost=rng.choice([0, 0.2]))
     records = list(schedule(pool, named(first, last), first))
-    assert [record["image"] for record in records] == [f"{number}" for number in range(first, last)]
-    assert {int(record["image"] or "") for record in records if record["status"] == "error"} == killers
+    assert [record.image for record in records] == [f"{number}" for number in range(first, last)]
+    assert {int(record.image or "") for record in records if record.status == "error"} == killers
 
 
 def test_a_chunk_is_tried_again_on_another_node():
@@ -187,3 +189,10 @@ def test_actors_are_as_large_as_the_nodes_allow(nodes, cpus, plan):
         return
     with pytest.raises(UsageError, match="start nodes first"):
         plan_actors(listed, cpus)
+
+
+def test_the_records_of_a_chunk_come_back_in_order():
+    for label in ("oak", "\udcff"):
+        documents = [{**OK, "label": label}, FAILED, OK]
+        records = list(map(to_record, documents))
+        assert ChunkResult.build(records).load() == records

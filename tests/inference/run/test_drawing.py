@@ -12,10 +12,12 @@ from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.atlas import collect_images
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerTimeout
-from opal_deploy.inference.run.drawing import ReportOptions, report_title, write_report
+from opal_deploy.inference.run.drawing import ReportOptions, open_report, report_title
+from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.types import InferenceOptions, InputImage
+from opal_deploy.records.names import find_common_folder
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.storage import build_atlas, save_atlas
 from tests.inference.bright import BrightSession, read_results, save
@@ -96,7 +98,7 @@ def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(imag
     call = ProcessPool.call
 
     def hang(pool, request, *how):
-        if isinstance(request, tuple) and getattr(request[0], "record", {}).get("image") == "4.png":
+        if isinstance(request, tuple) and getattr(getattr(request[0], "record", None), "image", None) == "4.png":
             raise WorkerTimeout
         return call(pool, request, *how)
 
@@ -144,6 +146,14 @@ def make_run(out, count, *, overlays=True):
     return out
 
 
+def write_report(out, options):
+    records = list(read_records(out / "results.jsonl"))
+    folder = find_common_folder(record.image for record in records)
+    with open_report(out, options, len(records), folder) as add:
+        for record in records:
+            add(record)
+
+
 def sources(out):
     return re.findall(r' src="([^",]*)', (out / "report.html").read_text(encoding="utf-8"))
 
@@ -155,7 +165,7 @@ def sources(out):
 )
 def test_where_the_reports_images_are(tmp_path, count, limit, images, embedded):
     out = make_run(tmp_path / "out", count)
-    write_report(out, ReportOptions(limit=limit, images=images), {})
+    write_report(out, ReportOptions(limit=limit, images=images))
     assert len(sources(out)) == min(count, 48)
     assert {source.startswith("data:image/jpeg") for source in sources(out)} == {embedded}
     assert sorted(path.name for path in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
@@ -167,7 +177,7 @@ def test_a_report_that_is_handed_on_does_not_tell_where_its_images_lie(tmp_path)
     for record, name in zip(records, ("set/a/0.jpg", "set/b/1.jpg", "set/b/2.jpg"), strict=True):
         record["image"] = str(tmp_path / name)
     (out / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    write_report(out, ReportOptions(), {})
+    write_report(out, ReportOptions())
     page = (out / "report.html").read_text(encoding="utf-8")
     assert str(tmp_path) not in page
     assert all(f'"{name}"' in page for name in ("a/0.jpg", "b/1.jpg", "b/2.jpg"))
@@ -193,6 +203,6 @@ def test_a_report_is_named_after_its_images_and_model(tmp_path, monkeypatch, inp
 
 def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path):
     out = make_run(tmp_path / "out", 2, overlays=False)
-    write_report(out, ReportOptions(limit=100), {})
+    write_report(out, ReportOptions(limit=100))
     assert sources(out) == []
     assert re.search("image not kept", (out / "report.html").read_text(encoding="utf-8"))

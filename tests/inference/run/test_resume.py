@@ -19,12 +19,14 @@ from opal_deploy.inference.run_files import sheet_name
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.types import InferenceOptions, InputImage
-from opal_deploy.records.record import error_record
+from opal_deploy.records.build import error_record
+from opal_deploy.records.lines import to_document, to_json_line
 from tests.inference.bright import BrightSession
+from tests.records.test_schema import OK
 
 
 def line(name, **more):
-    return json.dumps({**error_record(name, "not_found", "no such file"), **more}).encode() + b"\n"
+    return json.dumps({**to_document(error_record(name, "not_found", "no such file")), **more}).encode() + b"\n"
 
 
 def load(out, content, *names):
@@ -32,7 +34,7 @@ def load(out, content, *names):
     (out / "results.jsonl").write_bytes(content)
     requests = (InputImage(name, name) for name in names)
     counted = []
-    found = load_resume_point(out, requests, lambda record: counted.append(record["image"]))
+    found = load_resume_point(out, requests, lambda record: counted.append(record.image))
     return found, counted, [request.name for request in requests]
 
 
@@ -86,7 +88,8 @@ def write_with_sheets(out, sheets):
     for index, name in enumerate(NAMES):
         if name in sheets.lower():
             (out / sheet_name(index, name)).write_bytes(b"png" if name in sheets else b"")
-    return [line(name, sheet=sheet_name(index, name)) for index, name in enumerate(NAMES)]
+    records = ({**OK, "image": name, "sheet": sheet_name(index, name)} for index, name in enumerate(NAMES))
+    return [to_json_line(record) for record in records]
 
 
 @pytest.mark.parametrize(("sheets", "count"), [("abcd", 4), ("abc", 3), ("aBcd", 1), ("bcd", 0), ("", 0)])

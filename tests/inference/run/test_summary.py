@@ -6,18 +6,19 @@ import pytest
 
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
-from opal_deploy.records.record import error_record
+from opal_deploy.records.build import error_record
+from opal_deploy.records.record import Answer, Answered
 
 
 def answered(predicted, label=None, status="ok"):
-    prediction = {"class_id": "abc".index(predicted), "label": predicted, "logit": -1.0, "cosine": 0.5}
-    record = {"schema": 1, "image": "a", "status": status, "prediction": prediction}
-    return record if label is None else {**record, "label": label}
+    answer = Answer(class_id="abc".index(predicted), label=predicted, logit=-1.0, cosine=0.5)
+    return Answered(
+        schema=1, image="a", status=status, width=4, height=3, prediction=answer, margin=0.5, top=(answer,), label=label
+    )
 
 
 def failed(code="not_found", label=None):
-    record = error_record("a", code, "")
-    return record if label is None else {**record, "label": label}
+    return error_record("a", code, "", label=label)
 
 
 def summary_of(*records, labels=False):

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.opal_head import cosines
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import ImageInfo, build_records
+from opal_deploy.records.build import ImageInfo, build_records
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.entries import FINDING_KINDS, SlotStatistics, list_findings
 
@@ -53,7 +54,7 @@ def collect(records, top=4, distance="l2", digests=None):
     """Collect the records; `digests` are those of images that are the same under several names."""
     collector = AtlasCollector(metadata(distance), top)
     for each in records:
-        name = each["image"]
+        name = each.image
         collector.add(each, sha256=(digests or {}).get(name, name), image=draw_image(name))
     return collector
 
@@ -67,10 +68,10 @@ def test_the_patches_kept_are_those_with_the_largest_contributions(distance, key
     found = random_records(60, distance)
     collector = collect(found, distance=distance)
     for class_id, slot in CHANNELS:
-        own = [each for each in found if each["prediction"]["class_id"] == class_id]
+        own = [each for each in found if each.prediction.class_id == class_id]
         assert len(own) > 8
-        expected = sorted(own, key=lambda each: -each["evidence"][slot][key])[:4]
-        assert names(collector, class_id, slot) == [each["image"] for each in expected]
+        expected = sorted(own, key=lambda each: -getattr(each.evidence[slot], key))[:4]
+        assert names(collector, class_id, slot) == [each.image for each in expected]
 
 
 def test_patches_and_statistics_do_not_depend_on_the_order():
@@ -103,8 +104,8 @@ def test_a_patch_is_its_box_of_the_image_and_a_large_one_is_made_smaller():
         difference = np.abs(np.asarray(patch, int) - np.asarray(draw_image("a.jpg").crop((16, 16, 32, 32)), int))
     assert difference.mean() < 20  # JPEG, of noise
     collector, large = AtlasCollector(metadata(), 1), record("a.jpg", (0, 1, 2))
-    large["evidence"][0]["box"] = [0.0, 0.0, 2000.0, 1000.0]
-    collector.add(large, image=Image.new("RGB", (2000, 1000)))
+    slot = structs.replace(large.evidence[0], box=(0.0, 0.0, 2000.0, 1000.0))
+    collector.add(structs.replace(large, evidence=(slot,)), image=Image.new("RGB", (2000, 1000)))
     with Image.open(io.BytesIO(collector.best(0, 0)[0].jpeg)) as patch:
         assert patch.size == (160, 80)
 
@@ -131,7 +132,7 @@ def test_the_statistics_are_those_of_a_hand_count():
     # four cells in a row: columns 1/8, 3/8, 5/8, 7/8 have the variance 5/64
     assert third.spread == pytest.approx((5 / 64 / 2) ** 0.5)
     assert first.mean_score == pytest.approx(0.5)
-    assert first.mean_contribution == pytest.approx(record("x", (0, 1, 2))["evidence"][0]["contribution"], abs=1e-7)
+    assert first.mean_contribution == pytest.approx(record("x", (0, 1, 2)).evidence[0].contribution, abs=1e-7)
     assert collector.statistics(1, 0) == SlotStatistics(0), "never predicted"
     assert collector.count_cells() == (1, 1, 1, 1, 0, 5, 1, 1, 1) + (0,) * 7
 

@@ -1,11 +1,12 @@
 """The report in a real browser: what a script, a key or a hostile name does there."""
 
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 from playwright.sync_api import expect
 
 from opal_deploy.artifact.measurements import EffectiveField
-from opal_deploy.records.record import error_record
+from opal_deploy.records.build import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import ReportWriter, make_thumbnail
 from tests.browser import find_violations, needs_axe
@@ -35,11 +36,14 @@ def report(tmp_path_factory, make_record):
         for i in range(60):
             labels = ("Auklet", "Albatross") if i % 2 else ("Albatross", "Auklet")
             record = make_record(SIZE, image=f"birds/{i:02}.jpg", labels=labels)
-            record["margin"] = 0.9 - i / 100
-            if i % 3:
-                record["prediction"]["calibrated_probability"] = 1 - i / 100
-            record["status"] = "ok" if i < 56 else "abstained"
-            record["label"] = "Albatross" if i in (1, 3, 5) else labels[0]
+            probability = 1 - i / 100 if i % 3 else None
+            record = replace(
+                record,
+                margin=0.9 - i / 100,
+                prediction=replace(record.prediction, calibrated_probability=probability),
+                status="ok" if i < 56 else "abstained",
+                label="Albatross" if i in (1, 3, 5) else labels[0],
+            )
             writer.add(record, Image.new("RGB", (300, 400), (i, 90, 120)))
         writer.add(error_record("birds/bad.jpg", "truncated_image", "cut short"), None)
         writer.add(error_record("birds/none.jpg", "empty_file", "0 bytes"), None)
@@ -209,10 +213,10 @@ def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page, rep
 def test_drawings_beside_the_page_appear_without_their_legends(open_page, write_report, tmp_path, make_record):
     sizes = [(300, 200), (200, 300), (200, 400), (900, 300)]
     (tmp_path / "overlays").mkdir()
-    records = [{**make_record(size), "overlay": f"overlays/{i:06}.jpg"} for i, size in enumerate(sizes)]
+    records = [replace(make_record(size), overlay=f"overlays/{i:06}.jpg") for i, size in enumerate(sizes)]
     for record, size in zip(records, sizes, strict=True):
         overlay = draw_overlay(Image.new("RGB", size, (10, 20, 200)), record)
-        (tmp_path / record["overlay"]).write_bytes(encode_jpeg(overlay))
+        (tmp_path / record.overlay).write_bytes(encode_jpeg(overlay))
     write_report(records, image_mode="files")
     page = open_page(tmp_path / "report.html")
     for _ in range(2):
@@ -231,7 +235,7 @@ def test_drawings_beside_the_page_appear_without_their_legends(open_page, write_
 
 def test_an_open_image_leads_to_its_drawing_and_its_sheet(open_page, write_report, make_record):
     files = {"overlay": "overlays/000000-a.jpg", "sheet": "sheets/000000-a.png"}
-    path = write_report([{**make_record(SIZE), **files}, {**make_record(SIZE), "sheet": "../../secret.png"}])
+    path = write_report([replace(make_record(SIZE), **files), replace(make_record(SIZE), sheet="../../secret.png")])
     for number, expected in enumerate((list(files.values()), [])):
         links = open_page(path, f"#i={number}").locator("dialog[open] a")
         assert links.evaluate_all("links => links.map(a => a.getAttribute('href'))") == expected
@@ -241,8 +245,9 @@ def test_an_open_image_leads_to_its_drawing_and_its_sheet(open_page, write_repor
 def test_no_hostile_text_is_executed(open_page, write_report, make_record, image_mode):
     entries = []
     for text in HOSTILE:
-        record = {**make_record(SIZE, image=text, labels=(text, text + "2")), "label": text + "3", "overlay": text}
-        record["evidence"][0]["name"] = text
+        record = make_record(SIZE, image=text, labels=(text, text + "2"))
+        slots = (replace(record.evidence[0], name=text), *record.evidence[1:])
+        record = replace(record, label=text + "3", overlay=text, evidence=slots)
         entries += [(record, Image.new("RGB", SIZE)), error_record(text, text, text)]
     path = write_report(entries, title=HOSTILE[1], facts=[(HOSTILE[0], HOSTILE[1])], image_mode=image_mode)
     page = open_page(path, "#name=" + HOSTILE[0])
@@ -342,7 +347,7 @@ def test_axe_finds_nothing(open_page, report, scheme, width):
 @pytest.mark.slow
 def test_ten_thousand_images_can_be_looked_through(open_page, write_report, make_record):
     record, margins = make_record(SIZE), [(i * 7919 % 10_000) / 10_000 for i in range(10_000)]
-    records = ({**record, "image": f"birds/{i:05}.jpg", "margin": margin} for i, margin in enumerate(margins))
+    records = (replace(record, image=f"birds/{i:05}.jpg", margin=margin) for i, margin in enumerate(margins))
     page = open_page(write_report(records, image_mode="files"))
     expect(page.locator("#found")).to_have_text("10,000 images, 1 to 48 shown")
     expect(page.locator("#cards article")).to_have_count(48)

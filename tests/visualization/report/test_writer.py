@@ -7,9 +7,10 @@ import tracemalloc
 from html.parser import HTMLParser
 
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
-from opal_deploy.records.record import error_record
+from opal_deploy.records.build import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.pages import to_json
 from opal_deploy.visualization.report import ReportWriter, choose_image_mode, make_thumbnail
@@ -67,7 +68,7 @@ def test_counts_are_those_of_the_records(write, make_record):
 
 def test_the_accuracy_is_at_the_head(write, make_record):
     record = make_record(SIZE)
-    wrong, correct = ({**record, "label": label} for label in ("Crested Auklet", record["prediction"]["label"]))
+    wrong, correct = (replace(record, label=label) for label in ("Crested Auklet", record.prediction.label))
     tiles = re.findall(r"<b>(.*)</b><span>(.*)</span>", write([correct] * 249 + [wrong]))
     assert tiles == [("99.6 %", "accuracy (249 of 250)"), ("250", "images")]
 
@@ -89,10 +90,10 @@ def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_p
             fullness.append(report.full)
             record = make_record(SIZE, image=f"{i:04}.jpg")
             # the later a class, the rarer
-            record["prediction"].update(class_id=i % 40, label=f"kind {i % 40}")
-            report.add(record, None)
+            answer = replace(record.prediction, class_id=i % 40, label=f"kind {i % 40}")
+            report.add(replace(record, prediction=answer), None)
         for i in range(5):
-            report.add({**BAD, "image": f"bad{i}.jpg"}, None)
+            report.add(replace(BAD, image=f"bad{i}.jpg"), None)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert page.count("<article") == 4, "two images, two failures"
     assert fullness[:3] == [False, False, True]
@@ -129,7 +130,7 @@ def test_cards_wait_on_disk_not_in_memory(tmp_path, make_record):
     thumbnail = make_thumbnail(Image.effect_noise((480, 480), 90).convert("RGB"), record)
     with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as report:
         report.add(record, thumbnail)
-        entries = (({**record, "margin": i / 1000}, thumbnail) for i in range(100))
+        entries = ((replace(record, margin=i / 1000), thumbnail) for i in range(100))
         assert measure_growth(report, entries) < 400_000
     assert (tmp_path / "report.html").stat().st_size > 100 * 50_000
 
@@ -138,7 +139,7 @@ def test_each_image_is_in_the_file_once(write, make_record):
     rng = random.Random(7)
 
     def entry(i):
-        record = {**make_record((60, 40)), "margin": rng.random()}
+        record = replace(make_record((60, 40)), margin=rng.random())
         return record, make_thumbnail(Image.new("RGB", (60, 40), (2 * i, 255 - 2 * i, i)), record)
 
     page = write(map(entry, range(120)))
@@ -175,8 +176,8 @@ def test_each_image_is_in_the_file_once(write, make_record):
 def test_typical_answers_come_first_correct_and_wrong_in_proportion(write, make_record, answers, order, sentence):
     records = []
     for margin, right in answers:
-        label = {} if right is None else {"label": "Sooty Albatross" if right else "other"}
-        records.append({**make_record(SIZE), "margin": margin, **label})
+        label = None if right is None else "Sooty Albatross" if right else "other"
+        records.append(replace(make_record(SIZE), margin=margin, label=label))
     page = write([*records, BAD])
     assert re.findall(r'<article id="i=(\d+)">', page) == list(order.replace("-", str(len(answers))))
     assert ("Typical answers first" in page) == (sentence is not None)
@@ -185,7 +186,7 @@ def test_typical_answers_come_first_correct_and_wrong_in_proportion(write, make_
 
 def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(write, make_record):
     names = ["overlays/000000-a.jpg", "overlays/0001/010000-a.jpg", "../b.jpg", "overlays/../../c.jpg", "file:///d.jpg"]
-    page = write([{**make_record(SIZE), "overlay": name} for name in names], image_mode="files")
+    page = write([replace(make_record(SIZE), overlay=name) for name in names], image_mode="files")
     assert re.findall(r'<img [^>]*src="([^"]*)"', page) == names[:2]
     assert "d.jpg" not in page
     # few images are embedded
@@ -194,7 +195,7 @@ def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(write, make_r
 
 def test_labels_are_set_against_classes(write, make_record):
     pairs = [("a", "a"), ("a", "a"), ("a", "b"), ("b", "b"), ("other", "b")]
-    records = [{**make_record(SIZE, labels=(predicted, "z")), "label": label} for label, predicted in pairs]
+    records = [replace(make_record(SIZE, labels=(predicted, "z")), label=label) for label, predicted in pairs]
     page = write([*records, make_record(SIZE)], class_names=frozenset("ab"))
     cells = re.findall(r'<td class="(\w+) s\d" data-label="(\w+)" data-class="(\w+)">(\d+)</td>', page)
     assert [" ".join(cell) for cell in cells] == ["agrees a a 2", "differs a b 1", "agrees b b 1", "differs other b 1"]
@@ -203,7 +204,7 @@ def test_labels_are_set_against_classes(write, make_record):
 
 
 def test_many_classes_have_a_list_of_confusions(write, make_record):
-    records = [{**make_record(SIZE, labels=(f"kind {i}", "z")), "label": f"kind {i + 1}"} for i in [*range(100), 42]]
+    records = [replace(make_record(SIZE, labels=(f"kind {i}", "z")), label=f"kind {i + 1}") for i in [*range(100), 42]]
     page = write(records, limit=0)
     assert 'class="matrix"' not in page
     rows = re.findall(r'data-label="([^"]+)" data-class="([^"]+)">(\d+)<', page)
@@ -214,8 +215,8 @@ def test_many_classes_have_a_list_of_confusions(write, make_record):
 
 def test_slots_have_their_names_and_a_run_without_labels_no_filter_for_them(write, make_record):
     record = make_record(SIZE)
-    record["evidence"][1]["name"] = "beak"
-    page = write([record])
+    first, second, third = record.evidence
+    page = write([replace(record, evidence=(first, replace(second, name="beak"), third))])
     for part in ("<bdi>beak</bdi>", '"beak"', "<label hidden>Label"):
         assert part in page
     assert "Labels and predictions" not in page

@@ -11,8 +11,8 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.opal_head import cosines, embedding
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.build import ImageInfo
 from opal_deploy.records.decision import Decision
-from opal_deploy.records.record import ImageInfo
 from opal_deploy.visualization.sheet.content import build_sheet_content
 
 GRID = (7, 7)

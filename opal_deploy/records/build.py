@@ -1,0 +1,165 @@
+"""Records built from a model's outputs, a batch at a time.
+
+Needs numpy only. Everything is arithmetic on the outputs of the forward pass; nothing is smoothed or recomputed from
+pixels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import UNSET
+
+from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.decision import NO_DECISION, Decision
+from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
+from opal_deploy.records.names import SlotNames
+from opal_deploy.records.record import RECORD_SCHEMA, Answer, Answered, Failed, Problem, Slot
+
+
+class Digests(NamedTuple):
+    """Hex sha256 of an image's file and of the model's file; None without a file, or if it was not hashed."""
+
+    image_sha256: str | None
+    model_sha256: str | None
+
+
+class FramePlace(NamedTuple):
+    """A frame's place in its video: number of frames before it, and seconds after the first, if known."""
+
+    frame: int
+    time: float | None
+
+
+class ImageInfo(NamedTuple):
+    """The part of a record that does not come from the model.
+
+    All but the image's size and crop may be None: the image has no name, or the record no such field.
+    """
+
+    name: str | None
+    geometry: Geometry
+    digests: Digests | None = None
+    label: str | None = None
+    image_index: int | None = None
+    frame: FramePlace | None = None
+
+
+def build_records(
+    images: Sequence[ImageInfo],
+    outputs: Outputs,
+    metadata: Metadata,
+    *,
+    top: int = 5,
+    decision: Decision = NO_DECISION,
+    slot_names: SlotNames | None = None,
+) -> list[Answered]:
+    """Return the records of N images, in the order of the outputs, whose logits are all finite.
+
+    Args:
+        top: number of classes to list, or all that the model lists.
+        decision: gives each record its status; resolved, see `Decision.resolve`.
+    """
+    best = find_top_classes(outputs, metadata, max(top, 2))
+    all_slots: Iterable[tuple[Slot, ...]] = itertools.repeat(())
+    if metadata.evidence == "exact":
+        geometries = [image.geometry for image in images]
+        evidence = find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms)
+        all_slots = _build_slots(evidence, metadata.class_map, slot_names or {})
+    columns = {name: array.tolist() for name, array in outputs.per_image().items()}
+    records = []
+    for number, (image, answers, slots) in enumerate(
+        zip(images, _build_answers(best, metadata), all_slots, strict=False)
+    ):
+        first, second = answers[0].cosine, answers[1].cosine if len(answers) > 1 else None
+        margin = None if first is None or second is None else first - second
+        values = {"margin": margin, **{name: column[number] for name, column in columns.items()}}
+        status, reason = decision.judge(values, slots, metadata)
+        record = Answered(
+            **_begin(image.name, image.image_index, image.digests, image.frame), status=status,
+            width=image.geometry.width, height=image.geometry.height, prediction=answers[0], margin=margin,
+            ood_score=values.get("ood_score"), reason=reason or None, top=answers[:top], evidence=slots,
+            label=image.label,
+        )  # fmt: skip
+        records.append(record)
+    return records
+
+
+def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, metadata: Metadata) -> tuple[Slot, ...]:
+    """Return the slots of any class, predicted or not, for one image, N = 1.
+
+    Raises:
+        ValueError: the model's evidence is not `exact`, or it does not list this class.
+    """
+    return next(
+        _build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata.class_map, {})
+    )
+
+
+def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[tuple[Answer, ...]]:
+    labels = metadata.class_names
+    unknown = itertools.repeat(itertools.repeat(None))
+    all_cosines, all_probabilities = (
+        unknown if values is None else values.tolist() for values in (best.cosines, best.probabilities)
+    )
+    columns = best.class_ids.tolist(), best.logits.tolist(), all_cosines, all_probabilities
+    for answers in zip(*columns, strict=False):
+        yield tuple(
+            [
+                Answer(
+                    class_id=number,
+                    label=labels[number],
+                    logit=logit,
+                    cosine=cosine,
+                    calibrated_probability=probability,
+                )
+                for number, logit, cosine, probability in zip(*answers, strict=False)
+            ]
+        )
+
+
+def _build_slots(evidence: SlotEvidence, class_map: ClassMap, names: SlotNames) -> Iterator[tuple[Slot, ...]]:
+    no_parts = itertools.repeat(itertools.repeat(None))
+    all_parts = no_parts if evidence.contributions is None else evidence.contributions.tolist()
+    tables = (table[evidence.class_ids] for table in (class_map.kept, class_map.channel_table))
+    arrays = (evidence.class_ids, *tables, evidence.cells, evidence.scores, evidence.boxes)
+    for class_id, kept, *columns, parts in zip(*(array.tolist() for array in arrays), all_parts, strict=False):
+        yield tuple([
+            Slot(
+                slot=slot, channel=channel, cell=tuple(cell), score=score, contribution=part, box=tuple(box),
+                name=names.get((class_id, slot)),
+            )
+            for slot, (channel, cell, score, box, part) in enumerate(zip(*columns, parts, strict=False))
+            if kept[slot]
+        ])  # fmt: skip
+
+
+def error_record(
+    image: str | None,
+    code: str,
+    message: str,
+    *,
+    digests: Digests | None = None,
+    label: str | None = None,
+    index: int | None = None,
+    frame: FramePlace | None = None,
+) -> Failed:
+    """Return the record of an image that could not be classified; optional arguments as in `ImageInfo`."""
+    error = Problem(code=code, message=message)
+    return Failed(**_begin(image, index, digests, frame), status="error", error=error, label=label)
+
+
+def _begin(image: str | None, index: int | None, digests: Digests | None, frame: FramePlace | None) -> dict[str, Any]:
+    """Return the values of the fields that every record begins with."""
+    frame_index, time = (None, UNSET) if frame is None else frame
+    image_sha256, model_sha256 = (None, None) if digests is None else digests
+    return {
+        "schema": RECORD_SCHEMA, "image": image, "image_index": index, "frame": frame_index, "time": time,
+        "image_sha256": image_sha256, "model_sha256": model_sha256,
+    }  # fmt: skip
