@@ -10,7 +10,7 @@ import pytest
 
 from opal_deploy.auditing.results import RecordSources
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.types import InputImage
+from opal_deploy.sources.image import InputImage
 
 MEGABYTE = 1 << 20
 

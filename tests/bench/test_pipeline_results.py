@@ -10,7 +10,7 @@ from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline.bottleneck import Pass, find_bottleneck
 from opal_deploy.bench.pipeline.formatting import build_measurement, format_result
 from opal_deploy.bench.pipeline.measure import PipelineResult, Variant
-from opal_deploy.inference.timing import Stage, StageTime, StageTimes, ThreadRole
+from opal_deploy.timing import Stage, StageTime, StageTimes, ThreadRole
 
 THREADS = {"decoders": 2, "drawers": 2, "session": 1, "loop": 1}
 Rows = dict[tuple[ThreadRole, Stage], tuple[float, float]]

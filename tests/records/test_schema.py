@@ -6,9 +6,9 @@ from typing import NotRequired, get_origin, get_type_hints, is_typeddict
 import pytest
 
 import opal_deploy
-from opal_deploy.inference.run.results import parse_record
 from opal_deploy.records import json_schema
 from opal_deploy.records import record as records
+from opal_deploy.run.results import parse_record
 
 ANSWER = {"class_id": 0, "label": "ash", "logit": -0.5, "cosine": 0.875, "calibrated_probability": 0.75}
 SLOT = {"slot": 0, "channel": 0, "cell": [0, 1], "score": 0.5, "contribution": 0.875, "box": [1.0, 0.0, 2.0, 1.0]}

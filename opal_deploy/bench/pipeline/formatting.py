@@ -13,7 +13,7 @@ from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline.bottleneck import Pass
 from opal_deploy.bench.pipeline.measure import EXPLAIN, INFER, PipelineResult, Variant
 from opal_deploy.bench.targets import LoadedTarget
-from opal_deploy.inference.timing import STAGES, Stage, StageTime
+from opal_deploy.timing import STAGES, Stage, StageTime
 
 GROWING = "growing memory"
 TIMED = (
