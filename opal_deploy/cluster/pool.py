@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import ray
@@ -18,7 +16,7 @@ from opal_deploy.cluster.actor import ActorConfig, ChunkActor
 from opal_deploy.cluster.connection import ActorPlan, Node, NodeStatistics, list_nodes
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, first_line
 from opal_deploy.parallel.chunk import IN_FLIGHT, Chunk, ChunkResult
-from opal_deploy.parallel.scheduler import Worker, WorkerPool
+from opal_deploy.parallel.scheduler import Done, Worker, WorkerPool
 
 # a node is given up after so many actors that ended without a result
 _MAX_STARTS = 3
@@ -32,60 +30,44 @@ _CLOSE_SECONDS = 10.0
 Ref: TypeAlias = "ray.ObjectRef[Any]"
 
 
-@dataclass
 class Actor(Worker):
-    """An actor as the driver sees it.
+    """An actor as the driver sees it; `chunks` has them by the reference to their results.
 
     Attributes:
         handle, node: Ray's handle, and where the actor runs.
         version: reference to the version there, until the actor opens.
         opening: reference to what `open` returns, until it has opened.
-        chunks: in flight, by the reference to their results.
     """
 
-    handle: Any
-    node: Node
-    version: Ref | None
-    opening: Ref | None = None
-    chunks: dict[Ref, Chunk] = field(default_factory=dict)
-
-    @property
-    def place(self) -> str:
-        """See `Worker.place`."""
-        return self.node.key
-
-    @property
-    def is_open(self) -> bool:
-        """See `Worker.is_open`."""
-        return self.version is None and self.opening is None
+    def __init__(self, handle: Any, node: Node) -> None:
+        super().__init__("an actor", node.key, node.key, f"{node.address}: ")
+        self.handle, self.node = handle, node
+        self.version: Ref | None = handle.get_version.remote()
+        self.opening: Ref | None = None
 
     def submit(self, chunk: Chunk) -> None:
         """See `Worker.submit`."""
         self.chunks[self.handle.predict.remote(chunk.to_bytes())] = chunk
 
+    def kill(self) -> None:
+        """See `Worker.kill`."""
+        ray.kill(self.handle)
 
-class ActorPool(WorkerPool):
+
+class ActorPool(WorkerPool[Actor]):
     """Starts and replaces actors, and collects their results; used by one thread."""
 
     def __init__(self, plan: ActorPlan, config: ActorConfig, print_message: Callable[[str], None]) -> None:
         """Start nothing yet."""
-        self._plan, self._print_message = plan, print_message
+        super().__init__(print_message)
+        self._plan = plan
         self._config = ray.put(config)
         self._class: Any = ray.remote(ChunkActor)
-        self.actors: list[Actor] = []
         self.statistics: dict[str, NodeStatistics] = {}
         self.num_opened = 0
-        # consecutive failures by node
-        self._failures: Counter[str] = Counter()
-        self._last_failure = ""
         # when nodes were last listed, and when there was last an actor, and an open one
         self._listed = self._alive = self._open = time.monotonic() - _LIST_SECONDS
         self._nodes: list[Node] = []
-
-    @property
-    def workers(self) -> Sequence[Actor]:
-        """See `WorkerPool.workers`."""
-        return self.actors
 
     def maintain(self) -> None:
         """Start actors where there is room; raise StoppedEarly if none starts, or there is no room for a minute."""
@@ -93,18 +75,18 @@ class ActorPool(WorkerPool):
         if now - self._listed >= _LIST_SECONDS:
             self._nodes, self._listed = list_nodes(), now
             for node in self._nodes:
-                there = sum(actor.node.key == node.key for actor in self.actors)
+                there = sum(actor.node.key == node.key for actor in self.workers)
                 if self._failures[node.key] < _MAX_STARTS:
                     for _ in range(self._plan.count_places(node) - there):
                         self._start(node)
-        if any(actor.is_open for actor in self.actors):
+        if any(actor.is_open for actor in self.workers):
             self._open = now
         elif now - self._open > _QUIET_SECONDS:
             self._open = float("inf")
             self._print_message(
-                f"Still waiting for an actor: none of {len(self.actors)} has started, or other jobs have the cluster"
+                f"Still waiting for an actor: none of {len(self.workers)} has started, or other jobs have the cluster"
             )
-        if self.actors:
+        if self.workers:
             self._alive = now
             return
         failing = [self._failures[node.key] >= _MAX_STARTS for node in self._nodes if self._plan.count_places(node)]
@@ -125,18 +107,18 @@ class ActorPool(WorkerPool):
             max_restarts=0,
             scheduling_strategy=place,
         ).remote()
-        self.actors.append(Actor(handle, node, handle.get_version.remote()))
+        self.workers.append(Actor(handle, node))
 
-    def wait(self, seconds: float) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
+    def wait(self, seconds: float) -> list[Done]:
         """See `WorkerPool.wait`; raise UsageError if a node has another version, or cannot open the model."""
-        refs = [ref for actor in self.actors for ref in (actor.version, actor.opening, *actor.chunks) if ref]
+        refs = [ref for actor in self.workers for ref in (actor.version, actor.opening, *actor.chunks) if ref]
         if not refs:
             time.sleep(min(seconds, _LIST_SECONDS))
             return []
         ray.wait(refs, num_returns=1, timeout=seconds)
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
-        done: list[tuple[Chunk, ChunkResult | OpalError | None]] = []
-        for actor in list(self.actors):
+        done: list[Done] = []
+        for actor in list(self.workers):
             if ready & {actor.version, actor.opening}:
                 self._continue_opening(actor)
             for ref in [ref for ref in actor.chunks if ref in ready]:
@@ -144,47 +126,30 @@ class ActorPool(WorkerPool):
                     done += self._collect(actor, ref)
         return done
 
-    def _collect(self, actor: Actor, ref: Ref) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
+    def _collect(self, actor: Actor, ref: Ref) -> list[Done]:
         try:
             result: ChunkResult | OpalError = ray.get(ref)
         except RayTaskError:
             raise  # a bug of ours
         except RayError:
-            return self._bury(actor)
-        chunk = actor.chunks.pop(ref)
-        if isinstance(result, OpalError):
-            # a device that was lost may be lost repeatedly
-            self._count_failure(actor, str(result))
-            return [(chunk.count_death(actor.node.key), result), *self._bury(actor)]
-        self._failures[actor.node.key] = 0
-        statistics = self.statistics[actor.node.address]
-        statistics.images += len(chunk)
-        statistics.seconds = time.monotonic() - statistics.started
-        for message in result.messages:
-            self._print_message(f"{actor.node.address}: {message}")
-        return [(chunk, result)]
+            return self._bury(actor, "was lost")
+        if isinstance(result, ChunkResult):
+            statistics = self.statistics[actor.node.address]
+            statistics.images += len(actor.chunks[ref])
+            statistics.seconds = time.monotonic() - statistics.started
+        return self._finish(actor, ref, result)
 
-    def _bury(self, actor: Actor) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
-        """Forget an actor that died or cannot go on, and return the chunks that it had."""
-        self._remove(actor)
-        if (statistics := self.statistics.get(actor.node.address)) is not None:
+    def _bury(self, worker: Actor, ending: str) -> list[Done]:
+        if (statistics := self.statistics.get(worker.node.address)) is not None:
             statistics.lost += 1
-        again = f"; its {len(actor.chunks)} chunks are tried again" if actor.chunks else ""
-        self._print_message(f"{actor.node.address}: an actor was lost{again}")
-        chunks, actor.chunks = list(actor.chunks.values()), {}
-        return [(chunk.count_death(actor.node.key), None) for chunk in chunks]
+        return super()._bury(worker, ending)
 
-    def _remove(self, actor: Actor) -> None:
-        self.actors.remove(actor)
-        ray.kill(actor.handle)
-
-    def _count_failure(self, actor: Actor, reason: str) -> None:
+    def _count_failure(self, worker: Actor, reason: str) -> None:
         """Count a failure of a node, and give it up after the last one."""
-        node = actor.node
-        self._failures[node.key] += 1
-        self._last_failure = f"node {node.address}: {reason}"
-        if self._failures[node.key] == _MAX_STARTS:
-            self._print_message(f"{node.address}: no actor is started there any more ({reason})")
+        address = worker.node.address
+        super()._count_failure(worker, f"node {address}: {reason}")
+        if self._failures[worker.key] == _MAX_STARTS:
+            self._print_message(f"{address}: no actor is started there any more ({reason})")
 
     def _continue_opening(self, actor: Actor) -> None:
         address = actor.node.address
@@ -208,25 +173,26 @@ class ActorPool(WorkerPool):
                     "with the extra ray on all nodes, in the environment that Ray runs in"
                 ) from None
             self._count_failure(actor, f"it ended while it started: {first_line(error)}")
-            self._remove(actor)
+            actor.kill()
+            self.workers.remove(actor)
             return
         if isinstance(opened, OpalError):
             raise type_like(opened, f"node {address}: {opened}")
-        actor.opening = None
+        actor.opening, actor.is_open = None, True
         self.num_opened += 1
         self.statistics.setdefault(address, NodeStatistics(address, opened, time.monotonic()))
 
     def close(self) -> None:
         """End all actors, in good order those that are open or open within seconds: killed ones leave their files."""
         deadline = time.monotonic() + _CLOSE_SECONDS
-        opening = [actor.opening for actor in self.actors if actor.opening]
+        opening = [actor.opening for actor in self.workers if actor.opening]
         opened = ray.wait(opening, num_returns=len(opening), timeout=_CLOSE_SECONDS)[0] if opening else []
-        idle = [actor for actor in self.actors if (actor.is_open or actor.opening in opened) and not actor.chunks]
+        idle = [actor for actor in self.workers if (actor.is_open or actor.opening in opened) and not actor.chunks]
         if closing := [actor.handle.close.remote() for actor in idle]:
             ray.wait(closing, num_returns=len(closing), timeout=max(1.0, deadline - time.monotonic()))
-        for actor in self.actors:
-            ray.kill(actor.handle)
-        self.actors = []
+        for actor in self.workers:
+            actor.kill()
+        self.workers = []
 
 
 def _find_import_error(error: RayError) -> str:

@@ -8,7 +8,7 @@ in which a run passes them:
     predictor   what every worker does with a chunk
     backend     the backend of a run with several processes on this machine
     pool        these processes, replaced when they die
-    worker      the main function of such a process
+    worker      the task of such a process
 
 `cluster` has the actors, and what a cluster needs besides.
 """

@@ -17,7 +17,7 @@ from opal_deploy.parallel.chunk import BATCHES_PER_CHUNK, make_chunks
 from opal_deploy.parallel.pool import ProcessWorkerPool
 from opal_deploy.parallel.predictor import SessionOptions
 from opal_deploy.parallel.scheduler import Scheduler
-from opal_deploy.parallel.worker import WorkerConfig
+from opal_deploy.parallel.worker import ChunkTask
 from opal_deploy.predict.setup import LoadedModel
 from opal_deploy.records.record import Record
 from opal_deploy.run.drawing import Thumbnails
@@ -27,6 +27,7 @@ from opal_deploy.runtime.devices import available_cpus, default_workers, split_d
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import StageTimer
+from opal_deploy.workers.worker import WorkerConfig
 
 
 class ProcessBackend(Backend):
@@ -42,13 +43,13 @@ class ProcessBackend(Backend):
     def description(self) -> str:
         """See `Backend.description`."""
         # processes without a device of their own are alike
-        sessions = dict.fromkeys(each.description for each in self._opened)
+        sessions = dict.fromkeys(description for description, _ in self._opened)
         return f"{len(self._opened)} processes: {'; '.join(sessions)}"
 
     @property
     def default_batch(self) -> int:
         """See `Backend.default_batch`."""
-        return self._opened[0].batch
+        return self._opened[0][1]
 
     @contextmanager
     def predict(
@@ -136,7 +137,9 @@ def open_processes(model: LoadedModel, plan: ProcessPlan, options: InferOptions)
     for device in plan.devices:
         how = SessionOptions(device, threads, options.runtime, options.cuda_graphs, options.heatmap)
         open_model = partial(_open_model, model.path, sha256, how)
-        configs.append((device, WorkerConfig(open_model, options.batch, Image.MAX_IMAGE_PIXELS)))
+        configs.append(
+            (device, WorkerConfig(ChunkTask(open_model, options.batch), Image.MAX_IMAGE_PIXELS, predicts=True))
+        )
     with closing(ProcessWorkerPool(configs, options.log)) as pool:
         yield ProcessBackend(pool, sha256)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from opal_deploy.errors import OpalError
+from opal_deploy.logs import Log
 from opal_deploy.parallel.chunk import IN_FLIGHT, Chunk, ChunkResult
 from opal_deploy.records.record import Digests, Record, error_record
 from opal_deploy.sources.image import InputImage
@@ -26,20 +28,25 @@ _MAX_DEATHS = 2
 _WAIT_SECONDS = 0.2
 
 
+# a chunk that is done, with its result, or why its worker is replaced: an error, None for its death
+Done: TypeAlias = tuple[Chunk, ChunkResult | OpalError | None]
+
+
 class Worker(ABC):
-    """A worker as the scheduler sees it; `chunks` are those in flight, under keys of the worker's own."""
+    """A worker that predicts chunks: a process or an actor.
 
-    chunks: dict[Any, Chunk]
+    Attributes:
+        name, prefix: what messages call it, and how they begin.
+        place: the node or device that it runs on; a chunk whose worker died is retried on another one.
+        key: failures in a row are counted for all workers of the same key.
+        is_open: it takes chunks.
+        chunks: those in flight, under keys of the worker's own.
+    """
 
-    @property
-    @abstractmethod
-    def place(self) -> str:
-        """The node or device that the worker runs on; a chunk whose worker died is retried on another one."""
-
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether it takes chunks."""
+    def __init__(self, name: str, place: str, key: str, prefix: str = "") -> None:
+        self.name, self.place, self.key, self.prefix = name, place, key, prefix
+        self.is_open = False
+        self.chunks: dict[Any, Chunk] = {}
 
     @property
     def room(self) -> int:
@@ -52,30 +59,63 @@ class Worker(ABC):
     def submit(self, chunk: Chunk) -> None:
         """Send it a chunk."""
 
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once."""
 
-class WorkerPool(Protocol):
-    """The workers of a run; used by one thread."""
 
-    @property
-    def workers(self) -> Sequence[Worker]:
-        """The workers that are running or starting."""
-        ...
+W = TypeVar("W", bound=Worker)
 
+
+class WorkerPool(ABC, Generic[W]):
+    """The workers of a run, replaced when they die; used by one thread."""
+
+    def __init__(self, print_message: Log) -> None:
+        """Start nothing yet."""
+        # those that are running or starting
+        self.workers: list[W] = []
+        self.num_lost = 0
+        self._print_message = print_message
+        # consecutive failures by the workers' key
+        self._failures: Counter[str] = Counter()
+        self._last_failure = ""
+
+    @abstractmethod
     def maintain(self) -> None:
         """Replace workers that died; raise StoppedEarly if none can be started."""
-        ...
 
-    def wait(self, seconds: float) -> list[tuple[Chunk, ChunkResult | OpalError | None]]:
-        """Wait until something happens, and return the chunks that are done.
+    @abstractmethod
+    def wait(self, seconds: float) -> list[Done]:
+        """Wait until something happens, `seconds` at most, and return the chunks that are done.
 
-        Args:
-            seconds: to wait at most.
-
-        Returns:
-            Each chunk with its result; with None where its worker died, and with an error after which its worker is
-            replaced. These two count it as a death of the chunk.
+        Those whose worker died, or is replaced after an error, count it as a death.
         """
-        ...
+
+    def _finish(self, worker: W, key: object, result: ChunkResult | OpalError) -> list[Done]:
+        """Return a worker's chunk with its result; after an error also the others that it had, and bury it."""
+        chunk = worker.chunks.pop(key)
+        if isinstance(result, OpalError):
+            # a device that was lost may be lost repeatedly
+            self._count_failure(worker, str(result))
+            return [(chunk.count_death(worker.place), result), *self._bury(worker, f"failed: {result}")]
+        self._failures[worker.key] = 0
+        for line in result.messages:
+            self._print_message(f"{worker.prefix}{line}")
+        return [(chunk, result)]
+
+    def _bury(self, worker: W, ending: str) -> list[Done]:
+        """Forget a worker that ended or cannot go on, and return the chunks that it had."""
+        worker.kill()
+        self.workers.remove(worker)
+        self.num_lost += 1
+        chunks, worker.chunks = worker.chunks, {}
+        again = f"; its {len(chunks)} chunks are tried again" if chunks else ""
+        self._print_message(f"{worker.prefix}{worker.name} {ending}{again}")
+        return [(chunk.count_death(worker.place), None) for chunk in chunks.values()]
+
+    def _count_failure(self, worker: W, reason: str) -> None:
+        self._failures[worker.key] += 1
+        self._last_failure = reason
 
 
 class Scheduler:
@@ -87,7 +127,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: WorkerPool,
+        pool: WorkerPool[Any],
         chunks: Iterator[Chunk],
         *,
         first: int,

@@ -1,108 +1,72 @@
-"""The main function of a worker process, which predicts chunks until its parent ends it.
-
-Messages are pickles. The parent sends a `WorkerConfig`, the options of the run, and chunks; a message without bytes
-ends the process. The process sends `Opened`, for each chunk the number of its first image and its result, and at its
-end its `StageTimes`; or an OpalError if it cannot open the model, and the traceback of any other error.
-"""
+"""The task of a worker process of `infer --processes`: open the model, and predict chunks."""
 
 from __future__ import annotations
 
 import pickle
-import signal
-import threading
-import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
-
-from PIL import Image
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from typing import Any, ClassVar
 
 from opal_deploy.errors import OpalError
-from opal_deploy.parallel.chunk import IN_FLIGHT, Chunk
+from opal_deploy.parallel.chunk import IN_FLIGHT, Chunk, ChunkResult
 from opal_deploy.parallel.predictor import ChunkPredictor
 from opal_deploy.predict.executor import fewer_collections
 from opal_deploy.run.run import RunOptions
 from opal_deploy.runtime.devices import default_batch
 from opal_deploy.runtime.session import Session
-from opal_deploy.timing import StageTimer
-from opal_deploy.workers.worker import end_with_the_parent
+from opal_deploy.timing import StageTimer, StageTimes
+from opal_deploy.workers.worker import Response
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """The settings with which a process opens the model.
+class ChunkTask:
+    """Opens the model once, then predicts chunks, several at a time.
 
-    Attributes:
-        open_sessions: opens it; pickled.
-        batch: images per forward pass; None: the device's default.
-        pillow_limit: the parent's `Image.MAX_IMAGE_PIXELS`.
+    A request is the name of a method with its arguments. The response is the pickle of what the method returns: this
+    process isolates decoders in processes of its own, so that no file can have taken it over.
     """
 
-    open_sessions: Callable[[], Sequence[Session]]
-    batch: int | None
-    pillow_limit: int | None
+    # the model stays open: the process is not replaced for having grown
+    in_use: ClassVar = True
 
+    def __init__(self, open_sessions: Callable[[], Sequence[Session]], batch: int | None) -> None:
+        """Open nothing yet; `batch`: images per forward pass, None for the device's default."""
+        self._open_sessions, self._batch = open_sessions, batch
 
-@dataclass(frozen=True)
-class Opened:
-    """A process has opened the model: the sessions' descriptions, and the images per forward pass."""
+    def __call__(self, request: tuple[Any, ...], timer: StageTimer, claim: Callable[[int], None]) -> Response:
+        """Call a method; the header has the `size` of the pickle."""
+        method, *arguments = request
+        data = pickle.dumps(getattr(self, method)(*arguments), pickle.HIGHEST_PROTOCOL)
+        return {"size": len(data)}, [data]
 
-    description: str
-    batch: int
-
-
-def main(descriptor: int) -> None:
-    """Run the process; `descriptor`: its end of the connection to its parent."""
-    end_with_the_parent(descriptor)
-    # a service manager sends it to all processes, and the parent ends this one in good order
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    worker = _Worker(Connection(descriptor))
-    try:
-        with fewer_collections():
-            worker.run()
-    except EOFError:
-        # the parent has ended
-        pass
-    except BaseException:
-        worker.send(traceback.format_exc())
-
-
-class _Worker:
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, message: object) -> None:
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._lock:
-            self._connection.send_bytes(data)
-
-    def run(self) -> None:
-        config: WorkerConfig = self._receive()
-        Image.MAX_IMAGE_PIXELS = config.pillow_limit
+    def open(self) -> tuple[str, int] | OpalError:
+        """Open the model; return the sessions' descriptions, and the images per forward pass."""
+        self._stack, self._timer = ExitStack(), StageTimer()
+        self._futures: dict[Future[ChunkResult | OpalError], int] = {}
+        self._stack.enter_context(fewer_collections())
         try:
-            sessions = config.open_sessions()
-            batch = config.batch or default_batch(sessions[0])
+            self._sessions = self._open_sessions()
+            batch = self._batch or default_batch(self._sessions[0])
         except OpalError as error:
-            self.send(error)
-            return
-        self.send(Opened("; ".join(session.description for session in sessions), batch))
-        options: RunOptions = self._receive()
-        timer = StageTimer()
-        with ChunkPredictor(sessions, options, timer) as predictor, ThreadPoolExecutor(IN_FLIGHT) as threads:
-            while data := self._connection.recv_bytes():
-                threads.submit(self._predict, predictor, data)
-        self.send(timer.read())
+            return error
+        return "; ".join(session.description for session in self._sessions), batch
 
-    def _predict(self, predictor: ChunkPredictor, data: bytes) -> None:
-        try:
-            chunk = Chunk.from_bytes(data)
-            self.send((chunk.first, predictor.predict(chunk)))
-        except BaseException:
-            # the parent reports it, and ends this process
-            self.send(traceback.format_exc())
+    def begin(self, options: RunOptions) -> None:
+        """Get ready for the chunks of a run."""
+        self._predictor = self._stack.enter_context(ChunkPredictor(self._sessions, options, self._timer))
+        self._threads = self._stack.enter_context(ThreadPoolExecutor(IN_FLIGHT))
 
-    def _receive(self) -> Any:
-        return pickle.loads(self._connection.recv_bytes())  # noqa: S301 (the parent wrote it)
+    def submit(self, chunk: bytes) -> None:
+        """Begin to predict a chunk."""
+        loaded = Chunk.from_bytes(chunk)
+        self._futures[self._threads.submit(self._predictor.predict, loaded)] = loaded.first
+
+    def collect(self) -> tuple[int, ChunkResult | OpalError]:
+        """Wait until one of the chunks is done; return the number of its first image, and its result."""
+        done = wait(self._futures, return_when=FIRST_COMPLETED).done.pop()
+        return self._futures.pop(done), done.result()
+
+    def finish(self) -> StageTimes:
+        """End everything that `begin` started, and return the times of the run."""
+        self._stack.close()
+        return self._timer.read()

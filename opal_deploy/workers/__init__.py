@@ -4,5 +4,6 @@
     process   a worker process as its parent sees it
     worker    the main function of a worker process, and memory that processes share
 
-The work is a `Task`: `predict.decoder_pool` prepares images, `run.draw_pool` draws overlays and sheets.
+The work is a `Task`: `predict.decoder_pool` prepares images, `sources.video` reads frames, `run.draw_pool` draws, and
+`parallel.worker` predicts chunks of a run.
 """

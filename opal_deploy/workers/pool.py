@@ -7,26 +7,22 @@ with this process, however it ends.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
 
 from PIL import Image
 
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.preprocess.decode import no_claim
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.workers.process import WorkerCrashed, WorkerProcess, WorkerTimeout
+from opal_deploy.workers.process import Reader, WorkerCrashed, WorkerProcess, WorkerTimeout
 from opal_deploy.workers.worker import Task, WorkerConfig
 
 T = TypeVar("T")
-# builds the result of the request at a position from its part of the header and from bytes read from the process
-Reader: TypeAlias = Callable[[WorkerProcess, dict[str, Any], int], T]
 # seconds between two checks of the time limits; if a check is later than this, the whole process was stopped
 _WATCH_SECONDS, _STOPPED_SECONDS = 0.1, 1.0
 # a system short of memory kills processes that did nothing wrong: the second crash is the request's fault, and the run
@@ -81,11 +77,7 @@ class ProcessPool:
         requests of its group are answered in any case.
 
         Args:
-            requests: are pickled for the task.
-            read: builds a request's result from its part of the header, the bytes that it reads from the process, and
-                the request's position. If it raises an ArithmeticError, LookupError, TypeError or ValueError, the
-                process counts as crashed.
-            claim: waits until so many pixels may be decoded; called when the task claims them.
+            requests, read, claim: see `WorkerProcess.call`; `read` gets positions in `requests`.
 
         Returns:
             The result of each request, in order, or the exception that its process ended with.
@@ -114,9 +106,7 @@ class ProcessPool:
                     groups.insert(0, group)
         return [results[n] for n in range(len(requests))]
 
-    def _call_once(
-        self, requests: dict[int, object], read: Reader[T], claim: Callable[[int], None]
-    ) -> dict[int, T | WorkerCrashed | WorkerTimeout]:
+    def _call_once(self, requests: dict[int, object], read: Reader[T], claim: Callable[[int], None]) -> dict[int, T]:
         """Return the results of some requests by position."""
         process, reusable = self._idle.get(), False
         try:
@@ -124,8 +114,15 @@ class ProcessPool:
             if process is None or not process.is_running():
                 self._close_process(process)
                 process = self._start_process()
-            results, reusable = self._call_process(process, requests, read, claim)
-            return results
+            positions = list(requests)
+            results, reusable = process.call(
+                list(requests.values()),
+                lambda process, header, position: read(process, header, positions[position]),
+                timeout=self._timeout,
+                claim=claim,
+                timer=self._timer,
+            )
+            return dict(zip(positions, results, strict=True))
         finally:
             if not reusable:
                 self._close_process(process)
@@ -144,26 +141,6 @@ class ProcessPool:
         for process in processes:
             self._close_process(process)
 
-    def _call_process(
-        self, process: WorkerProcess, requests: dict[int, object], read: Reader[T], claim: Callable[[int], None]
-    ) -> tuple[dict[int, T | WorkerCrashed | WorkerTimeout], bool]:
-        """Return the results by position, and whether the process can be used again."""
-        header = process.request(pickle.dumps(list(requests.values())), len(requests), self._timeout)
-        try:
-            while "claim" in header:
-                header = process.grant(partial(claim, int(header["claim"])))
-            results: dict[int, T | WorkerCrashed | WorkerTimeout] = {}
-            for position, response in zip(requests, header["responses"], strict=True):
-                if "traceback" in response:
-                    raise RuntimeError(f"in a worker process: {response['traceback']}")
-                results[position] = read(process, response, position)
-            for stage, wall, cpu, calls in header["times"]:
-                self._timer.add(stage, wall, cpu, calls)
-            return results, process.finish_response() and not header["retire"]
-        except (ArithmeticError, LookupError, TypeError, ValueError):
-            # a malicious file may have taken over the process
-            raise WorkerCrashed("sent an answer that makes no sense") from None
-
     def _start_process(self) -> WorkerProcess:
         for _ in range(_MAX_STARTS - 1):
             with contextlib.suppress(StoppedEarly):
@@ -171,14 +148,14 @@ class ProcessPool:
         return self._start_once()
 
     def _start_once(self) -> WorkerProcess:
-        process = WorkerProcess(self._files)
+        process = WorkerProcess(self._config, self._files)
         with self._lock:
             self._processes.add(process)
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._kill_overdue, name="time-limit", daemon=True)
                 self._watcher.start()
         try:
-            process.wait_until_ready(self._config)
+            process.wait_until_ready()
         except BaseException:
             self._close_process(process)
             raise

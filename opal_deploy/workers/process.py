@@ -18,13 +18,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, BinaryIO, cast
+from functools import partial
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 import orjson
 
 from opal_deploy.errors import StoppedEarly
+from opal_deploy.preprocess.decode import no_claim
+from opal_deploy.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.workers.worker import LENGTH, POSITION, READY, WorkerConfig, create_shared_memory, map_shared_memory
 
+T = TypeVar("T")
+# builds the result of the request at a position from its part of the header and from bytes read from the process
+Reader: TypeAlias = Callable[["WorkerProcess", dict[str, Any], int], T]
 # from its start until it takes requests; a machine that is loaded or reads its packages over a network takes its time
 _START_SECONDS = 120.0
 _EXIT_SECONDS = 2.0
@@ -55,8 +61,9 @@ class WorkerTimeout(Exception):
 class WorkerProcess:
     """A process that answers one group of requests at a time, for one thread at a time."""
 
-    def __init__(self, files: Sequence[int] = ()) -> None:
+    def __init__(self, config: WorkerConfig, files: Sequence[int] = ()) -> None:
         """Start the process, which inherits the descriptors `files`; raise StoppedEarly if it cannot be started."""
+        self._config = config
         self._timeout: float | None = None
         self._deadline: float | None = None
         # of the request that the deadline is for
@@ -66,10 +73,10 @@ class WorkerProcess:
         self._lock = threading.Lock()
         with ExitStack() as stack:
             try:
-                self._stderr = stack.enter_context(tempfile.TemporaryFile())
+                self._stderr = None if config.predicts else stack.enter_context(tempfile.TemporaryFile())
                 self._start(files)
             except (OSError, MemoryError) as error:
-                raise _start_error(getattr(error, "strerror", None) or str(error)) from None
+                raise self._start_error(getattr(error, "strerror", None) or str(error)) from None
             # it is closed by `wait_until_ready` or `close`
             stack.pop_all()
         self._stdin = cast(BinaryIO, self._process.stdin)
@@ -77,6 +84,8 @@ class WorkerProcess:
         _enlarge_pipe(self._stdout)
 
     def _start(self, files: Sequence[int]) -> None:
+        # numpy's libraries need only one thread
+        threads = dict.fromkeys(["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"], "1")
         descriptor = create_shared_memory(POSITION.size)
         try:
             self._position = map_shared_memory(descriptor, POSITION.size)
@@ -88,52 +97,92 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 bufsize=0,
-                # numpy's libraries need only one thread
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                env=None if self._config.predicts else os.environ | threads,
             )
         finally:
             os.close(descriptor)
 
-    def wait_until_ready(self, config: WorkerConfig) -> None:
+    def wait_until_ready(self) -> None:
         """Send the configuration and wait until requests can be sent; raise StoppedEarly if that fails."""
         self._group_size, self._deadline = 1, time.monotonic() + _START_SECONDS
         ready: bytes | None = b""
         with contextlib.suppress(OSError):
-            self._send(pickle.dumps(config))
+            self._send(pickle.dumps(self._config))
             ready = self._stdout.read(len(READY))
-        with self._stderr:
+        with self._stderr or contextlib.nullcontext():
             if ready != READY:
-                ending = self._describe_end()
-                self._stderr.seek(0)
-                lines = self._stderr.read().decode(errors="replace").split("\n")
-                raise _start_error(next((line for line in reversed(lines) if line.strip()), f"it {ending}"))
+                raise self._start_error(self._read_last_line() or f"it {self.describe_end()}")
         self._deadline = None
+
+    def _read_last_line(self) -> str:
+        """Wait for the end of a process that did not start, and return the last line that it printed."""
+        self.describe_end()
+        if self._stderr is None:
+            return ""
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+    def _start_error(self, reason: str) -> StoppedEarly:
+        advice = "use fewer --processes" if self._config.predicts else "--no-isolate does without worker processes"
+        return StoppedEarly(f"a worker process cannot be started: {reason}; {advice}")
 
     def is_running(self) -> bool:
         """Return whether the process is running."""
         return self._process.poll() is None
 
-    def request(self, message: bytes, size: int, timeout: float | None) -> dict[str, Any]:
-        """Send a group of requests and return the header of the response.
-
-        The rest of the response is read with `read_into`; `finish_response` ends it.
+    def call(
+        self,
+        requests: Sequence[object],
+        read: Reader[T],
+        *,
+        timeout: float | None = None,
+        claim: Callable[[int], None] = no_claim,
+        timer: StageTimer = NO_OP_TIMER,
+    ) -> tuple[list[T], bool]:
+        """Have a group of requests answered.
 
         Args:
-            message: pickle of the list of requests.
-            size: number of requests.
-            timeout: seconds per request, and after the last one until `finish_response`; None: no limit.
+            requests: are pickled for the task.
+            read: builds a request's result, see `Reader`. If it raises an ArithmeticError, LookupError, TypeError or
+                ValueError, the process counts as crashed.
+            timeout: seconds per request, and after the last one until all is read; None: no limit.
+            claim: waits until so many pixels may be decoded; called when the task claims them.
+            timer: receives the times of the task's stages.
+
+        Returns:
+            The results in order, and whether the process can be used again.
 
         Raises:
             WorkerCrashed, WorkerTimeout: there is no response, and the process cannot be used again.
+            RuntimeError: the task raised an exception.
         """
+        header = self._request(pickle.dumps(requests, pickle.HIGHEST_PROTOCOL), len(requests), timeout)
+        try:
+            while "claim" in header:
+                header = self._grant(partial(claim, int(header["claim"])))
+            results: list[T] = []
+            for position, response in zip(range(len(requests)), header["responses"], strict=True):
+                if "traceback" in response:
+                    raise RuntimeError(f"in a worker process: {response['traceback']}")
+                results.append(read(self, response, position))
+            for stage, wall, cpu, calls in header["times"]:
+                timer.add(stage, wall, cpu, calls)
+            return results, self._finish_response() and not header["retire"]
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            # a malicious file may have taken over the process
+            raise WorkerCrashed("sent an answer that makes no sense") from None
+
+    def _request(self, message: bytes, size: int, timeout: float | None) -> dict[str, Any]:
+        """Send a pickled list of `size` requests and return the header of the response; raises as `call`."""
         POSITION.pack_into(self._position, 0, 0)
         with self._lock:
             self._timeout, self._seen_position, self._group_size = timeout, 0, size
             self._deadline = None if timeout is None else time.monotonic() + timeout
         return self._exchange(message)
 
-    def grant(self, claim: Callable[[], None]) -> dict[str, Any]:
-        """Wait for `claim`, with the time limit paused, and return the response's next header; raises as `request`."""
+    def _grant(self, claim: Callable[[], None]) -> dict[str, Any]:
+        """Wait for `claim`, with the time limit paused, and return the response's next header; raises as `call`."""
         with self._lock:
             remaining = None if self._deadline is None else self._deadline - time.monotonic()
             self._deadline = None
@@ -163,14 +212,14 @@ class WorkerProcess:
         return response
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes of the response; raises as `request`."""
+        """Fill `target` with the next bytes of the response; raises as `call`."""
         while target:
             count = self._stdout.readinto(target)  # type: ignore[attr-defined]
             if not count:
                 raise self._failure()
             target = target[count:]
 
-    def finish_response(self) -> bool:
+    def _finish_response(self) -> bool:
         """End the time limit; return False if it has just passed and the process was killed."""
         with self._lock:
             self._deadline = None
@@ -191,12 +240,12 @@ class WorkerProcess:
             if not self._seen_position <= position < self._group_size:
                 # a decoder overwrote it, so the request is unknown: treated as a crash, which is retried
                 self._deadline = None
-                self._kill()
+                self.kill()
             elif position > self._seen_position and self._timeout is not None:
                 self._seen_position, self._deadline = position, now + self._timeout
             elif now > self._deadline:
                 self._deadline, self._overdue = None, position
-                self._kill()
+                self.kill()
 
     def close_stdin(self) -> None:
         """Close the process's stdin, so that it ends."""
@@ -209,12 +258,13 @@ class WorkerProcess:
         try:
             self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self.kill()
             self._process.wait()
         # processes that it started
-        self._kill()
+        self.kill()
         self._stdout.close()
-        self._stderr.close()
+        if self._stderr is not None:
+            self._stderr.close()
 
     def _send(self, message: bytes) -> None:
         for part in (LENGTH.pack(len(message)), message):
@@ -223,25 +273,31 @@ class WorkerProcess:
                 data = data[self._stdin.write(data) :]
 
     def _failure(self) -> WorkerCrashed | WorkerTimeout:
-        ending = self._describe_end()
+        ending = self.describe_end()
         with self._lock:
             if self._overdue is not None:
                 return WorkerTimeout(self._overdue)
             return WorkerCrashed(ending, self._read_position())
 
-    def _kill(self) -> None:
-        """Kill the process and its children, which may hold its pipes open."""
-        kill_group(self._process)
+    def kill(self) -> None:
+        """Kill the process and its children, which may hold its pipes open; a call in flight raises WorkerCrashed."""
+        if not hasattr(os, "killpg"):
+            self._process.kill()
+            return
+        # it leads a process group, whose number stays in use as long as any process is in it
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read_position(self) -> int:
         (position,) = POSITION.unpack_from(self._position)
         return int(position)
 
-    def _describe_end(self) -> str:
+    def describe_end(self) -> str:
+        """Return how the process, which has ended or is ending, ended, to complete "the worker ..."."""
         try:
             code = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self.kill()
             self._process.wait()
             return "stopped answering"
         return describe_exit_code(code)
@@ -267,16 +323,6 @@ def start_python(module: str, descriptor: int, files: Sequence[int] = (), **opti
     )
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process of `start_python` and the children in its process group."""
-    if not hasattr(os, "killpg"):
-        process.kill()
-        return
-    # it leads a process group, whose number stays in use as long as any process is in it
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def describe_exit_code(code: int) -> str:
     """Return how a process ended, completing "it ..."; `code` is negative for a signal, as `subprocess` has it."""
     if code >= 0:
@@ -300,7 +346,3 @@ def _enlarge_pipe(pipe: BinaryIO) -> None:
     except (ImportError, AttributeError, OSError):
         # not Linux, or the user's share of pipe memory is used up
         pass
-
-
-def _start_error(reason: str) -> StoppedEarly:
-    return StoppedEarly(f"a worker process cannot be started: {reason}; --no-isolate does without worker processes")

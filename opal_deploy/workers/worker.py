@@ -1,6 +1,6 @@
 """The main function of a worker process, which answers groups of requests until stdin ends; and shared memory.
 
-It imports numpy, Pillow and what its task needs, and no runtime. A request is a pickle, since it comes from the parent.
+It imports numpy, Pillow and what its task needs. A request is a pickle, since it comes from the parent.
 A response is JSON and raw bytes, since a malicious file may have taken over the decoder, which must not be able to run
 anything in the parent. The position of the request in flight is kept in shared memory, where the parent finds it after
 a crash.
@@ -57,11 +57,20 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The settings of all requests: the task, whether to send times, and the parent's `Image.MAX_IMAGE_PIXELS`."""
+    """The settings of a worker process.
+
+    Attributes:
+        task: answers the requests.
+        pillow_limit: the parent's `Image.MAX_IMAGE_PIXELS`.
+        timed: send the times of the task's stages.
+        predicts: the task runs a model rather than decode or draw: its libraries use threads, what they print is shown,
+            and SIGTERM, which a service manager sends to all processes, is left to the parent.
+    """
 
     task: Task
-    timed: bool
     pillow_limit: int | None
+    timed: bool = False
+    predicts: bool = False
 
 
 def main(position_descriptor: int) -> None:
@@ -69,14 +78,17 @@ def main(position_descriptor: int) -> None:
     position = map_shared_memory(position_descriptor, POSITION.size)
     requests, responses = _take_over_standard_streams()
     end_with_the_parent(requests.fileno())
-    warnings.simplefilter("ignore")
     config: WorkerConfig = pickle.loads(_read(requests, _read_length(requests)))  # noqa: S301 (the parent wrote it)
     Image.MAX_IMAGE_PIXELS = config.pillow_limit
     memory_at_start = _resident_bytes()
     responses.write(READY)
     responses.flush()
-    # from here on, drop what libraries print about odd files
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    if config.predicts:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        # from here on, drop what libraries print about odd files
+        warnings.simplefilter("ignore")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     while size := _read_length(requests):
         group: list[Any] = pickle.loads(_read(requests, size))  # noqa: S301 (the parent wrote it)
         for part in _build_response(group, position, config, partial(_claim, requests, responses), memory_at_start):

@@ -24,14 +24,15 @@ class Result(ChunkResult):
 
 
 class FakeWorker(Worker):
-    is_open = True
-    place = ""
-
     def __init__(self, place):
-        self.place, self.chunks = place, {}
+        super().__init__("A fake", place, place)
+        self.is_open = True
 
     def submit(self, chunk):
         self.chunks[object()] = chunk
+
+    def kill(self):
+        self.is_open = False
 
 
 class Pool:
