@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from opal_deploy.errors import ImageError, MissingExtra, UsageError, is_installed
-from opal_deploy.logs import Log, Progress, log_line, no_progress, one_line
+from opal_deploy.logs import Log, Progress, WarningLine, log_line, no_progress, one_line
 from opal_deploy.options import Batch, Devices, MaxPixels, Option, Options, StrPath, Threads, Workers, keywords
 
 if TYPE_CHECKING:
@@ -198,11 +198,13 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
         raise UsageError(f"{error}; or use every image, labelled by its folder, with --plain") from None
     if options.split == "train" and not (sets_aside or dataset.val):
         options.log(
-            "warning: the images that training set aside for validation are used too; scikit-learn leaves them out: "
-            "pip install 'opal-deploy[train]'"
+            WarningLine(
+                "warning: the images that training set aside for validation are used too; scikit-learn leaves them "
+                "out: pip install 'opal-deploy[train]'"
+            )
         )
     for line in dataset.warnings:
-        options.log(one_line(f"warning: {line}"))
+        options.log(WarningLine(one_line(f"warning: {line}")))
     samples = {"train": dataset.train, "val": dataset.val, "test": dataset.test}[options.split]
     if not samples:
         raise UsageError(f"{data}: has no {options.split} split; choose another --split")
@@ -244,7 +246,8 @@ def _check_labels(images: _ImageSet, metadata: Metadata, data: Path, options: At
     if options.only_correct and not images.labels & known:
         raise UsageError(f"{data}: the model has none of its classes ({unknown[0]!r}); leave out --only-correct")
     if unknown:
-        options.log(one_line(f"warning: the model lacks {len(unknown)} of its classes ({', '.join(unknown[:3])})"))
+        lacks = f"warning: the model lacks {len(unknown)} of its classes ({', '.join(unknown[:3])})"
+        options.log(WarningLine(one_line(lacks)))
 
 
 def _limit_per_label(requests: Iterator[InputImage], limit: int | None) -> Iterator[InputImage]:

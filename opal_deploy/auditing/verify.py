@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.logs import Log, Progress, log_line, no_progress, one_line
+from opal_deploy.logs import Log, Progress, WarningLine, log_line, no_progress, one_line
 from opal_deploy.options import Device, ExpectSha256, Option, StrPath, Threads, keywords
 from opal_deploy.records.decision import THRESHOLDS, Decision
 
@@ -109,7 +109,7 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
         if not comparison.cells:
             log("Cells were not compared: all cells of the test vectors are ties")
     if session.metadata.unverified:
-        log(f"NOT VERIFIED on images: this model was {session.metadata.unverified}")
+        log(WarningLine(f"NOT VERIFIED on images: this model was {session.metadata.unverified}"))
     return Verification({"path": str(path), "sha256": sha256, "session": session.description, **comparison.to_dict()})
 
 

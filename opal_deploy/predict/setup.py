@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from opal_deploy.artifact.files import check_sha256, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.logs import Log, log_line
+from opal_deploy.logs import Log, WarningLine, log_line
 from opal_deploy.options import RuntimeName
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ def log_cautions(metadata: Metadata, *, boxed: bool, log: Log = log_line) -> Non
     from opal_deploy.datasets.boxes import format_box_option
 
     if metadata.unverified:
-        log(f"NOT VERIFIED: this model was {metadata.unverified}; its outputs were never compared with the reference")
+        unverified = f"this model was {metadata.unverified}; its outputs were never compared with the reference"
+        log(WarningLine(f"NOT VERIFIED: {unverified}"))
     if metadata.crop == "boxes" and not boxed:
         log(
             "This model was trained on images cropped to boxes; expect lower accuracy without them: give "
