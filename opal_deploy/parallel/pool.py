@@ -15,7 +15,7 @@ from opal_deploy.parallel.scheduler import Done, Worker, WorkerPool
 from opal_deploy.run.run import RunOptions
 from opal_deploy.timing import StageTimes
 from opal_deploy.workers.process import WorkerCrashed, WorkerProcess
-from opal_deploy.workers.worker import WorkerConfig
+from opal_deploy.workers.worker import Data, WorkerConfig
 
 # a process that cannot open the model any more is given up after so many attempts
 _MAX_STARTS = 3
@@ -34,8 +34,8 @@ class ProcessWorker(Worker):
         self.process = WorkerProcess(config)
         # one request after the other
         self._thread = ThreadPoolExecutor(1, "worker process")
-        self._sent: list[Future[bytes]] = []
-        self.answer: Future[bytes] | None = self._thread.submit(self._start)
+        self._sent: list[Future[Data]] = []
+        self.answer: Future[Data] | None = self._thread.submit(self._start)
 
     def begin(self, options: RunOptions) -> None:
         """Make the process, which has opened the model, ready for chunks."""
@@ -79,19 +79,13 @@ class ProcessWorker(Worker):
     def _send(self, method: str, argument: object) -> None:
         self._sent.append(self._thread.submit(self._call, method, argument))
 
-    def _start(self) -> bytes:
+    def _start(self) -> Data:
         self.process.wait_until_ready()
         return self._call("open")
 
-    def _call(self, *request: object) -> bytes:
-        (data,), _ = self.process.call([request], _read_bytes)
+    def _call(self, *request: object) -> Data:
+        ((data,),), _ = self.process.call([request], lambda _, parts: parts)
         return data
-
-
-def _read_bytes(process: WorkerProcess, header: dict[str, Any], _: int) -> bytes:
-    data = bytearray(header["size"])
-    process.read_into(memoryview(data))
-    return bytes(data)
 
 
 class ProcessWorkerPool(WorkerPool[ProcessWorker]):

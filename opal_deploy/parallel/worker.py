@@ -34,10 +34,9 @@ class ChunkTask:
         self._open_sessions, self._batch = open_sessions, batch
 
     def __call__(self, request: tuple[Any, ...], timer: StageTimer, claim: Callable[[int], None]) -> Response:
-        """Call a method; the header has the `size` of the pickle."""
+        """Call a method."""
         method, *arguments = request
-        data = pickle.dumps(getattr(self, method)(*arguments), pickle.HIGHEST_PROTOCOL)
-        return {"size": len(data)}, [data]
+        return {}, [pickle.dumps(getattr(self, method)(*arguments), pickle.HIGHEST_PROTOCOL)]
 
     def open(self) -> tuple[str, int] | OpalError:
         """Open the model; return the sessions' descriptions, and the images per forward pass."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -30,8 +30,8 @@ from opal_deploy.sources.image import InputImage
 from opal_deploy.sources.members import SpooledMember
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.workers.pool import ProcessPool
-from opal_deploy.workers.process import WorkerCrashed, WorkerProcess, WorkerTimeout
-from opal_deploy.workers.worker import Response
+from opal_deploy.workers.process import WorkerCrashed, WorkerTimeout
+from opal_deploy.workers.worker import Data, Response
 
 # decoded at a time, on average per worker: two photographs of an ordinary camera pass side by side, larger ones wait. A
 # pixel takes four bytes, eight during conversion
@@ -169,15 +169,11 @@ class DecoderPool:
             # a path is pickled in a fraction of the time as text
             source = os.fspath(image.source) if isinstance(image.source, os.PathLike) else image.source
             messages.append((InputImage(None, source, image.crop, drawn=image.drawn), batch.slot, row))
-
-        def read(process: WorkerProcess, header: dict[str, Any], position: int) -> Prepared:
-            return _read_prepared(batch.inputs[rows[position]], process, header)
-
         with self._budget.lease() as claim:
-            answers = processes.call_group(messages, read, claim)
+            answers = processes.call_group(messages, _read_prepared, claim)
         for row, answer in zip(rows, answers, strict=True):
             if not isinstance(answer, Prepared):
-                answer = Prepared(batch.inputs[row], error=self._build_error(answer))
+                answer = Prepared(_UNNAMED, error=self._build_error(answer))
             batch.images[row] = replace(answer, input=batch.drop_source(row))
 
     def _build_error(self, failure: WorkerCrashed | WorkerTimeout) -> ImageError:
@@ -225,26 +221,28 @@ class PrepareTask:
         if prepared.error is not None:
             return {**header, "error": [prepared.error.code, str(prepared.error)]}, []
         assert prepared.geometry is not None  # there is no error
-        header |= {**vars(prepared.geometry), "image": prepared.image is not None}
+        header |= vars(prepared.geometry)
         return header, [] if prepared.image is None else [prepared.image.tobytes()]
 
 
-def _read_prepared(source: InputImage, process: WorkerProcess, header: dict[str, Any]) -> Prepared:
+# in place of the image that the calling process knows
+_UNNAMED = InputImage(None, b"")
+
+
+def _read_prepared(header: dict[str, Any], parts: Sequence[Data]) -> Prepared:
     digest = header["sha256"]
     if digest is not None and not _SHA256.fullmatch(digest):
         raise ValueError("no sha256")
     if "error" in header:
         code, message = header["error"]
-        return Prepared(source, error=ImageError(str(code), str(message)), image_sha256=digest)
+        return Prepared(_UNNAMED, error=ImageError(str(code), str(message)), image_sha256=digest)
     x0, y0, x1, y1 = map(int, header["crop"])
     geometry = Geometry(int(header["width"]), int(header["height"]), (x0, y0, x1, y1))
     image = None
-    if header["image"]:
+    if parts:
         size = display_size(geometry.width, geometry.height)
-        whole = np.empty(3 * size[0] * size[1], np.uint8)
-        process.read_into(whole.data)
-        image = Image.frombuffer("RGB", size, whole, "raw", "RGB", 0, 1)
-    return Prepared(source, geometry, None, image, image_sha256=digest)
+        image = Image.frombuffer("RGB", size, np.frombuffer(parts[0], np.uint8), "raw", "RGB", 0, 1)
+    return Prepared(_UNNAMED, geometry, None, image, image_sha256=digest)
 
 
 class _Batch:

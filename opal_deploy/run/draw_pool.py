@@ -20,8 +20,8 @@ from opal_deploy.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import make_thumbnail
 from opal_deploy.workers.pool import ProcessPool
-from opal_deploy.workers.process import WorkerCrashed, WorkerProcess, WorkerTimeout
-from opal_deploy.workers.worker import Response
+from opal_deploy.workers.process import WorkerCrashed, WorkerTimeout
+from opal_deploy.workers.worker import Data, Response
 
 # JPEGs of the overlay, of its small form for the report, and of the image alone; PNGs of the sheet
 Part: TypeAlias = Literal["overlay", "thumbnail", "picture", "sheet", "narrow-sheet"]
@@ -37,7 +37,7 @@ class DrawTask:
     def __call__(
         self, request: tuple[Result, Sequence[Part]], timer: StageTimer, claim: Callable[[int], None] = no_claim
     ) -> Response:
-        """Return the drawings of a result: the header lists names and sizes under `drawn`, and the bytes follow.
+        """Return the drawings of a result, whose names the header lists under `drawn`.
 
         If a drawing is missing, the header has `error`, a code and a message, or `stop`, the reason why no other image
         can be drawn either. Nothing is claimed: images to draw on are small.
@@ -47,12 +47,12 @@ class DrawTask:
             timer: receives the time of the stage `draw`.
             claim: not used.
         """
-        drawn: list[tuple[Part, int]] = []
+        drawn: list[Part] = []
         header: dict[str, Any] = {"drawn": drawn}
         files: list[bytes] = []
 
         def add(part: Part, data: bytes) -> None:
-            drawn.append((part, len(data)))
+            drawn.append(part)
             files.append(data)
 
         result, parts = request
@@ -105,9 +105,8 @@ class DrawingPool:
         request = (replace(result, prepared=replace(result.prepared, pixels=None)), tuple(parts))
         try:
             if self._processes is not None:
-                return self._processes.call(request, _read_drawings)
-            header, files = self._task(request, self._timer)
-            return _build_drawings(header, files)
+                return self._processes.call(request, _build_drawings)
+            return _build_drawings(*self._task(request, self._timer))
         except WorkerCrashed as crash:
             error = Problem(code="drawing_crashed", message=f"the process that drew it {crash}")
         except WorkerTimeout:
@@ -123,20 +122,11 @@ class DrawingPool:
             self._processes.close()
 
 
-def _read_drawings(process: WorkerProcess, header: dict[str, Any], _: int) -> Drawings:
-    files = []
-    for _name, size in header["drawn"]:
-        data = bytearray(size)
-        process.read_into(memoryview(data))
-        files.append(bytes(data))
-    return _build_drawings(header, files)
-
-
-def _build_drawings(header: dict[str, Any], files: list[bytes]) -> Drawings:
+def _build_drawings(header: dict[str, Any], files: Sequence[Data]) -> Drawings:
     if "stop" in header:
         raise StoppedEarly(header["stop"])
     error = None
     if "error" in header:
         code, message = header["error"]
         error = Problem(code=code, message=message)
-    return Drawings({name: data for (name, _), data in zip(header["drawn"], files, strict=True)}, error)
+    return Drawings({name: bytes(data) for name, data in zip(header["drawn"], files, strict=True)}, error)

@@ -10,12 +10,13 @@ after a crash a new process can decode up to it again; a second crash at the sam
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, no_claim
@@ -25,8 +26,8 @@ from opal_deploy.sources.items import FRAME_NAME, is_video_name
 from opal_deploy.storage.urls import is_url
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.workers.pool import ProcessPool
-from opal_deploy.workers.process import WorkerCrashed, WorkerProcess, WorkerTimeout
-from opal_deploy.workers.worker import Response
+from opal_deploy.workers.process import WorkerCrashed, WorkerTimeout
+from opal_deploy.workers.worker import Data, Response
 
 # a distant frame takes several requests, so that the time limit applies to lack of progress
 _PATIENCE_SECONDS = 1.0
@@ -141,22 +142,14 @@ class FrameReader:
     def __exit__(self, *details: object) -> None:
         self.close()
 
-    def _ask(self, request: FrameRequest) -> tuple[dict[str, Any], np.ndarray[Any, np.dtype[np.uint8]] | None]:
+    def _ask(self, request: FrameRequest) -> tuple[dict[str, Any], NDArray[np.uint8] | None]:
         if self._pool is not None:
             return self._pool.call(request, _read_response)
-        header, parts = self._task(request, NO_OP_TIMER, no_claim)
-        return header, np.frombuffer(parts[0], np.uint8).reshape(*header["size"], 3) if parts else None
+        return _read_response(*self._task(request, NO_OP_TIMER, no_claim))
 
 
-def _read_response(
-    process: WorkerProcess, header: dict[str, Any], position: int
-) -> tuple[dict[str, Any], np.ndarray[Any, np.dtype[np.uint8]] | None]:
-    if "size" not in header:
-        return header, None
-    height, width = map(int, header["size"])
-    pixels = np.empty((height, width, 3), np.uint8)
-    process.read_into(pixels.data.cast("B"))
-    return header, pixels
+def _read_response(header: dict[str, Any], parts: Sequence[Data]) -> tuple[dict[str, Any], NDArray[np.uint8] | None]:
+    return header, np.frombuffer(parts[0], np.uint8).reshape(*header["size"], 3) if parts else None
 
 
 _HOW = "choose its frames by `infer --every 1s`, or --every 30 for every 30th, or name one: {}#frame=0"

@@ -77,7 +77,7 @@ class ProcessPool:
         requests of its group are answered in any case.
 
         Args:
-            requests, read, claim: see `WorkerProcess.call`; `read` gets positions in `requests`.
+            requests, read, claim: see `WorkerProcess.call`.
 
         Returns:
             The result of each request, in order, or the exception that its process ended with.
@@ -114,15 +114,10 @@ class ProcessPool:
             if process is None or not process.is_running():
                 self._close_process(process)
                 process = self._start_process()
-            positions = list(requests)
             results, reusable = process.call(
-                list(requests.values()),
-                lambda process, header, position: read(process, header, positions[position]),
-                timeout=self._timeout,
-                claim=claim,
-                timer=self._timer,
+                list(requests.values()), read, timeout=self._timeout, claim=claim, timer=self._timer
             )
-            return dict(zip(positions, results, strict=True))
+            return dict(zip(requests, results, strict=True))
         finally:
             if not reusable:
                 self._close_process(process)

@@ -21,16 +21,25 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
+import numpy as np
 import orjson
 
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.preprocess.decode import no_claim
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.workers.worker import LENGTH, POSITION, READY, WorkerConfig, create_shared_memory, map_shared_memory
+from opal_deploy.workers.worker import (
+    LENGTH,
+    POSITION,
+    READY,
+    Data,
+    WorkerConfig,
+    create_shared_memory,
+    map_shared_memory,
+)
 
 T = TypeVar("T")
-# builds the result of the request at a position from its part of the header and from bytes read from the process
-Reader: TypeAlias = Callable[["WorkerProcess", dict[str, Any], int], T]
+# builds a request's result from the task's response: JSON, and bytes
+Reader: TypeAlias = Callable[[dict[str, Any], Sequence[Data]], T]
 # from its start until it takes requests; a machine that is loaded or reads its packages over a network takes its time
 _START_SECONDS = 120.0
 _EXIT_SECONDS = 2.0
@@ -162,10 +171,10 @@ class WorkerProcess:
             while "claim" in header:
                 header = self._grant(partial(claim, int(header["claim"])))
             results: list[T] = []
-            for position, response in zip(range(len(requests)), header["responses"], strict=True):
+            for _, response in zip(requests, header["responses"], strict=True):
                 if "traceback" in response:
                     raise RuntimeError(f"in a worker process: {response['traceback']}")
-                results.append(read(self, response, position))
+                results.append(read(response, [self._read_bytes(int(size)) for size in response["sizes"]]))
             for stage, wall, cpu, calls in header["times"]:
                 timer.add(stage, wall, cpu, calls)
             return results, self._finish_response() and not header["retire"]
@@ -198,26 +207,30 @@ class WorkerProcess:
             self._send(message)
         except OSError:
             raise self._failure() from None
-        header = bytearray(LENGTH.size)
-        self.read_into(memoryview(header))
-        (size,) = LENGTH.unpack(header)
+        (size,) = LENGTH.unpack(self._read_bytes(LENGTH.size))
         if size > _MAX_HEADER_BYTES:
             raise WorkerCrashed("sent an answer that makes no sense", self._read_position())
-        header = bytearray(size)
-        self.read_into(memoryview(header))
         try:
-            response: dict[str, Any] = orjson.loads(header)
+            response: dict[str, Any] = orjson.loads(self._read_bytes(size))
         except ValueError:
             raise WorkerCrashed("sent an answer that makes no sense", self._read_position()) from None
         return response
 
-    def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes of the response; raises as `call`."""
+    def _read_bytes(self, size: int) -> memoryview:
+        """Return the next bytes of the response; raises as `call`."""
+        try:
+            # not filled with zeros first
+            data = np.empty(size, np.uint8).data
+        except MemoryError:
+            # so much that only a process that was taken over claims to send it
+            raise WorkerCrashed("sent an answer that makes no sense", self._read_position()) from None
+        target = data
         while target:
             count = self._stdout.readinto(target)  # type: ignore[attr-defined]
             if not count:
                 raise self._failure()
             target = target[count:]
+        return data
 
     def _finish_response(self) -> bool:
         """End the time limit; return False if it has just passed and the process was killed."""

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, Protocol, TypeAlias
@@ -39,8 +39,10 @@ READY = b"\x01"
 _MAX_GROWTH_BYTES = 256 << 20
 
 
-# JSON, and the bytes that follow it
-Response: TypeAlias = tuple[dict[str, Any], list[bytes]]
+# bytes, and those that were received
+Data: TypeAlias = bytes | memoryview
+# JSON, which has no key `sizes`, and the bytes that follow it
+Response: TypeAlias = tuple[dict[str, Any], Sequence[Data]]
 
 
 class Task(Protocol):
@@ -106,11 +108,11 @@ def _claim(requests: BinaryIO, responses: BinaryIO, pixels: int) -> None:
 
 def _build_response(
     group: list[Any], position: mmap.mmap, config: WorkerConfig, claim: Callable[[int], None], memory_at_start: int
-) -> list[bytes]:
+) -> list[Data]:
     """Return the header with its length, and the bytes that follow it."""
     timer = StageTimer() if config.timed else NO_OP_TIMER
     headers: list[dict[str, Any]] = []
-    all_parts: list[bytes] = []
+    all_parts: list[Data] = []
     prepare_group: Callable[[list[Any]], Iterable[Any]] = getattr(config.task, "prepare_group", list)
     for number, request in enumerate(prepare_group(group)):
         POSITION.pack_into(position, 0, number)
@@ -130,7 +132,7 @@ def _build_response(
         if claims and number + 1 < len(group):
             # the next request may need fewer pixels
             claim(0)
-        headers.append(header)
+        headers.append({**header, "sizes": [len(part) for part in parts]})
         all_parts += parts
     response = {
         "responses": headers,
