@@ -16,11 +16,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
+from opal_deploy.api.infer import InferOptions
 from opal_deploy.cli import app
 from opal_deploy.editing.options import EditOptions
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.export.options import EngineOptions, OnnxOptions, TritonOptions, WebOptions
-from opal_deploy.inference.infer import InferOptions
 from opal_deploy.options import Options, default_of, option_fields
 from opal_deploy.records import json_schema
 from opal_deploy.records.tables import COLUMNS

@@ -22,13 +22,13 @@ from opal_deploy.errors import (
 )
 
 if TYPE_CHECKING:
+    from opal_deploy.api.explanation import Explanation, Explanations
+    from opal_deploy.api.infer import InferenceRun, run_inference
+    from opal_deploy.api.model import Model, load
+    from opal_deploy.api.service import Service
     from opal_deploy.editing.api import edit_model
     from opal_deploy.evaluation.api import evaluate_model, evaluate_models
     from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
-    from opal_deploy.inference.api import Model, load
-    from opal_deploy.inference.explanation import Explanation, Explanations
-    from opal_deploy.inference.infer import InferenceRun, run_inference
-    from opal_deploy.inference.service import Service
     from opal_deploy.records import json_schema, to_coco, to_label_studio, to_pandas
     from opal_deploy.records.record import Answered, Failed, Record
     from opal_deploy.train.api import train_model
@@ -72,10 +72,10 @@ _LAZY = {
     "editing.api": ("edit_model",),
     "evaluation.api": ("evaluate_model", "evaluate_models"),
     "export.api": ("export_engines", "export_model", "export_triton", "export_web"),
-    "inference.api": ("Model", "load"),
-    "inference.explanation": ("Explanation", "Explanations"),
-    "inference.infer": ("InferenceRun", "run_inference"),
-    "inference.service": ("Service",),
+    "api.model": ("Model", "load"),
+    "api.explanation": ("Explanation", "Explanations"),
+    "api.infer": ("InferenceRun", "run_inference"),
+    "api.service": ("Service",),
     "records": ("json_schema", "to_coco", "to_label_studio", "to_pandas"),
     "records.record": ("Answered", "Failed", "Record"),
     "train.api": ("train_model",),

@@ -12,15 +12,19 @@ Log = Callable[[str], None]
 # receives the number of images done, the number of all images (None while unknown), and a note on the current step
 Progress = Callable[[int, int | None, str], None]
 
-_WARNINGS = ("warning: ", "NOT VERIFIED")
+
+class WarningLine(str):
+    """A line of text that is a warning, for a `Log`."""
+
+    __slots__ = ()
 
 
 def log_line(line: str) -> None:
-    """Send a line to the logger `opal_deploy`: warnings at level WARNING, everything else at INFO.
+    """Send a line to the logger `opal_deploy`: a `WarningLine` at level WARNING, any other at INFO.
 
     Unless a program configures logging, Python prints the former to stderr and drops the latter.
     """
-    logging.getLogger("opal_deploy").log(logging.WARNING if line.startswith(_WARNINGS) else logging.INFO, "%s", line)
+    logging.getLogger("opal_deploy").log(logging.WARNING if isinstance(line, WarningLine) else logging.INFO, "%s", line)
 
 
 def no_progress(done: int, total: int | None, note: str) -> None:

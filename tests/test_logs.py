@@ -1,6 +1,15 @@
 """The callbacks of long jobs."""
 
-from opal_deploy.logs import Estimate
+import logging
+
+from opal_deploy.logs import Estimate, WarningLine, log_line
+
+
+def test_a_line_is_logged_at_its_level_whatever_it_says(caplog):
+    caplog.set_level(logging.INFO, "opal_deploy")
+    for line in (WarningLine("low disk"), "warning: is the name of a file"):
+        log_line(line)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
 def test_the_rest_is_estimated_once_without_the_slow_first_step_and_what_was_done_before():

@@ -11,9 +11,9 @@ from typing import Any
 import av
 import numpy as np
 
-from opal_deploy.inference.isolation.worker import Response
-from opal_deploy.inference.sources.video import FrameRequest, FrameTask
-from opal_deploy.inference.timing import StageTimer
+from opal_deploy.sources.video import FrameRequest, FrameTask
+from opal_deploy.timing import StageTimer
+from opal_deploy.workers.worker import Response
 
 # every tenth frame is a key frame
 FRAMES, RATE, KEY = 30, 10, 10

@@ -16,10 +16,10 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.results import find_results, read_all_records, read_run_options
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.inference.run_files import PARTS, RESULTS
 from opal_deploy.records.lines import read_lines
 from opal_deploy.records.observations import observe_records
 from opal_deploy.records.record import Answer, Answered, Record, Slot
+from opal_deploy.records.run_files import PARTS, RESULTS
 from opal_deploy.records.tables import TABLES, read_table
 from opal_deploy.storage import buckets
 from opal_deploy.storage.files import RemoteFile

@@ -63,7 +63,7 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.auditing.model_diff import compare_results, render_page
     from opal_deploy.auditing.results import RecordIndex, find_results, is_results
-    from opal_deploy.inference.decoding.budget import raise_pillow_limit
+    from opal_deploy.predict.decode_budget import raise_pillow_limit
 
     raise_pillow_limit(options.max_pixels)
     sides: list[Path] = []
@@ -106,15 +106,15 @@ def _log_edits(before: Path, after: Path, log: Log) -> None:
 def _write_records(model: Path, out: Path, options: DiffOptions) -> None:
     """Write a model's records of the images to `out`."""
     from opal_deploy.artifact.files import compute_sha256
-    from opal_deploy.inference.executor import predict_stream
-    from opal_deploy.inference.inputs import ImageCounter
-    from opal_deploy.inference.run.results import RecordWriter
-    from opal_deploy.inference.sources import discovery
-    from opal_deploy.inference.sources.annotations import annotate, read_boxes
-    from opal_deploy.inference.sources.items import Skipped
-    from opal_deploy.inference.types import InferenceOptions
+    from opal_deploy.predict.executor import predict_stream
+    from opal_deploy.predict.types import InferenceOptions
+    from opal_deploy.run.inputs import ImageCounter
+    from opal_deploy.run.results import RecordWriter
     from opal_deploy.runtime.devices import default_batch, default_workers
     from opal_deploy.runtime.select import open_sessions
+    from opal_deploy.sources import discovery
+    from opal_deploy.sources.annotations import annotate, read_boxes
+    from opal_deploy.sources.items import Skipped
 
     images = list(options.images)
     if "-" in images:
@@ -140,11 +140,11 @@ def _write_records(model: Path, out: Path, options: DiffOptions) -> None:
 
 def _image_loader(report: DiffReport, options: DiffOptions) -> Callable[[Record], Image | None]:
     """Return a function that loads the images of the largest changes: from the images given, else by name."""
+    from opal_deploy.api.explanation import load_record_image
     from opal_deploy.auditing.results import RecordSources, locate
-    from opal_deploy.inference.explanation import load_record_image
-    from opal_deploy.inference.sources import discovery
-    from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.records.names import unescape_name
+    from opal_deploy.sources import discovery
+    from opal_deploy.sources.items import Skipped
 
     shown = [record for _, old, new in report.worst for record in (old, new)]
     images = list(options.images)

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
+from opal_deploy.api.explanation import load_record_image
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.auditing.answers import Answers, Layout
 from opal_deploy.auditing.drift import DriftReport
 from opal_deploy.auditing.results import locate
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.explanation import load_record_image
 from opal_deploy.records.drift import DriftCounts
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answered

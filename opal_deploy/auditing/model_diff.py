@@ -15,8 +15,8 @@ from typing import Any, Literal
 from msgspec.structs import replace
 from PIL import Image
 
+from opal_deploy.api.explanation import format_line
 from opal_deploy.auditing.results import RecordIndex
-from opal_deploy.inference.explanation import format_line
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Answered, Failed, Record, Slot
 from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg

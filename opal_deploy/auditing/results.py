@@ -18,13 +18,13 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.inference.decoding.prepare import content_sha256
-from opal_deploy.inference.run_files import RESULTS, RUN
-from opal_deploy.inference.sources.archives import is_archive_name
-from opal_deploy.inference.types import InputImage
+from opal_deploy.predict.prepare import content_sha256
 from opal_deploy.records.lines import MAX_LINE_BYTES, Line, parse_json, parse_record, read_lines
 from opal_deploy.records.names import escape_name, unescape_name
 from opal_deploy.records.record import RECORD_SCHEMA, Failed, Record
+from opal_deploy.records.run_files import RESULTS, RUN
+from opal_deploy.sources.archives import is_archive_name
+from opal_deploy.sources.image import InputImage
 from opal_deploy.storage.files import RemoteFile, parse_source
 from opal_deploy.storage.urls import is_url
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.logs import Log, Progress, log_line, no_progress, one_line
+from opal_deploy.logs import Log, Progress, WarningLine, log_line, no_progress, one_line
 from opal_deploy.options import Device, ExpectSha256, Option, StrPath, Threads, keywords
 from opal_deploy.records.decision import THRESHOLDS, Decision
 
 if TYPE_CHECKING:
     from opal_deploy.auditing.results import RecordSources
     from opal_deploy.auditing.verify_records import RecordsReport
-    from opal_deploy.inference.types import InferenceOptions
+    from opal_deploy.predict.types import InferenceOptions
     from opal_deploy.records.record import Record
     from opal_deploy.runtime.session import Session
 
@@ -109,7 +109,7 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
         if not comparison.cells:
             log("Cells were not compared: all cells of the test vectors are ties")
     if session.metadata.unverified:
-        log(f"NOT VERIFIED on images: this model was {session.metadata.unverified}")
+        log(WarningLine(f"NOT VERIFIED on images: this model was {session.metadata.unverified}"))
     return Verification({"path": str(path), "sha256": sha256, "session": session.description, **comparison.to_dict()})
 
 
@@ -117,10 +117,10 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
     from opal_deploy.artifact.files import check_sha256, compute_sha256
     from opal_deploy.auditing.results import find_results, read_run_options
     from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
-    from opal_deploy.inference.decoding.budget import raise_pillow_limit
-    from opal_deploy.inference.sources.annotations import read_boxes, read_labels
+    from opal_deploy.predict.decode_budget import raise_pillow_limit
     from opal_deploy.records.signatures import PublicKeys
     from opal_deploy.runtime.select import open_sessions
+    from opal_deploy.sources.annotations import read_boxes, read_labels
 
     path = find_results(target)
     public_keys = PublicKeys(options.public_key) if options.public_key else None
@@ -184,7 +184,7 @@ def _hint_at_thresholds(report: RecordsReport, inference: InferenceOptions) -> s
 
 def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions, session: Session) -> InferenceOptions:
     """Return how the run prepared images, with defaults for what run.json does not state."""
-    from opal_deploy.inference.types import InferenceOptions
+    from opal_deploy.predict.types import InferenceOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
     from opal_deploy.runtime.devices import default_batch, default_workers
 
@@ -207,9 +207,9 @@ def _find_sources(
 ) -> RecordSources:
     """Return the given images; raise UsageError if a record needs an archive, folder or list that was not given."""
     from opal_deploy.auditing.results import RecordSources, find_container, read_all_lines
-    from opal_deploy.inference.sources import discovery
-    from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.records.names import readable_name
+    from opal_deploy.sources import discovery
+    from opal_deploy.sources.items import Skipped
 
     images = list(options.images)
 

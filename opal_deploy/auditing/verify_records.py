@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
 from opal_deploy.auditing.results import RecordSources, locate, read_all_lines
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.executor import predict_stream
-from opal_deploy.inference.run_files import overlay_name
-from opal_deploy.inference.sources.annotations import Boxes, Labels, annotate
-from opal_deploy.inference.sources.items import is_video_name
-from opal_deploy.inference.sources.video import FrameReader, find_frame, undivided_error
-from opal_deploy.inference.types import InferenceOptions, InputImage, Result
+from opal_deploy.predict.executor import predict_stream
+from opal_deploy.predict.types import InferenceOptions, Result
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answered, Failed, Record, rename_keys
+from opal_deploy.records.run_files import overlay_name
 from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.runtime.session import Session
+from opal_deploy.sources.annotations import Boxes, Labels, annotate
+from opal_deploy.sources.image import InputImage
+from opal_deploy.sources.items import is_video_name
+from opal_deploy.sources.video import FrameReader, find_frame, undivided_error
 from opal_deploy.storage.urls import is_url
 
 # errors that depend on the load of the machine, or occur only in a cluster

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from opal_deploy.inference.timing import STAGES, THREAD_ROLES, Stage, StageTimes, ThreadRole
+from opal_deploy.timing import STAGES, THREAD_ROLES, Stage, StageTimes, ThreadRole
 
 # threads or cores above this share count as always busy
 BUSY = 0.8

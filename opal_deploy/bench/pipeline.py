@@ -36,16 +36,17 @@ from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import in_turn, run_batches, time_stages
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.decoding.pool import DecoderPool
-from opal_deploy.inference.decoding.prepare import prepare
-from opal_deploy.inference.run.drawing import ReportOptions
-from opal_deploy.inference.run.run import LocalBackend, RunOptions, run
-from opal_deploy.inference.timing import STAGES, ThreadRole
-from opal_deploy.inference.types import InferenceOptions, InputImage
 from opal_deploy.logs import Log
+from opal_deploy.predict.decoder_pool import DecoderPool
+from opal_deploy.predict.prepare import prepare
+from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import Decoding
+from opal_deploy.run.drawing import ReportOptions
+from opal_deploy.run.run import LocalBackend, RunOptions, run
 from opal_deploy.runtime.devices import available_cpus, default_workers
 from opal_deploy.runtime.session import ImageBatch, PipelinedSession, Session, check_batch, pinned
+from opal_deploy.sources.image import InputImage
+from opal_deploy.timing import STAGES, ThreadRole
 
 INFER, EXPLAIN = "infer", "infer_explain"
 TIMED = (

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from opal_deploy.api.atlas import AtlasOptions, CreatedAtlas, create_atlas, explain_unused
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
 from opal_deploy.cli.options import ModelOption
 from opal_deploy.errors import ExitCode
-from opal_deploy.inference.atlas import AtlasOptions, CreatedAtlas, create_atlas, explain_unused
 
 # findings of each kind printed on a terminal; atlas.json has all
 _LISTED_FINDINGS = 5

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from opal_deploy.bench.measurement import Measurement
     from opal_deploy.bench.speed import SweepKind
     from opal_deploy.bench.targets import LoadedTarget
-    from opal_deploy.inference.types import InputImage
+    from opal_deploy.sources.image import InputImage
 
 Files = Annotated[list[Path], typer.Argument(help="Files that `opal-deploy bench` wrote with --out, or folders.")]
 # of each list but the regressions; --json has all
@@ -238,8 +238,8 @@ def _write(measurement: Measurement, options: OutputOptions) -> None:
 
 
 def _find_items(images: list[str], limit: int) -> list[InputImage]:
-    from opal_deploy.inference.sources.discovery import check_inputs, discover
-    from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.sources.discovery import check_inputs, discover
+    from opal_deploy.sources.items import Skipped
 
     check_inputs(images)
     items = list(itertools.islice(discover(images, Skipped(), sys.stdin), limit))

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from opal_deploy.api.explain import ExplainOptions, write_sheets
 from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.cli.options import ModelOption
 from opal_deploy.errors import ExitCode
-from opal_deploy.inference.explain import ExplainOptions, write_sheets
 
 
 def explain(

@@ -83,8 +83,8 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     suggestions: list[Suggestion] = []
     suggested: list[str] = []
     if options.atlas is not None:
-        from opal_deploy.inference.setup import fingerprint_model
-        from opal_deploy.inference.sheets import load_atlas
+        from opal_deploy.predict.setup import fingerprint_model
+        from opal_deploy.run.sheets import load_atlas
 
         atlas = load_atlas(path, metadata, fingerprint_model(path), Path(options.atlas))
     if options.data is not None:

@@ -19,8 +19,8 @@ from opal_deploy.datasets import cub
 from opal_deploy.datasets.masks import read_trimap
 from opal_deploy.datasets.samples import DataSet, Sample, display_path
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.sources.annotations import read_objects
 from opal_deploy.preprocess.geometry import Box, Geometry
+from opal_deploy.sources.annotations import read_objects
 from opal_deploy.synthetic import Annotation, read_annotations
 from opal_deploy.synthetic.dataset import PARTS_FILE
 

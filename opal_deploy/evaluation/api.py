@@ -14,8 +14,8 @@ from opal_deploy.options import (
 )
 
 if TYPE_CHECKING:
+    from opal_deploy.api.model import Model
     from opal_deploy.evaluation.result import ModelEvaluation
-    from opal_deploy.inference.api import Model
 
     Source = StrPath | Model
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.api.model import Model
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
@@ -18,7 +19,7 @@ from opal_deploy.datasets.samples import DataSet, Sample, pluralize
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import Annotations, annotate, has_creatures
 from opal_deploy.evaluation.options import EvaluateOptions
-from opal_deploy.inference.api import Model
+from opal_deploy.logs import WarningLine
 from opal_deploy.runtime.select import open_sessions, read_model_metadata
 from opal_deploy.runtime.session import Session
 from opal_deploy.statistics import clopper_pearson_bound, explain_too_few
@@ -96,7 +97,7 @@ def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOpt
         warnings.append(describe_trained_images(path, each.training, data_set, options.split))
         warnings.append(describe_crop_mismatch(path, each.crop, data_set, boxes=options.boxes))
     for line in filter(None, warnings):
-        options.log(f"warning: {line}")
+        options.log(WarningLine(f"warning: {line}"))
     return select_inputs(data_set, options)
 
 

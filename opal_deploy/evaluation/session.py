@@ -18,12 +18,13 @@ from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import Evaluation, collapse_per_image, compute_metrics, margins
 from opal_deploy.evaluation.parts import PartFigures, PartMeter
-from opal_deploy.inference.decoding.prepare import prepare
-from opal_deploy.inference.executor import prefetch
-from opal_deploy.inference.types import InferenceOptions, InputImage, Pixels, Prepared
 from opal_deploy.logs import Progress, no_progress
+from opal_deploy.predict.executor import prefetch
+from opal_deploy.predict.prepare import prepare
+from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import ImageBatch, Session
+from opal_deploy.sources.image import InputImage
 
 # threads that decode images
 _WORKERS = 2

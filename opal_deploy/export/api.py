@@ -19,6 +19,7 @@ from opal_deploy.export.options import (
     TritonOptions,
     WebOptions,
 )
+from opal_deploy.logs import WarningLine
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.records.decision import Decision
 from opal_deploy.triton.repository import Repository, WrittenRepository
@@ -254,6 +255,6 @@ def _serve_as_is(source: Path, target: Repository | Site, options: ExportOptions
         options.log(f"Checking {source.name} against its own test vectors")
         session = OnnxSession(source, device="cpu", threads=options.threads)
         if session.metadata.unverified:
-            options.log(f"NOT VERIFIED: {source.name} was {session.metadata.unverified}")
+            options.log(WarningLine(f"NOT VERIFIED: {source.name} was {session.metadata.unverified}"))
         verify_test_vectors(session, str(source))
     return _write_target(ExportResult(source, [], []), target)

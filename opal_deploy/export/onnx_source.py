@@ -22,6 +22,7 @@ from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.graph_edit import producers, with_outputs
 from opal_deploy.export.images import SAMPLE_SIZES, Pixels, choose_images
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.logs import WarningLine
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
 
@@ -112,7 +113,7 @@ class OnnxSource:
                 "calibrate on images; leave out --images and --calibrate"
             )
         if self.metadata.unverified:
-            options.log(f"NOT VERIFIED: {self.path.name} was {self.metadata.unverified}")
+            options.log(WarningLine(f"NOT VERIFIED: {self.path.name} was {self.metadata.unverified}"))
         # ONNX Runtime has no bfloat16 convolutions
         if options.verify and self.onnx_precision != "bf16":
             self._verify_vectors(options)

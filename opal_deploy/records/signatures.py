@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from opal_deploy.errors import UsageError, require
-from opal_deploy.logs import Log
+from opal_deploy.logs import Log, WarningLine
 from opal_deploy.options import StrPath
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import Record, Signature
@@ -54,7 +54,8 @@ class Signer:
         self._key = _read_private_key(path)
         self.fingerprint = _fingerprint(self._key.public_key())
         if os.name == "posix" and (mode := Path(path).stat().st_mode & 0o777) & 0o044:
-            log(f"warning: --sign {path}: other users can read this key (mode {mode:04o}); run: chmod 600 {path}")
+            readable = f"other users can read this key (mode {mode:04o}); run: chmod 600 {path}"
+            log(WarningLine(f"warning: --sign {path}: {readable}"))
 
     def sign(self, record: Record) -> Record:
         """Return a finished record with its `signature`, made now."""

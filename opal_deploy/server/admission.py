@@ -13,7 +13,7 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from opal_deploy.inference.service import Service
+from opal_deploy.api.service import Service
 from opal_deploy.server.options import ServeOptions
 
 # bodies of the largest size that may be in memory

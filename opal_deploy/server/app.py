@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from opal_deploy._version import __version__
-from opal_deploy.inference.explain_tensors import EXPLAIN_SUFFIX
+from opal_deploy.predict.explain_tensors import EXPLAIN_SUFFIX
 from opal_deploy.records.record import Failed
 from opal_deploy.server.admission import HttpError, error_response
 from opal_deploy.server.inference import (

@@ -22,13 +22,14 @@ from starlette.responses import Response
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.inference.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests, parse_name
-from opal_deploy.inference.types import InputImage, Result
+from opal_deploy.predict.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests, parse_name
+from opal_deploy.predict.types import Result
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Answered
 from opal_deploy.server.admission import HttpError, busy, unavailable
 from opal_deploy.server.models import ServedModel
 from opal_deploy.server.tensors import BadRequest, InferRequest, Tensor
+from opal_deploy.sources.image import InputImage
 
 T = TypeVar("T")
 Drawn = Literal["overlay", "sheet", "narrow-sheet", "picture"]

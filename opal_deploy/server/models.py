@@ -15,24 +15,25 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy._version import __version__
+from opal_deploy.api.service import Service, ServiceObserver
 from opal_deploy.artifact.files import ENGINE_SUFFIX, ONNX_SUFFIX
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import tensor_specs
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.inference.drawings import DrawingPool, DrawTask
-from opal_deploy.inference.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
-from opal_deploy.inference.service import Service, ServiceObserver
-from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
-from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, InputImage
+from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
+from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.records.record import Answered, Record
 from opal_deploy.records.signatures import Signer
+from opal_deploy.run.draw_pool import DrawingPool, DrawTask
+from opal_deploy.run.sheets import SheetBuilder, SheetOptions
 from opal_deploy.runtime.session import Session
 from opal_deploy.server.admission import AdmissionLimit, HttpError
 from opal_deploy.server.drift import DriftMonitor, WindowSize, open_monitor
 from opal_deploy.server.options import ServeOptions
 from opal_deploy.server.telemetry import Metrics, ServerLog
 from opal_deploy.server.tensors import TensorSpec, datatype_of
+from opal_deploy.sources.image import InputImage
+from opal_deploy.timing import NO_OP_TIMER, StageTimer
 
 _EXPLAIN_INPUTS = (
     TensorSpec(IMAGE, "BYTES", (-1, 1)),

@@ -18,9 +18,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
-from opal_deploy.inference.decoding.budget import raise_pillow_limit
-from opal_deploy.inference.setup import check_model, find_default_model, load_model
-from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.predict.decode_budget import raise_pillow_limit
+from opal_deploy.predict.setup import check_model, find_default_model, load_model
+from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import parse_decoding
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.signatures import Signer

@@ -29,12 +29,12 @@ from prometheus_client import (
     generate_latest,
 )
 
-from opal_deploy.inference.timing import Stage, StageTimer
 from opal_deploy.logs import one_line
 from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.shifts import KINDS
 from opal_deploy.server.drift import Comparison
 from opal_deploy.server.options import LogFormat
+from opal_deploy.timing import Stage, StageTimer
 
 # they would double the number of series
 disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opal_deploy.errors import require
-from opal_deploy.logs import no_progress
+from opal_deploy.logs import WarningLine, no_progress
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.train.balance import balance_warnings
 from opal_deploy.train.checks import check_run
@@ -60,7 +60,7 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
     if is_main_process():
         weighted = recipe.options.class_weights == "balanced"
         for line in [*labelled.warnings, *balance_warnings(labelled, weighted=weighted)]:
-            options.log(f"warning: {line}")
+            options.log(WarningLine(f"warning: {line}"))
         options.log(f"recipe {options.recipe_name()}; read as {labelled.describe()}")
     return fit(
         labelled, recipe.options, out, overwrite=options.overwrite, resume=options.resume,

@@ -18,8 +18,8 @@ from opal_deploy.datasets.masks import draw_segmentations
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import ImageAnnotation, annotate, has_creatures
-from opal_deploy.inference.sources.annotations import CocoObject, read_objects
 from opal_deploy.preprocess.geometry import Box, Geometry
+from opal_deploy.sources.annotations import CocoObject, read_objects
 from opal_deploy.train.recipe import OUTSIDE
 
 

@@ -18,17 +18,18 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
 from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
-from opal_deploy.inference.decoding.budget import raise_pillow_limit
-from opal_deploy.inference.decoding.pool import DecoderPool
-from opal_deploy.inference.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests
-from opal_deploy.inference.prediction import BatchPredictor
-from opal_deploy.inference.types import InferenceOptions, InputImage
+from opal_deploy.predict.decode_budget import raise_pillow_limit
+from opal_deploy.predict.decoder_pool import DecoderPool
+from opal_deploy.predict.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests
+from opal_deploy.predict.prediction import BatchPredictor
+from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.decision import THRESHOLDS, Decision, with_current_thresholds
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.verification import verify_test_vectors
+from opal_deploy.sources.image import InputImage
 from opal_deploy.triton.model_config import MODEL_SHA256, TENSOR_MODEL
 
 METADATA_FILE = "metadata.json"

@@ -19,8 +19,8 @@ from opal_deploy.artifact.engine_file import check_engine
 from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.inference.explain_tensors import EXPLAIN_SUFFIX
-from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.predict.explain_tensors import EXPLAIN_SUFFIX
+from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.triton.explain_model import METADATA_FILE
 from opal_deploy.triton.model_config import (
     LABELS_FILE,

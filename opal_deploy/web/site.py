@@ -31,11 +31,11 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import PER_IMAGE
 from opal_deploy.datasets.samples import list_images
 from opal_deploy.errors import ArtifactError, ImageError, UsageError
-from opal_deploy.inference.setup import fingerprint_model
-from opal_deploy.inference.sheets import load_atlas
+from opal_deploy.predict.setup import fingerprint_model
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
 from opal_deploy.records.decision import NO_DECISION, Decision
+from opal_deploy.run.sheets import load_atlas
 from opal_deploy.runtime.gates import Gate
 from opal_deploy.synthetic import example_images
 from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch

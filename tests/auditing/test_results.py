@@ -10,8 +10,8 @@ import pytest
 
 from opal_deploy.auditing.results import RecordSources
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.types import InputImage
 from opal_deploy.records.build import error_record
+from opal_deploy.sources.image import InputImage
 
 MEGABYTE = 1 << 20
 

@@ -12,9 +12,9 @@ from PIL import Image
 import opal_deploy
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
-from opal_deploy.inference.sources.annotations import FolderLabels
-from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.sources.annotations import FolderLabels
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from opal_deploy.bench.monitor import Monitor
 from opal_deploy.bench.options import PipelineOptions, parse_counts
 from opal_deploy.bench.pipeline import ReplaySession, decode_images, measure_pipeline
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.types import InputImage
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.sources.image import InputImage
 from tests.cli.calls import check, one_line
 
 
@@ -105,10 +105,10 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copi
     ("slow", "role", "stage", "reason"),
     [
         ("", "session", "compute", "session"),
-        ("opal_deploy.inference.decoding.prepare.decode_for_input", "decoders", "decode", "images"),
-        ("opal_deploy.inference.decoding.prepare.open_file", "decoders", "read", "images"),
-        ("opal_deploy.inference.run.results.RecordWriter.write", "loop", "write", "disk"),
-        ("opal_deploy.inference.drawings.draw_overlay", "drawers", "draw", "drawing"),
+        ("opal_deploy.predict.prepare.decode_for_input", "decoders", "decode", "images"),
+        ("opal_deploy.predict.prepare.open_file", "decoders", "read", "images"),
+        ("opal_deploy.run.results.RecordWriter.write", "loop", "write", "disk"),
+        ("opal_deploy.run.draw_pool.draw_overlay", "drawers", "draw", "drawing"),
     ],
     ids=["session", "decoding", "reading", "writing", "drawing"],
 )

@@ -7,7 +7,7 @@ from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.monitor import MemoryCurve, Monitor
 from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline import PipelineResult, Variant, build_measurement
-from opal_deploy.inference.timing import Stage, StageTime, StageTimes, ThreadRole
+from opal_deploy.timing import Stage, StageTime, StageTimes, ThreadRole
 
 THREADS = {"decoders": 2, "drawers": 2, "session": 1, "loop": 1}
 Rows = dict[tuple[ThreadRole, Stage], tuple[float, float]]

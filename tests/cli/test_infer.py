@@ -188,7 +188,7 @@ def test_what_models_without_single_cells_can_and_cannot_do(infer, map_model, li
 
 
 def test_a_bug_is_called_one(infer, pictures, monkeypatch):
-    monkeypatch.setattr("opal_deploy.inference.infer.run", lambda *_, **__: {}["x\ny"])
+    monkeypatch.setattr("opal_deploy.api.infer.run", lambda *_, **__: {}["x\ny"])
     done = infer(pictures)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

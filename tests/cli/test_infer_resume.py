@@ -122,7 +122,7 @@ def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer, clean, 
 @pytest.mark.parametrize(
     "before",
     [
-        pytest.param("import opal_deploy.inference.run.run as i; i.RecordWriter = die", id="before the first record",
+        pytest.param("import opal_deploy.run.run as i; i.RecordWriter = die", id="before the first record",
                      marks=pytest.mark.slow),
         pytest.param("import pathlib\nn, old = [0], pathlib.Path.replace\n"
                      "def thirtieth(*a): n[0] += 1; return old(*a) if n[0] < 30 else die()\n"
@@ -130,7 +130,7 @@ def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer, clean, 
         pytest.param("import opal_deploy.visualization.report as r; r.ReportWriter._head = die", id="in the report"),
         pytest.param("import opal_deploy.records.tables as t; t._open_csv = die", id="in a table",
                      marks=pytest.mark.slow),
-        pytest.param("import opal_deploy.inference.run.directory as f; f.RunDirectory.write_summary = die",
+        pytest.param("import opal_deploy.run.directory as f; f.RunDirectory.write_summary = die",
                      id="before the summary", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -149,7 +149,7 @@ RESTRICTED = () if os.geteuid() else ("setpriv", "--bounding-set=-dac_override,-
 @pytest.mark.skipif(bool(RESTRICTED) and shutil.which("setpriv") is None, reason="as root it takes setpriv")
 def test_a_folder_that_becomes_read_only_stops_it_in_one_line(infer, clean):
     before = (
-        "import os\nfrom opal_deploy.inference.run.directory import RunDirectory as D\nwrite = D.write_summary\n"
+        "import os\nfrom opal_deploy.run.directory import RunDirectory as D\nwrite = D.write_summary\n"
         "D.write_summary = lambda *a, **k: (os.chmod('out', 0o555), write(*a, **k))[1]\n"
     )
     with infer.start(*EXPLAIN, before=before, prefix=RESTRICTED) as process:

@@ -14,8 +14,8 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.auditing.verify_records import CheckOptions, verify_records
 from opal_deploy.records.signatures import PublicKeys
 from tests.cli.calls import check, one_line, read_results
-from tests.inference.runs import Infer
 from tests.records.test_signatures import write
+from tests.runs import Infer
 
 CPU = ("--device", "cpu", "--threads", "1")
 NODE = shutil.which("node")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from opal_deploy.api.model import load
 from opal_deploy.artifact import onnx_file
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.editing.api import edit_model
@@ -16,7 +17,6 @@ from opal_deploy.evaluation.api import evaluate_model
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.session import prepared_batches
 from opal_deploy.export.api import export_model
-from opal_deploy.inference.api import load
 from opal_deploy.model import checkpoint
 from opal_deploy.model.checkpoint import save
 from opal_deploy.runtime.select import open_sessions

@@ -5,8 +5,8 @@ import itertools
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from opal_deploy.api.atlas import create_atlas
 from opal_deploy.editing.api import edit_model
-from opal_deploy.inference.atlas import create_atlas
 from tests.browser import CHROMIUM
 
 

@@ -7,11 +7,12 @@ import onnxruntime
 import pytest
 
 from opal_deploy.errors import OutOfMemory
-from opal_deploy.inference.prediction import BatchPredictor
-from opal_deploy.inference.types import InferenceOptions, InputImage, Prepared
+from opal_deploy.predict.prediction import BatchPredictor
+from opal_deploy.predict.types import InferenceOptions, Prepared
 from opal_deploy.runtime.cuda import Cuda
 from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.sources.image import InputImage
 from tests.gpu_stubs.conftest import SIZE
 
 MIB = 1 << 20

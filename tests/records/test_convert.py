@@ -10,12 +10,12 @@ import pytest
 
 import opal_deploy
 from opal_deploy.errors import MissingExtra, StoppedEarly, UsageError
-from opal_deploy.inference.sources.annotations import read_boxes
 from opal_deploy.records import label_config, tables, to_coco, to_label_studio
 from opal_deploy.records.build import error_record
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import to_record
 from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, write_table
+from opal_deploy.sources.annotations import read_boxes
 
 LABEL = 'birch, "<b>"\n'
 ANSWER = {"class_id": 1, "label": LABEL, "logit": -0.1 - 0.2, "cosine": 0.875, "calibrated_probability": 0.75}

@@ -8,8 +8,8 @@ import onnxruntime
 import pytest
 
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, VerificationError
-from opal_deploy.inference.prediction import BatchPredictor
-from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.predict.prediction import BatchPredictor
+from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.runtime import cuda_session, onnx_session
 from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
 from opal_deploy.runtime.onnx_session import CUDA, OnnxSession

@@ -19,8 +19,8 @@ from opal_deploy.errors import UsageError
 from opal_deploy.server import connections
 from opal_deploy.server.connections import RESERVED_CONNECTIONS, choose_max_connections
 from opal_deploy.server.telemetry import ServerLog
+from tests.bright import BrightSession, wait_until
 from tests.browser import CHROMIUM, needs_chromium
-from tests.inference.bright import BrightSession, wait_until
 
 CHUNKED = b"Transfer-Encoding: chunked"
 ANNOUNCED = b"Content-Length: 1000000"

@@ -11,8 +11,8 @@ from PIL import Image
 
 import opal_deploy
 from opal_deploy.server.inference import FORMATS
+from tests.bright import BrightSession, wait_until
 from tests.conftest import LEFT
-from tests.inference.bright import BrightSession, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from PIL import Image
 from opal_deploy.records.decision import Decision
 from opal_deploy.server.admission import HttpError, inflate
 from opal_deploy.server.telemetry import ServerLog
-from tests.inference.bright import BrightSession, wait_until
+from tests.bright import BrightSession, wait_until
 
 INFER = "/v2/models/light/infer"
 RAW = {"Inference-Header-Content-Length": "0"}

@@ -4,8 +4,8 @@ import httpx
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from tests.bright import BrightSession
 from tests.browser import AXE, CHROMIUM, find_violations, needs_chromium
-from tests.inference.bright import BrightSession
 
 NAME = "<img src=x onerror=hit()>.png"
 DROP = """([name, bytes]) => {

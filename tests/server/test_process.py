@@ -23,7 +23,7 @@ from opal_deploy.server.health import check_health
 from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import read_token
 from opal_deploy.server.process import Server, bind, run_server
-from tests.inference.bright import wait_until
+from tests.bright import wait_until
 
 # an ONNX model is served where torch cannot be imported
 MAIN = "import sys; sys.modules['torch'] = None; from opal_deploy.cli import main; main()"

@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 import opal_deploy
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
 from opal_deploy.artifact.outputs import Outputs, select_top
-from tests.inference.bright import BrightSession
+from tests.bright import BrightSession
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ import pytest
 from botocore.exceptions import ClientError
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.sources.discovery import discover
-from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.preprocess.decode import open_file
+from opal_deploy.sources.discovery import discover
+from opal_deploy.sources.items import Skipped
 from opal_deploy.storage import buckets, filesystem
 from opal_deploy.storage.files import RemoteFile
-from tests.inference.bright import read_results
+from tests.bright import read_results
 from tests.storage.faulty_proxy import faulty_proxy
 
 

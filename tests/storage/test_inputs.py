@@ -7,7 +7,7 @@ import zipfile
 import pytest
 
 import opal_deploy
-from tests.inference.bright import read_results
+from tests.bright import read_results
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from opal_deploy.errors import StoppedEarly, UsageError
-from opal_deploy.inference.run import bucket
-from opal_deploy.inference.run.results import RecordWriter
-from opal_deploy.inference.run.summary import Summary
 from opal_deploy.records.build import error_record
+from opal_deploy.run import bucket
+from opal_deploy.run.results import RecordWriter
+from opal_deploy.run.summary import Summary
 from opal_deploy.storage.files import RemoteFile
 from tests.cli.calls import one_line
 
@@ -20,7 +20,7 @@ RUN = RemoteFile.parse("s3://photos/run")
 _MAIN = """
 import sys
 sys.argv[0] = "opal-deploy"
-from opal_deploy.inference.run import bucket
+from opal_deploy.run import bucket
 bucket.PART_SECONDS = 0.0
 from opal_deploy.cli import main
 main()

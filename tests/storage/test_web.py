@@ -17,7 +17,7 @@ import pytest
 from opal_deploy.errors import ImageError
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import redact
-from tests.inference.bright import read_results
+from tests.bright import read_results
 from tests.storage.faulty_proxy import serve
 
 

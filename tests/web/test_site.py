@@ -16,8 +16,8 @@ from PIL import Image, ImageCms
 from playwright.sync_api import expect, sync_playwright
 
 import opal_deploy
+from opal_deploy.api.atlas import create_atlas
 from opal_deploy.artifact import onnx_file
-from opal_deploy.inference.atlas import create_atlas
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import to_record
 from opal_deploy.synthetic import example_images

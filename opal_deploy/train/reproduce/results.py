@@ -19,7 +19,7 @@ from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.evaluation.parts import CONSISTENCY, STABILITY
 from opal_deploy.evaluation.session import evaluate_session
-from opal_deploy.logs import Log, Progress
+from opal_deploy.logs import Log, Progress, WarningLine
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.machine import is_main_process
@@ -100,7 +100,7 @@ def run_plan(
     for name in dict.fromkeys(run.dataset for run in todo):
         data[name] = dataset = read_dataset(sources[name].root, sources[name].dataset, progress=progress)
         for line in dataset.warnings:
-            log(f"warning: {name}: {line}")
+            log(WarningLine(f"warning: {name}: {line}"))
         log(f"{name}: read as {dataset.describe()}")
         if metrics <= _PART_METRICS.keys() and not has_parts(dataset):
             raise UsageError(

@@ -1,0 +1,223 @@
+"""Write evidence sheets, one per image: the work of `opal-deploy explain`. Light to import."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.logs import Log, Progress, log_line, no_progress, one_line
+from opal_deploy.options import (
+    AtlasFolder,
+    CropFile,
+    Device,
+    ExpectSha256,
+    LabelSource,
+    MaxPixels,
+    Option,
+    SlotNameFile,
+    StrPath,
+    Threads,
+    keywords,
+)
+from opal_deploy.records.decision import Decision
+
+if TYPE_CHECKING:
+    from opal_deploy.predict.types import Result
+    from opal_deploy.run.sheets import SheetBuilder
+
+FORMATS = ("png", "svg")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(Decision):
+    """The options of `write_sheets` and `opal-deploy explain`."""
+
+    out: Annotated[
+        StrPath | None,
+        Option(
+            "For one image a .png or .svg file, for several a folder.", default="NAME.evidence.png or sheets", cli=Path
+        ),
+    ] = None
+    file_format: Annotated[
+        Literal["png", "svg"] | None, Option("File format.", flag="--format", default="by --out, else png")
+    ] = None
+    narrow: Annotated[bool, Option("One column, readable on a phone.")] = False
+    overwrite: Annotated[bool, Option("Replace existing sheets.")] = False
+    heatmap: Annotated[bool, Option("Show attention maps; an export needs --outputs attention.")] = False
+    receptive_field: Annotated[bool, Option("Draw the effective receptive field of each cell, dashed.")] = False
+    atlas: AtlasFolder = None
+    rows: Annotated[int, Option("Patches per slot from --atlas.", min=1)] = 4
+    slot_names: SlotNameFile = None
+    boxes: CropFile = None
+    labels: LabelSource = None
+    device: Device = "auto"
+    threads: Threads = None
+    expect_sha256: ExpectSha256 = None
+    max_pixels: MaxPixels = 100_000_000
+    log: Log = log_line
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True)
+class WrittenSheets:
+    """The outcome of `write_sheets`: each sheet's content for JSON, the failed images, and if one image was given."""
+
+    documents: list[dict[str, Any]]
+    failed: int
+    single: bool
+
+
+@keywords(ExplainOptions)
+def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainOptions) -> WrittenSheets:
+    """Write an evidence sheet per image.
+
+    Args:
+        images: files, folders, globs, archives, or - for a list on stdin.
+        model: an exported model or a checkpoint; None: found as by `opal-deploy infer`.
+
+    Raises:
+        UsageError: an input, the output or the model cannot be used. ImageError: the only image cannot be used.
+    """
+    from opal_deploy.predict.executor import predict_stream
+    from opal_deploy.predict.types import InferenceOptions
+    from opal_deploy.run.inputs import ImageCounter
+    from opal_deploy.sources import discovery
+    from opal_deploy.sources.annotations import annotate, read_boxes, read_labels
+    from opal_deploy.sources.items import Skipped
+
+    images = list(images)
+    discovery.check_inputs(images)
+    output = _Output.parse(images, options)
+    crops = read_boxes(Path(options.boxes)) if options.boxes else None
+    labels = read_labels(options.labels) if options.labels else None
+    sessions, builder = _open(model, options, boxed=crops is not None)
+    inference = InferenceOptions(batch=1, workers=1, max_pixels=options.max_pixels, keep_images=True, keep_outputs=True)
+    found = annotate(discovery.discover(images, Skipped(), sys.stdin), crops, labels)
+    documents: list[dict[str, Any]] = []
+    failed = 0
+    progress = options.progress or no_progress
+    with ImageCounter(images) as counter:
+        for index, result in enumerate(predict_stream(found, sessions, inference)):
+            name = result.prepared.input.name
+            try:
+                path = output.name_sheet(index, name)
+                output.check(path)
+                documents.append({**_write_sheet(result, builder, path, options), "sheet": path.as_posix()})
+            except ImageError as error:
+                if output.single:
+                    raise
+                failed += 1
+                options.log(one_line(f"{name}: {error.code}: {error}"))
+            progress(index + 1, counter.total, "")
+    if not output.single:
+        options.log(f"{len(documents)} sheets in {output.path}{f', {failed} failed' if failed else ''}")
+    return WrittenSheets(documents, failed, output.single)
+
+
+def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tuple[Any, SheetBuilder]:
+    """Open the model, and return its session with the builder of its sheets."""
+    from opal_deploy.artifact.files import check_sha256
+    from opal_deploy.predict import setup
+    from opal_deploy.predict.decode_budget import raise_pillow_limit
+    from opal_deploy.run import sheets
+    from opal_deploy.runtime.select import open_sessions
+
+    path = Path(model) if model is not None else setup.find_default_model(options.device, log=options.log)
+    raise_pillow_limit(options.max_pixels)
+    if options.expect_sha256 is not None:
+        check_sha256(path, options.expect_sha256)
+    sessions = open_sessions(path, device=options.device, threads=options.threads)[:1]
+    metadata = sessions[0].metadata
+    if options.receptive_field:
+        sheets.check_effective_field(metadata, str(path))
+    decision = Decision.of(options).resolve(path, metadata, options.log)
+    folder = None if options.atlas is None else Path(options.atlas)
+    atlas = None if folder is None else sheets.load_atlas(path, metadata, setup.fingerprint_model(path), folder)
+    named = None if options.slot_names is None else Path(options.slot_names)
+    names = sheets.load_slot_names(metadata, sheets.find_names_file(named, folder))
+    shown = sheets.SheetOptions(options.heatmap, atlas, options.rows, names, decision, options.receptive_field)
+    builder = sheets.SheetBuilder(metadata, shown, model=str(path))
+    if options.heatmap:
+        sessions = sheets.with_attention(sessions, str(path))
+    setup.log_cautions(metadata, boxed=boxed, log=options.log)
+    return sessions, builder
+
+
+def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: ExplainOptions) -> dict[str, Any]:
+    """Write one sheet and return its content for JSON; raise ImageError if the image cannot be used."""
+    from opal_deploy.artifact.files import atomic_write
+    from opal_deploy.records.record import Failed
+    from opal_deploy.visualization.style import format_number
+
+    if isinstance(result.record, Failed):
+        raise ImageError(result.record.error.code, result.record.error.message)
+    sheet = builder.build(result, narrow=options.narrow)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(sheet.encode(path.suffix.lower().lstrip(".")))
+    content = sheet.content
+    facts = [f"{content.describe_answer()}, cosine {format_number(content.predicted.cosine)}"]
+    if content.margin is not None:
+        facts.append(f"margin {format_number(content.margin)}")
+    if (probability := result.record.prediction.calibrated_probability) is not None:
+        facts.append(f"calibrated probability {format_number(probability)}")
+    mark = "" if content.status == "ok" else f" ({content.status})"
+    options.log(one_line(f"{result.prepared.input.name}: {', '.join(facts)}{mark}: {path}"))
+    return content.to_dict()
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Where sheets are written: one file, or a folder of files."""
+
+    path: Path
+    file_format: str
+    single: bool
+    overwrite: bool
+
+    @staticmethod
+    def parse(images: Sequence[str], options: ExplainOptions) -> _Output:
+        """Read the output off the options; raise UsageError if they contradict each other or the images."""
+        from opal_deploy.sources.archives import is_archive_name
+        from opal_deploy.sources.video import parse_frame_name
+
+        out, file_format = None if options.out is None else Path(options.out), options.file_format
+        frame = parse_frame_name(images[0])
+        is_file = frame is not None or (Path(images[0]).is_file() and not is_archive_name(images[0]))
+        single = len(images) == 1 and is_file
+        suffix = "" if out is None or out.is_dir() else out.suffix.lower().lstrip(".")
+        if suffix and suffix not in FORMATS:
+            raise UsageError(f"--out {out}: expected a .png or .svg file, or a folder")
+        if out is not None and suffix:
+            if not single:
+                raise UsageError(f"--out {out}: is one file, but there may be several images; choose a folder")
+            if file_format not in (None, suffix):
+                raise UsageError(f"--out {out} and --format {file_format} disagree; leave one out")
+            path = out
+        elif single and out is None:
+            suffix = file_format or FORMATS[0]
+            stem = Path(images[0]).stem if frame is None else f"{Path(frame.video).stem}.frame-{frame.index:06d}"
+            path = Path(f"{stem}.evidence.{suffix}")
+        else:
+            return _Output(out or Path("sheets"), file_format or FORMATS[0], single=False, overwrite=options.overwrite)
+        output = _Output(path, suffix, single=True, overwrite=options.overwrite)
+        output.check(path)
+        if frame is None and path.exists() and path.samefile(images[0]):
+            raise UsageError(f"--out {path}: is the image itself; choose another name")
+        return output
+
+    def check(self, path: Path) -> None:
+        """Raise UsageError for an existing file, unless it may be replaced."""
+        if path.exists() and not self.overwrite:
+            raise UsageError(f"{path}: already exists; choose another --out, or replace it with --overwrite")
+
+    def name_sheet(self, index: int, image_name: str | None) -> Path:
+        """Return the file of one image's sheet."""
+        from opal_deploy.records.run_files import overlay_name
+
+        if self.single:
+            return self.path
+        return self.path / Path(overlay_name(index, image_name)).with_suffix(f".{self.file_format}").name

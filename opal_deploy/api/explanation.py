@@ -1,0 +1,291 @@
+"""Records as the Python API returns them: they print, draw and show themselves in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec.structs import replace
+from PIL import Image
+
+from opal_deploy.artifact.files import atomic_write
+from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.options import StrPath
+from opal_deploy.predict.prepare import read_small_file
+from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
+from opal_deploy.preprocess.geometry import Box
+from opal_deploy.records.lines import to_document
+from opal_deploy.records.names import find_common_folder, unescape_name
+from opal_deploy.records.record import Answer, Answered, Failed, Problem, Record, Slot, to_record
+from opal_deploy.records.run_files import REPORT, RESULTS, RUN, overlay_name, write_image_file
+from opal_deploy.sources.image import InputImage
+from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg, encode_jpeg
+from opal_deploy.visualization.style import escape_unprintable, slot_color, to_hex
+
+if TYPE_CHECKING:
+    from opal_deploy.api.model import Model
+    from opal_deploy.records.tables import Rows
+    from opal_deploy.run.drawing import ReportOptions
+
+# width of an overlay in a notebook, pixels
+_WIDTH = 420
+# rows of a list's table
+_MAX_ROWS = 50
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model, image and options that draw a record again.
+
+    Attributes:
+        model: made the record.
+        image: as it was given; None if only the record's name says where it is.
+        box, options: the crop and the options of the prediction.
+    """
+
+    model: Model
+    image: Source | None
+    box: Box | None
+    options: InferenceOptions
+
+
+class Explanation(dict[str, Any]):
+    """The explanation of one image, which can draw itself; as a dictionary it is what results.jsonl holds.
+
+    It refers to its model and to an image that was given as bytes or pixels. A copied or pickled one does not.
+    """
+
+    def __init__(self, record: Record | Mapping[str, Any], origin: Origin | None = None) -> None:
+        """Take over a record or its fields; without `origin`, the image is the file that the record names."""
+        super().__init__(record if isinstance(record, Mapping) else to_document(record))
+        self._origin = origin
+
+    @property
+    def record(self) -> Record:
+        """The record with typed attributes, as in `explanation.record.image`; ValueError if a change made it none."""
+        return to_record(self)
+
+    def save_overlay(self, path: StrPath) -> Path:
+        """Draw the evidence over the image, as `opal-deploy infer --explain` does, and return the path.
+
+        Args:
+            path: the JPEG file to write, or to replace; its folder is created.
+
+        Raises:
+            ImageError: there is no prediction, or the image was not kept, is gone or has changed.
+            UsageError: the file cannot be written.
+        """
+        return save_bytes(path, encode_jpeg(self._draw()))
+
+    def save_sheet(self, path: StrPath, *, narrow: bool = False) -> Path:
+        """Draw the evidence sheet, as `opal-deploy explain` does, and return the path; the model runs again.
+
+        Args:
+            path: the .png or .svg file to write, or to replace; its folder is created.
+            narrow: one column, readable on a phone.
+
+        Raises:
+            ImageError: as for `save_overlay`.
+            UsageError: the record has no model, its evidence is not single cells, or the file cannot be written.
+        """
+        origin = self._origin
+        if origin is None:
+            raise UsageError("the record was copied or read, so it has no model; use Model.draw_sheet(image, path)")
+        self._load_image()
+        record = self.record
+        source = unescape_name(record.image or "") if origin.image is None else origin.image
+        request = InputImage(record.image, source, origin.box, record.label)
+        return save_bytes(path, origin.model.encode_sheet(request, path, origin.options, narrow=narrow))
+
+    def _load_image(self) -> Image.Image:
+        if self._origin is None:
+            return load_record_image(self.record)
+        return load_record_image(self.record, self._origin.image, self._origin.options.max_pixels)
+
+    def _draw(self) -> Image.Image:
+        return draw_overlay(self._load_image(), self.record)
+
+    def __reduce__(self) -> tuple[type[Explanation], tuple[dict[str, Any]]]:
+        # a model cannot be copied or pickled
+        return type(self), (dict(self),)
+
+    def __str__(self) -> str:
+        """Return one line of text: image, label and margin, or the error."""
+        return format_line(self.record)
+
+    def _repr_html_(self) -> str:
+        """Return the HTML of a notebook: prediction, slots, and the overlay if the image is still the same."""
+        record = self.record
+        parts = [f"<p><strong>{_safe(format_line(record))}</strong></p>"]
+        with suppress(ImageError):
+            parts.append(_embed(self._draw(), alt=format_line(record)))
+        if isinstance(record, Answered) and record.evidence:
+            rows = "".join(map(_slot_row, record.evidence))
+            parts.append(
+                "<table><thead><tr><th>slot</th><th>cell</th><th>score</th><th>contribution</th></tr></thead>"
+                f"<tbody>{rows}</tbody></table>"
+            )
+        return f"<div>{''.join(parts)}</div>"
+
+
+class Explanations(list[Explanation]):
+    """Records of several images; equal to the plain list. Also made from any of them: `Explanations(records[:9])`."""
+
+    def to_pandas(self, rows: Rows = "images") -> Any:
+        """Return `opal_deploy.to_pandas` of the records."""
+        from opal_deploy.records.tables import to_pandas
+
+        return to_pandas(self, rows)
+
+    def save_report(self, folder: StrPath) -> Path:
+        """Write report.html, overlays/ and results.jsonl, as `infer --explain` does; return the page's path.
+
+        An image that is gone or has changed has a card without an overlay. With a `label` in the records, the report
+        has accuracy and confusions.
+
+        Args:
+            folder: is created; an earlier report in it is replaced.
+
+        Raises:
+            UsageError: the folder holds a run of `infer`, or cannot be written. StoppedEarly: the disk is full.
+        """
+        from opal_deploy.run import drawing
+        from opal_deploy.run.results import RecordWriter
+
+        out = Path(folder)
+        if (out / RUN).exists():
+            raise UsageError(f"{out}: holds a run of `infer`; choose another folder")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another folder") from None
+        drawing.prepare_folders(out, overlays=True, sheets=False, first=0)
+        folder = find_common_folder(each["image"] or "" for each in self)
+        report = drawing.open_report(out, self._report_options(), len(self), folder)
+        with RecordWriter(out / RESULTS) as writer, report as add:
+            for index, explanation in enumerate(self):
+                record = _save_drawing(out, index, explanation)
+                writer.write(record)
+                add(record)
+        return out / REPORT
+
+    def _report_options(self) -> ReportOptions:
+        from opal_deploy.run.drawing import ReportOptions, describe_evidence, report_facts, report_title
+
+        model = next((each._origin.model for each in self if each._origin is not None), None)
+        if model is None:
+            return ReportOptions()
+        path, metadata = Path((model.path or Path("model")).name), model.metadata
+        facts = report_facts(path, metadata, model.description, f"opal_deploy.load({path.name!r}).explain(...)")
+        images = [each["image"] for each in self if each["image"] is not None] or ["images"]
+        return ReportOptions(
+            facts,
+            evidence=describe_evidence(path, metadata),
+            field=metadata.effective_field,
+            title=report_title(images, path),
+            class_names=frozenset(metadata.class_names),
+        )
+
+    def __str__(self) -> str:
+        """Return one line per image."""
+        return "\n".join(map(str, self))
+
+    def _repr_html_(self) -> str:
+        """Return the HTML of a notebook: one line per image, up to 50."""
+        rows = "".join(f"<tr><td>{_safe(str(record))}</td></tr>" for record in self[:_MAX_ROWS])
+        more = f"<p>and {len(self) - _MAX_ROWS} more</p>" if len(self) > _MAX_ROWS else ""
+        return f"<div><table><tbody>{rows}</tbody></table>{more}</div>"
+
+
+def _save_drawing(out: Path, index: int, explanation: Explanation) -> Record:
+    """Write the overlay of a record, and return the record with its name, or with the reason why there is none."""
+    record = explanation.record
+    if isinstance(record, Failed):
+        return record
+    try:
+        overlay, name = encode_jpeg(explanation._draw()), overlay_name(index, record.image)
+        write_image_file(out, name, overlay)
+        return replace(record, overlay=name)
+    except ImageError as error:
+        return replace(record, drawing_error=Problem(code="drawing_failed", message=str(error)))
+
+
+def save_bytes(path: StrPath, data: bytes) -> Path:
+    """Write a file, whole or not at all, and return its path; raise UsageError if it cannot be written."""
+    with atomic_write(Path(path)) as temporary:
+        temporary.write_bytes(data)
+    return Path(path)
+
+
+def format_line(record: Record) -> str:
+    """Return the record in one line, which no character of a file name can break."""
+    name = "image" if record.image is None else escape_unprintable(record.image)
+    if isinstance(record, Failed):
+        return f"{name}: error {record.error.code}: {escape_unprintable(record.error.message)}"
+    margin_text = "" if record.margin is None else f", margin {record.margin:.4f}"
+    mark = "" if record.status == "ok" else f" ({record.status})"
+    return f"{name}: {_format_answer(record.prediction)}{margin_text}{mark}"
+
+
+def _format_answer(answer: Answer) -> str:
+    value = f"logit {answer.logit:.4f}" if answer.cosine is None else f"cosine {answer.cosine:.4f}"
+    probability = answer.calibrated_probability
+    calibrated = "" if probability is None else f", calibrated probability {probability:.3f}"
+    return f"{escape_unprintable(answer.label)}, {value}{calibrated}"
+
+
+def _safe(text: str) -> str:
+    return escape(escape_unprintable(text), quote=True)
+
+
+def _slot_row(slot: Slot) -> str:
+    swatch = f'<span style="color:{to_hex(slot_color(slot.slot))}">&#9632;</span>'
+    name = f" {_safe(slot.name)}" if slot.name else ""
+    contribution = "" if slot.contribution is None else f"{slot.contribution:.4f}"
+    row, col = slot.cell
+    cells = (f"{swatch} {slot.slot}{name}", f"{row}, {col}", f"{slot.score:.4f}", contribution)
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _embed(overlay: Image.Image, alt: str) -> str:
+    """Return an overlay as an <img> element."""
+    overlay.thumbnail((2 * _WIDTH, 2 * _WIDTH), Image.Resampling.BILINEAR)
+    return f'<img alt="{_safe(alt)}" style="max-width:{_WIDTH}px" src="{embed_jpeg(overlay)}">'
+
+
+def load_record_image(record: Record, source: Source | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Return the image of a record with a prediction, RGB and oriented.
+
+    Args:
+        record: the record.
+        source: the image; None: the file that the record names.
+        max_pixels: width times height above which the image is refused.
+
+    Raises:
+        ImageError: there is no prediction, the record names no image, or its image is gone or has changed.
+    """
+    name = record.image
+    if isinstance(record, Failed):
+        raise ImageError("not_found", f"{name}: no prediction, so nothing to draw")
+    if source is None:
+        if name is None:
+            raise ImageError("not_found", "the record names no image, and none was kept; use Model.draw_overlay")
+        source = unescape_name(name)
+    changed = ImageError("not_found", f"{name or 'the image'}: is gone or has changed since its record was made")
+    try:
+        if not isinstance(source, Image.Image | np.ndarray):
+            source, digest = read_small_file(source)
+            if digest is None or digest != record.image_sha256:
+                raise changed
+        image = decode(source, max_pixels=max_pixels)
+    except ImageError:
+        raise changed from None
+    if image.size != (record.width, record.height):
+        raise changed
+    return image

@@ -1,0 +1,315 @@
+"""The public `Model`: `opal_deploy.load(path).explain(images)`."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast, overload
+
+import numpy as np
+from PIL import Image
+
+from opal_deploy.api.explanation import Explanation, Explanations, Origin, load_record_image, save_bytes
+from opal_deploy.api.service import Service
+from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.predict.executor import predict_stream
+from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
+from opal_deploy.preprocess.geometry import Box
+from opal_deploy.records.decision import THRESHOLDS, Decision
+from opal_deploy.records.names import source_name
+from opal_deploy.records.record import Failed, Record, to_record
+from opal_deploy.runtime.select import open_sessions
+from opal_deploy.runtime.session import Session
+from opal_deploy.sources.discovery import check_inputs, discover
+from opal_deploy.sources.image import InputImage
+from opal_deploy.sources.items import Skipped
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+
+
+class Model:
+    """A loaded model that classifies and explains images; its methods may be called from any thread.
+
+    Attributes:
+        metadata: class names, prototypes per class, grid, input size, kind of evidence, verification report, ...
+        description: engine, device, threads and precision, in one line.
+        sha256, path: hex digest and path of the model file; None for a model without a file.
+        sessions: run the model, one per device.
+    """
+
+    def __init__(self, sessions: Sequence[Session], sha256: str | None = None, path: Path | None = None) -> None:
+        """Wrap open sessions of one model; `load` opens them."""
+        self.sessions = list(sessions)
+        self.sha256, self.path = sha256, path
+        self.metadata: Metadata = sessions[0].metadata
+        self.description: str = sessions[0].description
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The label of each class by its id, the index of its logit, as in `class_id` and `label` of a record."""
+        return dict(enumerate(self.metadata.class_names))
+
+    @overload
+    def explain(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path
+        self,
+        images: Source,
+        *,
+        boxes: Box | Sequence[Box | None] | None = None,
+        top: int = 5,
+        batch: int = 16,
+        max_pixels: int = MAX_PIXELS,
+        **thresholds: float | str | None,
+    ) -> Explanation: ...
+
+    @overload
+    def explain(
+        self,
+        images: Sequence[Source],
+        *,
+        boxes: Sequence[Box | None] | None = None,
+        top: int = 5,
+        batch: int = 16,
+        max_pixels: int = MAX_PIXELS,
+        **thresholds: float | str | None,
+    ) -> Explanations: ...
+
+    def explain(
+        self,
+        images: Source | Sequence[Source],
+        *,
+        boxes: Sequence[Box | None] | Box | None = None,
+        top: int = 5,
+        batch: int = 16,
+        max_pixels: int = MAX_PIXELS,
+        **thresholds: float | str | None,
+    ) -> Explanation | Explanations:
+        """Return the records that `opal-deploy infer` writes, without their index, for one image or many.
+
+        Args:
+            images: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB; or a sequence of these. A uint8 array
+                [N, H, W, 3] is a sequence of N.
+            boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one per image, None for no
+                crop. For one image a sequence of one box is accepted.
+            top: maximum number of classes in the record's `top`.
+            batch: batch size.
+            max_pixels: width times height above which an image gets an error record.
+            thresholds: fields of `Decision`, such as `min_margin=0.05` or `unknown="5%"`, which give records their
+                status.
+
+        Returns:
+            A record, or a list of records in the order of the images, which print in one line per image, display
+            themselves in a notebook and save their drawings, see `Explanation`. `image` is the path that was given,
+            else None. An image that cannot be classified has an error record; nothing is raised. See `stream` for
+            folders and globs.
+
+        Raises:
+            ValueError: not boxes, or not as many as images. StoppedEarly: the device was lost.
+        """
+        one = isinstance(images, str | bytes | os.PathLike | Image.Image) or (
+            isinstance(images, np.ndarray) and images.ndim < 4
+        )
+        sources = [cast(Source, images)] if one else list(cast(Sequence[Source], images))
+        box_list = _parse_boxes(boxes, len(sources), one=one)
+        options = InferenceOptions(
+            batch=batch,
+            top=top,
+            decision=self._decide(thresholds),
+            max_pixels=max_pixels,
+            model_sha256=self.sha256,
+        )
+        found = [InputImage(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True)]
+        records = Explanations(
+            Explanation(result.record, Origin(self, image.source, image.crop, options))
+            for image, result in zip(found, predict_stream(iter(found), self.sessions, options), strict=True)
+        )
+        return records[0] if one else records
+
+    def stream(
+        self,
+        images: Source | Iterable[Source],
+        *,
+        top: int = 5,
+        batch: int = 16,
+        workers: int = 2,
+        max_pixels: int = MAX_PIXELS,
+        **thresholds: float | str | None,
+    ) -> Iterator[Explanation]:
+        """Yield one record per image, in order, while the next images are decoded; for inputs of any size.
+
+        Args:
+            images: a folder, a glob, an archive or their URL, searched as `opal-deploy infer` does; or any iterable of
+                images as `explain` takes them, which may be endless.
+            top, batch, max_pixels, thresholds: see `explain`.
+            workers: images decoded in parallel.
+
+        Raises:
+            UsageError: the input does not exist or holds no image. StoppedEarly: the device was lost.
+        """
+        options = InferenceOptions(
+            batch=batch, workers=workers, top=top, decision=self._decide(thresholds), max_pixels=max_pixels,
+            model_sha256=self.sha256,
+        )  # fmt: skip
+        if isinstance(images, str | os.PathLike):
+            inputs = [os.fspath(images)]
+            check_inputs(inputs)
+            found = discover(inputs, Skipped())
+        else:
+            several = cast(Iterable[Source], [images] if isinstance(images, bytes | Image.Image) else images)
+            found = (InputImage(source_name(source), source) for source in several)
+        for result in predict_stream(found, self.sessions, options):
+            source = result.prepared.input.source
+            # pixels of all images that were streamed would fill the memory of a caller who keeps the records
+            kept = source if isinstance(source, str | os.PathLike) else None
+            yield Explanation(result.record, Origin(self, kept, None, options))
+
+    def draw_overlay(
+        self, record: Record | Mapping[str, Any], path: str | os.PathLike[str], image: Source | None = None
+    ) -> Path:
+        """Draw the evidence of a record over its image, write a JPEG to `path`, and return the path.
+
+        Args:
+            record: a record of this model.
+            path: the file to write; its folder is created.
+            image: the image; None: at the path in the record.
+
+        Raises:
+            ImageError: the record has no prediction, or its image is gone or has changed.
+        """
+        typed = to_record(record)
+        return save_bytes(path, encode_jpeg(draw_overlay(load_record_image(typed, image), typed)))
+
+    def draw_sheet(
+        self, image: Source, path: str | os.PathLike[str], box: Box | None = None, *, narrow: bool = False
+    ) -> Path:
+        """Draw the evidence sheet of an image as `opal-deploy explain` does, write it to `path`, and return the path.
+
+        Args:
+            image: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB.
+            path: the file to write, .png or .svg; its folder is created.
+            box: (x0, y0, x1, y1) to crop to first.
+            narrow: one column, readable on a phone.
+
+        Raises:
+            ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells, or the
+                file cannot be written.
+        """
+        return save_bytes(path, self.encode_sheet(InputImage(source_name(image), image, box), path, narrow=narrow))
+
+    def encode_sheet(
+        self,
+        image: InputImage,
+        path: str | os.PathLike[str],
+        options: InferenceOptions | None = None,
+        *,
+        narrow: bool = False,
+    ) -> bytes:
+        """Return the evidence sheet of an image as the bytes of a .png or .svg file, by the suffix of `path`.
+
+        `max_pixels` and `decision` of `options` apply. `narrow`, and what is raised: see `draw_sheet`.
+        """
+        from opal_deploy.run.sheets import SheetBuilder, SheetOptions
+
+        options = options or InferenceOptions()
+        file_format = Path(path).suffix.lower().lstrip(".")
+        if file_format not in ("png", "svg"):
+            raise UsageError(f"{os.fspath(path)}: expected a .png or .svg file")
+        sheets = SheetOptions(decision=options.decision)
+        builder = SheetBuilder(self.metadata, sheets, model=str(self.path or "the model"))
+        options = replace(options, batch=1, workers=1, keep_images=True, keep_outputs=True)
+        (result,) = predict_stream([image], self.sessions[:1], options)
+        if isinstance(result.record, Failed):
+            raise ImageError(result.record.error.code, result.record.error.message)
+        return builder.build(result, narrow=narrow).encode(file_format)
+
+    def serve(
+        self,
+        *,
+        batch: int = 16,
+        max_wait_ms: float = 5.0,
+        capacity: int = 256,
+        workers: int = 2,
+        top: int = 5,
+        max_pixels: int = MAX_PIXELS,
+        decode: Decoding = Decoding.default,
+        decode_timeout: float | None = 30.0,
+        isolate: bool = False,
+        **thresholds: float | str | None,
+    ) -> Service:
+        """Start a service that classifies images as they arrive, from any thread; see `Service.submit`.
+
+        Close it, or use it as a context manager. `explain` may be called at the same time.
+
+        Args:
+            batch: maximum batch size.
+            max_wait_ms: longest time that an image waits for its batch to fill, in milliseconds.
+            capacity: maximum in-flight images; `submit` waits or raises beyond that.
+            workers: parallel decode threads or processes.
+            top, max_pixels, thresholds: see `explain`.
+            decode: the decode path.
+            decode_timeout: seconds per image, with `isolate`; None: no limit.
+            isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
+        """
+        options = InferenceOptions(
+            batch=batch,
+            workers=workers,
+            max_pixels=max_pixels,
+            top=top,
+            decision=self._decide(thresholds),
+            decode=decode,
+            decode_timeout=decode_timeout,
+            isolate=isolate,
+            model_sha256=self.sha256,
+        )
+        return Service(self.sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
+
+    def _decide(self, thresholds: Mapping[str, float | str | None]) -> Decision:
+        if unknown := thresholds.keys() - THRESHOLDS:
+            raise TypeError(f"unexpected keyword {min(unknown)!r}; thresholds are {', '.join(THRESHOLDS)}")
+        path = self.path or Path("the model")
+        return Decision(**thresholds).resolve(path, self.metadata, lambda _: None)
+
+    def __repr__(self) -> str:
+        metadata = self.metadata
+        return f"<opal_deploy.Model {metadata.backbone}, {metadata.num_classes} classes, {self.description}>"
+
+
+def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
+    """Return a box or None per image; `one`: a single image was given; raise ValueError if they do not fit."""
+    if boxes is None:
+        return [None] * images
+    entries = list(boxes) if isinstance(boxes, Sequence | np.ndarray) else [boxes]
+    if one and len(entries) == 4 and not any(isinstance(entry, Sequence | np.ndarray) for entry in entries):
+        entries = [entries]
+    if len(entries) != images:
+        expected = "one, (x0, y0, x1, y1)" if one else "one for each, None for none"
+        raise ValueError(f"{len(entries)} boxes for {images} {'image' if images == 1 else 'images'}; give {expected}")
+    return [None if entry is None else _parse_box(entry) for entry in entries]
+
+
+def _parse_box(box: object) -> Box:
+    try:
+        x0, y0, x1, y1 = map(float, cast("Iterable[float]", box))
+    except (TypeError, ValueError):
+        raise ValueError(f"box {reprlib.repr(box)}: expected four numbers (x0, y0, x1, y1), in pixels") from None
+    return x0, y0, x1, y1
+
+
+def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | None = None) -> Model:
+    """Load a model: an ONNX file or engine that `opal-deploy export` wrote, or a checkpoint (which needs torch).
+
+    Args:
+        path: the model file.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`, or `0,1` for several GPUs.
+        threads: CPU threads of the runtime; None: all that this process may use.
+
+    Raises:
+        ArtifactError: the file does not exist, is damaged, or is not a model of opal-deploy.
+        MissingExtra: the runtime is not installed. UsageError: the device does not exist.
+    """
+    sessions = open_sessions(Path(path), device=device, threads=threads)
+    return Model(sessions, compute_sha256(Path(path)), Path(path))

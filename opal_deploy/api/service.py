@@ -1,0 +1,318 @@
+"""A service that classifies images as they arrive, from any thread: for servers to build on.
+
+>>> with opal_deploy.load("model.onnx").serve(batch=8) as service:  # doctest: +SKIP
+...     record = service.submit("bird.jpg").result()
+
+In asyncio: `record = await asyncio.wrap_future(service.submit(data, wait=False))`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from opal_deploy.api.explanation import Explanation
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.errors import OutOfMemory, StoppedEarly
+from opal_deploy.predict.decoder_pool import DecoderPool
+from opal_deploy.predict.executor import Job, Predicted, SessionRunner
+from opal_deploy.predict.pixel_slots import PixelSlots, PreparedBatch
+from opal_deploy.predict.prediction import BatchPredictor
+from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared, Result
+from opal_deploy.preprocess.decode import Source
+from opal_deploy.preprocess.geometry import Box
+from opal_deploy.records.names import source_name
+from opal_deploy.runtime.session import Session, check_batch, pinned
+from opal_deploy.sources.image import InputImage
+from opal_deploy.timing import NO_OP_TIMER, StageTimer
+
+T = TypeVar("T")
+# stands for an image that came as pixels and gets no record
+_PIXELS = Prepared(InputImage(None, b""))
+
+
+def _release_nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class _Image:
+    """One image that is ready for a batch.
+
+    Attributes:
+        future: gets what `convert` returns for the result, or without `convert` the image's row of the outputs.
+        prepared, pixels: the image, and its pixels, uint8 [H0, W0, 3].
+        release: gives the memory of the pixels back.
+        convert: returns the future's value from the result; None: no record is wanted.
+        since: when the image was ready, by `time.monotonic`.
+    """
+
+    future: Future[Any]
+    prepared: Prepared
+    pixels: Pixels
+    release: Callable[[], None]
+    convert: Callable[[Result], Any] | None
+    since: float = field(default_factory=time.monotonic)
+
+
+class ServiceObserver:
+    """Observes a service, from any thread; this one does nothing."""
+
+    def prepared(self, seconds: float) -> None:
+        """Observe the time from an image's submission until it was read, decoded and resized."""
+
+    def batch_began(self, waited: Sequence[float]) -> None:
+        """Observe a batch, with the seconds that each image waited since it was ready."""
+
+    def device_lost(self, error: StoppedEarly) -> None:
+        """Observe that a session cannot compute any more."""
+
+
+class Service:
+    """Gathers images into batches as they arrive, and turns each into its record.
+
+    A batch holds the images that wait when a session becomes free, up to `options.batch`; an image waits up to
+    `max_wait` for others. On a GPU, full batches are added while others are in flight. Image files and pixels share
+    batches. Every method may be called from any thread; `close` ends the service's threads.
+    """
+
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        options: InferenceOptions | None = None,
+        *,
+        max_wait: float = 0.005,
+        capacity: int = 256,
+        timer: StageTimer = NO_OP_TIMER,
+        observer: ServiceObserver | None = None,
+        log: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Start the threads; `Model.serve` calls this.
+
+        Args:
+            sessions: of one model; each runs on its own thread.
+            options: how images are decoded, batched and predicted.
+            max_wait: maximum seconds that an image waits for its batch to fill.
+            capacity: maximum images in flight, from `submit` to their record.
+            timer: receives the times of every stage.
+            observer: observes images and batches.
+            log: receives a line, from any thread, when memory was short and batches become smaller.
+        """
+        options = InferenceOptions() if options is None else options
+        self.metadata = sessions[0].metadata
+        self.capacity = capacity
+        self._batch, self._max_wait = options.batch, max_wait
+        self._observer = observer or ServiceObserver()
+        self._state = threading.Condition()
+        self._closed, self._in_flight = False, 0
+        # at most `capacity` images; None ends the sessions' threads
+        self._ready: queue.SimpleQueue[_Image | None] = queue.SimpleQueue()
+        predictors = [BatchPredictor(session, options, timer, log) for session in sessions]
+        with ExitStack() as stack:
+            # per session the batches in flight and the one being gathered
+            count = sum(predictor.depth + 1 for predictor in predictors)
+            self._slots = PixelSlots(count, options.batch, self.metadata.input_size, shared=False)
+            for session in sessions:
+                stack.enter_context(pinned(session, self._slots.pixels))
+            self._decoders = stack.enter_context(
+                DecoderPool(options, self.metadata.input_size, timer, slots=capacity, rows=1)
+            )
+            for predictor in predictors:
+                stack.enter_context(SessionRunner(predictor, timer, self._take_batch))
+            self._resources = stack.pop_all()
+
+    @property
+    def in_flight(self) -> int:
+        """The number of images in flight, at most `capacity`."""
+        return self._in_flight
+
+    def submit(self, image: Source, box: Box | None = None, *, wait: bool = True) -> Future[Explanation]:
+        """Begin to classify one image, and return a future of its record.
+
+        An image that cannot be classified has an error record. The future raises StoppedEarly if the device was lost,
+        and can be cancelled until the image's batch begins.
+
+        Args:
+            image: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB. An array or a PIL image must not change
+                until the future is done.
+            box: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image.
+            wait: if `capacity` images are in flight, wait for one to finish; else raise.
+
+        Raises:
+            queue.Full: `capacity` images are in flight, and `wait` is False. RuntimeError: the service is closed.
+        """
+        request = InputImage(source_name(image), image, box)
+        return self._submit([request], lambda result: Explanation(result.record), wait=wait)[0]
+
+    def submit_requests(self, requests: Sequence[InputImage], *, wait: bool = True) -> list[Future[Result]]:
+        """Begin to classify images, all or none; return a future of each result; raise ValueError if too many."""
+        return self._submit(requests, lambda result: result, wait=wait)
+
+    def submit_pixels(self, pixels: Pixels, *, wait: bool = True) -> list[Future[Outputs]]:
+        """Begin to compute the outputs of prepared images, all or none; return a future of each row, N = 1.
+
+        Args:
+            pixels: uint8 [N, H0, W0, 3] RGB of the model's input size, which must not change until all are done.
+            wait: as for `submit`.
+
+        Raises:
+            ValueError: another shape or dtype, or more than `capacity` images. The errors of `submit`.
+        """
+        check_batch(pixels, self.metadata)
+        self._acquire(len(pixels), wait=wait)
+        futures: list[Future[Outputs]] = [Future() for _ in pixels]
+        for row, future in zip(pixels, futures, strict=True):
+            self._ready.put(_Image(future, _PIXELS, row, _release_nothing, None))
+        return futures
+
+    def close(self) -> None:
+        """Refuse new images, finish those in flight, and end the threads. May be called more than once."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+            self._state.wait_for(lambda: not self._in_flight)
+        self._ready.put(None)
+        self._resources.close()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+    def _submit(self, requests: Sequence[InputImage], convert: Callable[[Result], T], *, wait: bool) -> list[Future[T]]:
+        self._acquire(len(requests), wait=wait)
+        futures: list[Future[T]] = []
+        submitted = time.monotonic()
+        try:
+            for request in requests:
+                future: Future[T] = Future()
+                # an image that is cancelled while it waits for a decoder is not decoded
+                prepared = self._decoders.submit([request], future.cancelled)
+                futures.append(future)
+                prepared.add_done_callback(partial(self._add_ready, future, convert, submitted))
+        except BaseException:
+            self._give_back(len(requests) - len(futures))
+            raise
+        return futures
+
+    def _acquire(self, images: int, *, wait: bool) -> None:
+        if images > self.capacity:
+            raise ValueError(f"{images} images found; expected at most {self.capacity}")
+        with self._state:
+            if not wait and self._in_flight + images > self.capacity:
+                raise queue.Full(f"{self._in_flight} images are in flight")
+            self._state.wait_for(lambda: self._closed or self._in_flight + images <= self.capacity)
+            if self._closed:
+                raise RuntimeError("the service is closed")
+            self._in_flight += images
+
+    def _give_back(self, images: int) -> None:
+        with self._state:
+            self._in_flight -= images
+            self._state.notify_all()
+
+    def _add_ready(
+        self, future: Future[Any], convert: Callable[[Result], Any], submitted: float, done: Future[PreparedBatch]
+    ) -> None:
+        error = done.exception()
+        if error is None:
+            batch = done.result()
+            self._observer.prepared(time.monotonic() - submitted)
+            self._ready.put(_Image(future, batch.images[0], batch.pixels[0], batch.release, convert))
+            return
+        # not the image's fault: its decoder could not be started, or the image was cancelled
+        self._give_back(1)
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)
+
+    def _take_batch(self, wait: bool) -> Job | None:
+        """Return a session's next batch, None after the end; raise `queue.Empty` if none is full and not `wait`."""
+        images = self._gather(wait)
+        if not images:
+            return None
+        now = time.monotonic()
+        self._observer.batch_began([now - image.since for image in images])
+        slot = self._slots.acquire()
+        pixels = self._slots.pixels[slot]
+        for row, image in enumerate(images):
+            pixels[row] = image.pixels
+            image.release()
+        batch = PreparedBatch(tuple(image.prepared for image in images), pixels, partial(self._slots.release, slot))
+        predicted: Future[Predicted] = Future()
+        predicted.add_done_callback(partial(self._answer, images, batch))
+        return batch, predicted
+
+    def _gather(self, wait: bool) -> list[_Image]:
+        if not wait and self._ready.qsize() < self._batch:
+            # the device is busy, so let the batch grow
+            raise queue.Empty
+        images: list[_Image] = []
+        deadline = 0.0
+        while len(images) < self._batch:
+            try:
+                if images:
+                    image = self._ready.get(timeout=max(0.0, deadline - time.monotonic()))
+                else:
+                    image = self._ready.get(wait)
+            except queue.Empty:
+                if not images:
+                    raise
+                break
+            if image is None:
+                # for the other threads
+                self._ready.put(None)
+                break
+            if not image.future.set_running_or_notify_cancel():
+                image.release()
+                self._give_back(1)
+                continue
+            if not images:
+                deadline = time.monotonic() + (self._max_wait if wait else 0.0)
+            images.append(image)
+        return images
+
+    def _answer(self, images: list[_Image], batch: PreparedBatch, done: Future[Predicted]) -> None:
+        """Set the futures of a batch's images."""
+        try:
+            _, predictor, outputs = done.result()
+            answers = _build_answers(images, batch, predictor, outputs)
+        except Exception as error:  # each future has a reader, and the next batch may succeed
+            if isinstance(error, StoppedEarly) and not isinstance(error, OutOfMemory):
+                self._observer.device_lost(error)
+            batch.release()
+            self._give_back(len(images))
+            for image in images:
+                image.future.set_exception(error)
+            return
+        batch.release()
+        self._give_back(len(images))
+        for image, answer in zip(images, answers, strict=True):
+            image.future.set_result(answer)
+
+
+def _build_answers(
+    images: Sequence[_Image], batch: PreparedBatch, predictor: BatchPredictor, outputs: Outputs | None
+) -> list[Any]:
+    """Return what the future of each image gets."""
+    answers: list[Any] = [
+        outputs.rows(row, row + 1) if outputs is not None and image.convert is None else None
+        for row, image in enumerate(images)
+    ]
+    rows = [row for row, image in enumerate(images) if image.convert is not None]
+    if rows:
+        taken = None if outputs is None else outputs.take(rows)
+        part = batch.pixels if len(rows) == len(images) else batch.pixels[rows]
+        results = predictor.build_results([batch.images[row] for row in rows], part, taken)
+        for row, result in zip(rows, results, strict=True):
+            convert = images[row].convert
+            assert convert is not None  # one of `rows`
+            answers[row] = convert(result)
+    return answers

@@ -1,8 +1,0 @@
-"""Work in separate processes, so that a crash, a hang or a lack of memory costs only one request.
-
-    pool      a number of processes, started when they are needed and replaced when they end
-    process   a worker process as its parent sees it
-    worker    the main function of a worker process, and memory that processes share
-
-The work is a `Task`: `decoding.pool` prepares images, `drawings` draws overlays and sheets.
-"""

@@ -1,0 +1,14 @@
+"""From images to records: decode them, batch them, run a session, build one record per image.
+
+In the order in which an image passes them:
+
+    types            `Prepared`, `Result`, and `InferenceOptions`: start here
+    prepare          from one `InputImage` to a `Prepared`: read, hash, decode, orient, crop, resize
+    decoder_pool     the same for batches, ahead of the session, in threads or worker processes (`isolate`)
+    pixel_slots      batches of pixels in memory that the processes share
+    decode_budget    how many pixels are decoded at a time
+    prediction       from a batch of `Prepared` to their `Result` and record
+    executor         `predict_batches` and `predict_stream` connect these
+    setup            open the model of a command, and check that it supports the options
+    explain_tensors  the tensors of an explain model, in `serve` and in Triton
+"""

@@ -1,0 +1,274 @@
+"""The directory that a run writes to: acquire it, find out what it holds, write run.json and summary.json.
+
+run.json holds the options that determine the records, and is written before the first record; summary.json holds the
+counts. A directory whose summary is missing or not complete holds a run that the same command resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from opal_deploy._version import __version__
+from opal_deploy.artifact.files import lock_directory, read_json, remove_temporary_files, write_json
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.records.decision import with_current_thresholds
+from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHEETS, SUMMARY, remove_image_files
+from opal_deploy.records.tables import TABLES, Format, write_table
+from opal_deploy.run.results import read_records
+from opal_deploy.run.summary import Summary
+from opal_deploy.storage.files import RemoteFile
+
+SCHEMA = 1
+DEFAULT_OUT = "explanations"
+# the key of a run's configuration that is not an option
+IMAGES = "images"
+
+State = Literal["new", "unfinished", "finished"]
+# the options that determine records and drawings, and `images`; values as in JSON
+RunConfig = Mapping[str, Any]
+
+# the entries of every run.json
+_KEYS = ("schema", "opal_deploy", "started", "resumed", "run")
+_HINT = "choose another --out, or give --overwrite"
+_MAX_SHOWN = 60
+
+
+@dataclass
+class RunDirectory:
+    """A run directory that only this process uses.
+
+    Attributes:
+        root, config: the directory, and the run's configuration.
+        state: of the run that it holds.
+        started, resumed: times when the run began and when it was resumed, ISO 8601.
+        remote: where the files are uploaded to; None: they stay in `root`.
+        details: more entries of run.json; those that this version does not know are kept.
+    """
+
+    root: Path
+    config: RunConfig
+    state: State = "new"
+    started: str = ""
+    resumed: list[str] = field(default_factory=list)
+    remote: RemoteFile | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def location(self) -> str:
+        """The directory as a person finds it."""
+        return str(self.root if self.remote is None else self.remote)
+
+    def write_config(self) -> None:
+        """Write run.json, before the first record of a new or resumed run; raise UsageError if that fails."""
+        if self.state == "new":
+            self.started = _now()
+        else:
+            self.resumed.append(_now())
+        document = {
+            "schema": SCHEMA,
+            "opal_deploy": __version__,
+            "started": self.started,
+            "resumed": self.resumed,
+            "run": dict(self.config),
+            **self.details,
+        }
+        write_json(self.root / RUN, document)
+
+    def save_progress(self) -> None:
+        """Called after records were written."""
+
+    def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
+        """Write summary.json, and return its document; raise StoppedEarly if that fails.
+
+        `context` has model, runtime and command; `stopped` is why the run ended before its images did.
+        """
+        document = {
+            "schema": SCHEMA,
+            "complete": stopped is None,
+            "stopped": stopped,
+            "out": self.root.name if self.root.is_absolute() and self.remote is None else self.location,
+            **summary.to_dict(),
+            **context,
+            "opal_deploy": __version__,
+            "started": self.started,
+            "resumed": self.resumed,
+            "ended": _now(),
+            "results_bytes": _size(self.root / RESULTS),
+        }
+        try:
+            write_json(self.root / SUMMARY, document)
+        except UsageError as error:
+            raise StoppedEarly(f"{error}; all records are in {RESULTS}") from None
+        return document
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the document of a complete run's summary.json."""
+        return cast(dict[str, Any], read_json(self.root / SUMMARY))
+
+    def has(self, name: str) -> bool:
+        """Return whether a file exists."""
+        return (self.root / name).exists()
+
+    def write_table(self, kind: Format) -> None:
+        """Write a table of the records of a complete run; raise StoppedEarly if that fails."""
+        write_table(read_records(self.root / RESULTS), self.root, kind)
+
+
+@contextmanager
+def acquire_run_dir(out: Path | None, config: RunConfig, *, resume: bool, overwrite: bool) -> Iterator[RunDirectory]:
+    """Yield the directory to write to, which no other process can acquire while the block runs.
+
+    Args:
+        out: the directory. None: with `resume` the latest unfinished `explanations*` of the same configuration; else
+            the first of `explanations`, `explanations-2`, ... that does not exist.
+        config: of the run.
+        resume: continue an unfinished run of the same configuration.
+        overwrite: remove the files of an earlier run in `out`.
+
+    Raises:
+        UsageError: it holds another run, another process uses it, or it cannot be written to.
+    """
+    root = out or (_find_unfinished(Path(DEFAULT_OUT), config) if resume else None) or _first_free(Path(DEFAULT_OUT))
+    with lock_directory(root):
+        for name in (RUN, SUMMARY, REPORT, *TABLES.values()):
+            remove_temporary_files(root / name)
+        if overwrite:
+            _clear(root)
+        directory = inspect_run_dir(root, config)
+        if directory.state == "unfinished" and not resume:
+            raise UsageError(f"{root}: it holds an unfinished run, and --no-resume was given; {_HINT}")
+        yield directory
+
+
+def inspect_run_dir(
+    root: Path, config: RunConfig, *, shown: str | None = None, results_bytes: int | None = None
+) -> RunDirectory:
+    """Return the directory with the state of its run; raise UsageError if it holds another run.
+
+    Args:
+        root: holds run.json and summary.json.
+        config: of the run that is to be there.
+        shown: what messages call the directory, if not `root`.
+        results_bytes: size of its results.jsonl, if that is not in `root`.
+    """
+    where, size = shown or str(root), _size(root / RESULTS) if results_bytes is None else results_bytes
+    if not os.path.lexists(root / RUN):
+        if size is not None or os.path.lexists(root / RESULTS):
+            raise UsageError(f"{where}: it holds the results of an earlier run; {_HINT}")
+        return RunDirectory(root, config)
+    document = _read(root / RUN)
+    if document is not None and document.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{where}/{RUN}: schema {document.get('schema')!r} found, {SCHEMA} expected; continue it with the "
+            f"opal-deploy version that wrote it, {_HINT}"
+        )
+    if document is None or not isinstance(document.get("run"), dict):
+        raise UsageError(f"{where}/{RUN}: damaged, so nothing can be continued there; {_HINT}")
+    if different := _differences(with_current_thresholds(document["run"]), config):
+        raise UsageError(f"{where}: it holds another run: {'; '.join(different)}; {_HINT}")
+    summary = _read(root / SUMMARY) or {}
+    # a summary of other results, or of results that are gone, says nothing
+    finished = (
+        size is not None
+        and summary.get("schema") == SCHEMA
+        and summary.get("complete") is True
+        and summary.get("results_bytes") == size
+        and {"images", "errors", "statuses", "accuracy", "ended"} <= summary.keys()
+    )
+    started, resumed = document.get("started"), document.get("resumed")
+    return RunDirectory(
+        root,
+        config,
+        "finished" if finished else "unfinished",
+        str(started),
+        [str(time) for time in resumed] if isinstance(resumed, list) else [],
+        details={name: value for name, value in document.items() if name not in _KEYS},
+    )
+
+
+def _differences(there: RunConfig, here: RunConfig) -> list[str]:
+    # as run.json would hold it
+    here = json.loads(json.dumps(here))
+    names = [*here, *(name for name in there if name not in here)]
+    return [
+        f"{_option_name(name)} {_format_value(there.get(name))} there, {_format_value(here.get(name))} here"
+        for name in names
+        if there.get(name) != here.get(name)
+    ]
+
+
+def _option_name(name: str) -> str:
+    return name if name == IMAGES else "--" + name.replace("_", "-")
+
+
+def _format_value(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    if isinstance(value, list | dict):
+        value = " ".join(map(str, value.values() if isinstance(value, dict) else value))
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
+def _find_unfinished(base: Path, config: RunConfig) -> Path | None:
+    """Return the latest of `base`, `base-2`, ... that holds an unfinished run of this configuration."""
+    numbered = []
+    for path in base.parent.glob(f"{base.name}*"):
+        match = re.fullmatch(r"(?:-(\d+))?", path.name[len(base.name) :])
+        if match and (path / RUN).is_file():
+            numbered.append((int(match[1] or 1), path))
+    for _, path in sorted(numbered, reverse=True):
+        with contextlib.suppress(UsageError):
+            if inspect_run_dir(path, config).state == "unfinished":
+                return path
+    return None
+
+
+def _first_free(base: Path) -> Path:
+    candidate, number = base, 1
+    while os.path.lexists(candidate):
+        number += 1
+        candidate = base.with_name(f"{base.name}-{number}")
+    return candidate
+
+
+def _clear(root: Path) -> None:
+    """Remove only the files of an earlier run."""
+    try:
+        # in this order: if interrupted, nothing is left that looks like a complete run
+        for name in (SUMMARY, RUN, RESULTS, REPORT, *TABLES.values()):
+            (root / name).unlink(missing_ok=True)
+        for name in (OVERLAYS, SHEETS):
+            remove_image_files(root, name)
+            with contextlib.suppress(OSError):  # there is none, or it holds something else
+                (root / name).rmdir()
+    except OSError as error:
+        raise UsageError(f"{root}: cannot be written ({error.strerror or error}); choose another --out") from None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        document = read_json(path)
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,273 @@
+"""The overlays and evidence sheets of a run.
+
+They are drawn from the forward pass that made the record, in separate processes: a drawing that crashes, takes too long
+or runs out of memory is missing, and its record says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeAlias
+
+from msgspec.structs import replace
+
+from opal_deploy.artifact.measurements import EffectiveField, describe_evaluation
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import ImageError, StoppedEarly, UsageError
+from opal_deploy.logs import one_line
+from opal_deploy.predict.executor import prefetch, thread_pool
+from opal_deploy.predict.types import InferenceOptions, Result
+from opal_deploy.records.record import Answered, Failed, Record
+from opal_deploy.records.run_files import (
+    OVERLAYS,
+    REPORT,
+    SHEETS,
+    overlay_name,
+    remove_image_files,
+    sheet_name,
+    write_image_file,
+)
+from opal_deploy.run.draw_pool import DrawingPool, DrawTask, Part
+from opal_deploy.run.sheets import SheetBuilder
+from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.urls import is_url, redact
+from opal_deploy.timing import StageTimer
+from opal_deploy.visualization.report import (
+    EMBED_LIMIT,
+    REPORT_LIMIT,
+    Fact,
+    ImageMode,
+    ReportWriter,
+    Thumbnail,
+    choose_image_mode,
+)
+
+# by the image's number in the run
+Thumbnails: TypeAlias = dict[int, Thumbnail]
+# thumbnails kept in memory, a few megabytes; later ones are made from the overlays on disk
+_MAX_THUMBNAILS = 500
+
+
+def prepare_folders(out: Path, *, overlays: bool, sheets: bool, first: int) -> None:
+    """Make the folders of drawings, and remove drawings from the image `first` on; raise UsageError if that fails."""
+    try:
+        for folder, needed in ((OVERLAYS, overlays), (SHEETS, sheets)):
+            if needed:
+                (out / folder).mkdir(exist_ok=True)
+                remove_image_files(out, folder, first)
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from None
+
+
+class Drawer:
+    """Draws and writes the overlay and the sheet of each result, from any thread; a context manager."""
+
+    def __init__(
+        self,
+        out: Path | RemoteFile,
+        report: ReportOptions | None,
+        sheets: SheetBuilder | None,
+        inference: InferenceOptions,
+        *,
+        thumbnails: Thumbnails,
+        timer: StageTimer,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            out: the run directory, with the folders of `prepare_folders`, or its URL.
+            report, sheets: draw overlays, and evidence sheets; None: none.
+            inference: `workers`, `isolate` and `decode_timeout` apply to drawing, too.
+            thumbnails: receives those of the report's first images, while the overlays are in memory.
+            timer: receives the times of drawing and writing, under the role `drawers`.
+        """
+        self._out, self._workers = out, inference.workers
+        self._thumbnails, self._timer = thumbnails, timer
+        self._num_thumbnails = 0
+        if report is not None:
+            limit = {"embed": _MAX_THUMBNAILS, "files": 0, None: EMBED_LIMIT}[report.images]
+            self._num_thumbnails = min(report.limit, limit)
+        field = report.field if report is not None and report.draw_field else None
+        self._parts: tuple[Part, ...] = () if report is None else ("overlay", "thumbnail")
+        self._parts += () if sheets is None else ("sheet",)
+        self._pool = DrawingPool(DrawTask(field, sheets), inference, timer)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(closing(self._pool))
+        self._threads = self._stack.enter_context(thread_pool(self._workers, "draw", self._timer, "drawers"))
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._stack.close()
+
+    def draw_all(self, results: Iterable[Result], first: int) -> Iterator[Record]:
+        """Yield the records with the names of their drawings, in order.
+
+        Args:
+            results: with images, and for sheets with outputs.
+            first: number of the first image in the run.
+
+        Raises:
+            StoppedEarly: the disk is full or gone, or no process can be started.
+        """
+        futures = (self._threads.submit(self.draw, index, result) for index, result in enumerate(results, first))
+        return prefetch(futures, 2 * self._workers, lambda: self._timer.waiting("drawing"))
+
+    def draw(self, index: int, result: Result) -> Record:
+        """Return a record that names the drawings that were written, or says why one is missing."""
+        record = result.record
+        if isinstance(record, Failed):
+            return record
+        parts = (
+            self._parts if index < self._num_thumbnails else tuple(part for part in self._parts if part != "thumbnail")
+        )
+        drawings = self._pool.draw(result, parts)
+        drawn = drawings.files
+        if "thumbnail" in drawn:
+            self._thumbnails[index] = Thumbnail(drawn["thumbnail"])
+        overlay = overlay_name(index, record.image) if "overlay" in drawn else None
+        sheet = sheet_name(index, record.image) if "sheet" in drawn else None
+        with self._timer.stage("write"):
+            for name, data in ((overlay, drawn.get("overlay")), (sheet, drawn.get("sheet"))):
+                if name is not None and data is not None:
+                    write_image_file(self._out, name, data)
+        return replace(record, overlay=overlay, sheet=sheet, drawing_error=drawings.error)
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """The content of report.html.
+
+    Attributes:
+        facts: (name, value) pairs about the run, below the head of the page.
+        limit: images shown; all are counted.
+        images: `embed` overlays in the page or show the `files` beside it; None: embed if there are few.
+        evidence: what was measured of the model's evidence, for the head of the page.
+        field: the model's effective receptive field, shown on demand; None if it is unknown.
+        draw_field: always draw it on the overlays.
+        title: the page's title.
+        class_names: the labels that the model knows; None: all.
+    """
+
+    facts: tuple[Fact, ...] = ()
+    limit: int = REPORT_LIMIT
+    images: ImageMode | None = None
+    evidence: str = ""
+    field: EffectiveField | None = None
+    draw_field: bool = False
+    title: str = "Explanations"
+    class_names: frozenset[str] | None = None
+
+
+def report_title(inputs: Sequence[str], model: Path) -> str:
+    """Return the title of a report: the first input and the model, each by at most two parts of its path."""
+    more = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
+    return f"{_shorten_path(inputs[0])}{more}, explained by {_shorten_path(str(model))}"
+
+
+def _shorten_path(path: str) -> str:
+    """Return the end of a path or URL, which does not tell where it lies; `standard input` for `-`."""
+    if path == "-":
+        return "standard input"
+    if is_url(path):
+        path = redact(path).partition("://")[2]
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")] or [Path(path).resolve().name or path]
+    return "/".join(parts[-1:] if os.path.isabs(path) else parts[-2:])
+
+
+def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> tuple[Fact, ...]:
+    """Return the (name, value) pairs at the head of the report."""
+    head = [
+        ("Model", f"{path.name}: {metadata.backbone}, {metadata.num_classes} classes, "
+         f"{metadata.prototypes_per_class} slots per class, distance {metadata.distance}"),
+        ("Runtime", runtime),
+    ]  # fmt: skip
+    if metadata.file_sha256.strip("0"):
+        head.append(("Model digest", metadata.file_sha256))
+    if metadata.source.get("sha256"):
+        head.append(("Checkpoint", f"{metadata.source.get('file')}, sha256 {metadata.source['sha256']}"))
+    if metadata.unverified:
+        head.append(("Not verified", metadata.unverified))
+    if metadata.verification.get("reference"):
+        head.append(
+            ("Verified", f"against {metadata.verification['reference']} on {metadata.verification.get('image_set')}")
+        )
+    return (*head, ("Command", command))
+
+
+def describe_evidence(path: Path, metadata: Metadata) -> str:
+    """Return what was measured of the model's evidence in one line; empty if it is not single cells."""
+    if metadata.evidence != "exact":
+        return ""
+    # a file that lists only the best classes cannot be measured itself
+    export_of = None if metadata.top_k is None else metadata.checkpoint_name
+    return one_line(describe_evaluation(metadata.evaluation, path, metadata.receptive_field, export_of=export_of))
+
+
+@contextmanager
+def open_report(
+    out: Path, options: ReportOptions, images: int, folder: str = "", thumbnails: Mapping[int, bytes] | None = None,
+    drawings_out: Path | RemoteFile | None = None,
+) -> Iterator[Callable[[Record], None]]:  # fmt: skip
+    """Yield a function that adds the next record to report.html, which is written when the block ends.
+
+    Args:
+        out: the run directory.
+        options: the content.
+        images: number of records that will be added.
+        folder: prefix to leave out of images' names, see `find_common_folder`.
+        thumbnails: those in memory; the others are made from the overlays.
+        drawings_out: the run directory, or its URL, that holds the overlays, if not `out`.
+
+    Raises:
+        StoppedEarly: the disk is full; the records are safe.
+    """
+    numbers = itertools.count()
+    with _writing_report(), ReportWriter(
+        out / REPORT,
+        title=options.title,
+        facts=options.facts,
+        limit=options.limit,
+        image_mode=options.images or choose_image_mode(min(options.limit, images)),
+        evidence=options.evidence,
+        field=None if options.draw_field else options.field,
+        class_names=options.class_names,
+        folder=folder,
+    ) as writer:  # fmt: skip
+
+        def add(record: Record) -> None:
+            overlay = (thumbnails or {}).get(next(numbers))
+            name = record.overlay if isinstance(record, Answered) else None
+            if overlay is None and name is not None and writer.embeds_images:
+                overlay = _read_overlay(drawings_out or out, name)
+            with _writing_report():
+                writer.add(record, overlay)
+
+        yield add
+
+
+@contextmanager
+def _writing_report() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoppedEarly(
+            f"the report cannot be written ({error.strerror or error}); make room and run again"
+        ) from None
+
+
+def _read_overlay(out: Path | RemoteFile, name: str) -> bytes | None:
+    try:
+        if isinstance(out, Path):
+            return (out / name).read_bytes()
+        with out.child(name).open() as stream:
+            return stream.read()
+    except (OSError, ImageError):
+        # it was removed; the card says so
+        return None

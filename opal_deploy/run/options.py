@@ -1,0 +1,117 @@
+"""The options of `run_inference` and `opal-deploy infer`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from opal_deploy.logs import Log, Progress, log_line
+from opal_deploy.options import (
+    AtlasFolder,
+    Batch,
+    CropFile,
+    Decode,
+    Devices,
+    ExpectSha256,
+    LabelSource,
+    MaxPixels,
+    Option,
+    RuntimeChoice,
+    SigningKey,
+    SlotNameFile,
+    StrPath,
+    Threads,
+    Top,
+    Workers,
+)
+from opal_deploy.records.decision import Decision
+from opal_deploy.run.interrupt import Interrupt
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferOptions(Decision):
+    """The options of a run.
+
+    Attributes:
+        log: receives what the command prints, line by line.
+        progress: receives the number of images done, of all images once it is known, and a note.
+        interrupt: stops the run gracefully when its `requested` is true.
+    """
+
+    explain: Annotated[bool, Option("Draw an overlay per image and write report.html.")] = False
+    sheets: Annotated[bool, Option("Draw an evidence sheet per image: the prediction beside the runner-up.")] = False
+    atlas: AtlasFolder = None
+    heatmap: Annotated[
+        bool, Option("Show attention maps on sheets (implies --sheets); an export needs --outputs attention.")
+    ] = False
+    receptive_field: Annotated[
+        bool, Option("Draw the effective receptive field of each cell, dashed, on overlays and sheets.")
+    ] = False
+    slot_names: SlotNameFile = None
+    out: Annotated[
+        StrPath | None,
+        Option(
+            "Output folder, or its URL in a bucket.",
+            default="the matching interrupted run's, else explanations, explanations-2, ...",
+            cli=str,
+        ),
+    ] = None
+    overwrite: Annotated[bool, Option("Replace the files of an earlier run in --out.")] = False
+    resume: Annotated[
+        bool, Option("Continue an interrupted run of the same model, images and options.", flag="--resume/--no-resume")
+    ] = True
+    boxes: CropFile = None
+    labels: LabelSource = None
+    top: Top = 5
+    formats: Annotated[
+        tuple[str, ...],
+        Option("Also write a table: parquet or csv; may be repeated.", flag="--format", cli=list[str]),
+    ] = ()
+    sign: SigningKey = None
+    max_errors: Annotated[
+        int | str | None,
+        Option("Stop after more failed images than this: a number, or P% (from 100 images on).", cli=str),
+    ] = None
+    device: Devices = "auto"
+    processes: Annotated[
+        int | None,
+        Option("Processes that share the images, --threads and --workers.", min=1, default="one per GPU in --device"),
+    ] = None
+    runtime: RuntimeChoice = "auto"
+    batch: Batch = None
+    threads: Threads = None
+    workers: Workers = None
+    decode: Decode = "default"
+    decode_timeout: Annotated[
+        float, Option("Seconds that decoding one image may take; 0: no limit; needs --isolate.", min=0)
+    ] = 30.0
+    isolate: Annotated[
+        bool,
+        Option("Decode in processes, so that a decoder that crashes costs one image.", flag="--isolate/--no-isolate"),
+    ] = True
+    cuda_graphs: Annotated[bool, Option("Replay each batch size as a CUDA graph (engines).")] = False
+    expect_sha256: ExpectSha256 = None
+    max_pixels: MaxPixels = 100_000_000
+    ray: Annotated[
+        str | None, Option("Predict on a Ray cluster: auto (on one of its nodes), HOST:PORT, or local to start one.")
+    ] = None
+    ray_cpus: Annotated[
+        int | None, Option("CPU cores per Ray actor, without GPUs.", min=1, default="one actor per GPU")
+    ] = None
+    every: Annotated[
+        int | str | None,
+        Option(
+            "Take frames of videos: 10 is every tenth frame, 0.5s a frame every half second.",
+            cli=str,
+        ),
+    ] = None
+    shard: Annotated[str | None, Option("i/n: every n-th image from the i-th on, for n processes.")] = None
+    report_limit: Annotated[int, Option("Images shown in report.html.", min=0)] = 10_000
+    report_images: Annotated[
+        Literal["embed", "files"] | None,
+        Option("embed overlays in report.html, or show the files in overlays/.", default="embed up to 200 images"),
+    ] = None
+    recursive: Annotated[bool, Option("Include subfolders.", flag="--recursive/--no-recursive")] = True
+    log: Log = log_line
+    progress: Progress | None = None
+    interrupt: Interrupt | None = None

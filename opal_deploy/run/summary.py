@@ -1,0 +1,233 @@
+"""The summary of a run: counts over all its records, including those from before it was resumed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.logs import one_line
+from opal_deploy.records.names import share_folder
+from opal_deploy.records.record import Failed, Record
+from opal_deploy.timing import StageTimes
+
+# a share of failed images says little below the first number, an accuracy below the second
+_MIN_IMAGES_FOR_PERCENT = 100
+_MIN_JUDGED_FOR_PERCENT = 20
+# names kept as examples
+_MAX_EXAMPLES = 3
+
+
+def _name_first(count: int, names: Sequence[str]) -> str:
+    """Return a number with the first names of what was counted, in one line."""
+    return one_line(f"{count} ({', '.join(names)}{', ...' if count > len(names) else ''})") if names else str(count)
+
+
+@dataclass
+class Accuracy:
+    """The accuracy of predictions against the images' labels.
+
+    Attributes:
+        class_names: the model's.
+        correct, wrong: predictions that are the label, and others; abstained ones count, too.
+        failed: images with a label that is a class, and no prediction.
+        unknown, unlabelled: images with a label that is not a class, and images without a label.
+        unknown_examples, unlabelled_examples: the first few labels that are not a class, and images without a label.
+        unused_rows: images that the file of labels names and the run lacks; not those of other shards.
+    """
+
+    class_names: frozenset[str]
+    correct: int = 0
+    wrong: int = 0
+    failed: int = 0
+    unknown: int = 0
+    unlabelled: int = 0
+    unknown_examples: list[str] = field(default_factory=list)
+    unlabelled_examples: list[str] = field(default_factory=list)
+    unused_rows: list[str] = field(default_factory=list)
+
+    @property
+    def value(self) -> float | None:
+        """Accuracy in [0, 1] over all predictions that can be judged; None if there are none."""
+        judged = self.correct + self.wrong
+        return self.correct / judged if judged else None
+
+    def count(self, record: Record) -> None:
+        """Add one record."""
+        label = record.label
+        if label is None:
+            self.unlabelled += 1
+            if len(self.unlabelled_examples) < _MAX_EXAMPLES and record.image is not None:
+                self.unlabelled_examples.append(record.image)
+        elif label not in self.class_names:
+            self.unknown += 1
+            if len(self.unknown_examples) < _MAX_EXAMPLES and label not in self.unknown_examples:
+                self.unknown_examples.append(label)
+        elif isinstance(record, Failed):
+            self.failed += 1
+        elif record.prediction.label == label:
+            self.correct += 1
+        else:
+            self.wrong += 1
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines for a terminal."""
+        judged = self.correct + self.wrong
+        if not judged:
+            yield "Accuracy: no prediction could be judged"
+        elif judged < _MIN_JUDGED_FOR_PERCENT:
+            yield f"Accuracy: {self.correct} of {judged}, too few for a percentage"
+        else:
+            yield f"Accuracy: {self.correct:,} of {judged:,} ({self.correct / judged:.2%})"
+        if self.failed:
+            yield f"  {self.failed} labelled images failed and are not counted"
+        if self.unlabelled:
+            yield f"  images without a label: {_name_first(self.unlabelled, self.unlabelled_examples)}"
+        if self.unknown:
+            examples = one_line(", ".join(self.unknown_examples))
+            yield f"  {self.unknown} images have a label that the model does not know ({examples})"
+        if self.unused_rows:
+            rows = _name_first(len(self.unused_rows), self.unused_rows[:_MAX_EXAMPLES])
+            yield f"  rows of the labels that match no image: {rows}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON value for summary.json."""
+        return {
+            "accuracy": self.value,
+            "correct": self.correct,
+            "wrong": self.wrong,
+            "failed": self.failed,
+            "label_is_no_class": self.unknown,
+            "without_label": self.unlabelled,
+            "rows_without_image": len(self.unused_rows),
+        }
+
+
+@dataclass
+class Summary:
+    """Counts over a run's records, and its times.
+
+    Attributes:
+        statuses, errors, drawing_errors: number of records by status, by error code, and by code of a missing drawing.
+        error_examples: names of the first few images with an error, by code; not in summary.json, which is shared.
+        classes: number of predictions by (class id, label).
+        accuracy: None without labels.
+        folder: common folder of the images, see `share_folder`; not in summary.json, which is shared.
+        resumed: records from before the run was resumed; all other counts include them.
+        seconds: from the first image to the last record, since the run began or was resumed.
+        seconds_to_first_record: until the first record was written; None before.
+        times: seconds by stage; empty until the end.
+    """
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    error_examples: dict[str, list[str]] = field(default_factory=dict)
+    drawing_errors: Counter[str] = field(default_factory=Counter)
+    classes: Counter[tuple[int, str]] = field(default_factory=Counter)
+    accuracy: Accuracy | None = None
+    folder: str | None = None
+    resumed: int = 0
+    seconds: float = 0.0
+    seconds_to_first_record: float | None = None
+    times: StageTimes = field(default_factory=StageTimes)
+
+    @property
+    def total(self) -> int:
+        """Number of records."""
+        return self.statuses.total()
+
+    @property
+    def new(self) -> int:
+        """Number of records since the run began or was resumed."""
+        return self.total - self.resumed
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Records per second since the run began or was resumed."""
+        return self.new / self.seconds if self.seconds else None
+
+    def count(self, record: Record) -> None:
+        """Add one record."""
+        self.statuses[record.status] += 1
+        self.folder = share_folder(self.folder, record.image or "")
+        if isinstance(record, Failed):
+            code = record.error.code
+            self.errors[code] += 1
+            examples = self.error_examples.setdefault(code, [])
+            if len(examples) < _MAX_EXAMPLES and record.image is not None:
+                examples.append(record.image)
+        else:
+            self.classes[record.prediction.class_id, record.prediction.label] += 1
+            if record.drawing_error is not None:
+                self.drawing_errors[record.drawing_error.code] += 1
+        if self.accuracy is not None:
+            self.accuracy.count(record)
+
+    def describe(self, rates: str = "") -> Iterator[str]:
+        """Yield lines for a terminal: counts, errors with examples, accuracy; `rates`: those of cluster nodes."""
+        rate = f", {self.images_per_second:.1f} images/s" if self.images_per_second else ""
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(self.statuses.items()))
+        before = f" ({self.resumed} of them before)" if self.resumed else ""
+        yield f"{self.total} images{before} in {self.seconds:.1f} s{rate}: {counts or 'nothing to do'}"
+        if rates:
+            yield f"  {rates}"
+        for code, count in self.errors.most_common():
+            yield f"  {code}: {_name_first(count, self.error_examples[code])}"
+        for code, count in self.drawing_errors.most_common():
+            yield f"  predicted, but not drawn: {code}: {count}"
+        if self.accuracy is not None:
+            yield from self.accuracy.describe()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON value for summary.json; classes with the most predictions first."""
+        ranked = sorted(self.classes.items(), key=lambda entry: (-entry[1], entry[0]))
+        return {
+            "images": self.total,
+            "statuses": dict(sorted(self.statuses.items())),
+            "errors": dict(self.errors.most_common()),
+            "drawing_errors": dict(self.drawing_errors.most_common()),
+            "classes": [{"class_id": number, "label": label, "images": n} for (number, label), n in ranked],
+            "accuracy": None if self.accuracy is None else self.accuracy.to_dict(),
+            "new_images": self.new,
+            "seconds": self.seconds,
+            "seconds_to_first_record": self.seconds_to_first_record,
+            "images_per_second": self.images_per_second,
+            "time": self.times.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class ErrorLimit:
+    """The number of failed images that ends a run: a count, or a percentage of all, checked from 100 images on."""
+
+    number: float
+    percent: bool = False
+
+    @staticmethod
+    def parse(text: str) -> ErrorLimit:
+        """Return the limit that `20` or `2.5%` stands for; raise UsageError for anything else."""
+        percent = text.endswith("%")
+        try:
+            number = float(text[:-1]) if percent else int(text)
+        except ValueError:
+            number = -1.0
+        if not 0 <= number <= (100 if percent else float("inf")):
+            raise UsageError(f"--max-errors {text!r}: expected a number of images, or a share such as 5%")
+        return ErrorLimit(number, percent)
+
+    def check(self, summary: Summary) -> None:
+        """Raise StoppedEarly if more images failed."""
+        failed, total = summary.statuses["error"], summary.total
+        limit = self.number * total / 100 if self.percent else self.number
+        if failed <= limit or (self.percent and total < _MIN_IMAGES_FOR_PERCENT):
+            return
+        code, count = summary.errors.most_common(1)[0]
+        raise StoppedEarly(
+            f"{failed} of {total} images failed, more than --max-errors {self}; most often {code} ({count}); "
+            "look at these images, or raise the limit"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.number:g}%" if self.percent else f"{self.number:g}"

@@ -1,0 +1,248 @@
+"""The service: images that come one by one, from many threads, as a server would use it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import queue
+import threading
+import time
+from concurrent.futures import CancelledError, wait
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import opal_deploy
+from opal_deploy.api.explanation import Explanation
+from opal_deploy.api.service import Service
+from opal_deploy.errors import StoppedEarly
+from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.sources.image import InputImage
+from tests.bright import BrightSession, QueuedSession, own_threads
+
+
+def array(shade):
+    image = np.full((40, 40, 3), 10, np.uint8)
+    row, col = divmod(shade % 16, 4)
+    image[row * 10 : row * 10 + 10, col * 10 : col * 10 + 10] = 100 + shade % 100
+    return image
+
+
+def cell(record):
+    row, col = record["evidence"][0]["cell"]
+    return row * 4 + col
+
+
+@pytest.fixture(scope="module")
+def model(exact_model):
+    return opal_deploy.load(exact_model, device="cpu", threads=1)
+
+
+def test_an_asyncio_program_gets_200_records_as_explain_returns_them(model, make_pictures, tmp_path):
+    paths = make_pictures(tmp_path, 40)
+    paths[17].write_bytes(paths[17].read_bytes()[:200])
+    expected = model.explain(paths)
+    assert expected[17]["status"] == "error"
+
+    async def client(service, first):
+        """One caller's requests, all in flight together; its records in the order of its requests."""
+        futures = [service.submit(paths[(first + step) % 40], wait=False) for step in range(40)]
+        return await asyncio.gather(*map(asyncio.wrap_future, futures))
+
+    async def program(service):
+        return await asyncio.gather(*(client(service, first) for first in range(5)))
+
+    with model.serve(batch=8) as service:
+        boxed = service.submit(paths[0], (10, 20, 70, 80)).result(30)
+        assert isinstance(boxed, Explanation)
+        assert boxed == model.explain(paths[0], boxes=(10, 20, 70, 80))
+        assert service.submit(paths[0].read_bytes()).result(30) == {**expected[0], "image": None}
+        found = asyncio.run(program(service))
+    assert found == [[expected[(first + step) % 40] for step in range(40)] for first in range(5)]
+
+
+class PinningSession(QueuedSession):
+    """A queue that reads from memory that was page-locked for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.locked = {}
+        self.direct = []
+
+    def register_buffer(self, address, size):
+        self.locked[address] = size
+        return True
+
+    def unregister_buffer(self, address):
+        del self.locked[address]
+
+    def submit(self, images):
+        first, last = images.ctypes.data, images.ctypes.data + images.nbytes
+        self.direct.append(any(a <= first and last <= a + size for a, size in self.locked.items()))
+        return super().submit(images)
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "batches"), [(BrightSession, 4, [1, 4, 4, 1]), (PinningSession, 2, [1, 2, 2, 2, 2, 1])]
+)
+def test_waiting_images_go_in_full_batches_and_one_alone_by_itself(kind, batch, batches):
+    session = kind()
+    session.hold = hold = threading.Event()
+    with Service([session], InferenceOptions(batch=batch), max_wait=0.0) as service:
+        first = service.submit(array(0))
+        while not first.running():
+            time.sleep(0.001)
+        rest = [service.submit(array(shade)) for shade in range(1, 10)]
+        time.sleep(0.3)
+        hold.set()
+        assert [cell(future.result(30)) for future in [first, *rest]] == list(range(10))
+    assert session.batches == batches
+    if kind is PinningSession:
+        # several are in flight together, in page-locked memory
+        assert session.longest == session.depth
+        assert all(session.direct)
+        assert not session.locked
+
+
+def test_an_image_waits_for_others_until_the_batch_is_full():
+    session = BrightSession()
+    with Service([session], InferenceOptions(batch=3), max_wait=600) as service:
+        futures = [service.submit(array(shade)) for shade in range(3)]
+        assert wait(futures, 60).not_done == set()
+    assert session.batches == [3]
+
+
+def test_a_full_service_raises_or_waits():
+    hold = threading.Event()
+    with Service([BrightSession(hold=hold)], InferenceOptions(batch=2), capacity=5) as service:
+        taken = [service.submit(array(shade)) for shade in range(5)]
+        with pytest.raises(queue.Full, match="5 images are in flight"):
+            service.submit(array(5), wait=False)
+        late = []
+        waiting = threading.Thread(target=lambda: late.append(service.submit(array(5))))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        hold.set()
+        waiting.join(30)
+        assert [cell(future.result(30)) for future in [*taken, *late]] == list(range(6))
+
+
+def test_a_cancelled_image_is_never_predicted():
+    hold = threading.Event()
+    session = BrightSession(hold=hold)
+    with Service([session], InferenceOptions(batch=1, workers=1), max_wait=0.0, capacity=4) as service:
+        first, second, third, fourth = (service.submit(array(shade)) for shade in range(4))
+        while not first.running():
+            time.sleep(0.001)
+        assert not first.cancel()
+        assert second.cancel()
+        assert fourth.cancel()
+        hold.set()
+        assert [cell(future.result(30)) for future in (first, third)] == [0, 2]
+        with pytest.raises(CancelledError):
+            second.result()
+        # their places are free again
+        again = [service.submit(array(shade)) for shade in range(4)]
+        assert [cell(future.result(30)) for future in again] == [0, 1, 2, 3]
+    assert session.batches == [1] * 6
+
+
+@dataclass(frozen=True)
+class HeldFile:
+    """A file that is opened only when it may be."""
+
+    name: str
+    may_open: threading.Event
+    opened: list[str]
+
+    def open(self):
+        self.opened.append(self.name)
+        self.may_open.wait(30)
+        return io.BytesIO(b"no image")
+
+
+def test_a_cancelled_image_that_waits_for_a_decoder_is_not_decoded():
+    may_open, opened = threading.Event(), list[str]()
+    options = InferenceOptions(batch=1, workers=1, isolate=False)
+    with Service([BrightSession()], options, capacity=3) as service:
+        first, second, third = (
+            service.submit_requests([InputImage(name, HeldFile(name, may_open, opened))])[0] for name in "abc"
+        )
+        assert second.cancel()
+        may_open.set()
+        assert wait([first, third], 30).not_done == set()
+        # its place, and the memory of its pixels, are free again
+        again = service.submit_requests([InputImage(name, HeldFile(name, may_open, opened)) for name in "def"])
+        assert wait(again, 30).not_done == set()
+    assert opened == list("acdef")
+
+
+def test_pixels_share_batches_with_images_and_enter_all_or_none():
+    hold = threading.Event()
+    session = BrightSession(hold=hold)
+    pixels = np.stack([array(shade)[4:36, 4:36] for shade in range(3)])
+    with Service([session], InferenceOptions(batch=4), max_wait=600, capacity=4) as service:
+        outputs = service.submit_pixels(pixels)
+        with pytest.raises(queue.Full, match="3 images are in flight"):
+            service.submit_pixels(pixels[:2], wait=False)
+        with pytest.raises(ValueError, match="5 images found; expected at most 4"):
+            service.submit_requests([InputImage(None, array(0))] * 5)
+        with pytest.raises(ValueError, match=r"expected uint8 \[N, 32, 32, 3\]"):
+            service.submit_pixels(pixels[..., :2])
+        record = service.submit(array(3), wait=False)
+        hold.set()
+        found = np.concatenate([future.result(30).logits for future in outputs])
+        assert cell(record.result(30)) == 3
+        assert service.in_flight == 0
+    np.testing.assert_array_equal(found, session.run(pixels).logits)
+    assert session.batches == [4, 3]
+
+
+def test_closing_under_load_finishes_what_was_taken_and_refuses_more():
+    before = own_threads()
+    sessions = [BrightSession(), BrightSession()]
+    service = Service(sessions, InferenceOptions(batch=4), capacity=64)
+    taken = []
+
+    def caller():
+        with contextlib.suppress(RuntimeError):
+            for shade in itertools.count():
+                taken.append((shade, service.submit(array(shade))))
+
+    threads = [threading.Thread(target=caller) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while len(taken) < 100:
+        time.sleep(0.001)
+    service.close()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert all(future.done() for _, future in taken)
+    assert all(cell(future.result()) == shade % 16 for shade, future in taken)
+    assert sum(sum(session.batches) for session in sessions) == len(taken)
+    assert own_threads() == before
+    service.close()
+    with pytest.raises(RuntimeError, match="the service is closed"):
+        service.submit(array(0))
+
+
+def test_a_lost_device_is_raised_to_its_callers_and_the_next_batch_may_succeed():
+    session = BrightSession(fails_at=0)
+    with Service([session], InferenceOptions(batch=1)) as service:
+        with pytest.raises(StoppedEarly, match="device was lost"):
+            service.submit(array(0)).result(30)
+        session.fails_at = None
+        assert cell(service.submit(array(3)).result(30)) == 3
+
+
+def test_a_service_waits_without_work():
+    with Service([BrightSession()]) as service:
+        service.submit(array(0)).result(30)
+        spent = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - spent < 0.25

@@ -1,0 +1,113 @@
+"""The explanation is the computation: records hold the forward pass's own numbers."""
+
+import math
+
+import numpy as np
+import pytest
+
+from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.opal_head import contributions
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.geometry import Geometry, compute_geometry
+from opal_deploy.preprocess.resize import to_input
+from opal_deploy.records.decision import Decision
+from tests.bright import predict
+
+# below this lead of the best cell over the second, float32 cannot tell which is which
+TIE = 1e-4
+CLASSES = ["ash", "birch", "<script>alert(1)</script>", "Übersee-Eiche"]
+
+
+@pytest.fixture(scope="module")
+def pictures(make_pictures, tmp_path_factory):
+    return make_pictures(tmp_path_factory.mktemp("pictures"), 12)
+
+
+@pytest.fixture(scope="module")
+def found(exact_session, pictures):
+    return predict(pictures, exact_session)
+
+
+@pytest.mark.parametrize("source", ["pictures", pytest.param("photographs", marks=pytest.mark.data)])
+def test_boxes_and_scores_are_pytorchs_own_maximisers(exact_session, exact_model, request, source):
+    from opal_deploy.runtime.torch_session import TorchSession
+
+    paths = request.getfixturevalue(source)[:: 27 if source == "photographs" else 1]
+    reference = TorchSession(exact_model.with_suffix(".pt"), device="cpu")
+    about = reference.metadata
+    m, compared = about.prototypes_per_class, 0
+    for path, record in zip(paths, predict(paths, exact_session), strict=True):
+        image = decode(path)
+        answer = reference.run_reference(to_input(image, compute_geometry(image), about.input_size)[None])
+        logits, cells, scores = answer.outputs.logits[0], answer.outputs.argmax, answer.outputs.scores
+        predicted = record["prediction"]["class_id"]
+        assert predicted == int(logits.argmax())
+        assert record["prediction"]["logit"] == pytest.approx(float(logits[predicted]), abs=1e-4)
+        geometry = Geometry.whole(*image.size)
+        for slot, shown in enumerate(record["evidence"]):
+            channel = predicted * m + slot
+            assert (shown["slot"], shown["channel"]) == (slot, channel)
+            assert shown["score"] == pytest.approx(float(scores[0, channel]), abs=1e-5)
+            if answer.top2_margin[0, channel] > TIE:
+                cell = divmod(int(cells[0, channel]), about.grid[1])
+                assert tuple(shown["cell"]) == cell
+                assert shown["box"] == list(geometry.cell_box(*cell, about.grid))
+                compared += 1
+    # nine cells in ten have no tie
+    assert compared > 0.9 * 3 * len(paths)
+
+
+def test_the_cosine_is_that_of_the_embedding_and_the_anchor(exact_session, found, pictures):
+    image = decode(pictures[0])
+    outputs = exact_session.run(to_input(image, compute_geometry(image), (96, 96))[None])
+    s = outputs.scores[0].astype(np.float64)
+    z = s / np.linalg.norm(s)
+    for answer in found[0]["top"]:
+        anchor = np.zeros(12)
+        anchor[answer["class_id"] * 3 : answer["class_id"] * 3 + 3] = 1 / math.sqrt(3)
+        assert answer["cosine"] == pytest.approx(float(z @ anchor), abs=1e-7)
+
+
+def test_contributions_logits_and_margins_follow_from_the_cosines(found):
+    for record in found:
+        top, cosines = record["top"], [float(answer["cosine"] or 0) for answer in record["top"]]
+        assert record["prediction"] == top[0]
+        assert [answer["label"] for answer in top] == [CLASSES[answer["class_id"]] for answer in top]
+        assert [answer["logit"] for answer in top] == sorted((answer["logit"] for answer in top), reverse=True)
+        assert [answer["logit"] for answer in top] == pytest.approx([-math.sqrt(2 - 2 * c) for c in cosines], abs=1e-5)
+        assert record["margin"] == cosines[0] - cosines[1]
+        assert sum(slot["contribution"] or 0.0 for slot in record["evidence"]) == pytest.approx(cosines[0], abs=1e-6)
+
+
+def test_top_limits_the_listed_classes_not_the_margin(exact_session, pictures, found):
+    for top in (1, 2, 9):
+        (limited,) = predict(pictures[:1], exact_session, top=top)
+        assert (limited["top"], limited["margin"]) == (found[0]["top"][:top], found[0]["margin"])
+
+
+def test_answers_below_the_margin_abstain_and_keep_everything_else(exact_session, pictures, found):
+    margins = sorted(record["margin"] or 0.0 for record in found)
+    threshold = margins[len(margins) // 2]
+    again = predict(pictures, exact_session, decision=Decision(min_margin=threshold))
+    assert [r["status"] for r in again] == ["abstained" if (r["margin"] or 0) < threshold else "ok" for r in found]
+    assert {r["status"] for r in again} == {"ok", "abstained"}
+    assert [{**r, "status": "ok"} for r in again] == found
+
+
+BLOCK = np.array([[0.5, 0.3, 0.1]])
+A = 1 / math.sqrt(3)
+
+
+@pytest.mark.parametrize(
+    ("distance", "expected"),
+    [
+        ("l2", BLOCK.sum() * A),
+        ("l1", sum(abs(b - A) for b in BLOCK[0])),
+        ("l3", sum(abs(b - A) ** 3 for b in BLOCK[0])),
+        ("kl", sum(b * (math.log(b + 1e-8) - math.log(A + 1e-8)) for b in BLOCK[0])),
+    ],
+)
+def test_contributions_add_up_for_the_distances_that_are_sums(distance, expected):
+    given = BLOCK, np.array([1]), ClassMap.blocks(2, 3)
+    assert float(contributions(*given, distance).sum()) == pytest.approx(expected, abs=1e-12)
+    assert contributions(*given, "linf") is contributions(*given, "tropical") is None

@@ -1,0 +1,80 @@
+"""Nothing grows with the number of images: memory, open files, threads."""
+
+import ctypes
+import gc
+import io
+import os
+import tarfile
+import threading
+
+import pytest
+from PIL import Image
+
+from opal_deploy.bench.monitor import MemorySampler
+from opal_deploy.predict.executor import predict_stream
+from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.sources.discovery import discover
+from opal_deploy.sources.items import Skipped
+from tests.bright import BrightSession
+
+SIZE = (128, 128)
+linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux shows of a process")
+sizes = pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+
+
+def write_tar(path, count):
+    """So many tiny pictures, WebDataset-style."""
+    stream = io.BytesIO()
+    Image.new("RGB", SIZE, (90, 120, 60)).save(stream, "JPEG")
+    data = stream.getvalue()
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for number in range(count):
+            info = tarfile.TarInfo(f"{number // 1000:04}/{number:07}.jpg")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+            # or the writer keeps them
+            tar.members.clear()
+    return path
+
+
+def explained(path, session, *, isolate=False):
+    asked = discover([str(path)], Skipped())
+    for result in predict_stream(asked, [session], InferenceOptions(batch=16, workers=2, isolate=isolate)):
+        yield result.record.status
+
+
+def watched(path, session):
+    gc.collect()
+    # give freed memory back to the system; only glibc has it
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
+    with MemorySampler(interval=0.02) as watch:
+        assert set(explained(path, session)) == {"ok"}
+    return watch.curve
+
+
+@sizes
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path, count):
+    path = write_tar(tmp_path / "a.tar", count)
+    # what is loaded and filled once
+    watched(write_tar(tmp_path / "first.tar", 200), BrightSession(input_size=SIZE))
+    curve = watched(path, BrightSession(input_size=SIZE))
+    assert not curve.grows, curve.describe()
+
+
+@linux
+@pytest.mark.parametrize("isolate", [False, True], ids=["threads", "processes"])
+@sizes
+def test_open_files_and_threads_do_not_grow_with_the_number_of_images(tmp_path, count, isolate):
+    path = write_tar(tmp_path / "a.tar", count)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    files = []
+    threads = []
+    for number, _ in enumerate(explained(path, BrightSession(input_size=SIZE), isolate=isolate)):
+        if number % 50 == 0:
+            files.append(len(os.listdir("/proc/self/fd")))
+            threads.append(threading.active_count())
+    # the archive, and what each of two decoders has open
+    assert max(files) <= before[0] + 1 + 2 * 6
+    # two decoders and the one that watches their processes, one session
+    assert max(threads) <= before[1] + 4
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

@@ -1,0 +1,54 @@
+"""The files of a run directory: names of drawings, writing them, and removing those from an image on."""
+
+import pytest
+
+from opal_deploy.errors import StoppedEarly
+from opal_deploy.records.run_files import (
+    OVERLAYS,
+    SHEETS,
+    overlay_name,
+    remove_image_files,
+    sheet_name,
+    write_image_file,
+)
+
+
+@pytest.mark.parametrize(
+    ("index", "image", "name"),
+    [
+        (7, "a/b.jpg", "overlays/000007-b.jpg.jpg"),
+        (7, "a/..", "overlays/000007-image.jpg"),
+        (7, None, "overlays/000007-image.jpg"),
+        (7, "a b<script>\n.jpg", "overlays/000007-a_b_script_.jpg.jpg"),
+        (7, "a\\xff.jpg", "overlays/000007-a_xff.jpg.jpg"),
+        (7, "x" * 300, f"overlays/000007-{'x' * 80}.jpg"),
+        # no folder holds more than ten thousand
+        (9_999, "a.jpg", "overlays/009999-a.jpg.jpg"),
+        (10_000, "a.jpg", "overlays/0001/010000-a.jpg.jpg"),
+        (1_999_999, "a.jpg", "overlays/0199/1999999-a.jpg.jpg"),
+    ],
+)
+def test_names_are_safe_and_unique(index, image, name):
+    assert overlay_name(index, image) == name
+    assert sheet_name(index, image) == name.replace("overlays", "sheets").removesuffix(".jpg") + ".png"
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "overlays/000000-a.jpg").mkdir(parents=True)
+    with pytest.raises(StoppedEarly, match=r"cannot be written .*make room and run again"):
+        write_image_file(tmp_path, "overlays/000000-a.jpg", b"jpeg")
+    assert [path.name for path in (tmp_path / "overlays").iterdir()] == ["000000-a.jpg"]
+
+
+@pytest.mark.parametrize(("kind", "name", "suffix"), [(OVERLAYS, overlay_name, "jpg"), (SHEETS, sheet_name, "png")])
+def test_files_from_an_image_on_are_removed_and_nothing_else(tmp_path, kind, name, suffix):
+    remove_image_files(tmp_path, kind)
+    assert list(tmp_path.iterdir()) == []
+    kept = [name(3, "a"), name(10_000, "a"), f"{kind}/mine.{suffix}", f"{kind}/0001/mine.{suffix}"]
+    removed = [name(10_001, "a"), name(20_000, "a"), f"{kind}/.000002-a.{suffix}.part"]
+    for path in (*kept, *removed):
+        write_image_file(tmp_path, path, b"x")
+    remove_image_files(tmp_path, kind, 10_001)
+    left = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(left) == sorted(kept)
+    assert not (tmp_path / kind / "0002").exists()

@@ -1,0 +1,54 @@
+"""The first signal ends a run in good order, the second at once."""
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+
+from opal_deploy.run.interrupt import handle_signals
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_a_request_during_a_run_and_interrupts_as_ever_before_and_after(number):
+    said = []
+    with handle_signals(said.append) as interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        assert not interrupt.requested
+        with interrupt.running():
+            items = interrupt.stop_when_requested(range(10))
+            assert next(items) == 0
+            os.kill(os.getpid(), number)
+            assert list(items) == []
+        assert (interrupt.stopped, len(said)) == (True, 1)
+        # a second signal would end this process
+        interrupt.requested = False
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("x")], ids=["returns", "raises"])
+def test_handlers_are_what_they_were_afterwards(error):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with contextlib.suppress(ValueError), handle_signals(lambda _: None):
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+        if error is not None:
+            raise error
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_outside_the_main_thread_nothing_is_installed():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        with handle_signals(lambda _: None) as interrupt:
+            seen.append((signal.getsignal(signal.SIGINT), interrupt.requested))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(before, False)]

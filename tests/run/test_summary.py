@@ -1,0 +1,102 @@
+"""Counts of a run, accuracy against given labels, and the limit on errors."""
+
+import json
+
+import pytest
+
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.records.build import error_record
+from opal_deploy.records.record import Answer, Answered
+from opal_deploy.run.summary import Accuracy, ErrorLimit, Summary
+
+
+def answered(predicted, label=None, status="ok"):
+    answer = Answer(class_id="abc".index(predicted), label=predicted, logit=-1.0, cosine=0.5)
+    return Answered(
+        schema=1, image="a", status=status, width=4, height=3, prediction=answer, margin=0.5, top=(answer,), label=label
+    )
+
+
+def failed(code="not_found", label=None):
+    return error_record("a", code, "", label=label)
+
+
+def summary_of(*records, labels=False):
+    summary = Summary(accuracy=Accuracy(frozenset("abc")) if labels else None)
+    for record in records:
+        summary.count(record)
+    return summary
+
+
+def test_answers_are_counted_by_class_and_errors_by_code_and_the_rate_is_of_this_times_records():
+    summary = summary_of(
+        answered("b"), answered("a"), answered("b", status="abstained"), failed("empty_file"), failed()
+    )
+    summary.resumed, summary.seconds = 1, 2.0
+    assert (summary.new, summary.images_per_second) == (4, 2.0)
+    document = json.loads(json.dumps(summary.to_dict()))
+    assert (
+        document
+        | {
+            "images": 5,
+            "statuses": {"abstained": 1, "error": 2, "ok": 2},
+            "errors": {"empty_file": 1, "not_found": 1},
+            "classes": [{"class_id": 1, "label": "b", "images": 2}, {"class_id": 0, "label": "a", "images": 1}],
+            "accuracy": None,
+        }
+        == document
+    )
+
+
+def test_accuracy_is_of_answers_to_images_whose_label_is_a_class():
+    records = [
+        answered("a", "a"), answered("b", "b", status="abstained"), answered("b", "a"), answered("b", "lion"),
+        answered("b"), failed(label="a"), failed(label="lion"),
+    ]  # fmt: skip
+    found = summary_of(*records, labels=True).accuracy
+    counts = {"correct": 2, "wrong": 1, "failed": 1, "label_is_no_class": 2, "without_label": 1}
+    assert found.to_dict() == {"accuracy": 2 / 3, **counts, "rows_without_image": 0}
+    assert found.unknown_examples == ["lion"]
+    nothing = summary_of(failed(label="a"), labels=True).accuracy
+    assert nothing.value is None
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "line"),
+    [
+        (0, 0, "Accuracy: no prediction could be judged"),
+        (0, 1, "Accuracy: 0 of 1, too few for a percentage"),
+        (19, 1, "Accuracy: 19 of 20 (95.00%)"),
+    ],
+)
+def test_an_accuracy_says_how_many_images_it_rests_on(right, wrong, line):
+    summary = summary_of(*[answered("a", "a")] * right, *[answered("a", "b")] * wrong, labels=True)
+    assert line in summary.describe()
+
+
+@pytest.mark.parametrize(
+    ("limit", "good", "bad", "stops"),
+    [
+        ("0", 5, 1, True),
+        ("3", 0, 4, True),
+        ("50%", 0, 99, False),  # too few to judge
+        ("50%", 0, 100, True),
+        ("50%", 50, 50, False),
+        ("0%", 99, 1, True),
+        ("2.5%", 975, 25, False),
+        ("2.5%", 974, 26, True),
+    ],
+)
+def test_more_errors_than_the_limit_stop_the_run(limit, good, bad, stops):
+    summary = summary_of(*[answered("a")] * good, *[failed()] * bad)
+    if stops:
+        with pytest.raises(StoppedEarly, match=f"{bad} of {good + bad} images failed, more than --max-errors {limit};"):
+            ErrorLimit.parse(limit).check(summary)
+    else:
+        ErrorLimit.parse(limit).check(summary)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "%", "101%", "-1%", "nan%", "inf%", "5 %%"])
+def test_a_limit_that_is_none_is_refused(text):
+    with pytest.raises(UsageError, match="expected a number of images, or a share such as 5%"):
+        ErrorLimit.parse(text)

@@ -1,0 +1,198 @@
+"""Boxes and labels from files, and how images find theirs."""
+
+import json
+import os
+
+import pytest
+
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.sources.annotations import read_boxes, read_labels
+from tests.datasets import layouts
+
+BOX = (1.0, 2.0, 30.0, 40.0)
+HEADER = "image,x0,y0,x1,y1\n"
+
+
+def write(path, text):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def boxes(folder, text):
+    return read_boxes(write(folder / "boxes.csv", text))
+
+
+def labels(folder, text):
+    return read_labels(str(write(folder / "labels.csv", text)))
+
+
+def find(table, path):
+    return table.find(path)
+
+
+def coco(**changes):
+    document = {
+        "images": [{"id": 7, "file_name": "a.jpg"}],
+        "annotations": [{"image_id": 7, "bbox": [1, 2, 29, 38], "category_id": 1}],
+    }
+    return json.dumps(document | changes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("image,x0,y0,x1,y1\n./a.jpg,1,2,30,40\n", id="corners"),
+        pytest.param("image,x,y,width,height\na.jpg,1,2,29,38\n", id="sizes"),
+        pytest.param("x1,y1,comment,image,x0,y0\n30,40,a bird,a.jpg,1,2\n", id="any order, more columns"),
+        pytest.param("\ufeffimage, x0, y0, x1, y1\r\na.jpg,1.0,2e0, 30 ,40\r\n", id="spreadsheet's"),
+        pytest.param('"image","x0","y0","x1","y1"\n"a.jpg","1","2","30","40"', id="quoted"),
+        pytest.param(coco(), id="COCO: corner and size"),
+    ],
+)
+def test_forms_of_boxes(tmp_path, text):
+    assert find(boxes(tmp_path, text), "a.jpg") == BOX
+
+
+@pytest.mark.parametrize(
+    ("write_dataset", "file"), [(layouts.write_cub, "bounding_boxes.txt"), (layouts.write_dogs, "Annotation")]
+)
+def test_a_data_sets_own_boxes_crop_as_in_its_training(tmp_path, write_dataset, file):
+    root = write_dataset(tmp_path)
+    data = read_dataset(root)
+    for table in (read_boxes(root / file), read_boxes(root)):
+        for sample in [*data.train, *data.val, *data.test]:
+            assert find(table, str(sample.path)) == sample.box
+
+
+def test_of_several_boxes_of_an_annotation_the_first_is_taken_and_other_boxes_are_another_run(tmp_path):
+    annotation = tmp_path / "voc" / "rex.xml"
+    annotation.parent.mkdir()
+    layouts.annotate_dog(annotation, BOX, (0, 0, 5, 5))
+    table = read_boxes(annotation.parent)
+    assert (find(table, "photos/rex.png"), table.several) == (BOX, 1)
+    layouts.annotate_dog(annotation, (0, 0, 5, 5))
+    assert read_boxes(annotation.parent).identity != table.identity
+
+
+def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path):
+    table = write(tmp_path / "bounding_boxes.txt", "1 60.0 27.0 325.0 304.0\n")
+    with pytest.raises(UsageError, match=r"images\.txt, which names the images, is not beside it"):
+        read_boxes(table)
+    write(tmp_path / "images.txt", "2 a.jpg\n")
+    with pytest.raises(UsageError, match=r"1 image id that images\.txt beside it does not name: 1$"):
+        read_boxes(table)
+    (tmp_path / "voc.xml").mkdir()
+    write(tmp_path / "voc.xml" / "README", "no XML")
+    with pytest.raises(UsageError, match="README: not an annotation with a box"):
+        read_boxes(tmp_path / "voc.xml")
+
+
+def make_pipe(folder):
+    os.mkfifo(folder / "pipe.csv")
+    return folder / "pipe.csv"
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "message"),
+    [
+        (boxes, "", "columns none; expected image with x0,y0,x1,y1 or x,y,width,height"),
+        (boxes, "image;x0;y0;x1;y1\na.jpg;1;2;3;4\n", "columns image;x0;y0;x1;y1; expected image with"),
+        (boxes, "image,x0,y0\na.jpg,1,2\n", "columns image, x0, y0; expected"),
+        (boxes, HEADER, "no boxes in it"),
+        (boxes, HEADER + "a.jpg,1,2,3,4\nb.jpg,1,two,3,4\n", "line 3 has no four numbers in x0, y0, x1, y1"),
+        (boxes, HEADER + "a.jpg,1,2,3\n", "line 2 has no four numbers"),
+        (boxes, "x0,y0,x1,y1,image\n1,2,3,4\n", "line 2 has no image's name"),
+        (boxes, HEADER + "a.jpg,1,2,3,4\na.jpg,1,2,3,4\n", "two boxes for a.jpg; expected one per image"),
+        # images in an archive may have these names, and both are a/b.jpg in their records
+        (boxes, HEADER + "a//b.jpg,1,2,3,4\na/./b.jpg,1,2,3,4\n", "two boxes for a/b.jpg"),
+        (boxes, HEADER.encode() + b"a" * 200_000 + b",1,2,3,4\n", "not a CSV file"),
+        (boxes, "{", "not a COCO file"),
+        (boxes, "{}", "not a COCO file .*expected images with id and file_name, annotations with image_id and bbox"),
+        (boxes, coco(images=[]), "not a COCO file"),
+        (boxes, coco(images=["a.jpg"]), "not a COCO file"),
+        (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3]}]), "not a COCO file"),
+        (boxes, coco(annotations=[{"image_id": 7, "bbox": None}]), "not a COCO file"),
+        (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3, 10**400]}]), "not a COCO file"),
+        (boxes, "{" + '"a":[' * 200_000, "not a COCO file"),
+        (boxes, coco(annotations=[]), "no boxes in it"),
+        (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3, 4]}] * 2), "two boxes for a.jpg"),
+        (labels, "", "columns none; expected image and label"),
+        (labels, "image,class\na,b\n", "columns image, class; expected image and label"),
+        (labels, "image,label\n", "no labels in it"),
+        (labels, "image,label\na\n", "line 2 lacks an image's name or its label"),
+        (labels, "image,label\n,x\n", "line 2 lacks an image's name or its label"),
+        (labels, "image,label\na,x\n./a,y\n", "two labels for a; expected one per image"),
+        (lambda folder, _: read_boxes(folder / "none.csv"), "", "cannot be read"),
+        (lambda folder, _: read_labels(str(folder / "none.csv")), "", "No such file or directory"),
+        # a pipe would be waited for forever
+        (lambda folder, _: read_boxes(make_pipe(folder)), "", "cannot be read .*a pipe or a device"),
+        (lambda folder, _: read_labels(str(make_pipe(folder))), "", "cannot be read .*a pipe or a device"),
+    ],
+)
+def test_a_malformed_or_missing_file_is_refused_in_one_line(tmp_path, read, text, message):
+    with pytest.raises(UsageError, match=message) as refused:
+        read(tmp_path, text)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("entries", "image", "expected"),
+    [
+        (["a.jpg"], "photos/a.jpg", 0),
+        (["x/a.jpg"], "photos/x/a.jpg", 0),
+        (["photos/x/a.jpg"], "photos/x/a.jpg", 0),
+        (["/data/photos/x/a.jpg"], "x/a.jpg", 0),
+        (["images/a.jpg"], "a.jpg", 0),
+        # the longest match
+        (["a.jpg", "x/a.jpg"], "photos/x/a.jpg", 1),
+        (["a.jpg", "x/a.jpg"], "photos/y/a.jpg", 0),
+        (["b.jpg"], "a.jpg", None),
+        # another image of the same name: its box would be a wrong crop without a word
+        (["x/1.jpg"], "y/1.jpg", None),
+        (["xa.jpg"], "a.jpg", None),
+        (["xx/a.jpg"], "x/a.jpg", None),
+        (["x/a.jpg", "y/a.jpg"], "a.jpg", None),
+    ],
+)
+def test_an_image_is_found_by_the_end_of_its_path_or_has_neither_box_nor_label(tmp_path, entries, image, expected):
+    rows = "".join(f"{entry},{number},0,30,40\n" for number, entry in enumerate([*entries, "other.jpg"]))
+    label = labels(tmp_path, "image,label,y0,x1,y1\n" + rows).find(image)
+    assert label == (None if expected is None else str(expected))
+    table = boxes(tmp_path, HEADER + rows)
+    if expected is not None:
+        assert find(table, image) == (expected, 0, 30, 40)
+    else:
+        with pytest.raises(ImageError, match=r"boxes\.csv") as caught:
+            find(table, image)
+        assert caught.value.code == "no_box"
+
+
+@pytest.mark.parametrize("name", [b"a b.jpg", b"a,b.jpg", b'a"b.jpg', b"a\nb.jpg", b"a\xff.jpg", "für.jpg".encode()])
+def test_odd_names_are_found(tmp_path, name):
+    quoted = b'"' + name.replace(b'"', b'""') + b'"'
+    assert find(boxes(tmp_path, HEADER.encode() + quoted + b",1,2,30,40\n"), os.fsdecode(name)) == BOX
+    table = labels(tmp_path, b"\xef\xbb\xbfimage,label\n" + quoted + b",ash\n")
+    assert table.find("in/" + os.fsdecode(name)) == "ash"
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("data/test/ash/1.jpg", "ash"),
+        ("/ash/1.jpg", "ash"),
+        ("shards/a.tar/ash/1.jpg", "ash"),
+        ("1.jpg", None),
+        ("./1.jpg", None),
+        ("../1.jpg", None),
+        ("/1.jpg", None),
+    ],
+)
+def test_a_folders_name_is_its_images_label(path, label):
+    assert read_labels("folders").find(path) == label
+
+
+def test_the_identity_of_labels_is_their_content(tmp_path):
+    one, other, again = (labels(tmp_path, f"image,label\na,{label}\n").identity for label in "bcb")
+    assert one == again != other
+    assert read_labels("folders").identity == "folders"

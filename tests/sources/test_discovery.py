@@ -1,0 +1,274 @@
+"""Which images a call means, in which order; and files of every nasty kind: one record each, and the run goes on."""
+
+import inspect
+import io
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from opal_deploy.errors import UsageError
+from opal_deploy.sources.discovery import check_inputs, discover
+from opal_deploy.sources.items import Skipped
+from tests.bright import BrightSession, code, predict, save
+
+
+def touch(*paths):
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+
+
+def names(*inputs, skipped=None, recursive=True):
+    found = discover([str(i) for i in inputs], skipped or Skipped(), recursive=recursive)
+    return [item.relative if item.error is None else f"{item.relative}: {item.error.code}" for item in found]
+
+
+def test_a_folders_images_come_sorted_with_those_of_its_subfolders(tmp_path):
+    # a suffix that no decoder may know is not passed over in silence
+    found = ("b.jpg", "a/2.PNG", "a/10.png", "c/d/e.webp", "B.jpg", "z.heic", "z.svg", "overlays/a.jpg")
+    not_images = (".b.jpg", ".cache/c.jpg", "notes.txt", "jpg")
+    # overlays of our own runs
+    ours = ("run/results.jsonl", "run/overlays/000000-a.jpg")
+    touch(*(tmp_path / name for name in (*found, *not_images, *ours)))
+    skipped = Skipped()
+    assert names(tmp_path, skipped=skipped) == sorted(found)
+    assert (skipped.count, skipped.examples) == (6, [".b.jpg", ".cache", "jpg"])
+    assert names(tmp_path, recursive=False) == ["B.jpg", "b.jpg", "z.heic", "z.svg"]
+
+
+def test_inputs_keep_the_order_of_the_call_whatever_their_names(tmp_path):
+    touch(tmp_path / "z.jpg", tmp_path / "a.jpg", tmp_path / "image", tmp_path / ".hidden.jpg", tmp_path / "[a].jpg")
+    # a name like a glob's is that file; one that vanished after the check is an item all the same
+    inputs = ["z.jpg", "a.jpg", "image", ".hidden.jpg", "[a].jpg", "gone.jpg"]
+    assert names(*(tmp_path / name for name in inputs)) == inputs
+
+
+def test_linked_folders_are_followed_but_never_in_a_circle(tmp_path):
+    touch(tmp_path / "data/cats/a.jpg", tmp_path / "in/real/b.jpg")
+    for link, target in {
+        "link": "in",
+        "in/c.jpg": "data/cats/a.jpg",
+        "in/cats": "data/cats",
+        "in/more.png": "data/cats",
+        "in/alias": "in/real",
+        "in/001.Gone": "gone/001",
+        # to a folder around the link, by its own path or by that of a link on the way
+        "in/loop": "in",
+        "in/above": ".",
+        "data/cats/back": "in",
+        "data/cats/self": "data/cats",
+    }.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    expected = ["001.Gone: not_found", "alias/b.jpg", "c.jpg", "cats/a.jpg", "more.png/a.jpg", "real/b.jpg"]
+    skipped = Skipped()
+    assert names(tmp_path / "in", skipped=skipped) == names(tmp_path / "link") == expected
+    # cats/back and cats/self twice
+    assert (skipped.count, skipped.folder_links) == (0, 6)
+    assert names(tmp_path / "in", recursive=False) == ["c.jpg"]
+
+
+def test_folders_may_be_nested_deeper_than_python_recurses(tmp_path):
+    deepest = tmp_path / Path(*["d"] * 150)
+    touch(deepest / "a.jpg")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 100)
+    try:
+        (item,) = discover([str(tmp_path)], Skipped())
+    finally:
+        sys.setrecursionlimit(limit)
+    assert item.source == deepest / "a.jpg"
+
+
+def test_a_folder_without_images_costs_other_inputs_nothing(tmp_path):
+    touch(tmp_path / "one/a.jpg", tmp_path / "one/notes.txt", tmp_path / "two/b.jpg")
+    for empty in ("0", "1", "2"):
+        (tmp_path / empty).mkdir()
+    inputs = [str(tmp_path / name) for name in ("0", "one", "1", "two", "2")]
+    assert names(*inputs) == ["0: no_images", "a.jpg", "1: no_images", "b.jpg", "2: no_images"]
+    # other folders' files are not its own
+    assert all("notes.txt" not in str(item.error) for item in discover(inputs, Skipped()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", r"no images in it or below \(1 other files, such as readme.txt\); expected"),
+        ("*.jpg", "nothing matches"),
+        ("*", "none of its 1 matches is an image by its name"),
+        ("@empty", "the list named no image; expected one path a line"),
+    ],
+)
+def test_an_input_without_images_alone_is_a_wrong_call(tmp_path, monkeypatch, name, message):
+    touch(tmp_path / "in/readme.txt")
+    (tmp_path / "empty").write_text("\n\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        names(name if name.startswith("@") else tmp_path / "in" / name)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", None], ids=["empty", "blank lines", "none"])
+def test_standard_input_without_names_is_a_wrong_call(content):
+    with pytest.raises(UsageError, match="standard input"):
+        list(discover(["-"], Skipped(), None if content is None else io.StringIO(content)))
+
+
+def test_a_glob_takes_files_and_the_folders_it_matches(tmp_path):
+    touch(*(tmp_path / name for name in ("x1.jpg", "x2/a.jpg", "y.jpg", "x3.txt", "x2/d/e.jpg")))
+    skipped = Skipped()
+    assert names(tmp_path / "x*", skipped=skipped) == ["x1.jpg", "a.jpg", "d/e.jpg"]
+    assert skipped.count == 1
+    # each image once, also where links lead in circles
+    for link in ("again", "and_again", "x2/back"):
+        (tmp_path / link).symlink_to(tmp_path)
+    (tmp_path / "z").symlink_to(tmp_path / "x2")
+    assert names(tmp_path / "**") == ["x1.jpg", "a.jpg", "e.jpg", "y.jpg", "a.jpg", "e.jpg"]
+    assert names(tmp_path / "**/d/**/*.jpg") == ["e.jpg", "e.jpg"]
+
+
+def test_a_list_names_one_path_a_line(tmp_path, monkeypatch):
+    content = b"a.jpg\r\n\nb c/\xff.jpg\nlast.png"
+    expected = [b"a.jpg", b"b c/\xff.jpg", b"last.png"]
+    stdin = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
+    assert [os.fsencode(item.source) for item in discover(["-"], Skipped(), stdin)] == expected
+    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbf" + content)
+    assert [os.fsencode(item.source) for item in discover([f"@{tmp_path}/list.txt"], Skipped())] == expected
+    # a file whose name looks like a list's, or like lines of one, is that file
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.jpg\r").touch()
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\rb.jpg\nc.jpg\r\n"), encoding="utf-8")
+    assert [str(item.source) for item in discover(["-"], Skipped(), stdin)] == ["a\rb.jpg", "c.jpg\r"]
+    touch(tmp_path / "@a.png")
+    check_inputs(["@a.png"])
+    assert names("@a.png") == ["@a.png"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], "no images given; expected folders, files, globs, or -"),
+        (["here.jpg", "misspelt.jpg"], "misspelt.jpg: no such file or folder"),
+        (["x" * 5000], "no such file or folder"),
+        (["@none.txt"], "@none.txt: no such list; expected a text file with one path per line"),
+        (["@folder"], "@folder: no such list; expected a text file with one path per line"),
+    ],
+)
+def test_a_misspelt_input_is_refused_before_anything_begins(tmp_path, monkeypatch, inputs, message):
+    monkeypatch.chdir(tmp_path)
+    touch(tmp_path / "here.jpg", tmp_path / "folder/a.jpg")
+    with pytest.raises(UsageError, match=message):
+        check_inputs(inputs)
+
+
+def test_a_list_without_an_end_of_its_line_is_refused():
+    with pytest.raises(UsageError, match=r"^@/dev/zero: a line of 1,048,576 characters or more; expected one path"):
+        list(discover(["@/dev/zero"], Skipped()))
+
+
+def test_folders_and_lists_are_read_as_they_are_needed(tmp_path, monkeypatch):
+    touch(tmp_path / "in/a/1.jpg", tmp_path / "in/b/2.jpg")
+    listed = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path).name) or scandir(path))
+    next(discover([str(tmp_path / "in")], Skipped()))
+    assert "b" not in listed
+
+    os.mkfifo(tmp_path / "list")
+    found = discover([f"@{tmp_path}/list"], Skipped())
+    # for reading too, or opening it would wait for a reader
+    writer = os.open(tmp_path / "list", os.O_RDWR)
+    try:
+        os.write(writer, b"first.jpg\n" * 2000)
+        assert next(found).name == "first.jpg"
+    finally:
+        found.close()
+        os.close(writer)
+
+
+def statuses(items):
+    """The status of each item's record, or the code of its error."""
+    records = predict(items, BrightSession(), batch=4)
+    by_name = {Path(str(r["image"])).name: code(r) or r["status"] for r in records}
+    assert len(by_name) == len(records)
+    return by_name
+
+
+def test_special_files_and_broken_links_get_one_record_each(tmp_path):
+    save(tmp_path / "in/good.png")
+    os.mkfifo(tmp_path / "in/fifo.png")
+    # a special file called an archive is not waited for
+    os.mkfifo(tmp_path / "a.tar")
+    # a name that is not UTF-8
+    save(tmp_path / os.fsdecode(b"in/\xff.png"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "in/socket.png"))
+        (tmp_path / "in/loop.png").symlink_to("loop.png")
+        (tmp_path / "in/nowhere.png").symlink_to("gone.png")
+        (tmp_path / "in/null.png").symlink_to("/dev/null")
+        (tmp_path / "in/empty.png").touch()
+        assert statuses(discover([str(tmp_path / "in"), str(tmp_path / "a.tar")], Skipped())) == {
+            "good.png": "ok",
+            "\\xff.png": "ok",
+            "fifo.png": "not_a_file",
+            "socket.png": "not_a_file",
+            "loop.png": "unreadable",
+            "nowhere.png": "not_found",
+            "null.png": "not_a_file",
+            "empty.png": "empty_file",
+            "a.tar": "not_a_file",
+        }
+
+
+def test_what_the_system_refuses_gets_a_record_and_the_others_theirs(tmp_path, monkeypatch):
+    good = save(tmp_path / "good.png")
+    # seeking in it is an error
+    (tmp_path / "list.txt").write_text(f"/proc/self/mem\n{good}\n{'x' * 5000}.mp4\n{'x' * 5000}.png\n")
+    listed = list(discover([f"@{tmp_path / 'list.txt'}"], Skipped()))
+    assert [code(r) for r in predict(listed, BrightSession(), batch=4)] == [
+        "unreadable", None, "not_an_image", "unreadable",
+    ]  # fmt: skip
+    # deeper than any path may be long
+    name = "d" * 200
+    monkeypatch.chdir(tmp_path)
+    for _ in range(30):
+        os.mkdir(name)
+        os.chdir(name)
+        shutil.copy(good, "a.png")
+    os.chdir(tmp_path)
+    records = predict(discover([name], Skipped()), BrightSession(), batch=4)
+    errors = [code(r) for r in records]
+    assert len(records) > 15
+    assert set(errors) == {None, "unreadable"}
+    # the folder that is too deep, once
+    assert errors.count("unreadable") <= 2
+
+
+def test_files_that_vanish_or_change_during_the_run_get_one_record_each(tmp_path):
+    for number in range(40):
+        save(tmp_path / f"in/{number:02}.png")
+    save(tmp_path / "in/vanishing/a.png")
+    save(tmp_path / "in/z/z.png")
+
+    def find():
+        return discover([str(tmp_path / "in")], Skipped())
+
+    def change_meanwhile():
+        for number, item in enumerate(list(find())[:40]):
+            if number == 0:
+                (tmp_path / "in/05.png").unlink()
+                (tmp_path / "in/06.png").write_bytes(b"something else")
+                (tmp_path / "in/07.png").unlink()
+                (tmp_path / "in/07.png").mkdir()
+            yield item
+        for item in find():
+            shutil.rmtree(tmp_path / "in/vanishing", ignore_errors=True)
+            if Path(item.name).name in ("vanishing", "z.png"):
+                yield item
+
+    found = statuses(change_meanwhile())
+    assert len(found) == 42
+    changed = {"05.png": "not_found", "06.png": "not_an_image", "07.png": "not_a_file", "vanishing": "unreadable"}
+    assert found == {**dict.fromkeys(found, "ok"), **changed}

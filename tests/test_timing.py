@@ -1,0 +1,113 @@
+"""Times of a run: sums by stage and thread role that add up, whatever threads and errors do."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from opal_deploy import timing
+from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.run.drawing import ReportOptions
+from opal_deploy.run.run import LocalBackend, RunOptions, run
+from opal_deploy.sources.image import InputImage
+from opal_deploy.timing import NO_OP_TIMER, StageTimer, StageTimes
+from tests.bright import BrightSession, save
+
+
+@pytest.fixture
+def spend(monkeypatch):
+    """Let seconds pass, and of the processor's time."""
+    now = np.zeros(2)
+    monkeypatch.setattr(timing, "_wall_seconds", lambda: float(now[0]))
+    monkeypatch.setattr(timing, "_cpu_seconds", lambda: float(now[1]))
+
+    def spend(wall, cpu):
+        now[:] += wall, cpu
+
+    return spend
+
+
+def rows(times):
+    return {row.stage: (row.wall, row.cpu, row.calls) for row in times.stages}
+
+
+def test_a_stage_has_its_own_calls_seconds_and_processor_time(spend):
+    timer = StageTimer()
+    with timer.stage("decode"):
+        spend(2, 1)
+        for _ in range(2):
+            with timer.stage("read"):
+                spend(10, 5)
+    with timer.stage("compute"):
+        spend(8, 4)
+    with timer.waiting("disk"), timer.stage("write"):
+        spend(4, 0)
+    with timer.waiting("images"):
+        spend(1, 0)
+    times = timer.read()
+    assert rows(times) == {
+        "read": (20, 10, 2), "decode": (2, 1, 1), "compute": (8, 4, 1), "write": (4, 0, 1),
+    }  # fmt: skip
+    assert times.waits == (("images", 1), ("disk", 4))
+
+
+def test_an_exception_ends_its_stage_and_passes_through(spend):
+    timer = StageTimer()
+    with pytest.raises(KeyError), timer.stage("decode"), timer.stage("read"):
+        raise KeyError
+    with timer.stage("draw"):
+        spend(1, 0)
+        # what has ended can be read while the rest runs
+        assert [row.stage for row in timer.read().stages] == ["read", "decode"]
+    # it is not counted as if it were still inside the one that failed
+    assert rows(timer.read()) == {"read": (0, 0, 1), "decode": (0, 0, 1), "draw": (1, 0, 1)}
+
+
+def test_threads_add_up_under_their_role(spend):
+    timer = StageTimer()
+    barrier = threading.Barrier(3)
+
+    def work(_):
+        barrier.wait(10)
+        for _ in range(200):
+            with timer.stage("decode"):
+                pass
+
+    with ThreadPoolExecutor(3, initializer=timer.register_thread, initargs=("decoders",)) as pool:
+        list(pool.map(work, range(3)))
+    with timer.stage("decode"):
+        spend(3, 1)
+    decoders, loop = timer.read().stages
+    assert [(row.role, row.calls) for row in (decoders, loop)] == [("decoders", 600), ("loop", 1)]
+    assert (loop.wall, loop.cpu) == (3, 1)
+    both = timer.read().sum_stage("decode")
+    assert (both.calls, both.wall) == (601, decoders.wall + loop.wall)
+
+
+def test_the_no_op_timer_measures_nothing():
+    NO_OP_TIMER.register_thread("decoders")
+    with NO_OP_TIMER.stage("decode"), NO_OP_TIMER.waiting("disk"):
+        pass
+    assert NO_OP_TIMER.read() == StageTimes()
+
+
+def test_a_run_times_every_stage_where_it_happens(tmp_path):
+    images = [save(tmp_path / f"{n}.png", (300, 200)) for n in range(9)]
+    (tmp_path / "out").mkdir()
+    options = RunOptions(tmp_path / "out", InferenceOptions(batch=4), ReportOptions())
+    summary = run(iter(map(InputImage.at, images)), LocalBackend([BrightSession()]), options)
+    found = {(row.role, row.stage): row.calls for row in summary.times.stages}
+    # opened, and read at least once
+    assert found.pop(("decoders", "read")) >= 18
+    assert found == {
+        ("decoders", "decode"): 9,
+        # for the model, and to be drawn on
+        ("decoders", "resize"): 18,
+        ("session", "compute"): 3,
+        ("loop", "evidence"): 3,
+        ("drawers", "draw"): 9,
+        ("drawers", "write"): 9,
+        ("loop", "write"): 9,
+    }
+    assert [what for what, _ in summary.times.waits] == ["images", "session", "drawing", "disk"]
