@@ -22,7 +22,7 @@ from opal_deploy.editing.options import EditOptions
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.export.options import EngineOptions, OnnxOptions, TritonOptions, WebOptions
 from opal_deploy.options import Options, default_of, option_fields
-from opal_deploy.records import json_schema
+from opal_deploy.records.record import json_schema
 from opal_deploy.records.tables import COLUMNS
 from opal_deploy.runtime.gates import GATES, WIDEST
 from opal_deploy.train.options import TrainRunOptions

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from opal_deploy.editing.api import edit_model
     from opal_deploy.evaluation.api import evaluate_model, evaluate_models
     from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
-    from opal_deploy.records import json_schema, to_coco, to_label_studio, to_pandas
-    from opal_deploy.records.record import Answered, Failed, Record
+    from opal_deploy.records.converters import to_coco, to_label_studio
+    from opal_deploy.records.record import Answered, Failed, Record, json_schema
+    from opal_deploy.records.tables import to_pandas
     from opal_deploy.train.api import train_model
 
 __all__ = [
@@ -76,8 +77,9 @@ _LAZY = {
     "api.explanation": ("Explanation", "Explanations"),
     "api.infer": ("InferenceRun", "run_inference"),
     "api.service": ("Service",),
-    "records": ("json_schema", "to_coco", "to_label_studio", "to_pandas"),
-    "records.record": ("Answered", "Failed", "Record"),
+    "records.converters": ("to_coco", "to_label_studio"),
+    "records.tables": ("to_pandas",),
+    "records.record": ("Answered", "Failed", "Record", "json_schema"),
     "train.api": ("train_model",),
 }
 

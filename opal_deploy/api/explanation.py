@@ -23,10 +23,7 @@ from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.names import find_common_folder, unescape_name
 from opal_deploy.records.record import Answer, Answered, Failed, Problem, Record, Slot, to_record
-from opal_deploy.records.run_files import REPORT, RESULTS, RUN, overlay_name, write_image_file
 from opal_deploy.sources.image import InputImage
-from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg, encode_jpeg
-from opal_deploy.visualization.style import escape_unprintable, slot_color, to_hex
 
 if TYPE_CHECKING:
     from opal_deploy.api.model import Model
@@ -81,6 +78,8 @@ class Explanation(dict[str, Any]):
             ImageError: there is no prediction, or the image was not kept, is gone or has changed.
             UsageError: the file cannot be written.
         """
+        from opal_deploy.visualization.overlay import encode_jpeg
+
         return save_bytes(path, encode_jpeg(self._draw()))
 
     def save_sheet(self, path: StrPath, *, narrow: bool = False) -> Path:
@@ -109,6 +108,8 @@ class Explanation(dict[str, Any]):
         return load_record_image(self.record, self._origin.image, self._origin.options.max_pixels)
 
     def _draw(self) -> Image.Image:
+        from opal_deploy.visualization.overlay import draw_overlay
+
         return draw_overlay(self._load_image(), self.record)
 
     def __reduce__(self) -> tuple[type[Explanation], tuple[dict[str, Any]]]:
@@ -155,6 +156,7 @@ class Explanations(list[Explanation]):
         Raises:
             UsageError: the folder holds a run of `infer`, or cannot be written. StoppedEarly: the disk is full.
         """
+        from opal_deploy.records.run_files import REPORT, RESULTS, RUN
         from opal_deploy.run import drawing
         from opal_deploy.run.results import RecordWriter
 
@@ -205,6 +207,9 @@ class Explanations(list[Explanation]):
 
 def _save_drawing(out: Path, index: int, explanation: Explanation) -> Record:
     """Write the overlay of a record, and return the record with its name, or with the reason why there is none."""
+    from opal_deploy.records.run_files import overlay_name, write_image_file
+    from opal_deploy.visualization.overlay import encode_jpeg
+
     record = explanation.record
     if isinstance(record, Failed):
         return record
@@ -225,6 +230,8 @@ def save_bytes(path: StrPath, data: bytes) -> Path:
 
 def format_line(record: Record) -> str:
     """Return the record in one line, which no character of a file name can break."""
+    from opal_deploy.visualization.style import escape_unprintable
+
     name = "image" if record.image is None else escape_unprintable(record.image)
     if isinstance(record, Failed):
         return f"{name}: error {record.error.code}: {escape_unprintable(record.error.message)}"
@@ -234,6 +241,8 @@ def format_line(record: Record) -> str:
 
 
 def _format_answer(answer: Answer) -> str:
+    from opal_deploy.visualization.style import escape_unprintable
+
     value = f"logit {answer.logit:.4f}" if answer.cosine is None else f"cosine {answer.cosine:.4f}"
     probability = answer.calibrated_probability
     calibrated = "" if probability is None else f", calibrated probability {probability:.3f}"
@@ -241,10 +250,14 @@ def _format_answer(answer: Answer) -> str:
 
 
 def _safe(text: str) -> str:
+    from opal_deploy.visualization.style import escape_unprintable
+
     return escape(escape_unprintable(text), quote=True)
 
 
 def _slot_row(slot: Slot) -> str:
+    from opal_deploy.visualization.style import slot_color, to_hex
+
     swatch = f'<span style="color:{to_hex(slot_color(slot.slot))}">&#9632;</span>'
     name = f" {_safe(slot.name)}" if slot.name else ""
     contribution = "" if slot.contribution is None else f"{slot.contribution:.4f}"
@@ -255,6 +268,8 @@ def _slot_row(slot: Slot) -> str:
 
 def _embed(overlay: Image.Image, alt: str) -> str:
     """Return an overlay as an <img> element."""
+    from opal_deploy.visualization.overlay import embed_jpeg
+
     overlay.thumbnail((2 * _WIDTH, 2 * _WIDTH), Image.Resampling.BILINEAR)
     return f'<img alt="{_safe(alt)}" style="max-width:{_WIDTH}px" src="{embed_jpeg(overlay)}">'
 

@@ -7,13 +7,12 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 from PIL import Image
 
 from opal_deploy.api.explanation import Explanation, Explanations, Origin, load_record_image, save_bytes
-from opal_deploy.api.service import Service
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, UsageError
@@ -26,10 +25,10 @@ from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Failed, Record, to_record
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
-from opal_deploy.sources.discovery import check_inputs, discover
 from opal_deploy.sources.image import InputImage
-from opal_deploy.sources.items import Skipped
-from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+
+if TYPE_CHECKING:
+    from opal_deploy.api.service import Service
 
 
 class Model:
@@ -155,6 +154,10 @@ class Model:
             model_sha256=self.sha256,
         )  # fmt: skip
         if isinstance(images, str | os.PathLike):
+            # archives, videos and buckets are loaded where they are looked for
+            from opal_deploy.sources.discovery import check_inputs, discover
+            from opal_deploy.sources.items import Skipped
+
             inputs = [os.fspath(images)]
             check_inputs(inputs)
             found = discover(inputs, Skipped())
@@ -180,6 +183,8 @@ class Model:
         Raises:
             ImageError: the record has no prediction, or its image is gone or has changed.
         """
+        from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+
         typed = to_record(record)
         return save_bytes(path, encode_jpeg(draw_overlay(load_record_image(typed, image), typed)))
 
@@ -254,6 +259,8 @@ class Model:
             decode_timeout: seconds per image, with `isolate`; None: no limit.
             isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
         """
+        from opal_deploy.api.service import Service
+
         options = InferenceOptions(
             batch=batch,
             workers=workers,

@@ -33,7 +33,7 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
     """
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.auditing.results import find_results, read_all_records
-    from opal_deploy.records import label_config, to_coco, to_label_studio
+    from opal_deploy.records.converters import label_config, to_coco, to_label_studio
 
     if options.config is not None and options.to != "label-studio":
         raise UsageError("--config: only --to label-studio has a labelling interface")

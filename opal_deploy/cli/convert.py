@@ -32,6 +32,6 @@ def convert(
 
 def schema() -> None:
     """Write the JSON schema (draft 2020-12) of a record, a line of results.jsonl, to stdout."""
-    from opal_deploy.records import json_schema
+    from opal_deploy.records.record import json_schema
 
     print_json_line(json.dumps(json_schema(), indent=2))

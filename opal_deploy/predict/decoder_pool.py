@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -26,12 +26,13 @@ from opal_deploy.predict.prepare import ReadAhead, is_remote, prepare
 from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import display_size
-from opal_deploy.sources.image import InputImage
-from opal_deploy.sources.members import SpooledMember
+from opal_deploy.sources.image import InputImage, SpooledMember
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.workers.pool import ProcessPool
-from opal_deploy.workers.process import WorkerCrashed, WorkerTimeout
-from opal_deploy.workers.worker import Data, Response
+
+if TYPE_CHECKING:
+    from opal_deploy.workers.pool import ProcessPool
+    from opal_deploy.workers.process import WorkerCrashed, WorkerTimeout
+    from opal_deploy.workers.worker import Data, Response
 
 # decoded at a time, on average per worker: two photographs of an ordinary camera pass side by side, larger ones wait. A
 # pixel takes four bytes, eight during conversion
@@ -78,6 +79,8 @@ class DecoderPool:
         self._held = FairSemaphore(PIXELS_PER_WORKER * options.workers)
         self._processes: ProcessPool | None = None
         if (layout := self._slots.layout) is not None:
+            from opal_deploy.workers.pool import ProcessPool
+
             # no worker needs the names
             task = PrepareTask(layout, replace(options, slot_names=None))
             self._processes = ProcessPool(options.workers, task, options.decode_timeout, timer, [layout.descriptor])
@@ -177,6 +180,8 @@ class DecoderPool:
             batch.images[row] = replace(answer, input=batch.drop_source(row))
 
     def _build_error(self, failure: WorkerCrashed | WorkerTimeout) -> ImageError:
+        from opal_deploy.workers.process import WorkerCrashed
+
         if isinstance(failure, WorkerCrashed):
             return ImageError("decoder_crashed", f"its decoder {failure}")
         limit = self._options.decode_timeout

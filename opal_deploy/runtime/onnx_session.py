@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,10 +20,11 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs, check_tensors
 from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, first_line, require
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime.cuda import diagnose_gpu
-from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.runtime.devices import available_cpus, find_gpu_problem, parse_device, read_driver
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
+
+if TYPE_CHECKING:
+    from opal_deploy.runtime.cuda_options import CudaOptions
 
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
@@ -206,7 +207,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def cuda_is_usable() -> bool:
     """Return whether ONNX Runtime is installed with its CUDA provider and CUDA runs on a GPU here."""
-    return _has_cuda_provider() and not any(diagnose_gpu(read_driver()))
+    if not _has_cuda_provider():
+        return False
+    from opal_deploy.runtime.cuda import diagnose_gpu
+
+    return not any(diagnose_gpu(read_driver()))
 
 
 def _explain_unused_gpu() -> str:
@@ -214,6 +219,8 @@ def _explain_unused_gpu() -> str:
     driver = read_driver()
     if not driver.gpus or not _has_cuda_provider():
         return ""
+    from opal_deploy.runtime.cuda import diagnose_gpu
+
     problem, advice = diagnose_gpu(driver)
     return f" (the GPU is not used: {problem}; {advice})"
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import Sidecar, read_sidecar
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, ENGINE_SUFFIX, ONNX_SUFFIX, ModelKind, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.options import RuntimeName
 from opal_deploy.runtime.devices import split_devices
 from opal_deploy.runtime.session import Session
-from opal_deploy.runtime.tensorrt import find_doubt
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.engine_file import Sidecar
 
 
 def _open_onnx(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
@@ -27,6 +29,12 @@ def _open_engine(path: Path, device: str, _threads: int | None, cuda_graphs: boo
     from opal_deploy.runtime.engine_session import EngineSession
 
     return EngineSession(path, device=device, cuda_graphs=cuda_graphs)
+
+
+def _read_engine(path: Path) -> Metadata:
+    from opal_deploy.artifact.engine_file import read_sidecar
+
+    return read_sidecar(path).metadata
 
 
 def _open_checkpoint(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
@@ -61,7 +69,7 @@ class Runtime:
 
 RUNTIMES: dict[RuntimeName, Runtime] = {
     "onnxruntime": Runtime("onnx", "an ONNX file (.onnx)", _open_onnx, onnx_file.read_metadata),
-    "tensorrt": Runtime("engine", "an engine (.engine)", _open_engine, lambda path: read_sidecar(path).metadata),
+    "tensorrt": Runtime("engine", "an engine (.engine)", _open_engine, _read_engine),
     "torch": Runtime("checkpoint", "a checkpoint (.pt)", _open_checkpoint, _read_checkpoint),
 }
 _BY_KIND = {runtime.kind: runtime for runtime in RUNTIMES.values()}
@@ -250,6 +258,9 @@ class _Model:
 
 def _list_models(folder: Path, check_engine: Callable[[Sidecar], str], prefix: str) -> tuple[list[_Model], list[str]]:
     """Return the exported models in a folder, and one line for every other file that looks like a model."""
+    from opal_deploy.artifact.engine_file import read_sidecar
+    from opal_deploy.runtime.tensorrt import find_doubt
+
     models, others = [], []
     # names of files that are being written begin with a dot
     visible = sorted(path for path in folder.glob(f"{prefix}*") if not path.name.startswith(".") and path.is_file())

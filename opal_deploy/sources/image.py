@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from tempfile import TemporaryFile
+from typing import BinaryIO, TypeAlias
 
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import Source
@@ -84,3 +88,30 @@ class InputImage:
             index=index,
             relative=path.name if relative is None else relative,
         )
+
+
+class SpooledMember:
+    """A large image of a compressed tar, in a temporary file of Linux, which also a killed process leaves no trace of.
+
+    Pickled, for another machine, it is the image's bytes; a process of this machine opens it by its path.
+    """
+
+    def __init__(self, pieces: Iterable[bytes], size: int) -> None:
+        """Keep the `size` bytes of the pieces; raise OSError without room for them."""
+        self.size = size
+        with TemporaryFile() as file:
+            file.writelines(pieces)
+            file.flush()
+            # open for as long as somebody needs the image
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __fspath__(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
+        return bytes, (Path(self).read_bytes(),)
+
+    def open(self) -> BinaryIO:
+        """Open the image."""
+        return open(os.fspath(self), "rb")

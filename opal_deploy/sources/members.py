@@ -6,13 +6,11 @@ zip are not opened with `zipfile`, which would read the whole directory in each 
 from __future__ import annotations
 
 import io
-import os
 import posixpath
 import re
 import struct
-import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,33 +153,6 @@ class ByteRange:
         if header is None:
             raise ImageError("corrupt_image", "the archive has no member where its directory says")
         return header.length
-
-
-class SpooledMember:
-    """A large image of a compressed tar, in a temporary file of Linux, which also a killed process leaves no trace of.
-
-    Pickled, for another machine, it is the image's bytes; a process of this machine opens it by its path.
-    """
-
-    def __init__(self, pieces: Iterable[bytes], size: int) -> None:
-        """Keep the `size` bytes of the pieces; raise OSError without room for them."""
-        self.size = size
-        with TemporaryFile() as file:
-            file.writelines(pieces)
-            file.flush()
-            # open for as long as somebody needs the image
-            self._descriptor = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def __fspath__(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
-        return bytes, (Path(self).read_bytes(),)
-
-    def open(self) -> BinaryIO:
-        """Open the image."""
-        return open(os.fspath(self), "rb")
 
 
 # 100 megapixels of 16-bit RGB fit

@@ -22,14 +22,13 @@ from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.records.names import escape_name
 from opal_deploy.sources import members
-from opal_deploy.sources.image import InputImage, Location
+from opal_deploy.sources.image import InputImage, Location, SpooledMember
 from opal_deploy.sources.items import Skipped, is_image_name
 from opal_deploy.sources.members import (
     MAX_HELD,
     ArchiveError,
     ByteRange,
     Link,
-    SpooledMember,
     changed,
     is_hidden,
     member_items,

@@ -10,8 +10,9 @@ import pytest
 
 import opal_deploy
 from opal_deploy.errors import MissingExtra, StoppedEarly, UsageError
-from opal_deploy.records import label_config, tables, to_coco, to_label_studio
+from opal_deploy.records import tables
 from opal_deploy.records.build import error_record
+from opal_deploy.records.converters import label_config, to_coco, to_label_studio
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import to_record
 from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, write_table

@@ -5,9 +5,8 @@ import json
 import pytest
 
 import opal_deploy
-from opal_deploy.records import json_schema
 from opal_deploy.records.lines import parse_json, parse_record, to_document
-from opal_deploy.records.record import Answered, Failed, to_record
+from opal_deploy.records.record import Answered, Failed, json_schema, to_record
 
 ANSWER = {"class_id": 0, "label": "ash", "logit": -0.5, "cosine": 0.875, "calibrated_probability": 0.75}
 SLOT = {"slot": 0, "channel": 0, "cell": [0, 1], "score": 0.5, "contribution": 0.875, "box": [1.0, 0.0, 2.0, 1.0]}
