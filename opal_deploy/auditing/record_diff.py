@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import PER_IMAGE
 from opal_deploy.records.record import rename_keys
 from opal_deploy.runtime.gates import Gate
 
@@ -49,7 +50,7 @@ class Tolerance:
         logit: relative to max(1, |logit|).
         score: absolute.
         tie: relative lead of a cell under which another one counts as equal.
-        ood_score: absolute.
+        others: of each output of one number per image, by name, absolute.
         temperature: of calibrated probabilities, which follow from logits that may differ; None for a model without.
     """
 
@@ -57,7 +58,7 @@ class Tolerance:
     logit: float
     score: float
     tie: float
-    ood_score: float
+    others: Mapping[str, float]
     temperature: float | None = None
 
     @staticmethod
@@ -70,7 +71,7 @@ class Tolerance:
         if metadata.precision != "fp32":
             return replace(_LOW_PRECISION[metadata.precision], temperature=metadata.temperature)
         gate = Gate.of_model(metadata).relaxed_for_machine()
-        return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie, gate.others["ood_score"], metadata.temperature)
+        return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie, gate.others, metadata.temperature)
 
     def of_logit(self, logit: float) -> float:
         """Return the largest accepted difference of a logit, absolute."""
@@ -87,9 +88,9 @@ class Tolerance:
 
 # ten units in the last place of the body's format, at values near 1; int8 kernels differ in how they saturate
 _LOW_PRECISION = {
-    "fp16": Tolerance(cosine=5e-3, logit=1e-2, score=1e-2, tie=1e-2, ood_score=1e-2),
-    "bf16": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, ood_score=4e-2),
-    "int8": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, ood_score=4e-2),
+    "fp16": Tolerance(cosine=5e-3, logit=1e-2, score=1e-2, tie=1e-2, others=dict.fromkeys(PER_IMAGE, 1e-2)),
+    "bf16": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, others=dict.fromkeys(PER_IMAGE, 4e-2)),
+    "int8": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, others=dict.fromkeys(PER_IMAGE, 4e-2)),
 }
 
 
@@ -144,8 +145,8 @@ def _compare_records(
             yield from _compare_object(key, old, new, {"code": _compare_code, "message": lambda *_: iter(())})
         elif key == "margin":
             yield from _compare_number(key, old, new, 2 * tolerance.cosine)
-        elif key == "ood_score":
-            yield from _compare_number(key, old, new, tolerance.ood_score)
+        elif key in tolerance.others:
+            yield from _compare_number(key, old, new, tolerance.others[key])
         elif old != new or type(old) is not type(new):
             yield FieldDifference(key, old, new)
 

@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.outputs import PER_IMAGE, Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
@@ -35,6 +35,10 @@ class FramePlace(NamedTuple):
 
     frame: int
     time: float | None
+
+
+# the outputs of one number per image that are fields of a record
+RECORDED_OUTPUTS = tuple(name for name in PER_IMAGE if name in Answered.__struct_fields__)
 
 
 class ImageInfo(NamedTuple):
@@ -84,8 +88,8 @@ def build_records(
         record = Answered(
             **_begin(image.name, image.image_index, image.digests, image.frame), status=status,
             width=image.geometry.width, height=image.geometry.height, prediction=answers[0], margin=margin,
-            ood_score=values.get("ood_score"), reason=reason or None, top=answers[:top], evidence=slots,
-            label=image.label,
+            reason=reason or None, top=answers[:top], evidence=slots, label=image.label,
+            **{name: values[name] for name in RECORDED_OUTPUTS if name in values},
         )  # fmt: skip
         records.append(record)
     return records

@@ -187,12 +187,13 @@ export function buildRecord(picture, outputs) {
   });
   const margin = findMargin(cosines, order);
   const evidence = findSlots(order[0], outputs, norm, new Set(), picture.width, picture.height);
-  const { ood_score } = outputs.perImage, rule = judge({ margin, ...outputs.perImage });
+  const rule = judge({ margin, ...outputs.perImage });
+  const recorded = Object.entries(outputs.perImage).filter(([name]) => model.recorded_outputs.includes(name));
   return {
     schema: 1, image: picture.name, status: rule?.status ?? "ok", image_sha256: picture.sha256, model_sha256: model.model_sha256,
     width: picture.width, height: picture.height, prediction: answer(order[0]),
-    margin, ...(ood_score !== undefined && { ood_score }),
-    ...(rule?.quantity === "ood_score" && { reason: describeOodScore(ood_score, rule.limit, evidence) }),
+    margin, ...Object.fromEntries(recorded),
+    ...(rule?.quantity === "ood_score" && { reason: describeOodScore(outputs.perImage.ood_score, rule.limit, evidence) }),
     top: order.slice(0, 5).map(answer), evidence,
   };
 }

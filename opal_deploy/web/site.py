@@ -34,6 +34,7 @@ from opal_deploy.errors import ArtifactError, ImageError, UsageError
 from opal_deploy.predict.setup import fingerprint_model
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
+from opal_deploy.records.build import RECORDED_OUTPUTS
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.run.sheets import load_atlas
 from opal_deploy.runtime.gates import Gate
@@ -213,6 +214,7 @@ class Site:
             "gate": Gate.of_model(metadata).to_dict(),
             "temperature": metadata.temperature,
             "per_image": metadata.find_outputs(PER_IMAGE),
+            "recorded_outputs": RECORDED_OUTPUTS,
             "decision": self.decision.resolve(path, metadata).to_rules(),
             "runtimes": {
                 provider: dict(zip(("script", "wasm"), map(_served_name, _ORT_FILES[provider]), strict=True))

@@ -8,7 +8,7 @@ import pytest
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.record_diff import Tolerance, diff_records
 
-TOLERANCE = Tolerance(cosine=1e-3, logit=1e-3, score=1e-3, tie=1e-2, ood_score=1e-3)
+TOLERANCE = Tolerance(cosine=1e-3, logit=1e-3, score=1e-3, tie=1e-2, others={"ood_score": 1e-3})
 
 
 def answer(class_id, cosine):
