@@ -74,7 +74,12 @@ def _refuse(constant: str) -> NoReturn:
 
 def to_document(record: Record) -> dict[str, Any]:
     """Return what JSON holds of a record."""
-    document: dict[str, Any] = json.loads(to_json_line(record))
+    line = to_json_line(record)
+    try:
+        document: dict[str, Any] = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        # a lone surrogate
+        document = json.loads(line)
     return document
 
 

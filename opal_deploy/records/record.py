@@ -8,6 +8,7 @@ that a record lacks is None and is not written.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import NoneType
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
@@ -204,7 +205,7 @@ def to_record(document: Any) -> Record:
     """
     if isinstance(document, (Answered, Failed)):
         return document
-    if not isinstance(document, dict):
+    if not isinstance(document, Mapping):
         raise ValueError(f"{type(document).__name__} found, expected an object")
     document = rename_keys(document)
     try:
@@ -215,10 +216,8 @@ def to_record(document: Any) -> Record:
         raise ValueError(str(error)) from None
 
 
-def rename_keys(document: dict[str, Any]) -> dict[str, Any]:
+def rename_keys(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record's document with the keys that this version gives to the fields."""
-    if _RENAMED.keys().isdisjoint(document):
-        return document
     return {_RENAMED.get(key, key): value for key, value in document.items()}
 
 
