@@ -75,7 +75,7 @@ class Gate:
             if all(map(is_finite_number, known.values())):
                 others = {name: known.pop(name, default) for name, default in tolerances("fp32").items()}
                 return Gate(**known, others=others)
-        except (TypeError, KeyError):
+        except (TypeError, KeyError, AttributeError):
             pass
         raise ArtifactError("its verification's gate is not one of numbers; export it again")
 
