@@ -150,7 +150,7 @@ def _build(config: NetworkConfig) -> OpalNetwork:
 
 
 def replace_head_with_linear(network: NamedNetwork) -> NamedNetwork:
-    """Return the paper's linear baseline on the same backbone with the same weights; the dense layer is random."""
+    """Return the paper's linear head on the same backbone with the same weights; the dense layer is random."""
     linear = _build(replace(network.config, head=LINEAR_BASELINE))
     linear.backbone.load_state_dict(network.checkpoint.network.backbone.state_dict())
     return _name_network(linear)

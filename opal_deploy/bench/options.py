@@ -142,7 +142,7 @@ class SweepOptions(TimingOptions, ModelOptions):
     head: Annotated[
         Literal["opal", "linear", "plain"],
         Option(
-            "Head of --backbone: opal, the paper's linear baseline (unit-length features), or the network's own "
+            "Head of --backbone: opal, the paper's linear head (unit-length features), or the network's own "
             "classifier (plain).",
             panel=_MODEL,
         ),

@@ -45,7 +45,7 @@ _VERDICTS: dict[str, Verdict] = {
 def overhead(options: OverheadOptions) -> None:
     """Count parameters and operations of backbones and their heads, as in the paper's overhead table.
 
-    The heads are OPAL, the paper's linear baseline, which normalises its features to length 1, and the network's own
+    The heads are OPAL, the paper's linear head, which normalises its features to length 1, and the network's own
     classifier (plain).
     """
     for package in ("torch", "torchvision"):

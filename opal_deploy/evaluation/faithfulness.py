@@ -1,7 +1,7 @@
 """Faithfulness of the evidence: what removing the evidence cells changes, next to controls, and how stable cells are.
 
 Everything here works on the model's input, uint8 [N, H0, W0, 3] before normalisation, through any session. A cell is
-removed by painting its rectangle of the input with a baseline; the figure is the cosine of the class predicted for the
+removed by painting its rectangle of the input with a fill; the figure is the cosine of the class predicted for the
 unchanged image. A cell's receptive field is larger than its rectangle, so every figure is compared with controls that
 remove as many other cells.
 """
@@ -18,7 +18,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.annotations import Annotations
 from opal_deploy.evaluation.metrics import figures_to_dict, format_columns
-from opal_deploy.evaluation.options import BASELINES, Baseline
+from opal_deploy.evaluation.options import FILLS, Fill
 from opal_deploy.evaluation.perturbation import (
     Curve,
     Curves,
@@ -59,7 +59,7 @@ class Advantage:
 
 @dataclass(frozen=True)
 class RankingFigures:
-    """One ranking with one baseline, over the images that have it.
+    """One ranking with one fill, over the images that have it.
 
     Attributes:
         deletion, insertion: mean cosine after 0, 1, ..., m steps; an image with fewer cells keeps its last value.
@@ -69,7 +69,7 @@ class RankingFigures:
         advantage: of the evidence over this ranking; None for the evidence itself.
     """
 
-    fill: Baseline
+    fill: Fill
     ranking: str
     images: int
     cells: float
@@ -123,9 +123,9 @@ class Faithfulness:
         return figures_to_dict(self)
 
 
-def max_forward_passes(images: int, metadata: Metadata, baselines: Sequence[Baseline]) -> int:
+def max_forward_passes(images: int, metadata: Metadata, fills: Sequence[Fill]) -> int:
     """Return the most forward passes a measurement takes: no two slots or rankings share a cell."""
-    per_image = len(RANKINGS) * 2 * metadata.class_map.max_slots * len(baselines)
+    per_image = len(RANKINGS) * 2 * metadata.class_map.max_slots * len(fills)
     return images * (1 + len(image_changes(0)) + per_image)
 
 
@@ -136,7 +136,7 @@ def measure_faithfulness(
     annotations: Annotations,
     *,
     boxes: bool = True,
-    baselines: Sequence[Baseline] = BASELINES,
+    fills: Sequence[Fill] = FILLS,
     heat_map: HeatMap | None = None,
     batch: int = 16,
     seed: int = 0,
@@ -178,11 +178,11 @@ def measure_faithfulness(
             for row, (index, geometry) in enumerate(zip(indices, geometries, strict=True))
         ]
         stabilities += measure_stability(perturber, pixels, outputs, indices, metadata, seed, center)
-        curves += perturbation_curves(perturber, pixels, rankings, indices, metadata.grid, baselines, seed)
+        curves += perturbation_curves(perturber, pixels, rankings, indices, metadata.grid, fills, seed)
         different_cells += [len(ranking.evidence) for ranking in rankings]
         progress(len(curves), len(chosen), f"{perturber.forward_passes:,} forward passes")
     unavailable = {} if heat_map is not None else {GRAD_CAM: NO_GRADIENTS}
-    without = sum((baselines[0], RANDOM) not in by_ranking for by_ranking in curves)
+    without = sum((fills[0], RANDOM) not in by_ranking for by_ranking in curves)
     if without:
         unavailable[RANDOM] = f"{without} of {len(curves)} images left out: all their foreground cells are evidence"
     return Faithfulness(
@@ -192,29 +192,29 @@ def measure_faithfulness(
         float(np.mean(different_cells)),
         perturber.forward_passes,
         f"random {annotations.foreground}",
-        _summarize_rankings(curves, baselines, metadata.class_map.max_slots),
+        _summarize_rankings(curves, fills, metadata.class_map.max_slots),
         _summarize_stability(stabilities),
         unavailable,
         seed,
     )
 
 
-def _summarize_rankings(curves: Sequence[Curves], baselines: Sequence[Baseline], steps: int) -> list[RankingFigures]:
-    """Return the figures by baseline, then in the order of `RANKINGS`; a ranking that no image has is left out."""
+def _summarize_rankings(curves: Sequence[Curves], fills: Sequence[Fill], steps: int) -> list[RankingFigures]:
+    """Return the figures by fill, then in the order of `RANKINGS`; a ranking that no image has is left out."""
     figures = []
-    for baseline in baselines:
+    for fill in fills:
         for ranking in RANKINGS:
             pairs = [
-                (other, by_ranking[baseline, CONTRIBUTION].first(other.steps))
+                (other, by_ranking[fill, CONTRIBUTION].first(other.steps))
                 for by_ranking in curves
-                if (other := by_ranking.get((baseline, ranking))) is not None
+                if (other := by_ranking.get((fill, ranking))) is not None
             ]
             if pairs:
-                figures.append(_summarize(baseline, ranking, pairs, steps))
+                figures.append(_summarize(fill, ranking, pairs, steps))
     return figures
 
 
-def _summarize(baseline: Baseline, ranking: str, pairs: list[tuple[Curve, Curve]], steps: int) -> RankingFigures:
+def _summarize(fill: Fill, ranking: str, pairs: list[tuple[Curve, Curve]], steps: int) -> RankingFigures:
     ranked = [curve for curve, _ in pairs]
     advantage = None
     if ranking != CONTRIBUTION:
@@ -234,7 +234,7 @@ def _summarize(baseline: Baseline, ranking: str, pairs: list[tuple[Curve, Curve]
         return [float(value) for value in np.mean(padded, axis=0)]
 
     return RankingFigures(
-        baseline,
+        fill,
         ranking,
         len(ranked),
         mean_of("steps"),

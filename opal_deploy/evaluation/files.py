@@ -207,20 +207,20 @@ def draw_curve(curve: RiskCurve, threshold: Threshold | None, path: Path) -> Non
 
 
 def draw_curves(measured: Faithfulness, title: str, path: Path) -> None:
-    """Write a PNG of the curves: deletion above, insertion below, a column per baseline."""
+    """Write a PNG of the curves: deletion above, insertion below, a column per fill."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    baselines = list(dict.fromkeys(figures.fill for figures in measured.rankings))
-    figure = Figure(figsize=(4.2 * len(baselines) + 1.5, 7.0), layout="constrained")
-    axes = figure.subplots(2, len(baselines), squeeze=False, sharex=True, sharey=True)
-    for column, baseline in enumerate(baselines):
+    fills = list(dict.fromkeys(figures.fill for figures in measured.rankings))
+    figure = Figure(figsize=(4.2 * len(fills) + 1.5, 7.0), layout="constrained")
+    axes = figure.subplots(2, len(fills), squeeze=False, sharex=True, sharey=True)
+    for column, fill in enumerate(fills):
         for row, name in enumerate(("deletion", "insertion")):
             axis = axes[row, column]
-            for figures in (f for f in measured.rankings if f.fill == baseline):
+            for figures in (f for f in measured.rankings if f.fill == fill):
                 curve = getattr(figures, name)
                 axis.plot(range(len(curve)), curve, label=figures.ranking, markersize=4, **_STYLES[figures.ranking])
-            axis.set_title(f"{name}, {baseline}")
+            axis.set_title(f"{name}, {fill}")
             axis.grid(alpha=0.3)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[0, column].set_xlabel("cells removed")

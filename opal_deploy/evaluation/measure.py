@@ -256,7 +256,7 @@ class _ModelMeasurement:
             chosen,
             inputs.annotations,
             boxes=options.boxes,
-            baselines=options.fill,
+            fills=options.fill,
             heat_map=heat_map,
             batch=options.batch,
             seed=options.seed,

@@ -23,8 +23,8 @@ from opal_deploy.options import (
 )
 
 Split = Literal["test", "val", "train", "all"]
-Baseline = Literal["blur", "mean", "noise"]
-BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+Fill = Literal["blur", "mean", "noise"]
+FILLS: tuple[Fill, ...] = get_args(Fill)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class EvaluateOptions(Options):
     )
     limit: Annotated[int, Option("Images for --faithfulness, evenly over classes.", min=1)] = 100
     fill: Annotated[
-        tuple[Baseline, ...], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])
-    ] = BASELINES
+        tuple[Fill, ...], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])
+    ] = FILLS
     seed: Annotated[int, Option("Seed of the noise and the random cells.", min=0)] = 0
     device: Device = "auto"
     threads: Threads = None
@@ -97,5 +97,5 @@ class EvaluateOptions(Options):
         super().__post_init__()
         if self.target_error is not None and not 0 < self.target_error < 1:
             raise UsageError(f"target_error {self.target_error}: expected a share between 0 and 1, such as 0.05")
-        # each baseline once
+        # each once
         object.__setattr__(self, "fill", tuple(dict.fromkeys(self.fill)))

@@ -1,6 +1,6 @@
 """Perturbed images: the cosine while cells are removed or put back, and the cells while the image hardly changes.
 
-Each baseline that removed cells are painted with is unnatural in its own way, so there are three.
+Each fill that removed cells are painted with is unnatural in its own way, so there are three.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.opal_head import cosines
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.options import Baseline
+from opal_deploy.evaluation.options import Fill
 from opal_deploy.evaluation.rankings import Rankings
 from opal_deploy.runtime.session import Session
 
 ImageArray = NDArray[np.uint8]
 
-# first words of the seeds of the noise baseline and of the noise that stability is measured with
+# first words of the seeds of the noise fill and of the noise that stability is measured with
 _BASELINE_STREAM, _NOISE_STREAM = 12, 13
 
 FLIP = "horizontal flip"
@@ -73,20 +73,18 @@ class Perturber:
         return outputs
 
 
-def baseline_image(
-    image: ImageArray, baseline: Baseline, grid: tuple[int, int], *, seed: int, index: int
-) -> ImageArray:
+def fill_image(image: ImageArray, fill: Fill, grid: tuple[int, int], *, seed: int, index: int) -> ImageArray:
     """Return the image that removed cells are painted from: uint8 [H0, W0, 3].
 
     `blur`: Gaussian, with a standard deviation of half a cell's smaller side, which keeps a cell's colours but not its
     shapes. `mean`: the image's mean colour. `noise`: normal, with the image's mean and standard deviation per channel;
     depends only on `seed` and the image's `index`.
     """
-    if baseline == "blur":
+    if fill == "blur":
         radius = min(image.shape[0] / grid[0], image.shape[1] / grid[1]) / 2
         return np.asarray(Image.fromarray(image).filter(ImageFilter.GaussianBlur(radius)), np.uint8)
     mean = image.mean(axis=(0, 1))
-    if baseline == "mean":
+    if fill == "mean":
         return np.full_like(image, np.rint(mean).astype(np.uint8))
     drawn = np.random.default_rng((_BASELINE_STREAM, seed, index)).standard_normal(image.shape)
     noise: ImageArray = np.rint(mean + image.std(axis=(0, 1)) * drawn).clip(0, 255).astype(np.uint8)
@@ -111,7 +109,7 @@ def replace_cells(
 
 @dataclass(frozen=True)
 class Curve:
-    """The deletion and insertion curves of one image, one baseline and one ranking.
+    """The deletion and insertion curves of one image, one fill and one ranking.
 
     Attributes:
         deletion: float64 [k + 1], cosine with the first 0, 1, ..., k cells removed.
@@ -155,8 +153,8 @@ def trapezoid_area(curve: NDArray[np.float64]) -> float:
     return float((curve[:-1] + curve[1:]).mean() / 2)
 
 
-Curves = dict[tuple[Baseline, str], Curve]
-"""The curves of one image by baseline and ranking."""
+Curves = dict[tuple[Fill, str], Curve]
+"""The curves of one image by fill and ranking."""
 
 
 def perturbation_curves(
@@ -165,52 +163,52 @@ def perturbation_curves(
     rankings: Sequence[Rankings],
     indices: Sequence[int],
     grid: tuple[int, int],
-    baselines: Sequence[Baseline],
+    fills: Sequence[Fill],
     seed: int,
 ) -> list[Curves]:
-    """Return the curves of every ranking with every baseline for n images; equal sets of removed cells run once.
+    """Return the curves of every ranking with every fill for n images; equal sets of removed cells run once.
 
     Args:
         images: uint8 [n, H0, W0, 3].
-        seed: of the noise baseline, 0 or more.
+        seed: of the noise fill, 0 or more.
     """
     every = frozenset(range(grid[0] * grid[1]))
     steps = [
-        (number, baseline, removed)
+        (number, fill, removed)
         for number, ranking in enumerate(rankings)
-        for baseline in baselines
+        for fill in fills
         for removed in dict.fromkeys(
             removed
             for cells in ranking.cells.values()
             for k in range(len(cells) + 1)
-            # an unchanged image is the same for every baseline
+            # an unchanged image is the same for every fill
             for removed in (frozenset(cells[:k]), every.difference(cells[:k]))
         )
-        if removed or baseline == baselines[0]
+        if removed or fill == fills[0]
     ]
 
     def perturbed() -> Iterator[tuple[ImageArray, int]]:
         current, replacement = None, images[0]
-        for number, baseline, removed in steps:
-            if (number, baseline) != current:
-                current = (number, baseline)
-                replacement = baseline_image(images[number], baseline, grid, seed=seed, index=indices[number])
+        for number, fill, removed in steps:
+            if (number, fill) != current:
+                current = (number, fill)
+                replacement = fill_image(images[number], fill, grid, seed=seed, index=indices[number])
             yield replace_cells(images[number], replacement, removed, grid), rankings[number].predicted
 
     results = dict(zip(steps, perturber.cosines(perturbed()), strict=True))
 
-    def look_up(number: int, baseline: Baseline, removed: frozenset[int]) -> tuple[float, bool]:
-        return results[number, baseline if removed else baselines[0], removed]
+    def look_up(number: int, fill: Fill, removed: frozenset[int]) -> tuple[float, bool]:
+        return results[number, fill if removed else fills[0], removed]
 
-    def build_curve(number: int, baseline: Baseline, cells: tuple[int, ...]) -> Curve:
-        deleted = [look_up(number, baseline, frozenset(cells[:k])) for k in range(len(cells) + 1)]
-        inserted = [look_up(number, baseline, every.difference(cells[:k])) for k in range(len(cells) + 1)]
+    def build_curve(number: int, fill: Fill, cells: tuple[int, ...]) -> Curve:
+        deleted = [look_up(number, fill, frozenset(cells[:k])) for k in range(len(cells) + 1)]
+        inserted = [look_up(number, fill, every.difference(cells[:k])) for k in range(len(cells) + 1)]
         deletion, insertion = (np.array([cosine for cosine, _ in found]) for found in (deleted, inserted))
         share = len(set(rankings[number].evidence).intersection(cells)) / len(cells)
         return Curve(deletion, insertion, deleted[-1][1], share)
 
     return [
-        {(fill, name): build_curve(number, fill, cells) for fill in baselines for name, cells in ranking.cells.items()}
+        {(fill, name): build_curve(number, fill, cells) for fill in fills for name, cells in ranking.cells.items()}
         for number, ranking in enumerate(rankings)
     ]
 

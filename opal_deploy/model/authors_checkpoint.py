@@ -55,8 +55,8 @@ class Assumptions:
 
     Attributes:
         distance: to the anchors; `l2` in the paper.
-        pooling: over cells; `max` in the paper, without anchors `avg` as in its linear baseline.
-        cws: channel-wise softmax; in the paper OPAL has it, the linear baseline does not.
+        pooling: over cells; `max` in the paper, without anchors `avg` as in its linear head.
+        cws: channel-wise softmax; in the paper OPAL has it, the linear head does not.
         input_size: (H0, W0) in pixels.
         crop: `boxes` where the network was trained on images cropped to boxes.
     """

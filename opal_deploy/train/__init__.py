@@ -1,4 +1,4 @@
-"""Training of OPAL networks and of the linear baseline.
+"""Training of OPAL networks and of the linear head.
 
 Start at `api.train_model`, which the command calls, and `loop.fit`: from a data set and a recipe's options to a run
 directory with a checkpoint.

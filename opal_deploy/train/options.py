@@ -140,7 +140,7 @@ class TrainRunOptions(RecipeOverrides):
     head: Annotated[
         HeadKind | None,
         Option(
-            "linear: the paper's baseline, a dense layer on pooled features normalised to length 1. plain: the "
+            "linear: the paper's linear head, a dense layer on pooled features normalised to length 1. plain: the "
             "network's own classifier, as it is usually fine-tuned.",
             default="opal", panel=_ADVANCED,
         ),
@@ -150,7 +150,7 @@ class TrainRunOptions(RecipeOverrides):
         Distance | None, Option("Distance between embedding and anchors.", default="l2", panel=_ADVANCED)
     ] = None
     pooling: Annotated[
-        Pooling | None, Option("Pooling over cells.", default="max, for the linear baseline avg", panel=_ADVANCED)
+        Pooling | None, Option("Pooling over cells.", default="max, for the linear head avg", panel=_ADVANCED)
     ] = None
     cws: Annotated[
         bool | None, Option("Ablation: without channel-wise softmax.", flag="--cws/--no-cws", panel=_ADVANCED)

@@ -105,8 +105,8 @@ def _measure(session, samples, **options):
     return measure_faithfulness(session, samples, list(chosen), annotations, **options)
 
 
-def _by_ranking(measured, baseline):
-    return {figures.ranking: figures for figures in measured.rankings if figures.fill == baseline}
+def _by_ranking(measured, fill):
+    return {figures.ranking: figures for figures in measured.rankings if figures.fill == fill}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def two_cell_images(greys, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(two_cell_images):
-    return _measure(KnownSession(two_cells), two_cell_images, baselines=("mean", "noise", "blur"), batch=5)
+    return _measure(KnownSession(two_cells), two_cell_images, fills=("mean", "noise", "blur"), batch=5)
 
 
 def test_the_curves_are_what_the_rule_says_by_hand(measured, greys):
@@ -148,9 +148,9 @@ def test_the_curves_are_what_the_rule_says_by_hand(measured, greys):
     assert evidence.deletion_area.value == pytest.approx(np.trapezoid(expected[0], dx=0.5), abs=1e-6)
 
 
-@pytest.mark.parametrize("baseline", ["mean", "noise", "blur"])
-def test_the_evidence_falls_at_once_and_its_reverse_late(measured, baseline):
-    evidence, reverse = (_by_ranking(measured, baseline)[name] for name in ("contribution", "reverse"))
+@pytest.mark.parametrize("fill", ["mean", "noise", "blur"])
+def test_the_evidence_falls_at_once_and_its_reverse_late(measured, fill):
+    evidence, reverse = (_by_ranking(measured, fill)[name] for name in ("contribution", "reverse"))
 
     assert evidence.deletion[1] < reverse.deletion[1] - 0.02
     assert evidence.insertion[1] > reverse.insertion[1] + 0.02
@@ -161,10 +161,10 @@ def test_the_evidence_falls_at_once_and_its_reverse_late(measured, baseline):
     assert reverse.advantage.drop is None
 
 
-@pytest.mark.parametrize("baseline", ["mean", "noise", "blur"])
+@pytest.mark.parametrize("fill", ["mean", "noise", "blur"])
 @pytest.mark.parametrize("control", ["random", "runner-up", "another class"])
-def test_controls_show_nothing_and_the_evidence_beats_them(measured, baseline, control):
-    rankings = _by_ranking(measured, baseline)
+def test_controls_show_nothing_and_the_evidence_beats_them(measured, fill, control):
+    rankings = _by_ranking(measured, fill)
     evidence, other = rankings["contribution"], rankings[control]
 
     assert other.deletion == pytest.approx([other.deletion[0]] * 3, abs=1e-12)
@@ -189,7 +189,7 @@ def test_evidence_that_is_made_up_is_no_better_than_controls(tmp_path):
 
     generator = np.random.default_rng(1)
     images = painted(tmp_path, [dict(enumerate(row.tolist())) for row in generator.integers(100, 256, (40, 16))])
-    rankings = _by_ranking(_measure(KnownSession(everywhere), images, baselines=("noise",)), "noise")
+    rankings = _by_ranking(_measure(KnownSession(everywhere), images, fills=("noise",)), "noise")
 
     for control in ("random", "runner-up", "another class"):
         advantage = rankings[control].advantage
@@ -199,20 +199,20 @@ def test_evidence_that_is_made_up_is_no_better_than_controls(tmp_path):
 
 def test_an_image_depends_on_its_index_and_the_seed_not_on_the_others(two_cell_images):
     whole, alone, other, batched = (
-        _measure(KnownSession(two_cells), two_cell_images, baselines=("noise",), **options)
+        _measure(KnownSession(two_cells), two_cell_images, fills=("noise",), **options)
         for options in ({"chosen": [7], "batch": 1}, {"chosen": [7]}, {"chosen": [7], "seed": 1}, {"batch": 3})
     )
 
     assert whole == alone
     assert other != alone
-    assert batched == _measure(KnownSession(two_cells), two_cell_images, baselines=("noise",), batch=12)
+    assert batched == _measure(KnownSession(two_cells), two_cell_images, fills=("noise",), batch=12)
 
 
 def test_forward_passes_are_counted_and_within_the_estimate(two_cell_images):
     session = KnownSession(two_cells)
     done = []
     measured = _measure(
-        session, two_cell_images, baselines=("mean",), batch=5, progress=lambda *what: done.append((what[0], what[1]))
+        session, two_cell_images, fills=("mean",), batch=5, progress=lambda *what: done.append((what[0], what[1]))
     )
 
     assert measured.forward_passes == sum(session.batches)
@@ -225,7 +225,7 @@ def test_forward_passes_are_counted_and_within_the_estimate(two_cell_images):
 
 
 def _stability(session, images):
-    changes = _measure(session, images, baselines=("mean",)).stability
+    changes = _measure(session, images, fills=("mean",)).stability
     return {
         change.change: (change.same_cell.value, change.within_one_cell.value, change.same_class) for change in changes
     }
@@ -262,7 +262,7 @@ def test_a_cell_follows_a_flip_by_the_centre_of_what_it_sees(tmp_path, center, s
         return scores, cells
 
     images = painted(tmp_path, [{1: 250, 10: 180}] * 4)
-    changes = _measure(KnownSession(seen_from_the_right), images, baselines=("mean",), center=center).stability
+    changes = _measure(KnownSession(seen_from_the_right), images, fills=("mean",), center=center).stability
     assert changes[-1].same_cell.value == share
 
 

@@ -1,4 +1,4 @@
-"""Sampled images, rankings of cells, baselines, the foreground and Grad-CAM, each by hand."""
+"""Sampled images, rankings of cells, fills, the foreground and Grad-CAM, each by hand."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,8 +11,8 @@ import torch
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.options import BASELINES
-from opal_deploy.evaluation.perturbation import baseline_image, replace_cells
+from opal_deploy.evaluation.options import FILLS
+from opal_deploy.evaluation.perturbation import fill_image, replace_cells
 from opal_deploy.evaluation.rankings import GradCam, build_rankings, evidence_cells
 from opal_deploy.evaluation.session import choose_samples
 from opal_deploy.model.config import HeadConfig, NetworkConfig
@@ -104,20 +104,20 @@ IMAGE = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
 
 
 def test_only_the_rectangles_of_the_cells_are_replaced():
-    baseline = np.full_like(IMAGE, 7)
-    assert (replace_cells(IMAGE, baseline, frozenset(range(16)), (4, 4)) == baseline).all()
-    assert (replace_cells(IMAGE, baseline, frozenset(), (4, 4)) == IMAGE).all()
-    changed = replace_cells(IMAGE, baseline, frozenset({0, 6}), (4, 4))
+    fill = np.full_like(IMAGE, 7)
+    assert (replace_cells(IMAGE, fill, frozenset(range(16)), (4, 4)) == fill).all()
+    assert (replace_cells(IMAGE, fill, frozenset(), (4, 4)) == IMAGE).all()
+    changed = replace_cells(IMAGE, fill, frozenset({0, 6}), (4, 4))
     assert (changed[:8, :12] == 7).all()
     assert (changed[8:16, 24:36] == 7).all()
     changed[:8, :12], changed[8:16, 24:36] = IMAGE[:8, :12], IMAGE[8:16, 24:36]
     assert (changed == IMAGE).all()
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_keeps_the_mean_colour_and_is_reproducible(name):
+@pytest.mark.parametrize("name", FILLS)
+def test_a_fill_keeps_the_mean_colour_and_is_reproducible(name):
     smooth = (IMAGE // 4 + np.array([90, 40, 120], np.uint8)).astype(np.uint8)
-    first, again = (baseline_image(smooth, name, (4, 4), seed=3, index=5) for _ in range(2))
+    first, again = (fill_image(smooth, name, (4, 4), seed=3, index=5) for _ in range(2))
 
     assert first.dtype == np.uint8
     assert (first == again).all()
@@ -126,7 +126,7 @@ def test_a_baseline_keeps_the_mean_colour_and_is_reproducible(name):
         assert (first == first[0, 0]).all()
     if name == "noise":
         assert first.std(axis=(0, 1)) == pytest.approx(smooth.std(axis=(0, 1)), rel=0.1)
-        assert (first != baseline_image(smooth, name, (4, 4), seed=4, index=5)).any()
+        assert (first != fill_image(smooth, name, (4, 4), seed=4, index=5)).any()
     if name == "blur":
         assert (first.std(axis=(0, 1)) < 0.5 * smooth.std(axis=(0, 1))).all()
 
