@@ -66,7 +66,7 @@ def map_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def linear_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The linear baseline: evidence `none`."""
+    """The linear head: evidence `none`."""
     return _exported(tmp_path_factory, "none")
 
 

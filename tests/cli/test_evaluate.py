@@ -49,12 +49,12 @@ def model(tmp_path_factory, exact_model):
 
 @pytest.fixture(scope="module")
 def linear(tmp_path_factory):
-    """A checkpoint of the linear baseline with the folder's class names."""
+    """A checkpoint of the linear head with the folder's class names."""
     return _save(tmp_path_factory.mktemp("linear") / "linear.pt", LABELS)
 
 
 def _save(path, class_names, prototypes=None):
-    """Write a checkpoint of random weights, of the linear baseline unless it has prototypes."""
+    """Write a checkpoint of random weights, of the linear head unless it has prototypes."""
     import torch
 
     from opal_deploy.bench.networks import update_batch_norms

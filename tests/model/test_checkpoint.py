@@ -17,7 +17,7 @@ from tests.authors import AuthorsModel
 from tests.builders import build_anchors
 
 SMALL = "shufflenet_v2_x0_5"
-# the authors' command for the linear baseline
+# the authors' command for the linear head
 LINEAR = {"ch_last_conv": 0, "classifier": "linear", "softmax": False, "pooling": "avg"}
 NAMES = ["Sooty Albatross", "Crested Auklet", "Äußerer Käuz"]
 
@@ -168,7 +168,7 @@ class TestAuthors:
         ("options", "assumptions", "evidence"),
         [
             pytest.param({}, Assumptions(), "exact", id="opal"),
-            pytest.param(LINEAR, Assumptions(), "none", id="linear baseline"),
+            pytest.param(LINEAR, Assumptions(), "none", id="linear head"),
             pytest.param({**LINEAR, "pooling": "max"}, Assumptions(pooling="max"), "none", id="max pooling"),
             pytest.param(
                 {**LINEAR, "ch_last_conv": 3, "softmax": True}, Assumptions(cws=True), "none", id="projection and CWS"
