@@ -68,8 +68,8 @@ class Runtime:
 
 
 RUNTIMES: dict[RuntimeName, Runtime] = {
-    "onnxruntime": Runtime("onnx", "an ONNX file (.onnx)", _open_onnx, onnx_file.read_metadata),
-    "tensorrt": Runtime("engine", "an engine (.engine)", _open_engine, _read_engine),
+    "onnxruntime": Runtime("onnx", "an ONNX file", _open_onnx, onnx_file.read_metadata),
+    "tensorrt": Runtime("engine", "an engine", _open_engine, _read_engine),
     "torch": Runtime("checkpoint", "a checkpoint (.pt)", _open_checkpoint, _read_checkpoint),
 }
 _BY_KIND = {runtime.kind: runtime for runtime in RUNTIMES.values()}
@@ -137,7 +137,7 @@ def _find_runtime(path: Path) -> Runtime:
     kind = model_kind(path)
     if kind is None:
         raise ArtifactError(
-            f"{path}: unknown kind of model; expected {', '.join(runtime.file for runtime in RUNTIMES.values())}"
+            f"{path}: unknown kind of model; expected .onnx or .engine (from `opal-deploy export`), or .pt"
         )
     return _BY_KIND[kind]
 
