@@ -312,9 +312,6 @@ def choose_threshold(summary: Mapping[str, Any], target: float, confidence: floa
         summary: from `RiskCurve.summary`.
         target: error rate, between 0 and 1.
         confidence: confidence of the bound.
-
-    Raises:
-        ValueError: not the summary of a risk-coverage curve.
     """
     images, levels = _levels(summary)
     reason = explain_too_few(images, target, confidence)
@@ -339,7 +336,7 @@ def choose_threshold(summary: Mapping[str, Any], target: float, confidence: floa
 def smallest_target(summary: Mapping[str, Any], confidence: float = 0.95) -> float | None:
     """Return the smallest error rate, in tenths of a percent, that has a threshold; None if no rate below 1 has one.
 
-    Arguments and errors are those of `choose_threshold`.
+    Arguments are those of `choose_threshold`.
     """
     # a target has a threshold if the bound of the first one tried is below it: the rate is one of these bounds
     bounds = {clopper_pearson_bound(level.wrong, level.answered, confidence) for level in _levels(summary)[1]}
@@ -351,12 +348,4 @@ def smallest_target(summary: Mapping[str, Any], confidence: float = 0.95) -> flo
 
 
 def _levels(summary: Mapping[str, Any]) -> tuple[int, list[Level]]:
-    try:
-        levels = [Level(float(margin), int(answered), int(wrong)) for margin, answered, wrong in summary["levels"]]
-        images = int(summary["images"])
-    except (KeyError, TypeError, ValueError):
-        levels, images = [], 0
-    whole = bool(levels) and levels[-1].answered == images
-    if not whole or not all(math.isfinite(v.margin) and 0 <= v.wrong <= v.answered for v in levels):
-        raise ValueError("not the summary of a risk-coverage curve")
-    return images, levels
+    return summary["images"], [Level(*level) for level in summary["levels"]]

@@ -237,14 +237,6 @@ def test_the_summary_survives_json_and_still_gives_the_same_threshold():
     assert summary["coverage_at_error"] == {"0.01": 0.9, "0.02": 1.0, "0.05": 1.0}
 
 
-@pytest.mark.parametrize(
-    "summary", [{}, {"levels": [], "images": 0}, {"levels": [[0.1, 3, 4]], "images": 3}, {"levels": 3, "images": 3}]
-)
-def test_what_is_no_summary_is_refused(summary):
-    with pytest.raises(ValueError, match="not the summary"):
-        choose_threshold(summary, 0.05)
-
-
 @pytest.mark.parametrize(("images", "wrong"), [(20, 0), (60, 46), (300, 20), (2, 2)])
 def test_the_smallest_target_is_the_first_of_all_that_has_a_threshold(images: int, wrong: int) -> None:
     summary = compute_risk_curve(np.linspace(0, 1, images), np.arange(images) >= wrong).summary()

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import ClassMap
-from opal_deploy.artifact.files import is_finite_number
+from opal_deploy.artifact.documents import AtLeastOne, Count, Number, check_document
 from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.artifact.outputs import DoubleArray
-from opal_deploy.errors import ArtifactError
 
 # answers with a class from which its slots have quantiles of their own
 MIN_IMAGES = 5
@@ -38,8 +38,10 @@ QUANTITIES = ("cosine", "margin", "norm", "shared_cells", "ood_score")
 # significant digits of a stored number
 DIGITS = 4
 _MAX_STORED = 1_000
-# images, and answers of a slot, that a file may state
-_MAX_COUNT = 1 << 31
+
+_Quantiles = Annotated[tuple[Number, ...], Meta(min_length=len(LEVELS), max_length=len(LEVELS))]
+_SlotQuantiles = Annotated[tuple[Number, ...], Meta(min_length=len(SLOT_LEVELS), max_length=len(SLOT_LEVELS))]
+_Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,15 @@ class SlotBaseline:
         share: mean share of the cosine that the slot contributes, 0 ... 1.
     """
 
-    images: int
-    score: tuple[float, ...]
-    contribution: tuple[float, ...]
-    places: tuple[float, ...]
-    share: float | None
+    images: AtLeastOne
+    score: _SlotQuantiles
+    contribution: Annotated[tuple[Number, ...], Meta(max_length=len(SLOT_LEVELS))]
+    places: Annotated[tuple[_Share, ...], Meta(min_length=len(PLACES), max_length=len(PLACES))]
+    share: Number | None
+
+    def __post_init__(self) -> None:
+        if len(self.contribution) not in (0, len(SLOT_LEVELS)):
+            raise ValueError(f"expected {len(SLOT_LEVELS)} quantiles of contributions, or none")
 
 
 @dataclass(frozen=True)
@@ -137,15 +143,21 @@ class Baseline:
         background: out-of-distribution images that the OOD score was computed with.
     """
 
-    images: int
+    images: AtLeastOne
     split: str
-    stride: int
-    classes: tuple[int, ...]
-    quantiles: Mapping[str, tuple[float, ...]]
+    stride: AtLeastOne
+    classes: tuple[Count, ...]
+    quantiles: Mapping[str, _Quantiles]
     slots: Mapping[int, SlotBaseline] = field(default_factory=dict)
     pooled: SlotBaseline | None = None
-    ood_score: tuple[float, ...] = ()
-    background: int = 0
+    ood_score: tuple[Number, ...] = ()
+    background: Count = 0
+
+    def __post_init__(self) -> None:
+        if sum(self.classes) != self.images:
+            raise ValueError(f"{self.images} images, but {sum(self.classes)} of its classes")
+        if len(self.ood_score) not in (0, len(_stored_ranks(self.images))):
+            raise ValueError(f"{len(self.ood_score)} OOD scores do not fit {self.images} images")
 
     @staticmethod
     def measure(
@@ -231,54 +243,37 @@ class Baseline:
         """
         if not raw:
             return None
-        try:
-            raw = with_current_names(raw)
-            images, stride, classes = int(raw["images"]), int(raw["stride"]), tuple(map(int, raw["classes"]))
-            if not (0 < images <= _MAX_COUNT and stride > 0 and min(classes) >= 0 and sum(classes) == images):
-                raise ValueError(f"{images} images, stride {stride}, {sum(classes)} images of its classes")
-            if not 0 <= (background := int(raw.get("background", 0))) <= _MAX_COUNT:
-                raise ValueError(f"{background} background images")
-            columns = raw["slots"]
-            rows = zip(*(columns[name] for name in _SLOT_FIELDS), strict=True)
-            slots = dict(zip(map(int, columns["channel"]), (_read_slot(row) for row in rows), strict=True))
-            pooled = raw["pooled"]
-            quantiles = {
-                str(name): _read(values, len(LEVELS)) for name, values in with_current_names(raw["quantiles"]).items()
-            }
-            return Baseline(
-                images, str(raw["split"]), stride, classes, quantiles, slots,
-                None if pooled is None else _read_slot([pooled[name] for name in _SLOT_FIELDS]),
-                _read(raw["ood_score"], len(_stored_ranks(images)) if raw["ood_score"] else 0), background,
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ArtifactError(f"its baseline is not one that `evaluate --record` wrote ({error!r})") from None
+        document = with_current_names(raw)
+        columns = check_document(document.get("slots"), _Columns, "baseline.slots")
+        rows = zip(columns.channel, *(getattr(columns, name) for name in _SLOT_FIELDS), strict=True)
+        document["slots"] = {channel: dict(zip(_SLOT_FIELDS, values, strict=True)) for channel, *values in rows}
+        if isinstance(quantiles := document.get("quantiles"), dict):
+            document["quantiles"] = with_current_names(quantiles)
+        return check_document(document, Baseline, "baseline")
 
 
 _SLOT_FIELDS = tuple(SlotBaseline.__dataclass_fields__)
+
+
+class _Columns(Struct):
+    """The distributions of slots by attribute, as JSON has them, with their channels."""
+
+    channel: tuple[Count, ...]
+    images: tuple[Any, ...]
+    score: tuple[Any, ...]
+    contribution: tuple[Any, ...]
+    places: tuple[Any, ...]
+    share: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        if any(len(getattr(self, name)) != len(self.channel) for name in _SLOT_FIELDS):
+            raise ValueError("expected as many values as channels")
 
 
 def _stored_ranks(images: int) -> NDArray[np.int64]:
     """Return the ranks, from 1, of the values of OOD score that a baseline of so many images keeps."""
     kept = min(images, _MAX_STORED)
     return -(-np.arange(1, kept + 1) * images // kept)
-
-
-def _read_slot(values: Sequence[Any]) -> SlotBaseline:
-    images, score, contribution, places, share = int(values[0]), *values[1:]
-    if share is not None and not is_finite_number(share):
-        raise ValueError(f"share {share!r}")
-    if not 0 < images <= _MAX_COUNT or min(places) < 0 or max(places) > 1:
-        raise ValueError(f"{images} answers with places {places!r}")
-    return SlotBaseline(
-        images, _read(score, len(SLOT_LEVELS)), _read(contribution, len(SLOT_LEVELS) if contribution else 0),
-        _read(places, len(PLACES)), share,
-    )  # fmt: skip
-
-
-def _read(values: Any, count: int) -> tuple[float, ...]:
-    if len(values) != count or not all(map(is_finite_number, values)):
-        raise ValueError(f"expected {count} numbers")
-    return tuple(map(float, values))
 
 
 def _measure_slots(observations: Observations, slots: slice) -> SlotBaseline | None:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.artifact.documents import check_values
 from opal_deploy.artifact.files import atomic_write, read_json
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
@@ -174,6 +175,11 @@ def _read_document(engine: Path) -> dict[str, Any]:
         raise _damaged(path, f"it cannot be read as JSON: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
         raise _damaged(path, "it is not a JSON object")
+    for name, value in document.items():
+        try:
+            check_values(value, name)
+        except ArtifactError as error:
+            raise _damaged(path, str(error)) from None
     if document.pop("digest", None) != _compute_digest(document):
         raise _damaged(path, "it does not match its own digest")
     return document

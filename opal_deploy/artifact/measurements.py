@@ -20,16 +20,26 @@ many random foreground cells.
 
 from __future__ import annotations
 
-import math
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from opal_deploy.errors import ArtifactError
+from msgspec import Meta
 
-METHOD = "temperature"
+from opal_deploy.artifact.documents import (
+    AtLeastOne,
+    Count,
+    Edit,
+    Evaluation,
+    Faithfulness,
+    Number,
+    PointingGame,
+    check_document,
+)  # fmt: skip
+
 # bins of the expected calibration error, each with as many images
 NUM_BINS = 15
 # parts of the images, each measured with the temperature fitted on the others
@@ -37,10 +47,6 @@ NUM_FOLDS = 5
 NOT_FITTED = "no temperature was fitted; `opal-deploy evaluate DATA --model MODEL --split val --record` fits one"
 # share of the gradient's energy in the effective field
 ENERGY_SHARE = 0.9
-# keys of every evaluation; an empty document stands for a model that was never measured
-EVALUATION_KEYS: dict[str, type] = {
-    "when": str, "opal_deploy": str, "model": str, "data": str, "split": str, "images": int, "accuracy": float,
-}  # fmt: skip
 _SHARES = (("object", "in the object"), ("part", "on a part"), ("distinguishing_part", "on a distinguishing part"))
 # of the changes that faithfulness makes to images, those that the line names
 _CHANGES = {"JPEG quality 75": "JPEG (quality 75)", "horizontal flip": "mirroring"}
@@ -66,19 +72,23 @@ class Calibration:
         split, method: the data set's split; `temperature`.
     """
 
-    images: int
-    temperature: float | None = None
+    images: Count
+    temperature: Annotated[float, Meta(gt=0, le=sys.float_info.max)] | None = None
     reason: str = ""
-    accuracy: float | None = None
-    nll: float | None = None
-    nll_uncalibrated: float | None = None
-    ece: float | None = None
-    ece_uncalibrated: float | None = None
-    ece_perfect: float | None = None
-    bins: int = NUM_BINS
-    folds: int = NUM_FOLDS
+    accuracy: Number | None = None
+    nll: Number | None = None
+    nll_uncalibrated: Number | None = None
+    ece: Number | None = None
+    ece_uncalibrated: Number | None = None
+    ece_perfect: Number | None = None
+    bins: Count = NUM_BINS
+    folds: Count = NUM_FOLDS
     split: str = "val"
-    method: str = METHOD
+    method: Literal["temperature"] = "temperature"
+
+    def __post_init__(self) -> None:
+        if (not self.reason) if self.temperature is None else (self.ece is None):
+            raise ValueError("expected a temperature with its errors, or a reason")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that have a value, for JSON; `from_dict` reads them."""
@@ -91,28 +101,13 @@ class Calibration:
         Raises:
             ArtifactError: the dictionary is not one of `to_dict`, or its method is unknown.
         """
-        if not raw:
-            return None
-        known = {name: raw[name] for name in Calibration.__dataclass_fields__ if name in raw}
-        temperature = known.get("temperature")
-        figures = [value for name, value in known.items() if name not in ("reason", "split", "method")]
-        if (
-            known.get("method") != METHOD
-            or not isinstance(known.get("images"), int)
-            or not all(type(value) in (int, float) and math.isfinite(value) for value in figures)
-            or (temperature is None and not known.get("reason"))
-            or (temperature is not None and not (temperature > 0 and "ece" in known))
-        ):
-            raise ArtifactError(
-                f"calibration {dict(raw)!r}: expected a temperature over 0 with its errors, or a reason"
-            )
-        return Calibration(**known)
+        return check_document(raw, Calibration, "calibration") if raw else None
 
     def describe(self) -> str:
         """Return one line for a person."""
         if self.temperature is None:
             return f"not calibrated: {self.reason}"
-        assert self.ece is not None  # `from_dict` checks it
+        assert self.ece is not None
         other = "" if self.ece_uncalibrated is None else f"; {self.ece_uncalibrated:.1%} at temperature 1"
         perfect = "" if self.ece_perfect is None else f", where exact probabilities would show {self.ece_perfect:.1%}"
         right = "" if self.accuracy is None else f", accuracy {self.accuracy:.1%}"
@@ -124,17 +119,16 @@ class Calibration:
 
 def describe_edits(edits: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield one line for a person on each of the `edits` of metadata or of a checkpoint, the first one first."""
-    for edit in edits:
-        changes = [f"{verb} {', '.join(edit[verb])}" for verb in ("dropped", "restored") if edit[verb]]
-        reason = f": {edit['reason']}" if edit["reason"] else ""
-        measured = edit.get("measured")
+    for edit in check_document(edits, tuple[Edit, ...], "edits"):
+        changed = {"dropped": edit.dropped, "restored": edit.restored}
+        changes = [f"{verb} {', '.join(names)}" for verb, names in changed.items() if names]
+        reason = f": {edit.reason}" if edit.reason else ""
         figures = ""
-        if measured:
-            before, after = measured["accuracy"]
-            images = f"{measured['images']:,} {measured['split']} images"
-            figures = f"; accuracy {before:.1%} before, {after:.1%} after ({images})"
-        parent = f"{edit['parent']['file']} {edit['parent']['sha256'][:12]}"
-        yield f"{'; '.join(changes)}{reason}{figures}; from {parent}, {edit['when'][:10]}"
+        if (measured := edit.measured) is not None:
+            before, after = measured.accuracy
+            figures = f"; accuracy {before:.1%} before, {after:.1%} after ({measured.images:,} {measured.split} images)"
+        parent = f"{edit.parent.file} {edit.parent.sha256[:12]}"
+        yield f"{'; '.join(changes)}{reason}{figures}; from {parent}, {edit.when[:10]}"
 
 
 def describe_calibration(raw: Mapping[str, Any]) -> str:
@@ -161,13 +155,13 @@ class ReceptiveField:
         images: images that the effective field was measured on.
     """
 
-    stride: int
-    size: int | None = None
-    offset: float | None = None
+    stride: AtLeastOne
+    size: Count | None = None
+    offset: Number | None = None
     global_context: bool = False
-    effective: int | None = None
-    effective_offset: float | None = None
-    images: int = 0
+    effective: Count | None = None
+    effective_offset: Number | None = None
+    images: Count = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values; `from_dict` reads them."""
@@ -180,13 +174,7 @@ class ReceptiveField:
         Raises:
             ArtifactError: the dictionary is not one of `to_dict`.
         """
-        if not raw:
-            return None
-        known = {name: raw[name] for name in ReceptiveField.__dataclass_fields__ if name in raw}
-        numbers = all(isinstance(value, int | float | None) for value in known.values())
-        if not numbers or not isinstance(known.get("stride"), int) or known["stride"] < 1:
-            raise ArtifactError(f"receptive_field {dict(raw)!r}: expected numbers of pixels, and a stride")
-        return ReceptiveField(**known)
+        return check_document(raw, ReceptiveField, "receptive_field") if raw else None
 
     def describe(self, input_size: tuple[int, int]) -> list[str]:
         """Return lines on what a cell sees of an input of (H0, W0); the last may be a warning."""
@@ -262,50 +250,52 @@ def describe_evaluation(
         receptive_field: `Metadata.receptive_field`, to tell what a cell sees; None leaves that out.
         export_of: the checkpoint to measure instead of a file that lists only its best classes.
     """
-    measured = export_of or str(model)
-    command = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", measured, "--faithfulness", "--record"])
+    target = export_of or str(model)
+    command = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", target, "--faithfulness", "--record"])
     if export_of is not None:
         command += f", and export {export_of} again"
     if not evaluation:
         return f"not yet measured whether the boxes show what drives the prediction; measure it with: {command}"
-    pointing, faithfulness = evaluation.get("pointing_game"), evaluation.get("faithfulness")
-    findings = [shares] if (shares := _describe_pointing(pointing or {})) else []
-    findings += _describe_faithfulness(faithfulness) if faithfulness else []
-    if not pointing:
+    measured = check_document(evaluation, Evaluation, "evaluation")
+    findings = [shares] if (shares := _describe_pointing(measured.pointing_game or PointingGame())) else []
+    if measured.faithfulness is not None:
+        findings += _describe_faithfulness(measured.faithfulness)
+    if measured.pointing_game is None:
         findings.append("where the evidence lies was not measured (no boxes, masks or parts)")
-    if not faithfulness:
+    if measured.faithfulness is None:
         findings.append("what removing the evidence changes was not measured")
     field = ReceptiveField.from_dict(receptive_field or {})
     if field is not None and field.effective is not None:
         findings.append(f"a score depends on {field.effective} pixels around its cell of {field.stride}")
-    findings.append(f"accuracy {100 * evaluation['accuracy']:.1f} %")
-    other = "" if evaluation["model"] == model.name else f" with {evaluation['model']}"
-    cropped = " cropped to boxes" if evaluation.get("boxes") else ""
+    findings.append(f"accuracy {100 * measured.accuracy:.1f} %")
+    other = "" if measured.model == model.name else f" with {measured.model}"
+    cropped = " cropped to boxes" if measured.boxes else ""
     source = (
-        f"measured{other} on {evaluation['images']:,} {evaluation['split']} images of {evaluation['data']}{cropped}, "
-        f"{evaluation['when'][:10]}, opal-deploy {evaluation['opal_deploy']}"
+        f"measured{other} on {measured.images:,} {measured.split} images of {measured.data}{cropped}, "
+        f"{measured.when[:10]}, opal-deploy {measured.opal_deploy}"
     )
-    advice = "" if faithfulness else f"; measure the rest with: {command}"
+    advice = "" if measured.faithfulness is not None else f"; measure the rest with: {command}"
     return f"{'; '.join(findings)} ({source}){advice}"
 
 
-def _describe_pointing(game: Mapping[str, Any]) -> str:
+def _describe_pointing(game: PointingGame) -> str:
+    shares = ((getattr(game, key), title) for key, title in _SHARES)
     return ", ".join(
-        f"{100 * share['mean']:.0f} % {title} (random cells {100 * share['random']:.0f} %)"
-        for key, title in _SHARES
-        if (share := game.get(key))
+        f"{100 * share.mean:.0f} % {title} (random cells {100 * share.random:.0f} %)"
+        for share, title in shares
+        if share is not None
     )
 
 
-def _describe_faithfulness(document: Mapping[str, Any]) -> Iterator[str]:
-    for removal in document["removal"][:1]:
-        random = removal["changed_random"]
+def _describe_faithfulness(measured: Faithfulness) -> Iterator[str]:
+    for removal in measured.removal[:1]:
+        random = removal.changed_random
         beside = "" if random is None else f", without as many random cells {100 * random:.0f} %"
         yield (
-            f"without its cells {100 * removal['changed']:.0f} % of {document['images']} answers change{beside} "
-            f"({removal['fill']})"
+            f"without its cells {100 * removal.changed:.0f} % of {measured.images} answers change{beside} "
+            f"({removal.fill})"
         )
-    shares = [(document["same_cell"].get(change), title) for change, title in _CHANGES.items()]
+    shares = [(measured.same_cell.get(change), title) for change, title in _CHANGES.items()]
     kept = [f"{100 * share:.0f} % under {title}" for share, title in shares if share is not None]
     if kept:
         yield f"cells stay: {', '.join(kept)}"

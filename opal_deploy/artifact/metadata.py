@@ -7,14 +7,16 @@ An ONNX file has the document in its `metadata_props` under the key `opal`, an e
 from __future__ import annotations
 
 import json
-import reprlib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
-from opal_deploy.artifact.files import is_finite_number
-from opal_deploy.artifact.measurements import EVALUATION_KEYS, Calibration, EffectiveField, ReceptiveField
+from msgspec import Meta, Struct
+
+from opal_deploy.artifact import documents
+from opal_deploy.artifact.documents import SHORT, AtLeastOne, Distance, Number, check_document, check_values
+from opal_deploy.artifact.measurements import Calibration, EffectiveField, ReceptiveField
 from opal_deploy.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ BLANK_DIGEST = "0" * 64
 
 Evidence = Literal["exact", "map", "none"]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
-Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
 InputKind = Literal["uint8", "float32"]
 
 # outputs of a graph that lists only its best classes; see `artifact.outputs.TopOutputs`
@@ -42,32 +43,32 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 # names that version 0.1.0 wrote, and what they are now; files keep the names that they were written with
 _FORMER_NAMES = {"strangeness": "ood_score"}
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "evidence": get_args(Evidence),
-    "precision": get_args(Precision),
-    "input_kind": get_args(InputKind),
-}
 DISTANCES: tuple[str, ...] = get_args(Distance)
-# bounds what is allocated before the graph is opened and compared
-_MOST_PROTOTYPES = 10_000
-# fields that hold a fixed number of values (None: any but 0), what each must be, and how to say so
-_SEQUENCES: tuple[tuple[str, int | None, Callable[[Any], bool], str], ...] = (
-    ("grid", 2, lambda value: type(value) is int and value > 0, "two positive integers"),
-    ("input_size", 2, lambda value: type(value) is int and value > 0, "two positive integers"),
-    ("mean", 3, is_finite_number, "three numbers"),
-    ("std", 3, is_finite_number, "three numbers"),
-    ("class_names", None, lambda value: isinstance(value, str), "a list of names"),
-    ("outputs", None, lambda value: isinstance(value, str), "a list of names"),
-)
+# these bound what is allocated before the graph is opened and compared
+_Prototypes = Annotated[int, Meta(ge=1, le=10_000)]
+_Side = Annotated[int, Meta(ge=1, le=1 << 16)]
+_Names = Annotated[tuple[str, ...], Meta(min_length=1)]
+_Channels = Annotated[tuple[Number, ...], Meta(min_length=3, max_length=3)]
 # keys of every file of schema 1; a key that was added since is optional, and its default means "not known"
 _REQUIRED = frozenset({
     "schema", "class_names", "prototypes_per_class", "head", "evidence", "backbone", "grid", "input_size", "input_kind",
     "mean", "std", "resize", "crop", "precision", "source", "training", "exporter", "verification", "test_vectors",
     "outputs", "file_sha256",
 })  # fmt: skip
-# shortens values: a few entries of a few levels
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring = 2, 3, 3, 3, 40
+
+
+class _Documents(Struct):
+    """The declared parts of the metadata's documents; one that is empty counts as missing."""
+
+    head: documents.Head
+    training: documents.Training | None = None
+    verification: documents.Verification | None = None
+    risk: documents.Risk | None = None
+    calibration: Calibration | None = None
+    edits: tuple[documents.Edit, ...] = ()
+    evaluation: documents.Evaluation | None = None
+    receptive_field: ReceptiveField | None = None
+    test_vectors: documents.TestVectors | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,16 +110,16 @@ class Metadata:
         unknown: keys of the document that this version does not know, kept where the document is written again.
     """
 
-    class_names: tuple[str, ...]
-    prototypes_per_class: int
+    class_names: _Names
+    prototypes_per_class: _Prototypes
     head: dict[str, Any]
     evidence: Evidence
     backbone: str
-    grid: tuple[int, int]
-    input_size: tuple[int, int]
+    grid: tuple[_Side, _Side]
+    input_size: tuple[_Side, _Side]
     input_kind: InputKind = "uint8"
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
+    mean: _Channels = IMAGENET_MEAN
+    std: _Channels = IMAGENET_STD
     resize: str = "squash-bilinear"
     crop: str | None = None
     precision: Precision = "fp32"
@@ -133,9 +134,9 @@ class Metadata:
     receptive_field: dict[str, Any] = field(default_factory=dict)
     baseline: dict[str, Any] = field(default_factory=dict)
     test_vectors: dict[str, Any] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ("logits", "argmax", "scores")
+    outputs: _Names = ("logits", "argmax", "scores")
     keep_layers: bool = False
-    top_k: int | None = None
+    top_k: AtLeastOne | None = None
     file_sha256: str = BLANK_DIGEST
     schema: int = SCHEMA
     unknown: dict[str, Any] = field(default_factory=dict)
@@ -234,11 +235,11 @@ class Metadata:
 
     def __repr__(self) -> str:
         """Return all fields, each shortened: the test vectors alone are hundreds of kilobytes."""
-        return f"Metadata({', '.join(f'{f.name}={_SHORT.repr(getattr(self, f.name))}' for f in fields(self))})"
+        return f"Metadata({', '.join(f'{f.name}={SHORT.repr(getattr(self, f.name))}' for f in fields(self))})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document."""
-        document = asdict(self)
+        document = {f.name: getattr(self, f.name) for f in fields(self)}
         unknown = document.pop("unknown")
         # last: the first `file_sha256` of a file is the one that its digest replaces
         return {**document, **unknown}
@@ -271,66 +272,31 @@ class Metadata:
         known = {f.name for f in fields(Metadata)} - {"unknown"}
         values = {name: value for name, value in raw.items() if name in known}
         values["unknown"] = {name: value for name, value in raw.items() if name not in known}
-        for name in ("edits", *(name for name, *_ in _SEQUENCES)):
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
-        metadata = Metadata(**cast(Mapping[str, Any], values))
         try:
+            metadata = check_document(values, Metadata)
+            check_document({name: value for name, value in values.items() if value != {}}, _Documents)
             metadata._check()
+            for name, value in raw.items():
+                check_values(value, name)
         except ArtifactError as error:
             raise ArtifactError(f"{origin}: {error}; export it again") from None
         return metadata
 
     def _check(self) -> None:
-        """Raise ArtifactError for a field of the wrong type or value."""
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ArtifactError(f"{name} {getattr(self, name)!r} is not {' or '.join(known)}")
-        for name, count, is_valid, expected in _SEQUENCES:
-            values = getattr(self, name)
-            if (
-                not isinstance(values, tuple)
-                or len(values) != (count or len(values) or 1)
-                or not all(map(is_valid, values))
-            ):
-                raise ArtifactError(f"{name} {_SHORT.repr(values)} is not {expected}")
-        if not isinstance(self.keep_layers, bool):
-            raise ArtifactError(f"keep_layers {self.keep_layers!r} is not true or false")
-        if type(self.prototypes_per_class) is not int or not 1 <= self.prototypes_per_class <= _MOST_PROTOTYPES:
-            raise ArtifactError(
-                f"prototypes_per_class {_SHORT.repr(self.prototypes_per_class)} is not 1 to {_MOST_PROTOTYPES}"
-            )
+        """Raise ArtifactError for fields that do not fit each other."""
         listed = [name for name in TOP_OUTPUTS if name in self.outputs]
         if len(listed) != (0 if self.top_k is None else len(TOP_OUTPUTS)) or not (listed or "logits" in self.outputs):
             raise ArtifactError(f"outputs {', '.join(self.outputs)} are not those of a model with top_k {self.top_k!r}")
-        if self.top_k is not None and (type(self.top_k) is not int or not 1 <= self.top_k <= self.num_classes):
-            raise ArtifactError(f"top_k {self.top_k!r} is not a number of its {self.num_classes} classes")
-        for each in fields(self):
-            if str(each.type).startswith("dict") and not isinstance(getattr(self, each.name), dict):
-                raise ArtifactError(f"{each.name} is not an object")
-        if not isinstance(self.test_vectors.get("images", []), list):
-            raise ArtifactError("its test_vectors are not those of an export")
+        if self.top_k is not None and self.top_k > self.num_classes:
+            raise ArtifactError(f"top_k {self.top_k} is not a number of its {self.num_classes} classes")
         if any(cells > pixels for cells, pixels in zip(self.grid, self.input_size, strict=True)):
             raise ArtifactError(f"grid {self.grid} has more cells than input_size {self.input_size} has pixels")
-        if self.head.get("distance") not in DISTANCES or not is_finite_number(self.head.get("epsilon")):
-            raise ArtifactError(f"its head lacks distance, {' or '.join(DISTANCES)}, or epsilon, a number")
-        if not isinstance(self.edits, tuple) or not all(isinstance(edit, dict) for edit in self.edits):
-            raise ArtifactError("edits is not a list of objects")
-        dropped = self.head.get("dropped", [])
-        channels = range(self.num_prototypes)
-        if not isinstance(dropped, list) or not all(type(each) is int and each in channels for each in dropped):
-            raise ArtifactError(f"dropped {_SHORT.repr(dropped)} is not a list of its {len(channels)} channels")
-        if dropped and not self.class_map.counts.all():
+        if any(channel >= self.num_prototypes for channel in self.dropped):
+            raise ArtifactError(
+                f"dropped {SHORT.repr(self.dropped)} is not a list of its {self.num_prototypes} channels"
+            )
+        if self.dropped and not self.class_map.counts.all():
             raise ArtifactError("a class has no slot left")
-        if self.risk and not {"images", "error", "aurc", "coverage_at_error", "levels"} <= self.risk.keys():
-            raise ArtifactError("its risk is not the summary of a risk-coverage curve")
-        recorded = self.evaluation
-        if recorded and not all(isinstance(recorded.get(name), kind) for name, kind in EVALUATION_KEYS.items()):
-            raise ArtifactError("its evaluation is not one that evaluate --record wrote")
-        ReceptiveField.from_dict(self.receptive_field)
-        Calibration.from_dict(self.calibration)
-        if not isinstance(self.file_sha256, str):
-            raise ArtifactError("file_sha256 is not a text")
 
 
 def with_current_names(document: Mapping[str, T]) -> dict[str, T]:

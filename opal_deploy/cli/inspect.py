@@ -125,7 +125,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
                       "none": "none: no anchors, logits only"}[metadata.evidence]),
         ("classes", _list_names(list(metadata.class_names))),
         ("input", f"{metadata.input_kind} {layout}, {metadata.resize}{crop}"),
-        ("normalised", _format_normalisation(asdict(metadata))),
+        ("normalised", _format_normalisation(vars(metadata))),
         ("outputs", ", ".join(metadata.outputs) + (f" of the best {metadata.top_k} classes" if metadata.top_k else "")),
         ("precision", metadata.precision + (f"; quantised: {quantised}" if quantised else "")),
         ("source", f"{source.get('file', 'unknown')} ({source.get('format', 'unknown')}), "
@@ -164,8 +164,7 @@ def _format_normalisation(values: dict[str, Any]) -> str:
 
 def _describe_start(training: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the line on the checkpoint that training started from, if it did (`train --start-from`)."""
-    start = training.get("start")
-    if not isinstance(start, dict):
+    if not (start := training.get("start")):
         return []
     frozen = ", backbone frozen" if start.get("frozen_backbone") else ""
     reset = f"; trained anew: {', '.join(start['reset'])}" if start.get("reset") else ""
@@ -174,8 +173,7 @@ def _describe_start(training: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _describe_weights(training: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the line on the weights that training began with, and how their makers prepared images."""
-    weights = training.get("weights")
-    if not isinstance(weights, dict):
+    if not (weights := training.get("weights")):
         return []
     cfg = weights.get("pretrained_cfg")
     if not cfg:
@@ -189,6 +187,7 @@ def _describe_weights(training: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
+    from opal_deploy.artifact.documents import check_checkpoint
     from opal_deploy.artifact.files import compute_sha256
 
     index = read_index(path)
@@ -210,7 +209,10 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
     if ours:
         document |= {key: index.get(key) for key in _CHECKPOINT_KEYS}
         try:
+            check_checkpoint(index)
             lines += _describe_checkpoint(index, path)
+        except ArtifactError as error:
+            raise ArtifactError(f"{path}: {error}; train or copy it again") from None
         except (AttributeError, KeyError, TypeError, ValueError):
             raise _damaged(path) from None
     elif tensors:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from opal_deploy.artifact.documents import Distance
 from opal_deploy.artifact.engine_file import BatchRange
-from opal_deploy.artifact.metadata import Distance, InputKind, Precision
+from opal_deploy.artifact.metadata import InputKind, Precision
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, Progress, log_line
 from opal_deploy.options import Option, Options, StrPath, Threads, default_of, option_fields, parse_size

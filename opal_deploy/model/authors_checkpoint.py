@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from opal_deploy.artifact.class_map import ClassMap
-from opal_deploy.artifact.metadata import Distance
+from opal_deploy.artifact.documents import Distance
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones, torchvision_backbones
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig, Pooling

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.baseline import Baseline
+from opal_deploy.artifact.documents import check_checkpoint
 from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
@@ -202,6 +203,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
             )
         config = NetworkConfig.from_dict(raw["config"])
         stored_names, state = list(raw["class_names"]), dict(raw["state_dict"])
+        check_checkpoint(raw)
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
         calibration = Calibration.from_dict(raw.get("calibration") or {})
         baseline = Baseline.from_dict(raw.get("baseline") or {})

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from opal_deploy.artifact.metadata import DISTANCES, IMAGENET_MEAN, IMAGENET_STD, Distance, Evidence
+from opal_deploy.artifact.documents import Distance
+from opal_deploy.artifact.metadata import DISTANCES, IMAGENET_MEAN, IMAGENET_STD, Evidence
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:

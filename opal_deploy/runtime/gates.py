@@ -24,11 +24,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from opal_deploy.artifact.files import is_finite_number
 from opal_deploy.artifact.metadata import Metadata, with_current_names
 from opal_deploy.artifact.opal_head import cosines
 from opal_deploy.artifact.outputs import PER_IMAGE, FloatArray, Outputs, tolerances
-from opal_deploy.errors import ArtifactError
 from opal_deploy.statistics import share_bounds
 
 # a runtime's kernels may round this many times as much as PyTorch's; one layer in half precision is hundreds of times
@@ -61,23 +59,13 @@ class Gate:
 
     @staticmethod
     def of_model(metadata: Metadata) -> Gate:
-        """Return the gate that a model's file passed, or that of its precision where the file records none.
-
-        Raises:
-            ArtifactError: the recorded gate is not one of numbers.
-        """
+        """Return the gate that a model's file passed, or that of its precision where the file records none."""
         if not (recorded := metadata.verification.get("gate")):
             return GATES[metadata.precision]
-        try:
-            recorded = with_current_names(recorded)
-            names = [each.name for each in fields(Gate) if each.name != "others"]
-            known = {name: recorded[name] for name in (*names, *PER_IMAGE) if name in recorded}
-            if all(map(is_finite_number, known.values())):
-                others = {name: known.pop(name, default) for name, default in tolerances("fp32").items()}
-                return Gate(**known, others=others)
-        except (TypeError, KeyError, AttributeError):
-            pass
-        raise ArtifactError("its verification's gate is not one of numbers; export it again")
+        # limits that a file lacks are those of fp32
+        limits = GATES["fp32"].to_dict() | with_current_names(recorded)
+        names = [each.name for each in fields(Gate) if each.name != "others"]
+        return Gate(**{name: limits[name] for name in names}, others={name: limits[name] for name in PER_IMAGE})
 
     def to_dict(self) -> dict[str, float]:
         """Return all limits by name, for the verification report in the metadata."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from opal_deploy.artifact.metadata import Distance
+from opal_deploy.artifact.documents import Distance
 from opal_deploy.logs import Log, Progress, log_line
 from opal_deploy.model.config import HeadKind, Pooling
 from opal_deploy.options import Option, Options, StrPath, parse_size

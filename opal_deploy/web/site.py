@@ -154,8 +154,8 @@ class Site:
             model=model.name, classes=metadata.class_names,
             slots=metadata.class_map.max_slots, examples=examples, cropped=metadata.crop == "boxes",
         )  # fmt: skip
-        (folder / _PAGE).write_text(text, encoding="utf-8")
-        document = json.dumps(described, ensure_ascii=False, allow_nan=False)
+        (folder / _PAGE).write_text(text, encoding="utf-8", errors="backslashreplace")
+        document = json.dumps(described, allow_nan=False)
         (folder / _DOCUMENT).write_text(document + "\n", encoding="utf-8")
 
     @property

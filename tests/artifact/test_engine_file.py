@@ -34,12 +34,13 @@ def test_it_is_read_back_and_names_the_command_that_builds_the_engine_again(engi
 @pytest.mark.parametrize(
     "change",
     [{"built": {}}, {"state": {"state": "verified"}}, {"onnx": {"file": "c.onnx"}}, {"target": []}, {"engine": None},
-     {"options": {"batch": "abc"}}, {"options": {"batch": [1, 2]}}, {"options": {"batch": [0, 1, 2]}}],
+     {"options": {"batch": "abc"}}, {"options": {"batch": [1, 2]}}, {"options": {"batch": [0, 1, 2]}},
+     {"target": {"sm": "sm80", "gpu": float("nan")}}, {"key": json.loads("[" * 40 + "]" * 40)}],
     ids=str,
 )  # fmt: skip
-def test_parts_that_are_missing_are_one_line(engine, sidecar, change):
+def test_parts_that_are_missing_or_wrong_are_one_line(engine, sidecar, change):
     write_sidecar(engine, replace(sidecar, **change))
-    with pytest.raises(ArtifactError, match="of wrong type or missing") as error:
+    with pytest.raises(ArtifactError, match=r"of wrong type or missing|nested|not JSON compliant") as error:
         read_sidecar(engine)
     assert "\n" not in str(error.value)
 

@@ -1,6 +1,7 @@
 """The metadata document: it is read back equal, and what is no such document is refused in one line."""
 
 import json
+import reprlib
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,16 @@ def test_what_is_no_json_object_is_refused(text):
         Metadata.from_json(text, "m.onnx")
 
 
+RISK = {"images": 3, "error": 0.3, "aurc": 0.2, "coverage_at_error": {"0.01": 0.0}, "levels": [[0.1, 3, 1]]}
+EVALUATION = {**dict.fromkeys(("when", "opal_deploy", "model", "data", "split"), "x"), "images": 60, "accuracy": 1.0}
+
+
+def test_documents_keep_their_values_and_unknown_keys():
+    documents = {"risk": {**RISK, "split": "val"}, "evaluation": {**EVALUATION, "accuracy": 1, "later": [0.5]}}
+    read = Metadata.from_json(json.dumps(_document(**documents)))
+    assert json.dumps({name: read.to_dict()[name] for name in documents}) == json.dumps(documents)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -99,9 +110,20 @@ def test_what_is_no_json_object_is_refused(text):
         {"calibration": {"temperature": 0}}, {"keep_layers": 1},
         {"outputs": ["scores"]}, {"outputs": TOP_OUTPUTS}, {"outputs": TOP_OUTPUTS[:3], "top_k": 2}, {"top_k": 2},
         {"outputs": TOP_OUTPUTS, "top_k": 5}, {"outputs": TOP_OUTPUTS, "top_k": "2"}, {"schema": None}, {"schema": 0},
-        {"schema": 2}, {"schema": "1"},
+        {"schema": 2}, {"schema": "1"}, {"resize": "half a pair: \ud800"}, {"exporter": {"opset": float("inf")}},
+        {"exporter": json.loads("[" * 40 + "]" * 40)}, {"source": {"a": json.loads("[" * 400 + "]" * 400)}},
+        {"verification": {"gate": [1]}}, {"verification": {"gate": {"tie": "x"}}}, {"verification": {"skipped": 1}},
+        {"training": {"metrics": [1]}}, {"training": {"metrics": {"loss": float("nan")}}},
+        {"training": {"weights": {"pretrained_cfg": {"tag": "a1"}}}}, {"training": {"start": {"reset": [0.5]}}},
+        {"risk": {**RISK, "levels": []}}, {"risk": {**RISK, "levels": [[0.1, 3, 4]]}}, {"risk": {**RISK, "images": 4}},
+        {"risk": {**RISK, "coverage_at_error": {"x": 1.0}}}, {"risk": {**RISK, "error": 10**400}},
+        {"edits": {}}, {"edits": [1]}, {"edits": [{"dropped": ["a/1"]}]}, {"calibration": {"images": 3}},
+        {"receptive_field": {"stride": 0}}, {"evaluation": {"images": 3}}, {"evaluation": {**EVALUATION, "images": -1}},
+        {"evaluation": {**EVALUATION, "pointing_game": {"part": {"mean": 0.5}}}},
+        {"evaluation": {**EVALUATION, "faithfulness": {"images": 3, "removal": "x", "same_cell": {}}}},
+        {"test_vectors": {"images": {"a": 1}}},
     ],
-    ids=str,
+    ids=lambda change: reprlib.repr(change).encode("ascii", "replace").decode(),
 )  # fmt: skip
 def test_a_value_of_the_wrong_shape_is_refused_in_one_line(change):
     with pytest.raises(ArtifactError) as error:

@@ -12,7 +12,6 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.opal_head import cosines
 from opal_deploy.artifact.outputs import Outputs, select_top
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.errors import ArtifactError
 from opal_deploy.runtime.gates import GATES, NEAR_TIE, WIDEST, Gate, Rounding
 from opal_deploy.runtime.verification import compare_outputs
 
@@ -35,14 +34,11 @@ def build_reference(n=10):
     return Reference(np.zeros((n, 2, 2, 3), np.uint8), outputs, np.full(scores.shape, 0.5, np.float32))
 
 
-def test_a_recorded_gate_may_have_other_keys_than_this_versions_but_no_other_values():
+def test_a_recorded_gate_may_have_other_keys_than_this_versions():
     recorded = {"cosine": 1e-6, "logit": 1e-5, "score": 1e-6, "tie": 1e-4, "cells": 1.0}
     expected = Gate(**recorded)
     assert Gate.of_model(replace(METADATA, verification={"gate": {**recorded, "invented": 0.5}})) == expected
     assert Gate.of_model(METADATA) == FP32
-    for damaged in ([1], "x", {"cosine": 1}, {**recorded, "tie": "x"}):
-        with pytest.raises(ArtifactError, match="gate is not one of numbers"):
-            Gate.of_model(replace(METADATA, verification={"gate": damaged}))
 
 
 REFERENCE = build_reference()

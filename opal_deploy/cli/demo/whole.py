@@ -13,8 +13,8 @@ from opal_deploy.errors import UsageError
 # evidence that hits less than twice as often as random cells is weak; the accuracy is that which a test requires
 _GOOD_RATIO, _GOOD_ACCURACY = 2, 0.95
 # Little training from random weights, which reached that accuracy with seeds 0 to 7 (docs/tutorial.md); after 8 epochs
-# seeds 6 and 7 had 58 and 86 %. At stride 8 a cell of timm's smallest ResNet, one block per stage, sees little more than a part of
-# a creature. Batches are small because steps are few. With two slots per species, seed 3 stayed at 81 %.
+# seeds 6 and 7 had 58 and 86 %. At stride 8 a cell of timm's smallest ResNet, one block per stage, sees little more
+# than a part of a creature. Batches are small because steps are few. With two slots per species, seed 3 stayed at 81 %.
 SPECIES, VAL_PER_CLASS, TEST_PER_CLASS = 5, 16, 24
 WHOLE = Training("timm:test_resnet", size=128, prototypes=3, batch_size=16, lr=5e-3, epochs=12, train_per_class=200)
 

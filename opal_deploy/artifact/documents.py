@@ -1,0 +1,243 @@
+"""The documents inside the metadata of models and inside checkpoints: the parts that our code relies on, declared once.
+
+Files keep each document as it was written, with keys that this version does not know. `check_document` compares a
+document with its declaration once, when the file is read. A key that a document may lack has a default.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from opal_deploy.errors import ArtifactError
+
+T = TypeVar("T")
+
+Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
+# finite, unlike JSON's NaN and 1e400
+Number = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+# a number of images, cells or pixels; JSON's integers have no limit
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=1 << 31)]
+
+# levels of a document, far more than ours have
+_MOST_LEVELS = 32
+# shortens values: a few entries of a few levels
+SHORT = reprlib.Repr()
+SHORT.maxlevel, SHORT.maxtuple, SHORT.maxlist, SHORT.maxdict, SHORT.maxstring = 2, 3, 3, 3, 40
+
+
+class Head(Struct):
+    """The configuration of a head, see `model.config.HeadConfig`."""
+
+    distance: Distance
+    epsilon: Number
+    dropped: tuple[Count, ...] = ()
+
+
+class Verification(Struct):
+    """The comparison that a file passed; `skipped` is why there was none."""
+
+    skipped: str = ""
+    gate: dict[str, Number] = {}
+
+
+class TestVectors(Struct):
+    """The images of test vectors; `artifact.test_vectors` reads the arrays."""
+
+    images: tuple[str, ...] = ()
+
+
+class PretrainedConfig(Struct):
+    """How the makers of a backbone's weights prepared images, after timm."""
+
+    crop_mode: str
+    crop_pct: Number
+    input_size: tuple[AtLeastOne, ...]
+    tag: str
+    interpolation: str
+
+
+class Weights(Struct):
+    """The weights that training began with."""
+
+    pretrained_cfg: PretrainedConfig | None = None
+
+
+class Start(Struct):
+    """The checkpoint that training started from."""
+
+    reset: tuple[str, ...] = ()
+
+
+class Risk(Struct):
+    """The summary of a risk-coverage curve; `levels` has (margin, answered, wrong), see `statistics.RiskCurve`."""
+
+    images: AtLeastOne
+    error: Number
+    aurc: Number
+    coverage_at_error: dict[Number, Number]
+    levels: Annotated[tuple[tuple[Number, AtLeastOne, Count], ...], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        if self.levels[-1][1] != self.images or any(wrong > answered for _, answered, wrong in self.levels):
+            raise ValueError("the levels of a risk-coverage curve do not fit its images")
+
+
+class Training(Struct):
+    """The summary of a training run."""
+
+    metrics: dict[str, Any] = {}
+    weights: Weights | None = None
+    start: Start | None = None
+
+
+class Parent(Struct):
+    """The model that `edit` changed."""
+
+    file: str
+    sha256: str
+
+
+class Effect(Struct):
+    """The effect of an `edit` on labelled images: accuracy before and after."""
+
+    images: Count
+    split: str
+    accuracy: tuple[Number, Number]
+
+
+class Edit(Struct):
+    """What one `edit` of a model did."""
+
+    dropped: tuple[str, ...]
+    restored: tuple[str, ...]
+    reason: str
+    parent: Parent
+    when: str
+    measured: Effect | None = None
+
+
+class Hits(Struct):
+    """The share of cells on a part or in the object, and that of random cells."""
+
+    mean: Number
+    random: Number
+
+
+class PointingGame(Struct):
+    """Where the evidence lies."""
+
+    object: Hits | None = None
+    part: Hits | None = None
+    distinguishing_part: Hits | None = None
+
+
+class Removal(Struct):
+    """The share of images whose predicted class changes without the evidence's cells, or as many random ones."""
+
+    fill: str
+    changed: Number
+    changed_random: Number | None
+
+
+class Faithfulness(Struct):
+    """What removing the evidence changes, and the share of cells that stay under a change of the image."""
+
+    images: Count
+    removal: tuple[Removal, ...]
+    same_cell: dict[str, Number | None]
+
+
+class Evaluation(Struct):
+    """What `evaluate --record` measured, see `artifact.measurements`."""
+
+    when: str
+    opal_deploy: str
+    model: str
+    data: str
+    split: str
+    images: Count
+    accuracy: Number
+    boxes: bool | None = None
+    pointing_game: PointingGame | None = None
+    faithfulness: Faithfulness | None = None
+
+
+class Metrics(Struct):
+    """The results of a training run, curves included."""
+
+    val_risk: Risk | None = None
+
+
+class CheckpointDocuments(Struct):
+    """The documents of a checkpoint; those that are empty count as missing."""
+
+    version: str = ""
+    crop: str | None = None
+    metrics: Metrics | None = None
+    training: Training | None = None
+    edits: tuple[Edit, ...] = ()
+    evaluation: Evaluation | None = None
+
+
+def check_checkpoint(raw: Mapping[str, Any]) -> None:
+    """Raise ArtifactError for a checkpoint in our format with a document that is not as declared."""
+    check_document(
+        {name: raw[name] for name in CheckpointDocuments.__struct_fields__ if raw.get(name)}, CheckpointDocuments
+    )
+
+
+def check_document(raw: Any, kind: type[T], name: str = "") -> T:
+    """Return a document as its declared type.
+
+    Args:
+        raw: plain values, from JSON or a checkpoint.
+        kind: the type.
+        name: of the document, with which the message begins.
+
+    Raises:
+        ArtifactError: a key is missing or has another value than declared; the message names the key.
+    """
+    try:
+        return msgspec.convert(raw, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).replace("`key` in ", "").partition(" - at `$")
+        found = raw
+        # the key of an entry of a dictionary is not told
+        for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", where.partition("[...]")[0]):
+            found = found[int(index)] if index else found[key]
+        path = f"{name}{where}".strip(".`") or "document"
+    except UnicodeEncodeError as error:
+        # half a surrogate pair where something else than text is expected
+        path, found, message = name or "document", error.object, "Expected no text"
+    raise ArtifactError(f"{path} {SHORT.repr(found)}: {message}")
+
+
+def check_values(raw: Any, name: str) -> None:
+    """Check a document for values that JSON in UTF-8 cannot hold, so that it can be written again.
+
+    Names of files that are not UTF-8 stay, see `records.names`.
+
+    Raises:
+        ArtifactError: a number is not finite, a text has half a surrogate pair, or the document is nested too deeply.
+    """
+    try:
+        json.dumps(raw, ensure_ascii=False, allow_nan=False).encode("utf-8", "surrogateescape")
+        nesting = _count_levels(raw)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{name}: {error}") from None
+    if nesting > _MOST_LEVELS:
+        raise ArtifactError(f"{name}: nested {nesting} levels deep, more than {_MOST_LEVELS}")
+
+
+def _count_levels(raw: Any) -> int:
+    values = raw.values() if isinstance(raw, dict) else raw if isinstance(raw, list) else ()
+    return 1 + max((_count_levels(value) for value in values if isinstance(value, dict | list)), default=0)
