@@ -20,6 +20,7 @@ from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.documents import AtLeastOne, Count, Number, check_document
 from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.artifact.outputs import DoubleArray
+from opal_deploy.errors import ArtifactError
 
 # answers with a class from which its slots have quantiles of their own
 MIN_IMAGES = 5
@@ -244,12 +245,15 @@ class Baseline:
         if not raw:
             return None
         document = with_current_names(raw)
-        columns = check_document(document.get("slots"), _Columns, "baseline.slots")
-        rows = zip(columns.channel, *(getattr(columns, name) for name in _SLOT_FIELDS), strict=True)
-        document["slots"] = {channel: dict(zip(_SLOT_FIELDS, values, strict=True)) for channel, *values in rows}
-        if isinstance(quantiles := document.get("quantiles"), dict):
-            document["quantiles"] = with_current_names(quantiles)
-        return check_document(document, Baseline, "baseline")
+        try:
+            columns = check_document(document.get("slots"), _Columns, "baseline.slots")
+            rows = zip(columns.channel, *(getattr(columns, name) for name in _SLOT_FIELDS), strict=True)
+            document["slots"] = {channel: dict(zip(_SLOT_FIELDS, values, strict=True)) for channel, *values in rows}
+            if isinstance(quantiles := document.get("quantiles"), dict):
+                document["quantiles"] = with_current_names(quantiles)
+            return check_document(document, Baseline, "baseline")
+        except ArtifactError as error:
+            raise ArtifactError(f"{error}; measure it again with `opal-deploy evaluate --record`") from None
 
 
 _SLOT_FIELDS = tuple(SlotBaseline.__dataclass_fields__)
