@@ -33,7 +33,7 @@ GLOSSARY: dict[str, str] = {
     "margin": (
         "By how much the predicted class's cosine exceeds that of the runner-up. A small margin means a close call."
     ),
-    "ood_score": (
+    "ood score": (
         "How unlike the training images an image is: identical features score 0, unrelated ones about 1. "
         "An image with a high score may belong to none of the classes."
     ),

@@ -180,7 +180,7 @@ def _metadata(num_classes=6):
 class _Detector:
     """Channel k of a 7 x 7 map shines where part `k % m` is, whatever the noise."""
 
-    metadata, description = _metadata(), "a rule"
+    metadata, device, description = _metadata(), "cpu", "a rule"
 
     def __init__(self, parts, num_classes):
         cells = np.clip(parts.truncated_input_points(224)[:, :M] // 32, 0, 6)  # [N, m, (x, y)]

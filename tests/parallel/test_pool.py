@@ -44,7 +44,7 @@ def test_an_idle_process_that_is_killed_is_replaced_and_no_chunk_is_blamed(tmp_p
             pool.workers[0].submit(Chunk(number, (image,)))
         wait_until(lambda: len(collect(pool, done)) == 3)
         times = pool.close()
-    assert {chunk.first: (chunk.deaths, result.load()[0]["image"]) for chunk, result in done} == {
+    assert {chunk.first: (chunk.deaths, result.load()[0].image) for chunk, result in done} == {
         number: (0, image.name) for number, image in enumerate(images)
     }
     assert times[0].sum_stage("decode").calls == 3

@@ -22,6 +22,7 @@ from opal_deploy.preprocess.decode import decode
 from opal_deploy.records.names import unescape_name
 from opal_deploy.sources import members, tar
 from opal_deploy.sources.discovery import discover
+from opal_deploy.sources.image import SpooledMember
 from opal_deploy.sources.items import Skipped
 from opal_deploy.sources.members import ByteRange
 from tests.bright import BrightSession, predict, read_results
@@ -388,7 +389,7 @@ def test_large_images_of_a_compressed_tar_wait_on_the_disk_and_are_the_same(tmp_
     monkeypatch.setattr(tar, "MAX_HELD", 60_000)
     monkeypatch.setattr(pool, "_LARGE_FILE", 60_000)
     found = items(tmp_path / kind)
-    assert [isinstance(item.source, members.SpooledMember) for item in found] == [True, False, True]
+    assert [isinstance(item.source, SpooledMember) for item in found] == [True, False, True]
     # another machine gets the bytes
     assert pickle.loads(pickle.dumps(found[0].source)) == content["a.png"]  # noqa: S301 (ours)
     records = predict(found, BrightSession(), isolate=isolate)
