@@ -21,8 +21,9 @@ from opal_deploy.errors import ArtifactError
 T = TypeVar("T")
 
 Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
+LARGEST = sys.float_info.max
 # finite, unlike JSON's NaN and 1e400
-Number = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 # a number of images, cells or pixels; JSON's integers have no limit
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -115,7 +116,7 @@ class Effect(Struct):
 
 
 class Edit(Struct):
-    """What one `edit` of a model did."""
+    """One `edit` of a model: the slots that it dropped and restored, and why."""
 
     dropped: tuple[str, ...]
     restored: tuple[str, ...]
@@ -149,7 +150,7 @@ class Removal(Struct):
 
 
 class Faithfulness(Struct):
-    """What removing the evidence changes, and the share of cells that stay under a change of the image."""
+    """How removing the evidence changes answers, and the share of cells that stay under a change of the image."""
 
     images: Count
     removal: tuple[Removal, ...]
@@ -157,7 +158,7 @@ class Faithfulness(Struct):
 
 
 class Evaluation(Struct):
-    """What `evaluate --record` measured, see `artifact.measurements`."""
+    """The figures of `evaluate --record`, see `artifact.measurements`."""
 
     when: str
     opal_deploy: str

@@ -21,7 +21,6 @@ many random foreground cells.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from opal_deploy.artifact.documents import (
+    LARGEST,
     AtLeastOne,
     Count,
     Edit,
@@ -73,7 +73,7 @@ class Calibration:
     """
 
     images: Count
-    temperature: Annotated[float, Meta(gt=0, le=sys.float_info.max)] | None = None
+    temperature: Annotated[float, Meta(gt=0, le=LARGEST)] | None = None
     reason: str = ""
     accuracy: Number | None = None
     nll: Number | None = None

@@ -41,7 +41,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 # names that version 0.1.0 wrote, and what they are now; files keep the names that they were written with
-_FORMER_NAMES = {"strangeness": "ood_score"}
+_FORMER_NAMES = {"strangeness": "ood_score", "max_strangeness": "unknown"}
 
 DISTANCES: tuple[str, ...] = get_args(Distance)
 # these bound what is allocated before the graph is opened and compared
@@ -300,7 +300,7 @@ class Metadata:
 
 
 def with_current_names(document: Mapping[str, T]) -> dict[str, T]:
-    """Return a document, or arrays by name, with the names of outputs and measures that this version uses."""
+    """Return a document, or arrays by name, with this version's names of outputs, record fields and thresholds."""
     return {_FORMER_NAMES.get(name, name): value for name, value in document.items()}
 
 

@@ -1,4 +1,4 @@
-"""What only OPAL's head has: the embedding, the six distances to the anchors, and contributions to them.
+"""The parts that only the OPAL head has: embedding, six distances to the anchors, and contributions to them.
 
 An anchor (paper, Eq. 1) is a row of the class map: 1/sqrt(m_c) on the class's m_c slots, 0 elsewhere. Logits are minus
 the distance from the embedding z to it (Eq. 4), which follows in closed form from sums and extremes over each class's

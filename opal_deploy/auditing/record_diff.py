@@ -17,7 +17,6 @@ from typing import Any
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import PER_IMAGE
-from opal_deploy.records.record import rename_keys
 from opal_deploy.runtime.gates import Gate
 
 # fields that no model computes
@@ -117,7 +116,7 @@ def diff_records(
 
     The computed document has all of the model's classes in `top`.
     """
-    return list(_compare_records(rename_keys(recorded), computed, tolerance, is_tied))
+    return list(_compare_records(recorded, computed, tolerance, is_tied))
 
 
 def _compare_records(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
 from opal_deploy.auditing.results import RecordSources, locate, read_all_lines
 from opal_deploy.errors import ImageError
@@ -16,7 +17,7 @@ from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.types import InferenceOptions, Result
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.names import unescape_name
-from opal_deploy.records.record import Answered, Failed, Record, rename_keys
+from opal_deploy.records.record import Answered, Failed, Record
 from opal_deploy.records.run_files import overlay_name
 from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.runtime.session import Session
@@ -265,10 +266,10 @@ def _compare(
         else:
             why = "the image differs from the one that was explained"
         return why, [digest]
-    document = to_document(computed)
-    differences = diff_records(line.document, document, tolerance, _build_tie_test(result, session, tolerance))
+    written, document = with_current_names(line.document), to_document(computed)
+    differences = diff_records(written, document, tolerance, _build_tie_test(result, session, tolerance))
     differences += _compare_not_computed(line.number, recorded, check, report)
-    if not differences and _is_identical(rename_keys(line.document), document):
+    if not differences and _is_identical(written, document):
         report.identical += 1
     return "", differences
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ _GROWTH_SHARE, _GROWTH_MEGABYTES = 0.05, 10.0
 _HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clock_setting")
 
 
-class Sampler:
+class Sampler(ABC):
     """Calls `sample` at the start of its block and then every `interval` seconds, in a thread."""
 
     def __init__(self, interval: float) -> None:
@@ -54,9 +55,9 @@ class Sampler:
         self._stop.set()
         self._thread.join()
 
+    @abstractmethod
     def sample(self) -> None:
         """Take one sample."""
-        raise NotImplementedError
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):

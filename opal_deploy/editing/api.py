@@ -16,11 +16,7 @@ from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.editing.drops import check_drops, name_slot, parse_slots, read_drops, write_slot
 from opal_deploy.editing.options import EditOptions
 from opal_deploy.errors import ArtifactError, UsageError, require
-from opal_deploy.options import (
-    StrPath,
-    keywords,
-    to_arguments,
-)
+from opal_deploy.options import StrPath, keywords, to_arguments
 
 if TYPE_CHECKING:
     from opal_deploy.editing.data import ScoredData

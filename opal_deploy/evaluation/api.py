@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 
 from opal_deploy.errors import UsageError, require
 from opal_deploy.evaluation.options import EvaluateOptions
-from opal_deploy.options import (
-    StrPath,
-    keywords,
-)
+from opal_deploy.options import StrPath, keywords
 
 if TYPE_CHECKING:
     from opal_deploy.api.model import Model

@@ -2,7 +2,7 @@
 
 The body reaches from the normalised images to the projection; the head after it always stays float32.
 
-`with_top_classes` selects the k best classes in the graph, so that all other channels stay on the device. The selection
+`add_top_outputs` selects the k best classes in the graph, so that all other channels stay on the device. The selection
 is exact and the same in every runtime: maxima and comparisons of the graph's own logits. The operator TopK would not
 do, since runtimes differ in which of two equal logits they list first. The nodes come after the float32 head and are
 added after the body was converted, so a precision changes nothing in them.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 from opal_deploy.artifact.files import is_finite_number, model_kind
-from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.metadata import Metadata, with_current_names
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, log_line
 from opal_deploy.options import Option, Options, parse_number, parse_rate
@@ -181,7 +181,7 @@ class Decision(Options):
     @staticmethod
     def read(document: Mapping[str, Any]) -> Decision:
         """Return the numbers in a document that `limits` wrote, such as run.json; anything else is no threshold."""
-        limits = {name: value for name, value in with_current_thresholds(document).items() if name in THRESHOLDS}
+        limits = {name: value for name, value in with_current_names(document).items() if name in THRESHOLDS}
         return Decision(**{name: float(value) for name, value in limits.items() if is_finite_number(value)})
 
     def resolve(self, path: Path, metadata: Metadata, log: Log = log_line) -> Decision:
@@ -224,7 +224,7 @@ class Decision(Options):
             slots: evidence for the predicted class, as the record has it.
             metadata: of the model.
         """
-        for threshold, limit in self._rules:
+        for _, threshold, limit in self._rules:
             value = values.get(threshold.quantity)
             if value is not None and (value > limit if threshold.above else value < limit):
                 reason = "" if threshold.explain is None else threshold.explain(value, limit, slots, metadata)
@@ -235,14 +235,12 @@ class Decision(Options):
         """Return the rules of a resolved decision for JSON: name, quantity, whether above, limit and status of each."""
         return [
             {"name": name, "quantity": rule.quantity, "above": rule.above, "limit": limit, "status": rule.status}
-            for (name, rule), limit in zip(THRESHOLDS.items(), self.limits.values(), strict=True)
-            if limit is not None
+            for name, rule, limit in self._rules
         ]
 
     @cached_property
-    def _rules(self) -> list[tuple[Threshold, float]]:
-        limits = zip(THRESHOLDS.values(), self.limits.values(), strict=True)
-        return [(threshold, limit) for threshold, limit in limits if limit is not None]
+    def _rules(self) -> list[tuple[str, Threshold, float]]:
+        return [(name, THRESHOLDS[name], limit) for name, limit in self.limits.items() if limit is not None]
 
 
 def _parse_number(option: str, text: str, expected: str) -> float:
@@ -264,10 +262,3 @@ def _find_thresholds() -> dict[str, Threshold]:
 # the rules by the names of the thresholds, in the order in which they apply
 THRESHOLDS: dict[str, Threshold] = _find_thresholds()
 NO_DECISION = Decision()
-# names that version 0.1.0 wrote, and what they are now
-_FORMER_NAMES = {"max_strangeness": "unknown"}
-
-
-def with_current_thresholds(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document with the names of thresholds that this version uses."""
-    return {_FORMER_NAMES.get(name, name): value for name, value in document.items()}

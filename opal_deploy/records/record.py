@@ -7,13 +7,15 @@ that a record lacks is None and is not written.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from types import NoneType
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+from opal_deploy.artifact.documents import LARGEST, Number
+from opal_deploy.artifact.metadata import with_current_names
 
 RECORD_SCHEMA = 1
 
@@ -23,20 +25,15 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 
 # JSON's integers have no limit, those of numpy and of images do
 _MOST = (1 << 63) - 1
-_LARGEST = sys.float_info.max
 # columns of int32; others are int64
 _SMALL = {"arrow": "int32"}
 Position = Annotated[int, Meta(ge=0, le=_MOST)]
 Index = Annotated[int, Meta(ge=0, le=_MOST, extra=_SMALL)]
 Pixels = Annotated[int, Meta(ge=1, le=_MOST, extra=_SMALL)]
-Number = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 # limits that the schema states and reading does not check
 Probability = Annotated[Number, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 Sha256 = Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9a-f]{64}$"})]
 Code = Annotated[str, Meta(extra_json_schema={"pattern": "^[a-z][a-z0-9_]*$"})]
-
-# fields of earlier versions, and their names now
-_RENAMED = {"strangeness": "ood_score"}
 
 
 class Answer(Struct, frozen=True, omit_defaults=True):
@@ -207,18 +204,13 @@ def to_record(document: Any) -> Record:
         return document
     if not isinstance(document, Mapping):
         raise ValueError(f"{type(document).__name__} found, expected an object")
-    document = rename_keys(document)
+    document = with_current_names(document)
     try:
         if document.get("status") == "error":
             return msgspec.convert(document, Failed)
         return msgspec.convert(document, Answered)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-
-
-def rename_keys(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record's document with the keys that this version gives to the fields."""
-    return {_RENAMED.get(key, key): value for key, value in document.items()}
 
 
 def describe_status(record: Record) -> str:
@@ -255,7 +247,7 @@ def _simplify(part: Any) -> Any:
     kept = {
         key: _simplify(value)
         for key, value in part.items()
-        if key != "default" and not (key in ("minimum", "maximum") and value in (-_LARGEST, _LARGEST, _MOST))
+        if key != "default" and not (key in ("minimum", "maximum") and value in (-LARGEST, LARGEST, _MOST))
     }
     if "default" in part and (choices := kept.pop("anyOf", None)):
         kept |= next(choice for choice in choices if choice != {"type": "null"})

@@ -1,4 +1,4 @@
-"""What a run measures of its best weights at the end: metrics, calibration, and what `drift` and `--unknown` need."""
+"""The measurements of a run's best weights at its end: metrics, calibration, and those for `drift` and `--unknown`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def measure_best(
         baseline = measure_baseline(session, data.val, network.neighbours, progress=progress)
     if data.test:
         workers = machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
-        images = TrainImages(data.test, val_batches.images.resize_size)
+        images = TrainImages(data.test, network.config.input_size)
         batches = Batches(images, EVALUATION_BATCH, workers=workers, rank=group.rank, size=group.size)
         outputs = predict(network, batches, progress=progress, group=group)
         test = outputs.compute_metrics(network.config.class_map)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.metadata import Metadata, with_current_names
 from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
 from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
 from opal_deploy.predict.decode_budget import raise_pillow_limit
@@ -24,7 +24,7 @@ from opal_deploy.predict.explain_tensors import BOX, IMAGE, NAME, RECORD, build_
 from opal_deploy.predict.prediction import BatchPredictor
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.records.decision import THRESHOLDS, Decision, with_current_thresholds
+from opal_deploy.records.decision import THRESHOLDS, Decision
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import ImageBatch, check_batch
@@ -190,7 +190,7 @@ def _parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOption
         except ValueError:
             raise UsageError(f"config.pbtxt: parameter {name} is {text!r}; expected {expected}") from None
 
-    parameters = with_current_thresholds(parameters)
+    parameters = with_current_names(parameters)
     return InferenceOptions(
         batch=batch,
         top=parse("top", _positive, "a positive number of classes"),
