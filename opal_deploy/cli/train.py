@@ -67,10 +67,7 @@ def _print_result(result: TrainResult) -> None:
     for line in format_classes(result.classes):
         print_message(line)
     last = result.epochs[-1].epoch
-    print_message(
-        f"Best: {_describe_epoch(result.best_epoch)} (validation accuracy {result.val.accuracy:.1%}, loss "
-        f"{result.val.loss:.4f})"
-    )
+    print_message(f"Best: {_describe_epoch(result.best_epoch)} (validation accuracy {result.val.accuracy:.1%})")
     if result.best_epoch == last > 0:
         print_message(f"The last epoch was the best: more may help (--epochs {2 * last} --overwrite)")
     if result.test is None:

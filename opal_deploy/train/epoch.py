@@ -19,6 +19,7 @@ from torch.nn import functional
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, compute_metrics, margins
 from opal_deploy.logs import Progress, no_progress
+from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.images import Batches, normalize
 from opal_deploy.train.machine import MixedPrecision, ProcessGroup
@@ -70,11 +71,13 @@ class Objective:
         agreement: weight of the mirror agreement; 0 without mirror images.
         keep_off: weight of the attention in kept-off regions; None without regions.
         class_weights: float32 [C] on the device, the loss's weight per class; None weighs all images the same.
+        scale: factor of the logits, see `find_logit_scale`.
     """
 
     agreement: float = 0.0
     keep_off: float | None = None
     class_weights: Tensor | None = None
+    scale: float = 1.0
 
     def __call__(self, terms: tuple[Tensor, Tensor, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective and the weighted cross-entropy in nats, both summed over n images.
@@ -87,9 +90,25 @@ class Objective:
         views = len(logits) // len(labels)
         # with mirror agreement the mean over an image and its mirror image
         targets, weight = labels.repeat(views), self.class_weights
-        cross_entropy = functional.cross_entropy(logits.float(), targets, weight=weight, reduction="sum") / views
+        logits = self.scale * logits.float()
+        cross_entropy = functional.cross_entropy(logits, targets, weight=weight, reduction="sum") / views
         objective = cross_entropy + self.agreement * disagreement.sum() + (self.keep_off or 0.0) * penalty.sum()
         return objective, cross_entropy.detach()
+
+
+def find_logit_scale(head: OpalHead, probability: float | None) -> float:
+    """Return the factor, at least 1, that gives an embedding at its class's anchor this probability.
+
+    The softmax of logits in [-1.41, 0] is far from certain even there: 0.31 for 10 classes, 0.04 for 100. The factor
+    is 1 for None and for heads without anchors.
+    """
+    if probability is None or head.anchors is None or head.num_classes < 2:
+        return 1.0
+    anchors = torch.from_numpy(head.config.class_map(head.num_classes).matrix).to(head.anchors)
+    with torch.no_grad():
+        own, *others = sorted(head.classify(anchors[:1])[0].tolist(), reverse=True)
+    odds = probability / (1 - probability) * len(others)
+    return max(math.log(odds) / (own - others[0]), 1.0) if own > others[0] else 1.0
 
 
 @dataclass
@@ -230,10 +249,10 @@ class LabelledOutputs(NamedTuple):
     cells: NDArray[np.int32] | None
     margins: NDArray[np.float64] | None
 
-    def compute_metrics(self, class_map: ClassMap) -> Evaluation:
-        """Return the metrics over all images of a network with this map."""
+    def compute_metrics(self, class_map: ClassMap, scale: float = 1.0) -> Evaluation:
+        """Return the metrics over all images of a network with this map, the loss of logits times `scale`."""
         collapse = None if self.cells is None else collapse_of_cells(self.cells, self.labels, class_map)
-        return compute_metrics(self.logits, self.labels, collapse, self.margins)
+        return compute_metrics(np.float32(scale) * self.logits, self.labels, collapse, self.margins)
 
 
 def evaluate(
@@ -243,10 +262,11 @@ def evaluate(
     amp: MixedPrecision | None = None,
     progress: Progress = no_progress,
     group: ProcessGroup | None = None,
+    scale: float = 1.0,
 ) -> Evaluation:
-    """Return the metrics over all batches; see `predict`."""
+    """Return the metrics over all batches, the loss of logits times `scale`; see `predict`."""
     outputs = predict(network, batches, amp=amp, progress=progress, group=group)
-    return outputs.compute_metrics(network.config.class_map)
+    return outputs.compute_metrics(network.config.class_map, scale)
 
 
 def predict(

@@ -41,6 +41,7 @@ from opal_deploy.train.epoch import (
     Objective,
     TrainStep,
     evaluate,
+    find_logit_scale,
     train_epoch,
 )
 from opal_deploy.train.images import Batches, PaperAugmentation, TrainImages
@@ -186,7 +187,8 @@ class _TrainingRun:
             get_library(options.backbone).convert_sync_batch_norm(network)
         self.network = network
         frozen_backbone = network.backbone.requires_grad_(False) if options.freeze_backbone else None
-        objective = Objective(options.agreement, options.kept_off_weight(), self._class_weights())
+        self.logit_scale = find_logit_scale(network.head, options.anchor_probability)
+        objective = Objective(options.agreement, options.kept_off_weight(), self._class_weights(), self.logit_scale)
         model: Any = group.wrap_ddp(NetworkTerms(network, agreement=options.agreement > 0))
         if options.compile:
             model = torch.compile(model)
@@ -361,7 +363,7 @@ class _TrainingRun:
         amp: machine.MixedPrecision | None,
         progress: Progress,
     ) -> Evaluation:
-        val = evaluate(self.network, val_batches, amp=amp, progress=progress, group=self.group)
+        val = evaluate(self.network, val_batches, amp=amp, progress=progress, group=self.group, scale=self.logit_scale)
         if not math.isfinite(val.loss):
             raise DivergenceError(
                 f"the validation loss is {val.loss} in epoch {epoch} at learning rate {self.options.lr:g}; "

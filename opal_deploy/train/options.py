@@ -176,6 +176,13 @@ class TrainRunOptions(RecipeOverrides):
             default="none", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
+    anchor_probability: Annotated[
+        float | None,
+        Option(
+            "Scale the logits in the loss so that an embedding at its class's anchor has this probability.",
+            default="0.9 (grounded), logits as they are (paper)", panel=_OPTIMISATION,
+        ),
+    ] = None  # fmt: skip
     schedule: Annotated[
         Schedule | None,
         Option(

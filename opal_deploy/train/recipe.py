@@ -3,8 +3,9 @@
     [data]      dataset, partition, skip_missing, boxes
     [model]     backbone, weights, input_size, stride, keep_layers
     [head]      kind, projection, cws, pooling, anchors, prototypes_per_class, distance, epsilon
-    [training]  head_steps, epochs, minutes, patience, batch_size, lr, schedule, class_weights, agreement, keep_off,
-                keep_off_weight, start_from, freeze_backbone, reset_dropped, augment, seed, precision, tf32
+    [training]  head_steps, epochs, minutes, patience, batch_size, lr, schedule, class_weights, anchor_probability,
+                agreement, keep_off, keep_off_weight, start_from, freeze_backbone, reset_dropped, augment, seed,
+                precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
 Defaults are the paper's, except that `precision` is `auto`, and that the number of training images determines `epochs`
@@ -76,7 +77,8 @@ class TrainOptions:
 
     The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2), except for `precision`, `epochs` and `batch_size`.
     Here `weights` of None means random ones, `stride` of None all layers before the global pooling, `workers` of None
-    `machine.default_num_workers`, and `epochs` and `batch_size` of None those of `plan_epochs`.
+    `machine.default_num_workers`, `epochs` and `batch_size` of None those of `plan_epochs`, and `anchor_probability` of
+    None logits that are not scaled.
     """
 
     backbone: str = "convnext_tiny"
@@ -90,6 +92,7 @@ class TrainOptions:
     lr: float = 1e-4
     schedule: Schedule = "constant"
     class_weights: ClassWeights = "none"
+    anchor_probability: float | None = None
     agreement: float = 0.0
     keep_off: str | None = None
     keep_off_weight: float | None = None
@@ -152,6 +155,8 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UsageError(f"{name} {value}: expected a number above 0")
+        if self.anchor_probability is not None and not 0 < self.anchor_probability < 1:
+            raise UsageError(f"anchor_probability {self.anchor_probability}: expected a number between 0 and 1")
         if self.seed >= 1 << 63 or not math.isfinite(self.head.epsilon):
             raise UsageError("the seed must be below 2^63, and the head's epsilon a number")
         if self.save_every < 0 or self.cache_megabytes < 0 or (self.workers or 0) < 0 or self.seed < 0:
@@ -315,7 +320,7 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
     if changes.get("head", {}).get("kind") in ("linear", "plain"):
         adapted["model"] = {"stride": None, "keep_layers": False}
     if changes.get("model", {}).get("weights") == RANDOM:
-        adapted["training"]["head_steps"] = 0
+        adapted["training"] |= {"head_steps": 0, "anchor_probability": None}
     merged: Sections = {
         section: {**raw.get(section, {}), **adapted.get(section, {}), **changes.get(section, {})}
         for section in SECTIONS

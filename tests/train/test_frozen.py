@@ -2,16 +2,21 @@
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn import functional
 
+from opal_deploy.artifact.documents import Distance
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
+from opal_deploy.model.head import OpalHead
 from opal_deploy.train import checkpoints
+from opal_deploy.train.epoch import Objective, find_logit_scale
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.start import build_network
@@ -122,3 +127,24 @@ def test_minutes_limit_the_epochs(squares, options, tmp_path):
     result = fit(squares, options, tmp_path / "run")
     assert result.epochs[-1].epoch < 50
     assert fit(squares, options, tmp_path / "run", resume=True).epochs == result.epochs
+
+
+@pytest.mark.parametrize("distance", get_args(Distance))
+@pytest.mark.parametrize("classes", [2, 10, 100])
+def test_an_embedding_at_its_anchor_has_the_probability_that_the_loss_is_scaled_to(distance, classes):
+    head = OpalHead(8, classes, HeadConfig(prototypes_per_class=5, distance=distance))
+    scale = find_logit_scale(head, 0.9)
+    at_anchors = head.classify(torch.from_numpy(head.config.class_map(classes).matrix).float())
+    probabilities = (scale * at_anchors).softmax(1).diagonal()
+    # never scaled down: Kullback-Leibler distances are certain by themselves
+    assert (probabilities >= 0.9 - 1e-5).all()
+    assert scale == 1 or torch.allclose(probabilities, torch.tensor(0.9), atol=1e-5)
+    labels = torch.arange(classes)
+    terms = at_anchors, torch.zeros(classes), torch.zeros(classes)
+    expected = functional.cross_entropy(scale * at_anchors, labels, reduction="sum")
+    torch.testing.assert_close(Objective(scale=scale)(terms, labels)[0], expected)
+
+
+def test_the_papers_loss_and_heads_without_anchors_are_not_scaled():
+    assert find_logit_scale(OpalHead(8, 10, HeadConfig()), None) == 1
+    assert find_logit_scale(OpalHead(8, 10, LINEAR_BASELINE), 0.9) == 1
