@@ -25,11 +25,11 @@ from opal_deploy.logs import Progress
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.attention import HeadTerms
 from opal_deploy.train.epoch import Objective, read_regions_channel
-from opal_deploy.train.images import Batches, normalize
+from opal_deploy.train.images import MIRRORED, WHOLE, Batches, normalize
 from opal_deploy.train.machine import MixedPrecision, ProcessGroup
 
-# augmented views of each training image
-VIEWS = 3
+# views of each training image, by their epochs: the features of a frozen network suffer from the strong augmentation
+_VIEWS = (WHOLE, MIRRORED, 1)
 # images per step, over all processes
 BATCH = 64
 # Adam's initial learning rate, measured on features whose root mean square was within these bounds
@@ -122,7 +122,7 @@ def fit_head(
 
     Args:
         network: left in evaluation mode.
-        batches: this process's share of the augmented training images, in batches of `BATCH`.
+        batches: this process's share of the training images, in batches of `BATCH`.
         objective: the loss, which fine-tuning uses too.
         group: the processes of the run; gradients are averaged over them.
         amp: precision of the backbone.
@@ -162,10 +162,10 @@ def fit_head(
 
 
 class _FeatureSource:
-    """Features of augmented images, kept in memory or computed for each batch.
+    """Features of training images, kept in memory or computed for each batch.
 
     Attributes:
-        views: augmented views per image that are kept; 1 where none is.
+        views: views per image that are kept; 1 where none is.
         rms: root mean square of the features of the first batch.
         images, seconds: number of feature maps computed so far, and how long that took.
         pooled: pooled features and labels of up to 20,000 images.
@@ -179,20 +179,22 @@ class _FeatureSource:
         self.pooled: list[tuple[Tensor, Tensor]] = []
 
     def keep(self, memory: int, progress: Progress) -> None:
-        """Keep the features of as many views as fit into `memory` bytes; at most `VIEWS`, perhaps none."""
-        stream = self._compute_pass(1)
+        """Keep the features of as many views as fit into `memory` bytes, perhaps of none."""
+        # without augmentation all views would be the same
+        wanted = _VIEWS if self._batches.images.augmentation is not None else _VIEWS[:1]
+        stream = self._compute_pass(wanted[0])
         first = next(stream)
         self.rms = max(float(first.features.float().pow(2).mean().sqrt()), _TINY)
         share = sum(map(len, self._batches.local_plan()))
-        views = min(VIEWS, memory // (share * first.features[0].nbytes))
+        views = min(len(wanted), memory // (share * first.features[0].nbytes))
         self._first_pass = itertools.chain([first], stream)
         if not views:
             return
         # filled in place, since joining parts would take twice the memory
         kept = first.map(lambda each: each.new_empty(views * share, *each.shape[1:]))
         done = 0
-        for view in range(1, views + 1):
-            for part in self._first_pass if view == 1 else self._compute_pass(view):
+        for view in wanted[:views]:
+            for part in self._first_pass if view == wanted[0] else self._compute_pass(view):
                 for whole, each in zip(kept, part, strict=True):
                     if whole is not None and each is not None:
                         whole[done : done + len(each)] = each
@@ -204,8 +206,9 @@ class _FeatureSource:
         """Yield batches without end, every image once per pass."""
         if self._kept is None:
             yield from self._first_pass
-            for epoch in itertools.count(2):
-                yield from self._compute_pass(epoch)
+            views = itertools.chain.from_iterable((WHOLE, MIRRORED, epoch) for epoch in itertools.count(1))
+            for view in itertools.islice(views, 1, None):
+                yield from self._compute_pass(view)
             return
         count = len(self._kept.labels)
         generator = torch.Generator().manual_seed(0)

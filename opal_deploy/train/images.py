@@ -66,6 +66,9 @@ _ASPECT_RANGE = (3 / 4, 4 / 3)
 _CROP_ATTEMPTS = 10
 _NUM_STRENGTHS = 31
 
+# epochs whose images are not augmented: the images themselves, and their mirror images
+WHOLE, MIRRORED = 0, -1
+
 # typed as functions of tensors; they take and return PIL images too
 F: Any = functional
 
@@ -91,6 +94,13 @@ class PaperAugmentation:
     def crop_size(self) -> tuple[int, int]:
         """(H, W) after the random resized crop: 228 for 224."""
         return _scale_size(self.input_size, _CROP_SIZE)
+
+    def keep(self, pixels: NDArray[np.uint8], *, mirrored: bool) -> NDArray[np.uint8]:
+        """Return the image as it is, or its mirror image, at `input_size`."""
+        height, width = self.input_size
+        resized = [np.asarray(Image.fromarray(channel).resize((width, height))) for channel in np.rollaxis(pixels, 2)]
+        whole = np.dstack(resized)
+        return whole[:, ::-1] if mirrored else whole
 
     def __call__(self, pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
         """Return one randomly augmented image; `pixels` is not changed."""
@@ -190,6 +200,8 @@ def _scale_size(input_size: tuple[int, int], size: int) -> tuple[int, int]:
 class TrainImages(Dataset[ImageItem | UsageError]):
     """Images uint8 [H0, W0, 3], RGB, with labels, by (epoch, position); with regions uint8 [H0, W0, 4].
 
+    Epochs are counted from 1; in `WHOLE` and `MIRRORED` images are not augmented.
+
     Attributes:
         samples: the samples.
         augmentation: None for evaluation.
@@ -250,7 +262,9 @@ class TrainImages(Dataset[ImageItem | UsageError]):
         if isinstance(pixels, UsageError):
             # returned, not raised: a worker process would turn it into a traceback of many lines
             return pixels
-        if self.augmentation is not None:
+        if self.augmentation is not None and epoch in (WHOLE, MIRRORED):
+            pixels = self.augmentation.keep(pixels, mirrored=epoch == MIRRORED)
+        elif self.augmentation is not None:
             pixels = self.augmentation(pixels, np.random.default_rng((_AUGMENT_STREAM, self._seed, epoch, index)))
         if self.regions is not None and self.regions.outside:
             # only now: the black corners that augmentation leaves are outside the object, too
@@ -323,7 +337,7 @@ class Batches:
         """Return the keys of this epoch's global batches."""
         order = np.arange(len(self.images))
         if self._shuffle_seed is not None:
-            order = np.random.default_rng((_ORDER_STREAM, self._shuffle_seed, self.epoch)).permutation(order)
+            order = np.random.default_rng((_ORDER_STREAM, self._shuffle_seed, max(self.epoch, 0))).permutation(order)
         keys = [(self.epoch, int(index)) for index in order]
         batches = [keys[i : i + self._batch_size] for i in range(0, len(keys), self._batch_size)]
         if self._shuffle_seed is not None and len(batches) > 1 and len(batches[-1]) < 2 * self._size:
