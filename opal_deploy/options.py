@@ -219,6 +219,11 @@ SlotNameFile = Annotated[
 ]
 
 
+def flag_of(name: str, option: Option | None = None) -> str:
+    """Return how an option is spelled on the command line, such as `--min-margin` for `min_margin`."""
+    return (option.flag.partition("/")[0] if option else "") or "--" + name.replace("_", "-")
+
+
 def to_arguments(options: Options) -> list[str]:
     """Return the command-line arguments that give options these values; defaults are left out."""
     arguments = []
@@ -226,9 +231,10 @@ def to_arguments(options: Options) -> list[str]:
         value = getattr(options, field.name)
         if option is None or value == default_of(field):
             continue
-        on, _, off = (option.flag or "--" + field.name.replace("_", "-")).partition("/")
+        on = flag_of(field.name, option)
         if isinstance(value, bool):
-            arguments.append(on if value else off or "--no-" + on.removeprefix("--"))
+            off = option.flag.partition("/")[2] or "--no-" + on.removeprefix("--")
+            arguments.append(on if value else off)
         else:
             for item in value if isinstance(value, tuple) else (value,):
                 arguments += [on, str(item)]

@@ -187,9 +187,9 @@ class Baseline:
         classes = tuple(counts.tolist())
         return Baseline(images, split, stride, classes, quantiles, slots, pooled, ood_score, background)
 
-    def find_slot(self, channel: int) -> SlotBaseline | None:
-        """Return the distribution of a slot by its channel, or that of the pooled ones; None if there is neither."""
-        return self.slots.get(channel, self.pooled)
+    def find_slot(self, entry: int) -> SlotBaseline | None:
+        """Return the distribution of a slot by its `ClassMap.entries`, or the pooled one; None if there is neither."""
+        return self.slots.get(entry, self.pooled)
 
     def describe(self) -> list[str]:
         """Return lines for a person: how many images, what is usual, and which slots are pooled."""

@@ -21,6 +21,7 @@ from opal_deploy.artifact.documents import check_values
 from opal_deploy.artifact.files import atomic_write, read_json
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.options import flag_of
 
 SIDECAR_SCHEMA = 1
 
@@ -95,8 +96,8 @@ class Sidecar:
         words = ["opal-deploy", "export", str(source), "--trt", "--rebuild", "--batch", str(self.batch)]
         for name in ("workspace", "optimization_level", "hardware_compatible"):
             if self.options.get(name) is not None:
-                words += [f"--{name.replace('_', '-')}", str(self.options[name])]
-        words += [f"--{n.replace('_', '-')}" for n in ("version_compatible", "strip_weights") if self.options.get(n)]
+                words += [flag_of(name), str(self.options[name])]
+        words += [flag_of(name) for name in ("version_compatible", "strip_weights") if self.options.get(name)]
         return shlex.join(words)
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import Log, Progress, WarningLine, log_line, no_progress, one_line
-from opal_deploy.options import Device, ExpectSha256, Option, StrPath, Threads, keywords
+from opal_deploy.options import Device, ExpectSha256, Option, StrPath, Threads, flag_of, keywords
 from opal_deploy.records.decision import THRESHOLDS, Decision
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _hint_at_thresholds(report: RecordsReport, inference: InferenceOptions) -> s
     differences = [difference for finding in report.findings for difference in finding.differences]
     statuses = [difference.recorded for difference in differences if difference.field == "status"]
     missing = [
-        f"--{name.replace('_', '-')}"
+        flag_of(name)
         for name, limit in inference.decision.limits.items()
         if limit is None and THRESHOLDS[name].status in statuses
     ]

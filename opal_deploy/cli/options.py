@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from opal_deploy.errors import UsageError
-from opal_deploy.options import Option, Options, default_of, describe, option_fields
+from opal_deploy.options import Option, Options, default_of, describe, flag_of, option_fields
 from opal_deploy.storage.urls import redact
 
 ModelOption = Annotated[
@@ -93,8 +93,7 @@ def _parse(field: str, option: Option, text: str) -> Any:
     try:
         return option.parse(text)
     except ValueError as error:
-        flag = option.flag.partition("/")[0] or f"--{field.replace('_', '-')}"
-        raise UsageError(f"{flag} {text!r}: {error}") from None
+        raise UsageError(f"{flag_of(field, option)} {text!r}: {error}") from None
 
 
 def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect.Parameter:
@@ -103,7 +102,7 @@ def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect
         # shown as they are typed
         default = (",".join(map(str, default)) if option.parse else list(default)) or None
     # a switch has a --no-... only if its flag names it
-    flag = option.flag or (f"--{field.name.replace('_', '-')}" if annotation is bool else "")
+    flag = option.flag or (flag_of(field.name) if annotation is bool else "")
     declared = typer.Option(
         *([flag] if flag else []),
         help=describe(option),

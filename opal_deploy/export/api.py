@@ -20,7 +20,7 @@ from opal_deploy.export.options import (
     WebOptions,
 )
 from opal_deploy.logs import WarningLine
-from opal_deploy.options import StrPath, keywords
+from opal_deploy.options import StrPath, flag_of, keywords
 from opal_deploy.records.decision import Decision
 from opal_deploy.triton.repository import Repository, WrittenRepository
 from opal_deploy.web.site import Site, WrittenSite
@@ -218,7 +218,7 @@ def _open_site(options: ExportOptions) -> Site | None:
     """
     if options.web is None:
         if given := [name for name in _SITE_ONLY if getattr(options, name) not in (None, False)]:
-            raise UsageError(f"--{', --'.join(given).replace('_', '-')}: only for a site; add --web")
+            raise UsageError(f"{', '.join(map(flag_of, given))}: only for a site; add --web")
         return None
     if options.trt or options.triton is not None:
         raise UsageError("--web: a site by itself; leave out --trt and --triton")

@@ -26,6 +26,7 @@ from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import ArtifactError, MissingExtra, UsageError
 from opal_deploy.export.options import EngineOptions
+from opal_deploy.options import flag_of
 from opal_deploy.runtime.devices import Driver, Gpu
 from opal_deploy.runtime.tensorrt import (
     AHEAD_OF_TIME,
@@ -149,7 +150,7 @@ def _check_builder(options: EngineOptions, builder: str, *, gpu: bool) -> None:
     for name in ("timing_cache", "version_compatible", "hardware_compatible"):
         if getattr(options, name) not in (None, False):
             raise UsageError(
-                f"--{name.replace('_', '-')}: {title} has no such option (its engines are compiled on the GPU that "
+                f"{flag_of(name)}: {title} has no such option (its engines are compiled on the GPU that "
                 "runs them); leave it out, or build with --builder tensorrt on a machine with a GPU"
             )
     if options.strip_weights and not gpu:

@@ -84,7 +84,7 @@ def build_records(
         first, second = answers[0].cosine, answers[1].cosine if len(answers) > 1 else None
         margin = None if first is None or second is None else first - second
         values = {"margin": margin, **{name: column[number] for name, column in columns.items()}}
-        status, reason = decision.judge(values, slots, metadata)
+        status, reason = decision.judge(values, answers[0].class_id, slots, metadata)
         record = Answered(
             **_begin(image.name, image.image_index, image.digests, image.frame), status=status,
             width=image.geometry.width, height=image.geometry.height, prediction=answers[0], margin=margin,

@@ -17,7 +17,7 @@ from opal_deploy.artifact.files import is_finite_number, model_kind
 from opal_deploy.artifact.metadata import Metadata, with_current_names
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, log_line
-from opal_deploy.options import Option, Options, parse_number, parse_rate
+from opal_deploy.options import Option, Options, flag_of, parse_number, parse_rate
 
 if TYPE_CHECKING:
     from opal_deploy.records.record import AnswerStatus, Slot
@@ -44,8 +44,8 @@ class Threshold:
         check: raises UsageError if the model lacks the quantity; gets `--flag VALUE`, the model's file and metadata.
         choose: finds the limit for a rate; raises UsageError where the validation images do not allow it. Gets what
             `check` gets, and the rate.
-        explain: why an image has the status, in words, from its quantity, the limit, its slots and the metadata; None:
-            the status says enough.
+        explain: why an image has the status, in words, from its quantity, the limit, its class, its slots and the
+            metadata; None: the status says enough.
     """
 
     quantity: str
@@ -54,7 +54,7 @@ class Threshold:
     number: str
     check: Callable[[str, Path, Metadata], None]
     choose: Callable[[str, Path, Metadata, float], Chosen]
-    explain: Callable[[float, float, Sequence[Slot], Metadata], str] | None = None
+    explain: Callable[[float, float, int, Sequence[Slot], Metadata], str] | None = None
 
 
 def _check_margin(given: str, path: Path, metadata: Metadata) -> None:
@@ -124,20 +124,20 @@ def _choose_ood_score(given: str, path: Path, metadata: Metadata, rate: float) -
     )
 
 
-def _explain_ood_score(score: float, limit: float, slots: Sequence[Slot], metadata: Metadata) -> str:
+def _explain_ood_score(score: float, limit: float, class_id: int, slots: Sequence[Slot], metadata: Metadata) -> str:
     """Return the OOD score in words, and the slot whose score is the least usual."""
     text = f"OOD score {score:.2f}, threshold {limit:.2f}"
-    baseline = metadata.known_baseline
+    if (baseline := metadata.known_baseline) is None:
+        return text
     worst: tuple[float, str] | None = None
     for slot in slots:
-        usual = None if baseline is None else baseline.find_slot(slot.channel)
-        if usual is None:
+        entry = int(metadata.class_map.entries[class_id, slot.slot])
+        if (usual := baseline.find_slot(entry)) is None:
             continue
         low, high, here = usual.score[0], usual.score[-1], slot.score
         unusual = max(low / max(here, 1e-9), here / max(high, 1e-9))
         if unusual > 1 and (worst is None or unusual > worst[0]):
-            own = baseline is not None and slot.channel in baseline.slots
-            whose = f"in {usual.images:,} images of this class" if own else "over all classes"
+            whose = f"in {usual.images:,} images of this class" if entry in baseline.slots else "over all classes"
             worst = unusual, f"; slot {slot.slot} usually {low:.2g} to {high:.2g} {whose}, here {here:.2g}"
     return text + (worst[1] if worst else "")
 
@@ -199,7 +199,7 @@ class Decision(Options):
         for name, threshold in THRESHOLDS.items():
             if (value := getattr(self, name)) is None:
                 continue
-            given, text = f"--{name.replace('_', '-')}", str(value)
+            given, text = flag_of(name), str(value)
             threshold.check(f"{given} {text}", path, metadata)
             if text.strip().endswith("%"):
                 chosen = threshold.choose(f"{given} {text}", path, metadata, parse_rate(given, text))
@@ -215,19 +215,20 @@ class Decision(Options):
         return {name: getattr(self, name) for name in THRESHOLDS}
 
     def judge(
-        self, values: Mapping[str, float | None], slots: Sequence[Slot], metadata: Metadata
+        self, values: Mapping[str, float | None], class_id: int, slots: Sequence[Slot], metadata: Metadata
     ) -> tuple[AnswerStatus, str]:
         """Return the status of an image by a resolved decision, and the reason in words, which may be empty.
 
         Args:
             values: the image's margin, and its outputs of one number per image, by name.
-            slots: evidence for the predicted class, as the record has it.
+            class_id: the predicted class.
+            slots: evidence for it, as the record has it.
             metadata: of the model.
         """
         for _, threshold, limit in self._rules:
             value = values.get(threshold.quantity)
             if value is not None and (value > limit if threshold.above else value < limit):
-                reason = "" if threshold.explain is None else threshold.explain(value, limit, slots, metadata)
+                reason = "" if threshold.explain is None else threshold.explain(value, limit, class_id, slots, metadata)
                 return threshold.status, reason
         return "ok", ""
 

@@ -21,6 +21,7 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact.files import lock_directory, read_json, remove_temporary_files, write_json
 from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.options import flag_of
 from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHEETS, SUMMARY, remove_image_files
 from opal_deploy.records.tables import TABLES, Format, write_table
 from opal_deploy.run.results import read_records
@@ -207,7 +208,7 @@ def _differences(there: RunConfig, here: RunConfig) -> list[str]:
 
 
 def _option_name(name: str) -> str:
-    return name if name == IMAGES else "--" + name.replace("_", "-")
+    return name if name == IMAGES else flag_of(name)
 
 
 def _format_value(value: object) -> str:

@@ -148,15 +148,15 @@ export const judge = (values) => model.decision.find(({ quantity, above, limit }
 });
 
 /** What a slot's score usually is: the lowest and highest of its middle 90 % on the validation images. */
-function findUsual(channel) {
-  const { slots, pooled } = model.metadata.baseline, row = slots?.channel.indexOf(channel) ?? -1;
+function findUsual(classId, slot) {
+  const { slots, pooled } = model.metadata.baseline, row = slots?.channel.indexOf(classMap.entry(classId, slot)) ?? -1;
   const score = row < 0 ? pooled?.score : slots.score[row];
   const whose = row < 0 ? "over all classes" : `in ${slots.images[row].toLocaleString("en")} images of this class`;
   return score && { low: score[0], high: score.at(-1), whose };
 }
 
 /** Why an image is unknown, in the words of `infer`: its OOD score, and the slot whose score is the least usual. */
-function describeOodScore(score, limit, slots) {
+function describeOodScore(score, limit, classId, slots) {
   const text = `OOD score ${score.toFixed(2)}, threshold ${limit.toFixed(2)}`;
   // as Python's .2g
   const short = (value) => {
@@ -165,8 +165,8 @@ function describeOodScore(score, limit, slots) {
     return `${digits}e${power < 0 ? "-" : "+"}${String(Math.abs(power)).padStart(2, "0")}`;
   };
   let worst = 1, words = "";
-  for (const { slot, channel, score: here } of slots) {
-    const usual = findUsual(channel);
+  for (const { slot, score: here } of slots) {
+    const usual = findUsual(classId, slot);
     if (!usual) continue;
     const unusual = Math.max(usual.low / Math.max(here, 1e-9), here / Math.max(usual.high, 1e-9));
     if (unusual <= worst) continue;
@@ -193,7 +193,7 @@ export function buildRecord(picture, outputs) {
     schema: 1, image: picture.name, status: rule?.status ?? "ok", image_sha256: picture.sha256, model_sha256: model.model_sha256,
     width: picture.width, height: picture.height, prediction: answer(order[0]),
     margin, ...Object.fromEntries(recorded),
-    ...(rule?.quantity === "ood_score" && { reason: describeOodScore(outputs.perImage.ood_score, rule.limit, evidence) }),
+    ...(rule?.quantity === "ood_score" && { reason: describeOodScore(outputs.perImage.ood_score, rule.limit, order[0], evidence) }),
     top: order.slice(0, 5).map(answer), evidence,
   };
 }

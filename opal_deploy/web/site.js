@@ -15,8 +15,8 @@ function slotsOf(classId, off, norm) {
 }
 
 /** Put a slot's switch, and patches of training images that it answered to, into its row. */
-function addSwitch(row, slot, label, isLast) {
-  const { off } = current, isOff = off.has(slot.channel);
+function addSwitch(row, slot, classId, isLast) {
+  const { off } = current, label = labels[classId], isOff = off.has(slot.channel);
   const box = el("input", { type: "checkbox", "aria-label": `${label}, slot ${slot.slot} counts` });
   Object.assign(box, { checked: !isOff, disabled: isLast && !isOff });
   box.dataset.switch = slot.channel;
@@ -27,7 +27,7 @@ function addSwitch(row, slot, label, isLast) {
   });
   row.firstChild.prepend(el("label", null, box), " ");
   evidence.link(row, slot.channel);
-  const patches = (model.patches?.[slot.channel] ?? []).map((source) =>
+  const patches = (model.patches?.[`${classId}/${slot.slot}`] ?? []).map((source) =>
     el("img", { src: source, alt: `slot ${slot.slot} of ${label} in a training image`, width: 48, height: 48, loading: "lazy" }));
   if (patches.length) row.children[1].append(el("div", { class: "patches" }, ...patches));
 }
@@ -37,7 +37,7 @@ function buildClass(classId, cosine, norm, left, longest) {
   const parts = new Map(left.map((slot) => [slot.channel, slot.contribution]));
   const slots = slotsOf(classId, new Set(), norm).map((slot) => ({ ...slot, contribution: parts.get(slot.channel) ?? 0 }));
   const table = evidence.evidenceTable({ evidence: slots, prediction: { cosine } },
-    (slot, row) => addSwitch(row, slot, labels[classId], left.length === 1), longest);
+    (slot, row) => addSwitch(row, slot, classId, left.length === 1), longest);
   return el("section", { class: "class" }, el("h3", null, labels[classId]),
     el("p", { class: "soft" }, `cosine ${number(cosine)}`), table);
 }

@@ -220,7 +220,7 @@ class Site:
                 provider: dict(zip(("script", "wasm"), map(_served_name, _ORT_FILES[provider]), strict=True))
                 for provider in self._providers
             },
-            "patches": {class_map.channel_of(*key): [patch.file for patch in best] for key, best in chosen},
+            "patches": {f"{class_id}/{slot}": [patch.file for patch in best] for (class_id, slot), best in chosen},
             "class_map": class_map.to_dict(),
             "vectors": vectors,
             "metadata": described,

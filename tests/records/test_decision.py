@@ -56,7 +56,7 @@ def test_the_first_threshold_that_holds_decides(exact_model):
         ({"margin": 0.1, "ood_score": None}, "ok"),
         ({"margin": None}, "ok"),
     ):
-        found, reason = decision.judge(values, (), metadata)
+        found, reason = decision.judge(values, 0, (), metadata)
         assert (found, bool(reason)) == (status, status == "unknown")
 
 

@@ -15,6 +15,8 @@ function readClassMap({ num_prototypes: size, offsets, prototypes, strengths, bi
   /** The slots of a class that are left: {slot, channel, weight}. */
   const slots = (classId) => Array.from(weights.subarray(...classes[classId]), (weight, slot) =>
     ({ slot, channel: prototypes[offsets[classId] + slot], weight })).filter(({ channel }) => kept[channel]);
+  /** The number of a slot among those of all classes. */
+  const entry = (classId, slot) => offsets[classId] + slot;
   /** [class, slot] of every class that a channel speaks for. */
   const owners = (channel) => prototypes.flatMap((own, entry) => {
     if (own !== channel) return [];
@@ -33,7 +35,7 @@ function readClassMap({ num_prototypes: size, offsets, prototypes, strengths, bi
     for (let entry = start; entry < stop; entry++) total += scores[from + prototypes[entry]] / scale * weights[entry];
     return total;
   });
-  return { size, slots, owners, norm, totals };
+  return { size, slots, entry, owners, norm, totals };
 }
 
 /** The best total minus the runner-up's, of totals and the classes in their order; null for one class. */
