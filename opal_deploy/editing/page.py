@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import ImageDraw
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import Metadata
@@ -20,6 +19,7 @@ from opal_deploy.editing.scores import Effect
 from opal_deploy.editing.suggestions import Suggestion
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.visualization.atlas.entries import Atlas
+from opal_deploy.visualization.boxes import SlotBox, draw_boxes
 from opal_deploy.visualization.overlay import embed_jpeg
 from opal_deploy.visualization.pages import (
     Picture,
@@ -31,7 +31,6 @@ from opal_deploy.visualization.pages import (
     read_class_map_script,
     read_style,
 )
-from opal_deploy.visualization.style import INK, slot_color
 
 _PATCHES, _CHANGED = 4, 60
 _SIDE, _PATCH_SIDE = 160, 96
@@ -178,16 +177,10 @@ def _draw(data: ScoredData, row: int, class_id: int, channels: Sequence[int]) ->
     image = decode(data.samples[row].path).convert("RGB").crop(geometry.crop)
     scale = _SIDE / max(image.size)
     image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
-    draw = ImageDraw.Draw(image)
+    boxes = []
     for channel in channels:
         y, x = divmod(int(data.cells[row, channel]), grid[1])
-        width, height = image.width / grid[1], image.height / grid[0]
-        # around the cell, which may be a few pixels wide
-        box = [
-            max(0, round(x * width) - 3), max(0, round(y * height) - 3),
-            min(image.width, round((x + 1) * width) + 3) - 1, min(image.height, round((y + 1) * height) + 3) - 1,
-        ]  # fmt: skip
-        draw.rectangle(box, outline=INK, width=3)
-        draw.rectangle(box, outline=slot_color(data.metadata.class_map.slot_of(class_id, channel)), width=2)
+        boxes.append(SlotBox(data.metadata.class_map.slot_of(class_id, channel), (x, y, x + 1, y + 1)))
+    draw_boxes(image, boxes, (image.width / grid[1], image.height / grid[0]))
     cells = ", ".join(name_slot(channel, data.metadata) for channel in channels)
     return Picture(embed_jpeg(image), f"{data.samples[row].path.name} with the cell of {cells}")

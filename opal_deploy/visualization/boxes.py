@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
@@ -96,14 +96,9 @@ def draw_boxes(
         min_letters: smallest font size of the tags.
     """
     size = photograph.size
-    cells: dict[Rectangle, list[SlotBox]] = {}
-    for slot in slots:
-        cells.setdefault(pixel_box(slot.box, scale, size), []).append(slot)
+    boxes = group_boxes(slots, scale, size)
+    fields = {pixel_box(slot.box, scale, size): slot.field for slot in reversed(slots)}
     line = max(1, round(min(size) * _LINE))
-    boxes = [
-        TaggedBox(box, tuple(slot.slot for slot in group), max(slot.emphasis for slot in group))
-        for box, group in cells.items()
-    ]
     tags = {tag.slots: tag for tag in place_tags(boxes, size, line, min_letters)}
     for faint in (True, False):
         drawn = [each for each in boxes if (each.emphasis == Emphasis.FAINT) == faint]
@@ -112,7 +107,7 @@ def draw_boxes(
         layer = photograph.copy() if faint else photograph
         draw = ImageDraw.Draw(layer)
         for each in drawn:
-            if (field := cells[each.box][0].field) is not None:
+            if (field := fields[each.box]) is not None:
                 _draw_field(draw, pixel_box(field, scale, size), _colors(each), 2 * line)
         shown = [tags[each.slots] for each in drawn if each.slots in tags]
         for tag in shown:
@@ -124,6 +119,17 @@ def draw_boxes(
             tag.draw(draw)
         if faint:
             photograph.paste(Image.blend(photograph, layer, _FAINT))
+
+
+def group_boxes(slots: Sequence[SlotBox], scale: tuple[float, float], size: tuple[int, int]) -> list[TaggedBox]:
+    """Return the boxes on a photograph of `size`, one for all slots that share a cell; see `draw_boxes`."""
+    cells: dict[Rectangle, list[SlotBox]] = {}
+    for slot in slots:
+        cells.setdefault(pixel_box(slot.box, scale, size), []).append(slot)
+    return [
+        TaggedBox(box, tuple(slot.slot for slot in group), max(slot.emphasis for slot in group))
+        for box, group in cells.items()
+    ]
 
 
 def _colors(tagged: TaggedBox) -> list[RGB]:
@@ -212,13 +218,17 @@ class Tag:
             draw.line(self.line, fill=INK, width=3 * self.casing)
             draw.line(self.line, fill=slot_color(self.slots[0]), width=self.casing)
 
-    def draw(self, draw: ImageDraw.ImageDraw) -> None:
-        """Draw the numbers on their slots' colours."""
+    def chips(self) -> Iterator[tuple[int, Rectangle]]:
+        """Yield each slot with the place of its number, edge included."""
         width, height = _chip_size(self.slots, self.letters)
         for index, slot in enumerate(self.slots):
             row, column = divmod(index, self.per_row)
             x, y = self.place[0] + column * (width + self.casing), self.place[1] + row * (height + self.casing)
-            edge = (x, y, x + width + 2 * self.casing - 1, y + height + 2 * self.casing - 1)
+            yield slot, (x, y, x + width + 2 * self.casing - 1, y + height + 2 * self.casing - 1)
+
+    def draw(self, draw: ImageDraw.ImageDraw) -> None:
+        """Draw the numbers on their slots' colours."""
+        for slot, edge in self.chips():
             color = slot_color(slot)
             draw.rectangle(edge, fill=color, outline=INK, width=self.casing)
             center = ((edge[0] + edge[2] + 1) / 2, (edge[1] + edge[3] + 1) / 2)

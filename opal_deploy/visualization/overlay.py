@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.preprocess.resize import display_size, to_display
 from opal_deploy.records.record import Answered, Failed, Record, describe_status
-from opal_deploy.visualization.boxes import SlotBox, draw_boxes, emphasize
+from opal_deploy.visualization.boxes import SlotBox, Tag, TaggedBox, draw_boxes, emphasize, group_boxes, place_tags
 from opal_deploy.visualization.sentences import adds_up, describe_answer, describe_weak, headline
 from opal_deploy.visualization.style import (
     FAINT,
@@ -37,6 +37,7 @@ from opal_deploy.visualization.style import (
 COSINE = "contribution to the cosine"
 DISTANCE = "share of the distance (smaller is closer)"
 SCORE = "score"
+MEANINGS = (COSINE, DISTANCE, SCORE)
 
 NO_EVIDENCE = "No evidence boxes: this model's answers do not come from single cells."
 FIELD_NOTE = "Solid: the cell where a score was read. Dashed: its effective receptive field."
@@ -45,6 +46,8 @@ _HEADINGS = {COSINE: "contribution", DISTANCE: "distance share", SCORE: ""}
 
 # a smaller side under _MIN_SIDE is enlarged to about _ENLARGED_SIDE, the longer side to at most _MAX_SIDE
 _MIN_SIDE, _ENLARGED_SIDE, _MAX_SIDE = 160, 256, 1600
+# font size of tags on a page, where photographs are a few hundred pixels wide, as a share of the longer side
+_PAGE_LETTERS = 1 / 38
 # height over width from which on the legend is beside the photograph
 _BESIDE_RATIO = 1.6
 # longest side of a JPEG
@@ -168,17 +171,6 @@ def show_photograph(image: Image.Image, record: Answered) -> Image.Image:
     return photograph.copy() if photograph.size == size else photograph.resize(size, Image.Resampling.NEAREST)
 
 
-def draw_evidence(photograph: Image.Image, record: Answered, field: EffectiveField | None = None) -> None:
-    """Draw the boxes of a record's slots on its photograph of any size."""
-    meaning, bars = build_bars(record)
-    emphases = emphasize([bar.value if meaning == COSINE else None for bar in bars])
-    boxes = [
-        SlotBox(slot.slot, slot.box, None if field is None else field.surround(slot.cell, slot.box), emphasis)
-        for slot, emphasis in zip(record.evidence, emphases, strict=True)
-    ]
-    draw_boxes(photograph, boxes, (photograph.width / record.width, photograph.height / record.height))
-
-
 def check_display(image: Image.Image, size: tuple[int, int]) -> None:
     """Check that an image has the (width, height) of its record, or that of its `to_display`.
 
@@ -187,6 +179,31 @@ def check_display(image: Image.Image, size: tuple[int, int]) -> None:
     """
     if image.size != size and (0 in size or image.size != display_size(*size)):
         raise ValueError(f"the image is {image.size} pixels but its record says {size}")
+
+
+def draw_evidence(photograph: Image.Image, record: Answered, field: EffectiveField | None = None) -> None:
+    """Draw the boxes of a record's slots on its photograph of any size."""
+    scale = photograph.width / record.width, photograph.height / record.height
+    draw_boxes(photograph, place_boxes(record, field), scale)
+
+
+def place_boxes(record: Answered, field: EffectiveField | None = None) -> list[SlotBox]:
+    """Return the boxes of a record's slots, with their emphasis if the contributions add up to the cosine."""
+    meaning, bars = build_bars(record)
+    emphases = emphasize([bar.value if meaning == COSINE else None for bar in bars])
+    return [
+        SlotBox(slot.slot, slot.box, None if field is None else field.surround(slot.cell, slot.box), emphasis)
+        for slot, emphasis in zip(record.evidence, emphases, strict=True)
+    ]
+
+
+def arrange_boxes(record: Answered) -> list[tuple[TaggedBox, Tag | None]]:
+    """Return the boxes of a record with their tags for a page, in pixels of the image."""
+    size = record.width, record.height
+    boxes = group_boxes(place_boxes(record), (1, 1), size)
+    letters = round(max(size) * _PAGE_LETTERS)
+    tags = {tag.slots: tag for tag in place_tags(boxes, size, max(1, letters // 12), letters)}
+    return [(box, tags.get(box.slots)) for box in boxes]
 
 
 def describe_boxes(slots: Sequence[int], parts: Sequence[float]) -> str:

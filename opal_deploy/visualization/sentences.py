@@ -13,12 +13,10 @@ from opal_deploy.records.record import Answered, Slot
 
 # cosine and contributions are float64 sums of the same values in different orders
 _SUM_TOLERANCE: Final = 1e-9
-# a slot is weak if it adds less than a tenth of the cosine, or than half an equal part where more than five share it
-_WEAK, _WEAK_PART = 0.1, 0.5
-# margin below which the runner-up is close; docs/reference/glossary.md says what was measured
-CLOSE_MARGIN: Final = 0.1
-# a sentence names the strongest slots, up to this share of the cosine and this number
-_MOSTLY, _NAMED = 2 / 3, 3
+# A slot is weak if it adds less than the share `weak` of the cosine, or than `weakPart` of an equal part if that is
+# less. A margin below `close` is a close call. A sentence names at most `named` of the strongest slots, up to the share
+# `mostly` of the cosine. The script has the same numbers.
+WORDS: Final = {"weak": 0.1, "weakPart": 0.5, "close": 0.1, "mostly": 2 / 3, "named": 3}
 _ROWS, _COLUMNS = ("upper", "middle", "lower"), ("left", "centre", "right")
 
 
@@ -30,7 +28,7 @@ def adds_up(evidence: Sequence[Slot], cosine: float | None) -> bool:
 
 def find_weak(parts: Sequence[float]) -> list[bool]:
     """Return which contributions to a cosine add little to it."""
-    limit = math.fsum(parts) * min(_WEAK, _WEAK_PART / max(len(parts), 1))
+    limit = math.fsum(parts) * min(WORDS["weak"], WORDS["weakPart"] / max(len(parts), 1))
     return [part < limit for part in parts]
 
 
@@ -53,19 +51,14 @@ def headline(status: str, label: str) -> tuple[str, str]:
     return (label, "") if refused is None else (refused, f"closest class: {label}")
 
 
-def is_close(margin: float | None) -> bool:
-    """Return whether an answer is a close call: its margin is below `CLOSE_MARGIN`."""
-    return margin is not None and margin < CLOSE_MARGIN
-
-
 def describe_answer(record: Answered) -> list[str]:
     """Return sentences on where the answer comes from and how safe it is, from what the record has of both."""
     total = adds_up(record.evidence, record.prediction.cosine) and math.fsum(_part(slot) for slot in record.evidence)
     ranked = sorted(record.evidence, key=lambda slot: (-_part(slot), slot.slot)) if total and total > 0 else []
     sentences, reached = [], 0.0
     named = list[str]()
-    for slot in ranked[:_NAMED]:
-        if reached < _MOSTLY * total:
+    for slot in ranked[: int(WORDS["named"])]:
+        if reached < WORDS["mostly"] * total:
             source = f"slot {slot.slot}{f', {slot.name}' if slot.name else ''} ({_place(slot, record)})"
             named.append(f"{_part(slot) / total:.0%} {'' if named else 'of the match comes '}from {source}")
             reached += _part(slot)
@@ -73,7 +66,7 @@ def describe_answer(record: Answered) -> list[str]:
         sentences.append(f"{_join(named)}.")
     if record.margin is not None and len(record.top) > 1:
         runner_up, margin = record.top[1].label, record.margin
-        start = "Close call: the" if is_close(margin) else "The"
+        start = "Close call: the" if margin < WORDS["close"] else "The"
         text = f"{start} runner-up, {runner_up}, is {abs(margin):.3f} {'behind' if margin >= 0 else 'ahead'}"
         if ranked[1:]:
             # a slot that scores 0 leaves the order of all other totals as it is
