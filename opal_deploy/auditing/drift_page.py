@@ -192,6 +192,6 @@ def _draw(record: Answered, image: Image.Image, slot: int | None) -> Picture:
     """Return the picture of a record, with the box of one slot only or of all."""
     slots = tuple(each for each in record.evidence if slot is None or each.slot == slot)
     photograph = show_photograph(image, record)
-    draw_evidence(photograph, replace(record, evidence=slots))
     photograph.thumbnail((_SIDE, _SIDE))
+    draw_evidence(photograph, replace(record, evidence=slots))
     return Picture(embed_jpeg(photograph), record.image or "")

@@ -21,7 +21,7 @@ from opal_deploy.records.run_files import (
         (7, "a/..", "overlays/000007-image.jpg"),
         (7, "v1.2.png", "overlays/000007-v1.2.jpg"),
         (7, None, "overlays/000007-image.jpg"),
-        (7, "a b<script>\n.jpg", "overlays/000007-a_b_script_.jpg"),
+        (7, "a b<script>\n.jpg", "overlays/000007-a_b_script.jpg"),
         (7, "a\\xff.jpg", "overlays/000007-a_xff.jpg"),
         (7, "x" * 300, f"overlays/000007-{'x' * 80}.jpg"),
         # no folder holds more than ten thousand
