@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from opal_deploy.visualization.sentences import find_weak
@@ -32,14 +30,8 @@ MIN_LETTERS: Final = 9
 _MIN_WHITE: Final = 10
 # opacity of faint boxes
 _FAINT: Final = 0.55
-# places tried for tags that stand apart: distances in tag heights, and number of directions
-_DISTANCES: Final = (0.8, 1.5, 2.3, 3.2)
-_DIRECTIONS: Final = 16
-# a tag stands apart if it would otherwise hide more than this share of itself
-_APART_COST: Final = 0.3
-# cost per pixel of a tag, and of its line, over a box, another tag and another line
-_TAG_OVER: Final = np.array([6, 200, 20])
-_LINE_OVER: Final = np.array([4, 4, 15])
+# cost per pixel of a tag over boxes, of a tag over other tags, and of a tag's line over both
+_BOX_COST, _TAG_COST, _LINE_COST = 6, 200, 3
 
 
 class Emphasis(IntEnum):
@@ -264,34 +256,35 @@ def _place_tag(
 ) -> Tag | None:
     letters = max(min_letters, round(min(size) * _LETTERS))
     chip_width, chip_height = _chip_size(tagged.slots, letters)
-    # beside a smaller box it would look like the box
-    apart = chip_height + 2 * casing > tagged.box[3] - tagged.box[1] + 1
     count = len(tagged.slots)
     per_row = max(1, min(count, (size[0] - casing) // (chip_width + casing)))
     width = per_row * (chip_width + casing) + casing
     height = -(-count // per_row) * (chip_height + casing) + casing
     if width > size[0] or height > size[1]:
         return None
-    drawn = [tag.place for tag in tags], [_bound(tag.line) for tag in tags if tag.line]
-    covered = np.array([*boxes, *drawn[0], *drawn[1]])
-    kinds = np.repeat([0, 1, 2], [len(boxes), len(drawn[0]), len(drawn[1])])
-    weights = _TAG_OVER[kinds]
-    touching = _touch(tagged.box, (width, height), size)
-    costs = _count_hidden(touching, covered, weights)
-    near = Tag(tagged.slots, touching[int(costs.argmin())], letters, casing, per_row)
-    if not apart and not costs.min():
-        return near
-    around = _surround(tagged.box, (width, height), size)
-    if not around:
-        return near
-    lines = [_connect(tagged.box, place) for place in around]
-    far_costs = _count_hidden(around, covered, weights) + [math.dist(*line) for line in lines]
-    far_costs += _count_hidden([_bound(line) for line in lines], covered, _LINE_OVER[kinds])
-    far_costs += _APART_COST * width * height
-    if not apart and costs.min() <= far_costs.min():
-        return near
-    best = int(far_costs.argmin())
-    return replace(near, place=around[best], line=lines[best])
+    x0, y0, x1, y1 = tagged.box
+    # inside the box, where nothing else is left
+    inside = min(x0, size[0] - width), min(y0, size[1] - height)
+    best, least = (
+        Tag(tagged.slots, (*inside, inside[0] + width - 1, inside[1] + height - 1), letters, casing, per_row),
+        math.inf,
+    )
+    for gap in range(0, 7 * height, height):
+        if gap == 0 and height > y1 - y0 + 1:
+            continue  # beside a smaller box it would look like the box
+        xs, ys = (x0 - gap, (x0 + x1 + 1 - width) // 2, x1 + 1 - width + gap), (y0 - height - gap, y1 + 1 + gap)
+        for x, y in (*itertools.product(xs, ys), (x1 + 1 + gap, y0), (x0 - width - gap, y0)):
+            place = x, y, x + width - 1, y + height - 1
+            if not (0 <= x <= size[0] - width and 0 <= y <= size[1] - height):
+                continue
+            line = _connect(tagged.box, place) if gap else None
+            places = [each.place for each in tags]
+            cost = gap + _BOX_COST * _overlap(place, boxes) + _TAG_COST * _overlap(place, places)
+            if line:
+                cost += _LINE_COST * _overlap(_bound(line), [*boxes, *places])
+            if cost < least:
+                best, least = replace(best, place=place, line=line), cost
+    return best
 
 
 def _chip_size(slots: Sequence[int], letters: int) -> tuple[int, int]:
@@ -299,32 +292,13 @@ def _chip_size(slots: Sequence[int], letters: int) -> tuple[int, int]:
     return round(text_length(str(max(slots)), letters)) + round(letters * 0.6), round(letters * 1.05)
 
 
-def _touch(box: Rectangle, tag: tuple[int, int], size: tuple[int, int]) -> list[Rectangle]:
-    """Return the places next to a box for a tag of this width and height, inside the photograph, best first."""
-    (x0, y0, x1, y1), (width, height) = box, tag
-    right, below = x1 + 1 - width, y1 + 1
-    corners = (
-        (x0, y0 - height), (right, y0 - height), (x0, below), (right, below), (x1 + 1, y0), (x0 - width, y0),
-    )  # fmt: skip
-    inside = ((min(max(x, 0), size[0] - width), min(max(y, 0), size[1] - height)) for x, y in corners)
-    return [(x, y, x + width - 1, y + height - 1) for x, y in inside]
-
-
-def _surround(box: Rectangle, tag: tuple[int, int], size: tuple[int, int]) -> list[Rectangle]:
-    """Return the places around a box for a tag of this width and height, inside the photograph."""
-    (x0, y0, x1, y1), (width, height) = box, tag
-    places = []
-    for distance in _DISTANCES:
-        for direction in range(_DIRECTIONS):
-            # upwards first
-            right_by, up_by = (f(2 * math.pi * direction / _DIRECTIONS) for f in (math.sin, math.cos))
-            reach = max(abs(right_by), abs(up_by))
-            across, down = (x1 - x0 + 1 + width) / 2 + distance * height, (y1 - y0 + 1 + height) / 2 + distance * height
-            x = round((x0 + x1 + 1 - width) / 2 + across * right_by / reach)
-            y = round((y0 + y1 + 1 - height) / 2 - down * up_by / reach)
-            if 0 <= x <= size[0] - width and 0 <= y <= size[1] - height:
-                places.append((x, y, x + width - 1, y + height - 1))
-    return places
+def _overlap(place: Rectangle, others: Sequence[Rectangle]) -> int:
+    """Return the number of pixels of a rectangle that others cover, each counted by itself."""
+    x0, y0, x1, y1 = place
+    return sum(
+        max(0, min(x1, right) - max(x0, left) + 1) * max(0, min(y1, bottom) - max(y0, top) + 1)
+        for left, top, right, bottom in others
+    )
 
 
 def _connect(box: Rectangle, place: Rectangle) -> Line:
@@ -338,20 +312,3 @@ def _bound(line: Line) -> Rectangle:
     """Return the smallest rectangle around a line."""
     (x0, y0), (x1, y1) = line
     return min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)
-
-
-def _count_hidden(
-    places: Sequence[Rectangle], covered: NDArray[np.int64], weights: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return the weighted number of covered pixels under each place, float64 [N].
-
-    Args:
-        places: N rectangles.
-        covered: int [R, 4].
-        weights: int [R].
-    """
-    ours = np.array(places)[:, None]
-    across = np.minimum(ours[..., 2], covered[:, 2]) - np.maximum(ours[..., 0], covered[:, 0]) + 1
-    down = np.minimum(ours[..., 3], covered[:, 3]) - np.maximum(ours[..., 1], covered[:, 1]) + 1
-    hidden: NDArray[np.float64] = (across.clip(0) * down.clip(0) @ weights).astype(np.float64)
-    return hidden

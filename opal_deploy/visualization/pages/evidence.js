@@ -169,12 +169,12 @@ const evidence = (() => {
   /** A place for a tag of w x h outside its box: touching it if nothing is covered there, else apart from it. */
   function placeTag([x0, y0, x1, y1], w, h, width, height, boxes, tags) {
     let best = null, least = Infinity;
-    for (const gap of [0, h, 2 * h, 3 * h]) {
-      const xs = [x0 - gap, x1 - w + gap], ys = [y0 - h - gap, y1 + gap];
+    for (let gap = 0; gap < 7 * h; gap += h) {
+      const xs = [x0 - gap, (x0 + x1 - w) / 2, x1 - w + gap], ys = [y0 - h - gap, y1 + gap];
       for (const [x, y] of [...ys.flatMap((y) => xs.map((x) => [x, y])), [x1 + gap, y0], [x0 - w - gap, y0]]) {
         const at = [x, y, x + w, y + h], isOut = x < 0 || y < 0 || x + w > width || y + h > height;
-        const cost = isOut ? Infinity : gap + boxes.reduce((total, box) => total + overlap(at, box), 0)
-          + 30 * tags.reduce((total, other) => total + overlap(at, other), 0);
+        const covered = (others) => others.reduce((total, other) => total + overlap(at, other), 0);
+        const cost = isOut ? Infinity : gap + 6 * covered(boxes) + 200 * covered(tags);
         if (cost < least) [best, least] = [at, cost];
       }
     }
