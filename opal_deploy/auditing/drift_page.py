@@ -27,7 +27,7 @@ from opal_deploy.records.record import Answered
 from opal_deploy.records.shifts import Shift, interpret
 from opal_deploy.significance import kolmogorov_smirnov
 from opal_deploy.visualization.overlay import draw_evidence, embed_jpeg, show_photograph
-from opal_deploy.visualization.pages import Picture, content_digest, load_templates, mark_safe, read_style
+from opal_deploy.visualization.pages import Picture, render_page
 
 # shifts shown, pictures of each before and after, and bars of classes
 _SHOWN, _PICTURES, _CLASSES = 10, 4, 10
@@ -108,26 +108,17 @@ def write_page(
     conclusions = [text for text, _ in interpret(report.shifts)]
     if before is not None:
         conclusions += _compare_looks(before[-1], after[-1], root)
-    style = read_style(__package__, "drift.css")
-    policy = (
-        f"default-src 'none'; img-src data:; style-src '{content_digest(style)}'; base-uri 'none'; form-action 'none'"
-    )
-    text = (
-        load_templates(__package__)
-        .get_template("drift.html.jinja")
-        .render(
-            policy=policy, style=mark_safe(style), report=report, results=answers.shown, conclusions=conclusions,
-            advice=sorted({section for _, section in interpret(report.shifts)}), earlier=earlier,
-            sections=[
-                {
-                    "shift": shift, "text": shift.describe(report.class_names),
-                    "bars": _bars(shift, counts, report.class_names),
-                    "after": after[number].pictures(root),
-                    "before": [] if before is None else before[number].pictures(root),
-                }
-                for number, shift in enumerate(shifts)
-            ],
-        )
+    text = render_page(
+        __package__, "drift", report=report, results=answers.shown, conclusions=conclusions, earlier=earlier,
+        advice=sorted({section for _, section in interpret(report.shifts)}),
+        sections=[
+            {
+                "shift": shift, "text": shift.describe(report.class_names),
+                "bars": _bars(shift, counts, report.class_names), "after": after[number].pictures(root),
+                "before": [] if before is None else before[number].pictures(root),
+            }
+            for number, shift in enumerate(shifts)
+        ],
     )  # fmt: skip
     with atomic_write(page) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")

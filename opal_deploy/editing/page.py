@@ -23,13 +23,11 @@ from opal_deploy.visualization.boxes import SlotBox, draw_boxes
 from opal_deploy.visualization.overlay import embed_jpeg
 from opal_deploy.visualization.pages import (
     Picture,
-    content_digest,
     json_script,
-    load_templates,
     mark_safe,
     read_asset,
     read_class_map_script,
-    read_style,
+    render_page,
 )
 
 _PATCHES, _CHANGED = 4, 60
@@ -90,11 +88,6 @@ def write_page(
         ArtifactError: a patch of the atlas is missing or damaged.
         UsageError: the file cannot be written.
     """
-    script, style = read_class_map_script() + read_asset(__package__, "edit.js"), read_style(__package__, "edit.css")
-    policy = (
-        f"default-src 'none'; img-src data:; script-src '{content_digest(script)}'; "
-        f"style-src '{content_digest(style)}'; base-uri 'none'; form-action 'none'"
-    )
     metadata = data.metadata
     scores = data.scores.values
     live = metadata.distance == "l2" and scores.size <= _MAX_SCORES
@@ -108,15 +101,11 @@ def write_page(
         "labels": data.scores.labels.tolist(),
         "scores": base64.b64encode(scores.astype("<f4").tobytes()).decode() if live else "",
     }
-    text = (
-        load_templates(__package__)
-        .get_template("edit.html.jinja")
-        .render(
-            policy=policy, style=mark_safe(style), script=mark_safe(script), model=model.name, live=live,
-            images=len(scores), split=options.split, data=data.root.name, effect=effect,
-            rows=list(_build_rows(data, drop, suggestions, atlas)), suggestions=options.suggest,
-            changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
-        )
+    text = render_page(
+        __package__, "edit", script=read_class_map_script() + read_asset(__package__, "edit.js"), model=model.name,
+        live=live, images_count=len(scores), split=options.split, data=data.root.name, effect=effect,
+        rows=list(_build_rows(data, drop, suggestions, atlas)), suggestions=options.suggest,
+        changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
     )  # fmt: skip
     with atomic_write(page) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")

@@ -64,6 +64,18 @@ def load_templates(package: str) -> jinja2.Environment:
     return environment
 
 
+def render_page(package: str, name: str, *, script: str = "", images: str = "data:", **content: object) -> str:
+    """Return the page of a package's NAME.html.jinja and NAME.css; its policy allows `script` and `images` only."""
+    style = read_style(package, f"{name}.css")
+    scripts = f"script-src '{content_digest(script)}'; " if script else ""
+    policy = (
+        f"default-src 'none'; img-src {images}; {scripts}style-src '{content_digest(style)}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    template = load_templates(package).get_template(f"{name}.html.jinja")
+    return template.render(policy=policy, style=mark_safe(style), script=mark_safe(script), **content)
+
+
 @cache
 def read_asset(package: str, name: str) -> str:
     """Return the text of one of a package's files."""
