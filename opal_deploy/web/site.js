@@ -36,7 +36,7 @@ function addSwitch(row, slot, classId, isLast) {
 function buildClass(classId, cosine, norm, left, longest) {
   const parts = new Map(left.map((slot) => [slot.channel, slot.contribution]));
   const slots = slotsOf(classId, new Set(), norm).map((slot) => ({ ...slot, contribution: parts.get(slot.channel) ?? 0 }));
-  const table = evidence.evidenceTable({ evidence: slots, prediction: { cosine } },
+  const table = evidence.evidenceTable({ evidence: slots, prediction: { cosine }, top: classId === current.record.prediction.class_id && [] },
     (slot, row) => addSwitch(row, slot, classId, left.length === 1), longest);
   return el("section", { class: "class" }, el("h3", null, labels[classId]),
     el("p", { class: "soft" }, `cosine ${number(cosine)}`), table);

@@ -141,7 +141,7 @@ const evidence = (() => {
       return row;
     });
     const head = [["slot"], [meaning, { colspan: 2 }], ...(scores ? [["score", NUMERIC]] : []), ["cell (row, column)", NUMERIC]];
-    return table("slots", head, rows, boxNote(record));
+    return table("slots", head, rows, record.top ? boxNote(record) : "");
   }
 
   /** A record in words and figures: two sentences, the contributions side by side, cosine, margin and probability. */
