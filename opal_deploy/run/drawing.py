@@ -230,14 +230,16 @@ def open_report(
         StoppedEarly: the disk is full; the records are safe.
     """
     numbers = itertools.count()
+    mode = options.images or choose_image_mode(min(options.limit, images))
     with _writing_report(), ReportWriter(
         out / REPORT,
         title=options.title,
         facts=options.facts,
         limit=options.limit,
-        image_mode=options.images or choose_image_mode(min(options.limit, images)),
+        image_mode=mode,
         evidence=options.evidence,
-        field=None if options.draw_field else options.field,
+        # overlay files have it, the page's own pictures do not
+        field=None if options.draw_field and mode == "files" else options.field,
         class_names=options.class_names,
         folder=folder,
     ) as writer:  # fmt: skip
