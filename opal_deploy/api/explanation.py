@@ -28,7 +28,7 @@ from opal_deploy.sources.image import InputImage
 if TYPE_CHECKING:
     from opal_deploy.api.model import Model
     from opal_deploy.records.tables import Rows
-    from opal_deploy.run.drawing import ReportOptions
+    from opal_deploy.run.drawing import ReportOptions, Thumbnails
 
 # width of an overlay in a notebook, pixels
 _WIDTH = 420
@@ -169,16 +169,17 @@ class Explanations(list[Explanation]):
             raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another folder") from None
         drawing.prepare_folders(out, overlays=True, sheets=False, first=0)
         folder = find_common_folder(each["image"] or "" for each in self)
-        report = drawing.open_report(out, self._report_options(), len(self), folder)
+        thumbnails: drawing.Thumbnails = {}
+        report = drawing.open_report(out, self._report_options(), len(self), folder, thumbnails)
         with RecordWriter(out / RESULTS) as writer, report as add:
             for index, explanation in enumerate(self):
-                record = _save_drawing(out, index, explanation)
+                record = _save_drawing(out, index, explanation, thumbnails)
                 writer.write(record)
                 add(record)
         return out / REPORT
 
     def _report_options(self) -> ReportOptions:
-        from opal_deploy.run.drawing import ReportOptions, describe_evidence, report_facts, report_title
+        from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, report_title
 
         model = next((each._origin.model for each in self if each._origin is not None), None)
         if model is None:
@@ -188,7 +189,7 @@ class Explanations(list[Explanation]):
         images = [each["image"] for each in self if each["image"] is not None] or ["images"]
         return ReportOptions(
             facts,
-            evidence=describe_evidence(path, metadata),
+            evidence=list_evidence(path, metadata),
             field=metadata.effective_field,
             title=report_title(images, path),
             class_names=frozenset(metadata.class_names),
@@ -205,17 +206,19 @@ class Explanations(list[Explanation]):
         return f"<div><table><tbody>{rows}</tbody></table>{more}</div>"
 
 
-def _save_drawing(out: Path, index: int, explanation: Explanation) -> Record:
+def _save_drawing(out: Path, index: int, explanation: Explanation, thumbnails: Thumbnails) -> Record:
     """Write the overlay of a record, and return the record with its name, or with the reason why there is none."""
     from opal_deploy.records.run_files import overlay_name, write_image_file
-    from opal_deploy.visualization.overlay import encode_jpeg
+    from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, show_photograph
+    from opal_deploy.visualization.report import make_thumbnail
 
     record = explanation.record
     if isinstance(record, Failed):
         return record
     try:
-        overlay, name = encode_jpeg(explanation._draw()), overlay_name(index, record.image)
-        write_image_file(out, name, overlay)
+        image, name = explanation._load_image(), overlay_name(index, record.image)
+        write_image_file(out, name, encode_jpeg(draw_overlay(image, record)))
+        thumbnails[index] = make_thumbnail(show_photograph(image, record), record)
         return replace(record, overlay=name)
     except ImageError as error:
         return replace(record, drawing_error=Problem(code="drawing_failed", message=str(error)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, check_formats
 from opal_deploy.run.bucket import acquire_bucket_run_dir
 from opal_deploy.run.directory import IMAGES, RunDirectory, acquire_run_dir
-from opal_deploy.run.drawing import ReportOptions, describe_evidence, report_facts, report_title
+from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, report_title
 from opal_deploy.run.inputs import Inputs
 from opal_deploy.run.interrupt import Interrupt
 from opal_deploy.run.options import InferOptions
@@ -291,7 +291,7 @@ class _Job:
         except StoppedEarly as error:
             self._write_early_summary(directory, summary, str(error))
             raise StoppedEarly(f"{error}; {self._resume_hint()}") from None
-        lines = (*summary.describe(backend.describe_progress()), *self.skipped.describe())
+        lines = (*summary.describe(backend.describe_progress()), *self.skipped.describe(), *self._describe_evidence())
         return self._result(directory, document, lines)
 
     def _result(self, directory: RunDirectory, document: dict[str, Any], lines: tuple[str, ...]) -> InferenceRun:
@@ -306,13 +306,18 @@ class _Job:
         out = directory.root if self.remote is None else str(self.remote)
         return InferenceRun(out, document, lines, frozenset(files))
 
+    def _describe_evidence(self) -> Iterator[str]:
+        """Yield lines on what was measured of the evidence that a run with `explain` shows."""
+        rows = list_evidence(self.loaded.path, self.loaded.metadata) if self.options.explain else ()
+        if rows:
+            yield "Evidence:"
+        for name, value in rows:
+            yield f"  {name + ':':<18}{value}"
+
     def _plan_report(self) -> ReportOptions:
         path, metadata, options = self.loaded.path, self.loaded.metadata, self.options
-        evidence = describe_evidence(path, metadata)
-        if evidence:
-            options.log(f"Evidence: {evidence}")
-            # the report may be passed on, and its reader has the model elsewhere
-            evidence = describe_evidence(Path(path.name), metadata)
+        # the report may be passed on, and its reader has the model elsewhere
+        evidence = list_evidence(Path(path.name), metadata)
         facts = report_facts(path, metadata, self.backend.description, self._format_command(short=True))
         return ReportOptions(
             facts, options.report_limit, options.report_images, evidence, metadata.effective_field,

@@ -235,14 +235,14 @@ class EffectiveField:
         return start + first * (stop - start), start + last * (stop - start)
 
 
-def describe_evaluation(
+def list_evaluation(
     evaluation: Mapping[str, Any],
     model: Path,
     receptive_field: Mapping[str, Any] | None = None,
     *,
     export_of: str | None = None,
-) -> str:
-    """Return one line on what was measured of a model's evidence, what was not, and the command that measures it.
+) -> list[tuple[str, str]]:
+    """Return (name, value) pairs on what was measured of a model's evidence, what was not, and how to measure it.
 
     Args:
         evaluation: the document; empty for a model that was never measured.
@@ -255,27 +255,26 @@ def describe_evaluation(
     if export_of is not None:
         command += f", and export {export_of} again"
     if not evaluation:
-        return f"not yet measured whether the boxes show what drives the prediction; measure it with: {command}"
+        text = f"not yet measured whether the boxes show what drives the prediction; measure it with: {command}"
+        return [("evidence", text)]
     measured = check_document(evaluation, Evaluation, "evaluation")
-    findings = [shares] if (shares := _describe_pointing(measured.pointing_game or PointingGame())) else []
-    if measured.faithfulness is not None:
-        findings += _describe_faithfulness(measured.faithfulness)
+    shares = _describe_pointing(measured.pointing_game or PointingGame())
     if measured.pointing_game is None:
-        findings.append("where the evidence lies was not measured (no boxes, masks or parts)")
-    if measured.faithfulness is None:
-        findings.append("what removing the evidence changes was not measured")
+        shares = "not measured (no boxes, masks or parts)"
+    removal = f"not measured; measure it with: {command}"
+    if measured.faithfulness is not None:
+        removal = "; ".join(_describe_faithfulness(measured.faithfulness))
+    rows = [("where it lies", shares), ("if removed", removal)]
     field = ReceptiveField.from_dict(receptive_field or {})
     if field is not None and field.effective is not None:
-        findings.append(f"a score depends on {field.effective} pixels around its cell of {field.stride}")
-    findings.append(f"accuracy {100 * measured.accuracy:.1f} %")
+        rows.append(("what a cell sees", f"{field.effective} pixels around its own {field.stride}"))
     other = "" if measured.model == model.name else f" with {measured.model}"
     cropped = " cropped to boxes" if measured.boxes else ""
     source = (
-        f"measured{other} on {measured.images:,} {measured.split} images of {measured.data}{cropped}, "
-        f"{measured.when[:10]}, opal-deploy {measured.opal_deploy}"
+        f"accuracy {100 * measured.accuracy:.1f} %{other} on {measured.images:,} {measured.split} images of "
+        f"{measured.data}{cropped}, {measured.when[:10]}, opal-deploy {measured.opal_deploy}"
     )
-    advice = "" if measured.faithfulness is not None else f"; measure the rest with: {command}"
-    return f"{'; '.join(findings)} ({source}){advice}"
+    return [(name, value) for name, value in (*rows, ("measured", source)) if value]
 
 
 def _describe_pointing(game: PointingGame) -> str:

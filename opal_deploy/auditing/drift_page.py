@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
 from opal_deploy.api.explanation import load_record_image
+from opal_deploy.artifact.baseline import Observations
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.auditing.answers import Answers, Layout
 from opal_deploy.auditing.drift import DriftReport
@@ -19,14 +24,17 @@ from opal_deploy.errors import ImageError
 from opal_deploy.records.drift import DriftCounts
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answered
-from opal_deploy.records.shifts import Shift
-from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg, photograph_size
-from opal_deploy.visualization.pages import Picture, content_digest, load_templates, mark_safe, read_style
+from opal_deploy.records.shifts import Shift, interpret
+from opal_deploy.significance import kolmogorov_smirnov
+from opal_deploy.visualization.overlay import draw_evidence, embed_jpeg, show_photograph
+from opal_deploy.visualization.pages import Picture, render_page
 
 # shifts shown, pictures of each before and after, and bars of classes
 _SHOWN, _PICTURES, _CLASSES = 10, 4, 10
 # longest side of a picture, in pixels
 _SIDE = 240
+# pictures of each run whose sharpness and brightness are compared, and the largest p-value of a difference
+_MEASURED, _MAX_P = 40, 0.01
 
 
 @dataclass(frozen=True)
@@ -40,20 +48,36 @@ class Bar:
 
 @dataclass
 class _Examples:
-    """A random sample of the records that show a shift: those with the smallest of random keys."""
+    """A random sample of the records that show a shift, or of all without one: those with the smallest random keys."""
 
-    shift: Shift
-    cases: bool
+    shift: Shift | None
+    cases: bool = True
+    number: int = _PICTURES
     kept: list[tuple[float, Answered]] = field(default_factory=list)
 
     def offer(self, found: Sequence[tuple[float, Answered]]) -> None:
         """Keep the records with the smallest keys."""
-        self.kept = heapq.nsmallest(_PICTURES, [*self.kept, *found], key=lambda entry: entry[0])
+        self.kept = heapq.nsmallest(self.number, [*self.kept, *found], key=lambda entry: entry[0])
+
+    def find(self, observations: Observations) -> NDArray[np.intp]:
+        """Return the rows that show the shift, or of its class those that do not."""
+        shift = self.shift
+        if shift is None:
+            return np.arange(len(observations))
+        of_class = shift.slot is None or observations.class_ids == shift.class_id
+        return np.flatnonzero(of_class & (shift.find_cases(observations) == self.cases))
+
+    def load(self, root: Path) -> Iterator[tuple[Answered, Image.Image]]:
+        """Yield the records whose image can be found, with it."""
+        for _, record in self.kept:
+            with contextlib.suppress(ImageError):
+                yield record, load_record_image(record, locate(unescape_name(record.image or ""), root))
 
     def pictures(self, root: Path) -> list[Picture]:
-        """Return the pictures of the records whose image can be found."""
-        drawn = (_draw(record, self.shift, root) for _, record in self.kept)
-        return [picture for picture in drawn if picture is not None]
+        """Return the pictures of the records whose image can be found, of a slot's shift with its box only."""
+        return [
+            _draw(record, image, None if self.shift is None else self.shift.slot) for record, image in self.load(root)
+        ]
 
 
 def write_page(
@@ -81,25 +105,20 @@ def write_page(
     after = _choose(answers, shifts, layout, [not away for away in moved_away])
     usual = [shift.kind == "label" or away for shift, away in zip(shifts, moved_away, strict=True)]
     before = None if earlier is None else _choose(earlier, shifts, layout, usual)
-    style = read_style(__package__, "drift.css")
-    policy = (
-        f"default-src 'none'; img-src data:; style-src '{content_digest(style)}'; base-uri 'none'; form-action 'none'"
-    )
-    text = (
-        load_templates(__package__)
-        .get_template("drift.html.jinja")
-        .render(
-            policy=policy, style=mark_safe(style), report=report, results=answers.shown,
-            sections=[
-                {
-                    "shift": shift, "text": shift.describe(report.class_names),
-                    "bars": _bars(shift, counts, report.class_names),
-                    "after": after[number].pictures(root),
-                    "before": [] if before is None else before[number].pictures(root),
-                }
-                for number, shift in enumerate(shifts)
-            ],
-        )
+    conclusions = [text for text, _ in interpret(report.shifts)]
+    if before is not None:
+        conclusions += _compare_looks(before[-1], after[-1], root)
+    text = render_page(
+        __package__, "drift", report=report, results=answers.shown, conclusions=conclusions, earlier=earlier,
+        advice=sorted({section for _, section in interpret(report.shifts)}),
+        sections=[
+            {
+                "shift": shift, "text": shift.describe(report.class_names),
+                "bars": _bars(shift, counts, report.class_names), "after": after[number].pictures(root),
+                "before": [] if before is None else before[number].pictures(root),
+            }
+            for number, shift in enumerate(shifts)
+        ],
     )  # fmt: skip
     with atomic_write(page) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
@@ -114,28 +133,56 @@ def _bars(shift: Shift, counts: DriftCounts, class_names: Sequence[str]) -> list
 
 
 def _choose(answers: Answers, shifts: Sequence[Shift], layout: Layout, cases: Sequence[bool]) -> list[_Examples]:
-    """Return examples of each shift: of its class, those that are cases of it, or those that are not."""
-    chosen = [_Examples(shift, case) for shift, case in zip(shifts, cases, strict=True)]
+    """Return examples of each shift, of its class those that are cases of it or those that are not; and of all."""
+    chosen = [*itertools.starmap(_Examples, zip(shifts, cases, strict=True)), _Examples(None, number=_MEASURED)]
     random = np.random.default_rng(0)
     for records, observations in answers.observe(layout):
         keys = random.random(len(records))
         for examples in chosen:
-            shift = examples.shift
-            of_class = shift.slot is None or observations.class_ids == shift.class_id
-            rows = np.flatnonzero(of_class & (shift.find_cases(observations) == examples.cases))
-            examples.offer([(float(keys[row]), records[row]) for row in rows.tolist()])
+            rows = examples.find(observations).tolist()
+            examples.offer([(float(keys[row]), records[row]) for row in rows])
     return chosen
 
 
-def _draw(record: Answered, shift: Shift, root: Path) -> Picture | None:
-    """Return the picture of a record, of a slot's shift with its box only; None if the image is gone."""
-    try:
-        image = load_record_image(record, locate(unescape_name(record.image or ""), root))
-    except ImageError:
-        return None
-    slots = tuple(slot for slot in record.evidence if shift.slot is None or slot.slot == shift.slot)
-    overlay = draw_overlay(image, replace(record, evidence=slots))
-    # without its legend
-    photograph = overlay.crop((0, 0, *photograph_size(*image.size)))
+def _compare_looks(before: _Examples, after: _Examples, root: Path) -> list[str]:
+    """Return whether sharpness and brightness of pictures differ from those before, in words."""
+    looks = [np.array([_measure(image) for _, image in each.load(root)]).reshape(-1, 2) for each in (before, after)]
+    counts = tuple(map(len, looks))
+    if min(counts) < _MEASURED // 2:
+        return ["Sharpness and exposure were not compared: too few of the pictures were found; give --root."]
+    found, same = [], []
+    for column, (name, low, high) in enumerate(
+        (("sharpness", "blurrier", "sharper"), ("brightness", "darker", "brighter"))
+    ):
+        old, new = (values[:, column] for values in looks)
+        places = np.concatenate([old, new])
+        shares = [np.searchsorted(np.sort(values), places, "right") / len(values) for values in (old, new)]
+        p = kolmogorov_smirnov(float(np.abs(shares[0] - shares[1]).max()), *counts)
+        middles = np.median(old), np.median(new)
+        if p > _MAX_P:
+            same.append(name)
+            continue
+        change = high if middles[1] > middles[0] else low
+        numbers = f"median {name} {middles[1]:.2g}, before {middles[0]:.2g}"
+        found.append(f"Pictures are {change} than before: {numbers} ({counts[1]} and {counts[0]} pictures, p {p:.1g}).")
+    if same:
+        found.append(f"No difference in {' or '.join(same)} was found ({counts[1]} and {counts[0]} pictures).")
+    return found
+
+
+def _measure(image: Image.Image) -> tuple[float, float]:
+    """Return a picture's sharpness, the standard deviation of its Laplacian, and its brightness; white is 1."""
+    image = ImageOps.fit(image, (_SIDE, _SIDE), Image.Resampling.BOX)
+    grey = np.asarray(image.convert("L"), np.float64) / 255
+    middle = grey[1:-1, 1:-1]
+    laplacian = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:] - 4 * middle
+    return float(laplacian.std()), float(grey.mean())
+
+
+def _draw(record: Answered, image: Image.Image, slot: int | None) -> Picture:
+    """Return the picture of a record, with the box of one slot only or of all."""
+    slots = tuple(each for each in record.evidence if slot is None or each.slot == slot)
+    photograph = show_photograph(image, record)
     photograph.thumbnail((_SIDE, _SIDE))
+    draw_evidence(photograph, replace(record, evidence=slots))
     return Picture(embed_jpeg(photograph), record.image or "")

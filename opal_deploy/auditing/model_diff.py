@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -19,9 +18,9 @@ from opal_deploy.api.explanation import format_line
 from opal_deploy.auditing.results import RecordIndex
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Answered, Failed, Record, Slot
+from opal_deploy.visualization import pages
 from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg
-from opal_deploy.visualization.pages import content_digest
-from opal_deploy.visualization.style import count_of, escape_unprintable
+from opal_deploy.visualization.style import count_of
 
 # from the largest change to none
 Kind = Literal["error", "class", "cell", "contribution", "margin", "same"]
@@ -30,17 +29,6 @@ KINDS: tuple[Kind, ...] = ("error", "class", "cell", "contribution", "margin", "
 _SAME_SIDE = 1e-6
 # longest side of an overlay on the page, in pixels
 _MAX_SIDE = 560
-
-_STYLE = """
-:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
-body { max-width: 76rem; margin: 0 auto; padding: 1rem; }
-table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem 1rem .2rem 0; }
-caption { text-align: left; white-space: nowrap; }
-section { border-top: 1px solid #8888; padding: 1rem 0; overflow-wrap: anywhere; break-inside: avoid; }
-h2 { font-size: 1.1rem; margin: 0; } .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
-figure { margin: .5rem 0; } img { max-width: 100%; height: auto; }
-@media (max-width: 40rem) { .pair { grid-template-columns: 1fr; } }
-"""
 
 
 @dataclass(frozen=True)
@@ -257,50 +245,27 @@ def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable
     The paths `names` of the two models or results are shown relative to their common folder; `load_image` returns the
     oriented image of a record, or None if its file is not available.
     """
-    policy = (
-        f"default-src 'none'; img-src data:; style-src '{content_digest(_STYLE)}'; base-uri 'none'; form-action 'none'"
-    )
-    counts = "".join(f"<tr><th scope='row'>{kind}</th><td>{report.kinds[kind]}</td></tr>" for kind in KINDS)
-    rest = (
-        f"{count_of(report.only_before, 'image')} only before, {report.only_after:,} only after; "
-        f"{report.describe_slots()}; {count_of(report.image_changed, 'image file')} changed"
-    )
     before, after = (name.removeprefix(find_common_folder(names)) for name in names)
     folder = find_common_folder(change.image for change, _, _ in report.worst)
-    sections = "".join(_render_section(*worst, load_image, folder) for worst in report.worst)
-    none = "" if report.worst else "<p>Nothing changed.</p>"
-    return (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>What changed</title><style>{_STYLE}</style></head><body><main><h1>What changed</h1>"
-        f"<p>Before: {_escape(before)}<br>After: {_escape(after)}</p>"
-        f"<p>{report.changed} of {report.paired} images changed. {rest}.</p>"
-        f"<table><caption>Images by largest change</caption>{counts}</table>{none}{sections}"
-        "</main></body></html>\n"
+    sections = [
+        (
+            change.image.removeprefix(folder),
+            change,
+            [_show(*side, load_image) for side in (("Before", old), ("After", new))],
+        )
+        for change, old, new in report.worst
+    ]
+    return pages.render_page(
+        __package__, "diff", report=report, kinds=KINDS, before=before, after=after, sections=sections
     )
 
 
-def _render_section(
-    change: ImageChange, old: Record, new: Record, load_image: Callable[[Record], Image.Image | None], folder: str
-) -> str:
-    figures = "".join(_render_figure(title, record, load_image) for title, record in (("Before", old), ("After", new)))
-    return (
-        f"<section><h2>{_escape(change.image.removeprefix(folder))}</h2><p>{change.kind}: {_escape(str(change))}</p>"
-        f"<div class='pair'>{figures}</div></section>"
-    )
-
-
-def _render_figure(title: str, record: Record, load_image: Callable[[Record], Image.Image | None]) -> str:
-    text = _escape(f"{title}: {format_line(replace(record, image=None)).removeprefix('image: ')}")
+def _show(title: str, record: Record, load_image: Callable[[Record], Image.Image | None]) -> tuple[str, str]:
+    """Return the caption of a record's picture and its URL; empty: there is none."""
+    text = f"{title}: {format_line(replace(record, image=None)).removeprefix('image: ')}"
     image = load_image(record) if isinstance(record, Answered) else None
-    shown = "<p>(no image: its file is missing or has changed)</p>" if isinstance(record, Answered) else ""
-    if image is not None:
-        overlay = draw_overlay(image, record)
-        overlay.thumbnail((_MAX_SIDE, _MAX_SIDE), Image.Resampling.BILINEAR)
-        shown = f'<img alt="{text}" src="{embed_jpeg(overlay)}">'
-    return f"<figure><figcaption>{text}</figcaption>{shown}</figure>"
-
-
-def _escape(text: str) -> str:
-    return escape(escape_unprintable(text), quote=True)
+    if image is None:
+        return text, ""
+    overlay = draw_overlay(image, record)
+    overlay.thumbnail((_MAX_SIDE, _MAX_SIDE), Image.Resampling.BILINEAR)
+    return text, embed_jpeg(overlay)

@@ -18,7 +18,7 @@ from opal_deploy.predict.types import InferenceOptions, Result
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answered, Failed, Record
-from opal_deploy.records.run_files import overlay_name
+from opal_deploy.records.run_files import former_overlay_name, overlay_name
 from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.annotations import Boxes, Labels, annotate
@@ -280,7 +280,7 @@ def _compare_not_computed(
     """Return differences in the fields that no model computes."""
     differences = []
     overlay, name = recorded.overlay if isinstance(recorded, Answered) else None, recorded.image
-    if overlay is not None and overlay != overlay_name(number - 1, name):
+    if overlay not in (None, overlay_name(number - 1, name), former_overlay_name(number - 1, name)):
         differences.append(FieldDifference("overlay", overlay, overlay_name(number - 1, name)))
     label = recorded.label
     if check.labels is not None and name is not None:

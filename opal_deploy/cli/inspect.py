@@ -102,7 +102,7 @@ def _count_test_vectors(metadata: Metadata) -> dict[str, Any]:
 
 
 def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.measurements import describe_calibration, describe_edits, describe_evaluation
+    from opal_deploy.artifact.measurements import describe_calibration, describe_edits, list_evaluation
 
     rows, cols = metadata.grid
     height, width = metadata.input_size
@@ -141,7 +141,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     lines.append(("calibration", describe_calibration(metadata.calibration)))
     if metadata.evidence == "exact":
         export_of = None if metadata.top_k is None else metadata.checkpoint_name
-        lines.append(("evaluation", describe_evaluation(metadata.evaluation, path, export_of=export_of)))
+        lines += list_evaluation(metadata.evaluation, path, export_of=export_of)
         lines += _describe_baseline(metadata.baseline)
     lines += _describe_receptive_field(metadata.receptive_field, metadata.input_size)
     if made:
@@ -227,7 +227,7 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
 
 
 def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.measurements import describe_calibration, describe_edits, describe_evaluation
+    from opal_deploy.artifact.measurements import describe_calibration, describe_edits, list_evaluation
     from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 
     config, metrics = index["config"], index.get("metrics") or {}
@@ -252,7 +252,7 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
         ("metrics", _format_metrics(metrics) or "none"),
         *([("risk", _format_risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
         ("calibration", describe_calibration(index.get("calibration") or {})),
-        *([("evaluation", describe_evaluation(index.get("evaluation") or {}, path))] if exact else []),
+        *(list_evaluation(index.get("evaluation") or {}, path) if exact else []),
         *(_describe_baseline(index.get("baseline") or {}) if exact else []),
         *_describe_receptive_field(index.get("receptive_field") or {}, config["input_size"]),
     ]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import ImageDraw
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import Metadata
@@ -20,18 +19,16 @@ from opal_deploy.editing.scores import Effect
 from opal_deploy.editing.suggestions import Suggestion
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.visualization.atlas.entries import Atlas
+from opal_deploy.visualization.boxes import SlotBox, draw_boxes
 from opal_deploy.visualization.overlay import embed_jpeg
 from opal_deploy.visualization.pages import (
     Picture,
-    content_digest,
     json_script,
-    load_templates,
     mark_safe,
     read_asset,
     read_class_map_script,
-    read_style,
+    render_page,
 )
-from opal_deploy.visualization.style import INK, slot_color
 
 _PATCHES, _CHANGED = 4, 60
 _SIDE, _PATCH_SIDE = 160, 96
@@ -91,11 +88,6 @@ def write_page(
         ArtifactError: a patch of the atlas is missing or damaged.
         UsageError: the file cannot be written.
     """
-    script, style = read_class_map_script() + read_asset(__package__, "edit.js"), read_style(__package__, "edit.css")
-    policy = (
-        f"default-src 'none'; img-src data:; script-src '{content_digest(script)}'; "
-        f"style-src '{content_digest(style)}'; base-uri 'none'; form-action 'none'"
-    )
     metadata = data.metadata
     scores = data.scores.values
     live = metadata.distance == "l2" and scores.size <= _MAX_SCORES
@@ -109,15 +101,11 @@ def write_page(
         "labels": data.scores.labels.tolist(),
         "scores": base64.b64encode(scores.astype("<f4").tobytes()).decode() if live else "",
     }
-    text = (
-        load_templates(__package__)
-        .get_template("edit.html.jinja")
-        .render(
-            policy=policy, style=mark_safe(style), script=mark_safe(script), model=model.name, live=live,
-            images=len(scores), split=options.split, data=data.root.name, effect=effect,
-            rows=list(_build_rows(data, drop, suggestions, atlas)), suggestions=options.suggest,
-            changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
-        )
+    text = render_page(
+        __package__, "edit", script=read_class_map_script() + read_asset(__package__, "edit.js"), model=model.name,
+        live=live, images_count=len(scores), split=options.split, data=data.root.name, effect=effect,
+        rows=list(_build_rows(data, drop, suggestions, atlas)), suggestions=options.suggest,
+        changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
     )  # fmt: skip
     with atomic_write(page) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
@@ -178,16 +166,10 @@ def _draw(data: ScoredData, row: int, class_id: int, channels: Sequence[int]) ->
     image = decode(data.samples[row].path).convert("RGB").crop(geometry.crop)
     scale = _SIDE / max(image.size)
     image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
-    draw = ImageDraw.Draw(image)
+    boxes = []
     for channel in channels:
         y, x = divmod(int(data.cells[row, channel]), grid[1])
-        width, height = image.width / grid[1], image.height / grid[0]
-        # around the cell, which may be a few pixels wide
-        box = [
-            max(0, round(x * width) - 3), max(0, round(y * height) - 3),
-            min(image.width, round((x + 1) * width) + 3) - 1, min(image.height, round((y + 1) * height) + 3) - 1,
-        ]  # fmt: skip
-        draw.rectangle(box, outline=INK, width=3)
-        draw.rectangle(box, outline=slot_color(data.metadata.class_map.slot_of(class_id, channel)), width=2)
+        boxes.append(SlotBox(data.metadata.class_map.slot_of(class_id, channel), (x, y, x + 1, y + 1)))
+    draw_boxes(image, boxes, (image.width / grid[1], image.height / grid[0]))
     cells = ", ".join(name_slot(channel, data.metadata) for channel in channels)
     return Picture(embed_jpeg(image), f"{data.samples[row].path.name} with the cell of {cells}")

@@ -126,7 +126,9 @@ def _choose_ood_score(given: str, path: Path, metadata: Metadata, rate: float) -
 
 def _explain_ood_score(score: float, limit: float, class_id: int, slots: Sequence[Slot], metadata: Metadata) -> str:
     """Return the OOD score in words, and the slot whose score is the least usual."""
-    text = f"OOD score {score:.2f}, threshold {limit:.2f}"
+    # as many digits as tell them apart
+    digits = next((digits for digits in range(2, 16) if f"{score:.{digits}f}" != f"{limit:.{digits}f}"), 16)
+    text = f"OOD score {score:.{digits}f}, threshold {limit:.{digits}f}"
     if (baseline := metadata.known_baseline) is None:
         return text
     worst: tuple[float, str] | None = None

@@ -32,8 +32,13 @@ def sheet_name(index: int, image: str | None) -> str:
     return _name(SHEETS, index, image)
 
 
+def former_overlay_name(index: int, image: str | None) -> str:
+    """Return the overlay's path as up to version 0.1.0, which kept the image's own suffix."""
+    return _name(OVERLAYS, index, image and Path(image).name + ".")
+
+
 def _name(kind: str, index: int, image: str | None) -> str:
-    stem = Path(image).name if image else ""
+    stem = Path(image).stem if image else ""
     safe = _UNSAFE.sub("_", stem)[:_STEM_LENGTH].strip("._") or "image"
     folder, name = index // FILES_PER_FOLDER, f"{index:06d}-{safe}{_SUFFIXES[kind]}"
     return f"{kind}/{folder:04d}/{name}" if folder else f"{kind}/{name}"

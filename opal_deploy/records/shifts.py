@@ -112,6 +112,34 @@ class Shift:
         return {**asdict(self), "label": label, "place": place, "text": self.describe(class_names)}
 
 
+def interpret(shifts: Sequence[Shift]) -> list[tuple[str, str]]:
+    """Return what a pattern of shifts suggests, each with the section of docs/howto/drift.md on what to do about it."""
+    kinds = {shift.kind for shift in shifts}
+    fell, rose = ({shift.kind for shift in shifts if shift.rose is up} for up in (False, True))
+    found = []
+    if "ood_score" in rose:
+        found.append((
+            "Pictures are less like the training images: other objects or scenes, or another picture quality.",
+            "OpalStrangeImages",
+        ))  # fmt: skip
+    if "norm" in fell or "shared_cells" in rose:
+        text = "Evidence is weaker in all classes, as with blur, compression, other exposure or another lens."
+        found.append((text, "OpalEvidenceChanged"))
+    elif kinds & {"score", "contribution"}:
+        text = "Single slots find their part more weakly or strongly: it may be covered, missing or look different."
+        found.append((text, "OpalEvidenceChanged"))
+    if "place" in kinds:
+        found.append(("Slots look elsewhere: another framing, or something new at that place.", "OpalSlotsMoved"))
+    if fell & {"cosine", "margin"}:
+        found.append(("Answers are less certain; expect more wrong ones.", "OpalConfidenceChanged"))
+    elif rose & {"cosine", "margin"}:
+        found.append(("Answers are more certain, as with many similar pictures.", "OpalConfidenceChanged"))
+    if "label" in kinds:
+        rest = "" if kinds - {"label"} else " How the model finds its evidence has not changed."
+        found.append((f"Classes come in other shares.{rest}", "OpalClassShares"))
+    return found
+
+
 @dataclass(frozen=True)
 class Limits:
     """The limits from which a difference is a shift: q at most `max_q`, and an effect of at least `min_effect`."""

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.errors import ArtifactError, ImageError, StoppedEarly
 from opal_deploy.predict.types import InferenceOptions, Result
 from opal_deploy.preprocess.decode import no_claim
 from opal_deploy.preprocess.resize import to_display
-from opal_deploy.records.record import Problem
+from opal_deploy.records.record import Answered, Problem
 from opal_deploy.run.sheets import SheetBuilder, get_image
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, show_photograph
 from opal_deploy.visualization.report import make_thumbnail
 from opal_deploy.workers.pool import ProcessPool
 from opal_deploy.workers.process import WorkerCrashed, WorkerTimeout
@@ -62,7 +62,8 @@ class DrawTask:
                     overlay = draw_overlay(get_image(result.prepared), result.record, self.field)
                     add("overlay", encode_jpeg(overlay))
                     if "thumbnail" in parts:
-                        add("thumbnail", make_thumbnail(overlay, result.record))
+                        photograph = show_photograph(get_image(result.prepared), cast(Answered, result.record))
+                        add("thumbnail", make_thumbnail(photograph, result.record))
                 if "picture" in parts:
                     add("picture", encode_jpeg(to_display(get_image(result.prepared))))
                 for part in parts:

@@ -16,7 +16,7 @@ from typing import Self, TypeAlias
 
 from msgspec.structs import replace
 
-from opal_deploy.artifact.measurements import EffectiveField, describe_evaluation
+from opal_deploy.artifact.measurements import EffectiveField, list_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.logs import one_line
@@ -148,7 +148,7 @@ class ReportOptions:
         facts: (name, value) pairs about the run, below the head of the page.
         limit: images shown; all are counted.
         images: `embed` overlays in the page or show the `files` beside it; None: embed if there are few.
-        evidence: what was measured of the model's evidence, for the head of the page.
+        evidence: (name, value) pairs of what was measured of the model's evidence.
         field: the model's effective receptive field, shown on demand; None if it is unknown.
         draw_field: always draw it on the overlays.
         title: the page's title.
@@ -158,7 +158,7 @@ class ReportOptions:
     facts: tuple[Fact, ...] = ()
     limit: int = REPORT_LIMIT
     images: ImageMode | None = None
-    evidence: str = ""
+    evidence: tuple[Fact, ...] = ()
     field: EffectiveField | None = None
     draw_field: bool = False
     title: str = "Explanations"
@@ -201,13 +201,14 @@ def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> 
     return (*head, ("Command", command))
 
 
-def describe_evidence(path: Path, metadata: Metadata) -> str:
-    """Return what was measured of the model's evidence in one line; empty if it is not single cells."""
+def list_evidence(path: Path, metadata: Metadata) -> tuple[Fact, ...]:
+    """Return (name, value) pairs on what was measured of the model's evidence; none if it is not single cells."""
     if metadata.evidence != "exact":
-        return ""
+        return ()
     # a file that lists only the best classes cannot be measured itself
     export_of = None if metadata.top_k is None else metadata.checkpoint_name
-    return one_line(describe_evaluation(metadata.evaluation, path, metadata.receptive_field, export_of=export_of))
+    rows = list_evaluation(metadata.evaluation, path, metadata.receptive_field, export_of=export_of)
+    return tuple((name, one_line(value)) for name, value in rows)
 
 
 @contextmanager
@@ -229,14 +230,16 @@ def open_report(
         StoppedEarly: the disk is full; the records are safe.
     """
     numbers = itertools.count()
+    mode = options.images or choose_image_mode(min(options.limit, images))
     with _writing_report(), ReportWriter(
         out / REPORT,
         title=options.title,
         facts=options.facts,
         limit=options.limit,
-        image_mode=options.images or choose_image_mode(min(options.limit, images)),
+        image_mode=mode,
         evidence=options.evidence,
-        field=None if options.draw_field else options.field,
+        # overlay files have it, the page's own pictures do not
+        field=None if options.draw_field and mode == "files" else options.field,
         class_names=options.class_names,
         folder=folder,
     ) as writer:  # fmt: skip

@@ -22,8 +22,8 @@ async function post(image, format) {
 }
 
 function showRecord(record) {
-  const { prediction, status, evidence: slots } = record;
-  byId("label").textContent = prediction.label;
+  const { status, evidence: slots } = record;
+  byId("label").replaceChildren(...evidence.headline(record));
   byId("flag").hidden = status === "ok";
   byId("flag").textContent = status === "unknown" ? `Unknown: ${record.reason}`
     : "Abstained: the margin is too small for an answer";
@@ -46,7 +46,7 @@ function showImage(id, blob, alt) {
 function showPicture(blob, format, record) {
   showImage("image", blob, `The picture, predicted ${record.prediction.label}; the table says where each slot looks`);
   // an overlay has its boxes
-  if (format === "picture") evidence.drawBoxes(byId("boxes"), record.evidence, record.width, record.height);
+  if (format === "picture") evidence.drawBoxes(byId("boxes"), record.evidence, record.width, record.height, { record });
   else byId("boxes").replaceChildren();
   byId("figure").hidden = false;
 }

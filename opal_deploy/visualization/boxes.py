@@ -1,41 +1,45 @@
-"""Boxes of slots on a photograph: borders as wide as the slots' contributions, and tags with the slots' numbers.
+"""Boxes of slots on a photograph: thin outlines that hide nothing of the cell, and small tags with the slots' numbers.
 
-A tag is never larger than its box. Where it would be too small to read, it stands apart, tied to the box by a line.
+The strongest slot's outline is thicker; slots that add little are drawn faint. Tags stand outside their boxes, apart
+from each other and from other boxes; one that does not touch its box is tied to it by a line.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import ImageDraw
+from PIL import Image, ImageDraw
 
+from opal_deploy.visualization.sentences import find_weak
 from opal_deploy.visualization.style import INK, RGB, WHITE, draw_text, slot_color, text_color, text_length
 
 Rectangle = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels, all inclusive, as ImageDraw takes them
 Point = tuple[int, int]
 Line = tuple[Point, Point]
 
-# share of a slot whose contribution is not known
-_UNKNOWN_SHARE: Final = 0.5
-# font sizes of the strongest and the weakest slot's tags, as shares of the photograph's smaller side
-_LARGE: Final = 1 / 24
-_SMALL: Final = 1 / 40
+# width of a line and font size of a tag, as shares of the photograph's smaller side
+_LINE, _LETTERS = 1 / 400, 1 / 38
 # smallest font size of tags, in pixels
 MIN_LETTERS: Final = 9
-# places tried for tags that stand apart: distances in tag heights, and number of directions
-_DISTANCES: Final = (0.8, 1.5, 2.3, 3.2)
-_DIRECTIONS: Final = 16
-# a tag stands apart if it would otherwise hide more than this share of itself
-_APART_COST: Final = 0.3
-# cost per pixel of a tag, and of its line, over a box, another tag and another line
-_TAG_OVER: Final = np.array([1, 50, 20])
-_LINE_OVER: Final = np.array([4, 4, 15])
+# smallest side of a box with a white line
+_MIN_WHITE: Final = 10
+# opacity of faint boxes
+_FAINT: Final = 0.55
+# cost per pixel of a tag over boxes, of a tag over other tags, and of a tag's line over both
+_BOX_COST, _TAG_COST, _LINE_COST = 6, 200, 3
+
+
+class Emphasis(IntEnum):
+    """How strongly a slot's box is drawn."""
+
+    FAINT = 0
+    PLAIN = 1
+    STRONGEST = 2
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,12 @@ class SlotBox:
     Attributes:
         box: (x0, y0, x1, y1) of the slot's cell, in pixels of the image.
         field: (x0, y0, x1, y1) of the cell's effective receptive field; None: not drawn.
-        share: the slot's contribution as a share of the largest, in [0, 1]; None if not known.
     """
 
     slot: int
     box: Sequence[float]
     field: Sequence[float] | None = None
-    share: float | None = None
+    emphasis: Emphasis = Emphasis.PLAIN
 
 
 def pixel_box(box: Sequence[float], scale: tuple[float, float], size: tuple[int, int]) -> Rectangle:
@@ -61,56 +64,64 @@ def pixel_box(box: Sequence[float], scale: tuple[float, float], size: tuple[int,
     return left, top, min(max(x1 - 1, left), size[0] - 1), min(max(y1 - 1, top), size[1] - 1)
 
 
-def compute_shares(values: Sequence[float | None]) -> list[float | None]:
-    """Return contributions as shares of the largest, in [0, 1]; all None unless all are finite and one is positive."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    largest = max(known, default=0.0)
-    if len(known) < len(values) or largest <= 0:
-        return [None] * len(values)
-    return [max(0.0, value / largest) for value in known]
+def emphasize(parts: Sequence[float | None]) -> list[Emphasis]:
+    """Return how the boxes of a class's slots are drawn, from their contributions to the cosine; plain if unknown."""
+    known = [part for part in parts if part is not None and math.isfinite(part)]
+    if len(known) < len(parts) or max(known, default=0.0) <= 0:
+        return [Emphasis.PLAIN] * len(parts)
+    emphasis = [Emphasis.FAINT if weak else Emphasis.PLAIN for weak in find_weak(known)]
+    if len(known) > 1:
+        emphasis[known.index(max(known))] = Emphasis.STRONGEST
+    return emphasis
 
 
 def draw_boxes(
-    draw: ImageDraw.ImageDraw,
-    slots: Sequence[SlotBox],
-    scale: tuple[float, float],
-    size: tuple[int, int],
-    *,
-    min_letters: int = MIN_LETTERS,
+    photograph: Image.Image, slots: Sequence[SlotBox], scale: tuple[float, float], *, min_letters: int = MIN_LETTERS
 ) -> None:
-    """Draw boxes, and receptive fields if given, on a photograph in the upper left corner of a canvas.
+    """Draw boxes, and receptive fields if given, on a photograph, RGB.
 
-    A border's width grows with its slot's share, fivefold from 0 to 1; with unknown shares all are equal. Stronger
-    boxes lie over weaker ones. Slots that share a cell share one border, dashed in their colours, with their tags side
-    by side. Borders lie inside their boxes, so that boxes of neighbouring cells never overlap.
+    Slots that share a cell share one outline, dashed in their colours, with their tags side by side.
 
     Args:
         slots: the boxes, in pixels of the image.
         scale: pixels of the photograph per pixel of the image (x, y).
         min_letters: smallest font size of the tags.
     """
+    size = photograph.size
+    boxes = group_boxes(slots, scale, size)
+    fields = {pixel_box(slot.box, scale, size): slot.field for slot in reversed(slots)}
+    line = max(1, round(min(size) * _LINE))
+    tags = {tag.slots: tag for tag in place_tags(boxes, size, line, min_letters)}
+    for faint in (True, False):
+        drawn = [each for each in boxes if (each.emphasis == Emphasis.FAINT) == faint]
+        if not drawn:
+            continue
+        layer = photograph.copy() if faint else photograph
+        draw = ImageDraw.Draw(layer)
+        for each in drawn:
+            if (field := fields[each.box]) is not None:
+                _draw_field(draw, pixel_box(field, scale, size), _colors(each), 2 * line)
+        shown = [tags[each.slots] for each in drawn if each.slots in tags]
+        for tag in shown:
+            tag.draw_line(draw)
+        for each in sorted(drawn, key=lambda each: each.emphasis):
+            _draw_border(draw, each.box, _colors(each), line * (2 if each.emphasis == Emphasis.STRONGEST else 1))
+        # last: a number may cover a border, never the other way round
+        for tag in shown:
+            tag.draw(draw)
+        if faint:
+            photograph.paste(Image.blend(photograph, layer, _FAINT))
+
+
+def group_boxes(slots: Sequence[SlotBox], scale: tuple[float, float], size: tuple[int, int]) -> list[TaggedBox]:
+    """Return the boxes on a photograph of `size`, one for all slots that share a cell; see `draw_boxes`."""
     cells: dict[Rectangle, list[SlotBox]] = {}
     for slot in slots:
         cells.setdefault(pixel_box(slot.box, scale, size), []).append(slot)
-    line = max(2, round(min(size) / 125))
-    boxes = [TaggedBox(box, tuple(slot.slot for slot in group), _share(group)) for box, group in cells.items()]
-    boxes.sort(key=lambda each: each.share)
-    for each in boxes:
-        field = cells[each.box][0].field
-        if field is not None:
-            _draw_field(draw, pixel_box(field, scale, size), _colors(each), max(2, 2 * line // 3))
-    tags = place_tags(boxes, size, max(1, line // 2), min_letters)
-    for tag in tags:
-        tag.draw_line(draw)
-    for each in boxes:
-        _draw_border(draw, each.box, _colors(each), max(1, round(line * (1 + 4 * each.share) / 3)))
-    # last: a number may cover a border, never the other way round
-    for tag in reversed(tags):
-        tag.draw(draw)
-
-
-def _share(slots: Sequence[SlotBox]) -> float:
-    return max(_UNKNOWN_SHARE if slot.share is None else slot.share for slot in slots)
+    return [
+        TaggedBox(box, tuple(slot.slot for slot in group), max(slot.emphasis for slot in group))
+        for box, group in cells.items()
+    ]
 
 
 def _colors(tagged: TaggedBox) -> list[RGB]:
@@ -133,18 +144,14 @@ def _draw_field(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], li
 
 
 def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
-    """Draw nested dark, coloured and white frames: one of them contrasts with any background."""
+    """Draw a dark line around a box, and a coloured and a white one inside it: one contrasts with any background."""
     side = min(box[2] - box[0], box[3] - box[1]) + 1
-    # leaves the middle half of the box free, the middle third of a small one
-    border = max(side // 4, min(side // 3, 6))
-    line = max(1, min(line, border - 2))
-    casing = min(max(1, line // 2), max(0, (border - line) // 2))
-    if casing:
-        draw.rectangle(box, outline=INK, width=casing)
-    _draw_frame(draw, _shrink(box, casing), colors, line)
-    inner = _shrink(box, casing + line)
-    if casing and inner[2] >= inner[0] and inner[3] >= inner[1]:
-        draw.rectangle(inner, outline=WHITE, width=casing)
+    line = max(1, min(line, side // 6))
+    draw.rectangle(_shrink(box, -1), outline=INK)
+    inner = _shrink(box, line)
+    if side >= 6 * line and side >= _MIN_WHITE:
+        draw.rectangle(inner, outline=WHITE)
+    _draw_frame(draw, box, colors, line)
 
 
 def _draw_frame(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
@@ -174,11 +181,11 @@ def _shrink(box: Rectangle, by: int) -> Rectangle:
 
 @dataclass(frozen=True)
 class TaggedBox:
-    """A box, in pixels of the photograph, with the slots that share it and the largest of their shares."""
+    """A box, in pixels of the photograph, with the slots that share it and the largest of their emphases."""
 
     box: Rectangle
     slots: tuple[int, ...]
-    share: float
+    emphasis: Emphasis = Emphasis.PLAIN
 
 
 @dataclass(frozen=True)
@@ -203,13 +210,17 @@ class Tag:
             draw.line(self.line, fill=INK, width=3 * self.casing)
             draw.line(self.line, fill=slot_color(self.slots[0]), width=self.casing)
 
-    def draw(self, draw: ImageDraw.ImageDraw) -> None:
-        """Draw the numbers on their slots' colours."""
+    def chips(self) -> Iterator[tuple[int, Rectangle]]:
+        """Yield each slot with the place of its number, edge included."""
         width, height = _chip_size(self.slots, self.letters)
         for index, slot in enumerate(self.slots):
             row, column = divmod(index, self.per_row)
             x, y = self.place[0] + column * (width + self.casing), self.place[1] + row * (height + self.casing)
-            edge = (x, y, x + width + 2 * self.casing - 1, y + height + 2 * self.casing - 1)
+            yield slot, (x, y, x + width + 2 * self.casing - 1, y + height + 2 * self.casing - 1)
+
+    def draw(self, draw: ImageDraw.ImageDraw) -> None:
+        """Draw the numbers on their slots' colours."""
+        for slot, edge in self.chips():
             color = slot_color(slot)
             draw.rectangle(edge, fill=color, outline=INK, width=self.casing)
             center = ((edge[0] + edge[2] + 1) / 2, (edge[1] + edge[3] + 1) / 2)
@@ -229,7 +240,7 @@ def place_tags(
         min_letters: smallest font size.
     """
     tags: list[Tag] = []
-    for tagged in sorted(boxes, key=lambda each: -each.share):
+    for tagged in sorted(boxes, key=lambda each: -each.emphasis):
         if tag := _place_tag(tagged, size, casing, [each.box for each in boxes], tags, min_letters):
             tags.append(tag)
     return tags
@@ -243,7 +254,7 @@ def _place_tag(
     tags: Sequence[Tag],
     min_letters: int,
 ) -> Tag | None:
-    letters, apart = _fit_letters(tagged, size, casing, min_letters)
+    letters = max(min_letters, round(min(size) * _LETTERS))
     chip_width, chip_height = _chip_size(tagged.slots, letters)
     count = len(tagged.slots)
     per_row = max(1, min(count, (size[0] - casing) // (chip_width + casing)))
@@ -251,39 +262,29 @@ def _place_tag(
     height = -(-count // per_row) * (chip_height + casing) + casing
     if width > size[0] or height > size[1]:
         return None
-    drawn = [tag.place for tag in tags], [_bound(tag.line) for tag in tags if tag.line]
-    covered = np.array([*boxes, *drawn[0], *drawn[1]])
-    kinds = np.repeat([0, 1, 2], [len(boxes), len(drawn[0]), len(drawn[1])])
-    weights = _TAG_OVER[kinds]
-    touching = _touch(tagged.box, (width, height), size)
-    costs = _count_hidden(touching, covered, weights)
-    near = Tag(tagged.slots, touching[int(costs.argmin())], letters, casing, per_row)
-    if not apart and not costs.min():
-        return near
-    around = _surround(tagged.box, (width, height), size)
-    if not around:
-        return near
-    lines = [_connect(tagged.box, place) for place in around]
-    far_costs = _count_hidden(around, covered, weights) + [math.dist(*line) for line in lines]
-    far_costs += _count_hidden([_bound(line) for line in lines], covered, _LINE_OVER[kinds])
-    far_costs += _APART_COST * width * height
-    if not apart and costs.min() <= far_costs.min():
-        return near
-    best = int(far_costs.argmin())
-    return replace(near, place=around[best], line=lines[best])
-
-
-def _fit_letters(tagged: TaggedBox, size: tuple[int, int], casing: int, min_letters: int) -> tuple[int, bool]:
-    """Return a tag's font size, larger for a stronger slot, and whether the box is too small for it."""
-    large = max(min_letters + 2, round(min(size) * _LARGE))
-    small = max(min_letters, round(min(size) * _SMALL))
     x0, y0, x1, y1 = tagged.box
-    side, length = sorted((x1 - x0 + 1, y1 - y0 + 1))
-    for letters in range(round(small + (large - small) * tagged.share), small - 1, -1):
-        width, height = _chip_size(tagged.slots, letters)
-        if height + 2 * casing <= side and width + 2 * casing <= length:
-            return letters, False
-    return small, True
+    # inside the box, where nothing else is left
+    inside = min(x0, size[0] - width), min(y0, size[1] - height)
+    best, least = (
+        Tag(tagged.slots, (*inside, inside[0] + width - 1, inside[1] + height - 1), letters, casing, per_row),
+        math.inf,
+    )
+    for gap in range(0, 7 * height, height):
+        if gap == 0 and height > y1 - y0 + 1:
+            continue  # beside a smaller box it would look like the box
+        xs, ys = (x0 - gap, (x0 + x1 + 1 - width) // 2, x1 + 1 - width + gap), (y0 - height - gap, y1 + 1 + gap)
+        for x, y in (*itertools.product(xs, ys), (x1 + 1 + gap, y0), (x0 - width - gap, y0)):
+            place = x, y, x + width - 1, y + height - 1
+            if not (0 <= x <= size[0] - width and 0 <= y <= size[1] - height):
+                continue
+            line = _connect(tagged.box, place) if gap else None
+            places = [each.place for each in tags]
+            cost = gap + _BOX_COST * _overlap(place, boxes) + _TAG_COST * _overlap(place, places)
+            if line:
+                cost += _LINE_COST * _overlap(_bound(line), [*boxes, *places])
+            if cost < least:
+                best, least = replace(best, place=place, line=line), cost
+    return best
 
 
 def _chip_size(slots: Sequence[int], letters: int) -> tuple[int, int]:
@@ -291,32 +292,13 @@ def _chip_size(slots: Sequence[int], letters: int) -> tuple[int, int]:
     return round(text_length(str(max(slots)), letters)) + round(letters * 0.6), round(letters * 1.05)
 
 
-def _touch(box: Rectangle, tag: tuple[int, int], size: tuple[int, int]) -> list[Rectangle]:
-    """Return the places next to a box for a tag of this width and height, inside the photograph, best first."""
-    (x0, y0, x1, y1), (width, height) = box, tag
-    right, below = x1 + 1 - width, y1 + 1
-    corners = (
-        (x0, y0 - height), (right, y0 - height), (x0, below), (right, below), (x1 + 1, y0), (x0 - width, y0), (x0, y0),
-    )  # fmt: skip
-    inside = ((min(max(x, 0), size[0] - width), min(max(y, 0), size[1] - height)) for x, y in corners)
-    return [(x, y, x + width - 1, y + height - 1) for x, y in inside]
-
-
-def _surround(box: Rectangle, tag: tuple[int, int], size: tuple[int, int]) -> list[Rectangle]:
-    """Return the places around a box for a tag of this width and height, inside the photograph."""
-    (x0, y0, x1, y1), (width, height) = box, tag
-    places = []
-    for distance in _DISTANCES:
-        for direction in range(_DIRECTIONS):
-            # upwards first
-            right_by, up_by = (f(2 * math.pi * direction / _DIRECTIONS) for f in (math.sin, math.cos))
-            reach = max(abs(right_by), abs(up_by))
-            across, down = (x1 - x0 + 1 + width) / 2 + distance * height, (y1 - y0 + 1 + height) / 2 + distance * height
-            x = round((x0 + x1 + 1 - width) / 2 + across * right_by / reach)
-            y = round((y0 + y1 + 1 - height) / 2 - down * up_by / reach)
-            if 0 <= x <= size[0] - width and 0 <= y <= size[1] - height:
-                places.append((x, y, x + width - 1, y + height - 1))
-    return places
+def _overlap(place: Rectangle, others: Sequence[Rectangle]) -> int:
+    """Return the number of pixels of a rectangle that others cover, each counted by itself."""
+    x0, y0, x1, y1 = place
+    return sum(
+        max(0, min(x1, right) - max(x0, left) + 1) * max(0, min(y1, bottom) - max(y0, top) + 1)
+        for left, top, right, bottom in others
+    )
 
 
 def _connect(box: Rectangle, place: Rectangle) -> Line:
@@ -330,20 +312,3 @@ def _bound(line: Line) -> Rectangle:
     """Return the smallest rectangle around a line."""
     (x0, y0), (x1, y1) = line
     return min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)
-
-
-def _count_hidden(
-    places: Sequence[Rectangle], covered: NDArray[np.int64], weights: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return the weighted number of covered pixels under each place, float64 [N].
-
-    Args:
-        places: N rectangles.
-        covered: int [R, 4].
-        weights: int [R].
-    """
-    ours = np.array(places)[:, None]
-    across = np.minimum(ours[..., 2], covered[:, 2]) - np.maximum(ours[..., 0], covered[:, 0]) + 1
-    down = np.minimum(ours[..., 3], covered[:, 3]) - np.maximum(ours[..., 1], covered[:, 1]) + 1
-    hidden: NDArray[np.float64] = (across.clip(0) * down.clip(0) @ weights).astype(np.float64)
-    return hidden

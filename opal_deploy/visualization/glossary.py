@@ -31,7 +31,15 @@ GLOSSARY: dict[str, str] = {
         "default."
     ),
     "margin": (
-        "By how much the predicted class's cosine exceeds that of the runner-up. A small margin means a close call."
+        "By how much the predicted class's cosine exceeds that of the runner-up. Below 0.1 the answer is a close call."
+    ),
+    "close call": (
+        "An answer whose margin is below 0.1. Whether it would hold without its strongest slot is said separately: it "
+        "would if the margin exceeds that slot's contribution."
+    ),
+    "norm of the scores": (
+        "The length of the vector of all slots' scores: how strongly the whole model responds to an image. "
+        "It falls where no slot finds its part, as in blurred or foreign images."
     ),
     "ood score": (
         "How unlike the training images an image is: identical features score 0, unrelated ones about 1. "

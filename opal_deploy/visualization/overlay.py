@@ -17,7 +17,8 @@ from PIL import Image, ImageDraw
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.preprocess.resize import display_size, to_display
 from opal_deploy.records.record import Answered, Failed, Record, describe_status
-from opal_deploy.visualization.boxes import SlotBox, compute_shares, draw_boxes
+from opal_deploy.visualization.boxes import SlotBox, Tag, TaggedBox, draw_boxes, emphasize, group_boxes, place_tags
+from opal_deploy.visualization.sentences import adds_up, describe_answer, describe_weak, headline
 from opal_deploy.visualization.style import (
     FAINT,
     INK,
@@ -36,17 +37,17 @@ from opal_deploy.visualization.style import (
 COSINE = "contribution to the cosine"
 DISTANCE = "share of the distance (smaller is closer)"
 SCORE = "score"
+MEANINGS = (COSINE, DISTANCE, SCORE)
 
 NO_EVIDENCE = "No evidence boxes: this model's answers do not come from single cells."
-BOX_NOTE = "Thicker boxes contribute more."
 FIELD_NOTE = "Solid: the cell where a score was read. Dashed: its effective receptive field."
 
 _HEADINGS = {COSINE: "contribution", DISTANCE: "distance share", SCORE: ""}
-# cosine and contributions are float64 sums of the same values in different orders
-_SUM_TOLERANCE = 1e-9
 
 # a smaller side under _MIN_SIDE is enlarged to about _ENLARGED_SIDE, the longer side to at most _MAX_SIDE
 _MIN_SIDE, _ENLARGED_SIDE, _MAX_SIDE = 160, 256, 1600
+# font size of tags on a page, where photographs are a few hundred pixels wide, as a share of the longer side
+_PAGE_LETTERS = 1 / 38
 # height over width from which on the legend is beside the photograph
 _BESIDE_RATIO = 1.6
 # longest side of a JPEG
@@ -83,9 +84,8 @@ def build_bars(record: Answered) -> tuple[str, list[Bar]]:
     if len(known) < len(record.evidence) or not record.evidence:
         meaning, values, full = SCORE, [slot.score for slot in record.evidence], 1.0
     else:
-        cosine = record.prediction.cosine
-        adds_up = cosine is not None and abs(math.fsum(known) - cosine) <= _SUM_TOLERANCE
-        meaning, values, full = (COSINE, known, 1.0 / len(known)) if adds_up else (DISTANCE, known, 0.0)
+        is_cosine = adds_up(record.evidence, record.prediction.cosine)
+        meaning, values, full = (COSINE, known, 1.0 / len(known)) if is_cosine else (DISTANCE, known, 0.0)
     ends = bar_ends(values, full)
     return meaning, [
         Bar(slot.slot, value, slot.score, *end) for slot, value, end in zip(record.evidence, values, ends, strict=True)
@@ -148,27 +148,27 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
     """
     if isinstance(record, Failed):
         raise ValueError(f"the record of {record.image!r} has status 'error' and nothing to draw")
-    whole = (record.width, record.height)
-    check_display(image, whole)
-    width, height = photograph_size(*whole)
-    photograph = to_display(image if image.mode == "RGB" else image.convert("RGB"))
-    if photograph.size != (width, height):
-        photograph = photograph.resize((width, height), Image.Resampling.NEAREST)
-
+    photograph = show_photograph(image, record)
+    width, height = photograph.size
     size, beside = _font_size(width, height), height > _BESIDE_RATIO * width
     legend_width = _MIN_WIDTH_EM * size if beside else max(width, _MIN_WIDTH_EM * size)
-    boxes = place_boxes(record, field)
-    notes = [BOX_NOTE] if len(boxes) > 1 and boxes[0].share is not None else []
-    legend = _Legend(record, legend_width, size, " ".join([*notes, *([FIELD_NOTE] if field is not None else [])]))
+    legend = _Legend(record, legend_width, size, field is not None)
     whole_size = (
         (width + legend_width, max(height, legend.height)) if beside else (legend_width, height + legend.height)
     )
+    draw_evidence(photograph, record, field)
     canvas = Image.new("RGB", whole_size, PAPER)
     canvas.paste(photograph, (0, 0))
-    draw = ImageDraw.Draw(canvas)
-    legend.draw(draw, width if beside else 0, 0 if beside else height)
-    draw_boxes(draw, boxes, (width / whole[0], height / whole[1]), (width, height))
+    legend.draw(ImageDraw.Draw(canvas), width if beside else 0, 0 if beside else height)
     return canvas
+
+
+def show_photograph(image: Image.Image, record: Answered) -> Image.Image:
+    """Return the photograph of `draw_overlay` without boxes, RGB; ValueError for an image of another size."""
+    check_display(image, (record.width, record.height))
+    size = photograph_size(record.width, record.height)
+    photograph = to_display(image if image.mode == "RGB" else image.convert("RGB"))
+    return photograph.copy() if photograph.size == size else photograph.resize(size, Image.Resampling.NEAREST)
 
 
 def check_display(image: Image.Image, size: tuple[int, int]) -> None:
@@ -181,14 +181,35 @@ def check_display(image: Image.Image, size: tuple[int, int]) -> None:
         raise ValueError(f"the image is {image.size} pixels but its record says {size}")
 
 
-def place_boxes(record: Answered, field: EffectiveField | None) -> list[SlotBox]:
-    """Return the boxes of a record's slots, with shares if the contributions add up to the cosine."""
+def draw_evidence(photograph: Image.Image, record: Answered, field: EffectiveField | None = None) -> None:
+    """Draw the boxes of a record's slots on its photograph of any size."""
+    scale = photograph.width / record.width, photograph.height / record.height
+    draw_boxes(photograph, place_boxes(record, field), scale)
+
+
+def place_boxes(record: Answered, field: EffectiveField | None = None) -> list[SlotBox]:
+    """Return the boxes of a record's slots, with their emphasis if the contributions add up to the cosine."""
     meaning, bars = build_bars(record)
-    shares = compute_shares([bar.value if meaning == COSINE else None for bar in bars])
+    emphases = emphasize([bar.value if meaning == COSINE else None for bar in bars])
     return [
-        SlotBox(slot.slot, slot.box, None if field is None else field.surround(slot.cell, slot.box), share)
-        for slot, share in zip(record.evidence, shares, strict=True)
+        SlotBox(slot.slot, slot.box, None if field is None else field.surround(slot.cell, slot.box), emphasis)
+        for slot, emphasis in zip(record.evidence, emphases, strict=True)
     ]
+
+
+def arrange_boxes(record: Answered) -> list[tuple[TaggedBox, Tag | None]]:
+    """Return the boxes of a record with their tags for a page, in pixels of the image."""
+    size = record.width, record.height
+    boxes = group_boxes(place_boxes(record), (1, 1), size)
+    letters = round(max(size) * _PAGE_LETTERS)
+    tags = {tag.slots: tag for tag in place_tags(boxes, size, max(1, letters // 12), letters)}
+    return [(box, tags.get(box.slots)) for box in boxes]
+
+
+def describe_boxes(slots: Sequence[int], parts: Sequence[float]) -> str:
+    """Return how boxes differ whose slots have these contributions to the cosine; empty for a single slot."""
+    weak = describe_weak(slots, parts)
+    return "" if len(slots) < 2 else f"Thick: the strongest slot.{f' Faint: {weak}.' if weak else ''}"
 
 
 def encode_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
@@ -232,21 +253,27 @@ def format_facts(record: Answered) -> str:
 class _Legend:
     """The legend of a record with a prediction: label, figures, a note and a bar per slot."""
 
-    def __init__(self, record: Answered, width: int, size: int, note: str) -> None:
+    def __init__(self, record: Answered, width: int, size: int, fields: bool) -> None:
         self._size, self._width, self._line = size, width, round(size * 1.5)
-        self._small, title = max(12, round(size * 0.8)), round(size * 1.35)
+        self._small, large = max(12, round(size * 0.8)), round(size * 1.35)
         inner = width - 2 * size
-        prediction = record.prediction
-        label = to_drawable(prediction.label) or f"class {prediction.class_id}"
         self._meaning, self._bars = build_bars(record)
         count = len(self._bars)
+        title, below = headline(
+            record.status, to_drawable(record.prediction.label) or f"class {record.prediction.class_id}"
+        )
+        note = NO_EVIDENCE
+        if count:
+            parts = [bar.value for bar in self._bars] if self._meaning == COSINE else []
+            note = describe_boxes([bar.slot for bar in self._bars], parts) if parts else ""
+            note = " ".join(filter(None, [note, FIELD_NOTE if fields else ""]))
         # (text, font size, colour, line height), from the top
-        self._lines = [(line, title, INK, round(size * 1.35 * 1.35)) for line in wrap_text(label, title, inner, 2)]
-        self._lines += [(line, size, INK, self._line) for line in wrap_text(format_facts(record), size, inner, 3)]
-        self._lines += [(line, size, INK, self._line) for line in wrap_text(describe_status(record), size, inner, 4)]
+        self._lines = [(line, large, INK, round(large * 1.35)) for line in wrap_text(title, large, inner, 2)]
+        for text, lines in ((below, 2), (describe_status(record), 4), (" ".join(describe_answer(record)), 6)):
+            self._lines += [(line, size, INK, self._line) for line in wrap_text(text, size, inner, lines)]
         self._head = len(self._lines)
-        note = note if count else NO_EVIDENCE
-        self._lines += [(line, self._small, FAINT, self._line) for line in wrap_text(note, self._small, inner, 4)]
+        for text in (format_facts(record), note):
+            self._lines += [(line, self._small, FAINT, self._line) for line in wrap_text(text, self._small, inner, 4)]
         self._columns = max(1, min(-(-count // _ROWS_PER_COLUMN), (inner + 2 * size) // (_MIN_COLUMN_EM * size)))
         self._rows = -(-count // self._columns)
         rows = (self._rows + 1) * self._line * bool(count)

@@ -157,7 +157,9 @@ function findUsual(classId, slot) {
 
 /** Why an image is unknown, in the words of `infer`: its OOD score, and the slot whose score is the least usual. */
 function describeOodScore(score, limit, classId, slots) {
-  const text = `OOD score ${score.toFixed(2)}, threshold ${limit.toFixed(2)}`;
+  let digits = 2; // as many as tell them apart
+  while (digits < 16 && score.toFixed(digits) === limit.toFixed(digits)) digits++;
+  const text = `OOD score ${score.toFixed(digits)}, threshold ${limit.toFixed(digits)}`;
   // as Python's .2g
   const short = (value) => {
     const [digits, power] = value.toExponential(1).split("e").map(Number);

@@ -36,7 +36,7 @@ function addSwitch(row, slot, classId, isLast) {
 function buildClass(classId, cosine, norm, left, longest) {
   const parts = new Map(left.map((slot) => [slot.channel, slot.contribution]));
   const slots = slotsOf(classId, new Set(), norm).map((slot) => ({ ...slot, contribution: parts.get(slot.channel) ?? 0 }));
-  const table = evidence.evidenceTable({ evidence: slots, prediction: { cosine } },
+  const table = evidence.evidenceTable({ evidence: slots, prediction: { cosine }, top: classId === current.record.prediction.class_id && [] },
     (slot, row) => addSwitch(row, slot, classId, left.length === 1), longest);
   return el("section", { class: "class" }, el("h3", null, labels[classId]),
     el("p", { class: "soft" }, `cosine ${number(cosine)}`), table);
@@ -55,19 +55,20 @@ function showAnswer() {
   const classes = [...new Set([first, second, was, ...touched.map(([classId]) => classId)])].filter((classId) => classId !== undefined);
   const [left, ...others] = classes.map((classId) => slotsOf(classId, off, norm));
   const shown = off.size ? {
-    prediction: { cosine: cosines[first] }, margin: findMargin(cosines, order),
+    width: picture.width, height: picture.height, status: record.status === "unknown" ? "unknown" : judge({ margin: findMargin(cosines, order) })?.status ?? "ok",
+    prediction: { label: labels[first], cosine: cosines[first] }, margin: findMargin(cosines, order),
     top: order.slice(0, 2).map((classId) => ({ label: labels[classId], cosine: cosines[classId] })), evidence: left,
   } : record;
   const unsure = judge({ margin: shown.margin });
   byId("flag").textContent = record.status === "unknown" ? `Unknown: ${record.reason}`
     : unsure ? `Not sure: the margin is below ${number(unsure.limit)}` : "";
   byId("flag").hidden = !byId("flag").textContent;
-  byId("label").textContent = labels[first];
+  byId("label").replaceChildren(...evidence.headline(shown));
   byId("figures").replaceChildren(...evidence.summary(shown));
   byId("change").textContent = !off.size ? "" : first === was
     ? `The answer stays without ${off.size === 1 ? "this slot" : "these slots"}.`
     : `With all slots the answer was ${labels[was]}.`;
-  evidence.drawBoxes(byId("boxes"), left, picture.width, picture.height, others.flat());
+  evidence.drawBoxes(byId("boxes"), left, picture.width, picture.height, { others: others.flat(), record: shown });
   const longest = Math.max(...[left, ...others].flat().map((slot) => slot.contribution));
   byId("classes").replaceChildren(...classes.map((classId, i) =>
     buildClass(classId, cosines[classId], norm, [left, ...others][i], longest)));

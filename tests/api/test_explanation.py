@@ -120,7 +120,7 @@ def test_records_save_the_report_of_infer(model, paths, opal, exact_model, tmp_p
     records = Explanations(model.stream(tmp_path))
     assert records.save_report(tmp_path / "out") == tmp_path / "out/report.html"
     written = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text("utf-8").splitlines()]
-    assert [record.pop("overlay") for record in written] == [f"overlays/00000{i}-00{i}.png.jpg" for i in (0, 1)]
+    assert [record.pop("overlay") for record in written] == [f"overlays/00000{i}-00{i}.jpg" for i in (0, 1)]
     assert written == records
     # again, with fewer records, one of which can no longer be drawn
     paths[0].unlink()

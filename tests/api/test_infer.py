@@ -81,7 +81,7 @@ def test_a_folder_is_streamed_and_one_record_drawn(folder, exact_model):
     ]  # fmt: skip
     overlay = model.draw_overlay(records[3], "drawn/3.jpg")
     opal_deploy.run_inference("in", model, explain=True, out="out")
-    assert overlay.read_bytes() == (folder / "out/overlays/000003-003.png.jpg").read_bytes()
+    assert overlay.read_bytes() == (folder / "out/overlays/000003-003.jpg").read_bytes()
     assert model.draw_sheet("in/003.png", "drawn/3.svg").read_text().rstrip().endswith("</svg>")
     with pytest.raises(opal_deploy.ImageError, match=r"in/bad\.jpg: no prediction"):
         model.draw_overlay(records[-1], "x.jpg")

@@ -82,7 +82,7 @@ def test_sheets_are_those_of_explain_and_a_run_without_them_shows_no_trace(place
     assert files(place / "sheets/sheets") == expected
     found = read_results(place / "sheets")
     names = [record.pop("sheet", None) for record in found]
-    assert names == [None if n == BROKEN else f"sheets/{n:06}-{n:03}.png.png" for n in range(IMAGES)]
+    assert names == [None if n == BROKEN else f"sheets/{n:06}-{n:03}.png" for n in range(IMAGES)]
     assert found == read_results(place / "plain")
     assert {name.partition("/")[0] for name in files(place / "sheets")} == {"results.jsonl", "sheets"}
     assert set(files(place / "plain")) == {"results.jsonl"}
@@ -153,7 +153,7 @@ def test_what_the_model_cannot_do_is_refused_before_anything_is_written(infer, o
 
 @pytest.mark.parametrize(("number", "content"), [(4, None), (1, b"")], ids=["missing", "empty"])
 def test_a_record_whose_sheet_was_lost_is_made_again_with_all_after_it(infer, place, begun, number, content):
-    sheet = begun / f"sheets/{number:06}-{number:03}.png.png"
+    sheet = begun / f"sheets/{number:06}-{number:03}.png"
     sheet.unlink()
     if content is not None:
         sheet.write_bytes(content)

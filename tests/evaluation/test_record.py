@@ -10,7 +10,7 @@ import torch
 
 from opal_deploy.artifact import engine_file, onnx_file
 from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.artifact.measurements import describe_evaluation
+from opal_deploy.artifact.measurements import list_evaluation
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.evaluation.files import build_evaluation, record_measurements
@@ -54,33 +54,33 @@ def test_the_document_keeps_the_figures_without_the_classes():
 
 
 @pytest.mark.parametrize(
-    ("left_out", "model", "line"),
+    ("left_out", "model", "lines"),
     [
         (
             (), "best.pt",
-            "63 % on a part (random cells 14 %); without its cells 50 % of 60 answers change, without as many random "
-            "cells 2 % (blur); cells stay: 88 % under JPEG (quality 75), 23 % under mirroring; accuracy 80.0 % "
-            "(measured on 243 test images of cub_mini cropped to boxes, 2026-11-22, opal-deploy 9)",
+            "where it lies: 63 % on a part (random cells 14 %)\nif removed: without its cells 50 % of 60 answers "
+            "change, without as many random cells 2 % (blur); cells stay: 88 % under JPEG (quality 75), "
+            "23 % under mirroring\n"
+            "measured: accuracy 80.0 % on 243 test images of cub_mini cropped to boxes, 2026-11-22, opal-deploy 9",
         ),
         (
             ("pointing_game", "faithfulness", "boxes"), "best.fp16.onnx",
-            "where the evidence lies was not measured (no boxes, masks or parts); what removing the evidence changes "
-            "was not measured; accuracy 80.0 % (measured with best.pt on 243 test images of cub_mini, 2026-11-22, "
-            "opal-deploy 9); "
-            "measure the rest with: opal-deploy evaluate DATA --model best.fp16.onnx --faithfulness --record",
+            "where it lies: not measured (no boxes, masks or parts)\nif removed: not measured; measure it with: "
+            "opal-deploy evaluate DATA --model best.fp16.onnx --faithfulness --record\n"
+            "measured: accuracy 80.0 % with best.pt on 243 test images of cub_mini, 2026-11-22, opal-deploy 9",
         ),
         (
             tuple(EVALUATION), "my model.onnx",
-            "not yet measured whether the boxes show what drives the prediction; measure it with: opal-deploy evaluate "
-            "DATA --model 'my model.onnx' --faithfulness --record",
+            "evidence: not yet measured whether the boxes show what drives the prediction; measure it with: "
+            "opal-deploy evaluate DATA --model 'my model.onnx' --faithfulness --record",
         ),
     ],
     ids=["all", "accuracy alone", "nothing"],
 )  # fmt: skip
-def test_one_line_says_what_was_measured_and_what_was_not(left_out, model, line):
+def test_a_few_lines_say_what_was_measured_and_what_was_not(left_out, model, lines):
     evaluation = {**EVALUATION, "when": "2026-11-22T09:00:00+00:00", "opal_deploy": "9"}
     kept = {key: value for key, value in evaluation.items() if key not in left_out}
-    assert describe_evaluation(kept, Path(model)) == line
+    assert "\n".join(map(": ".join, list_evaluation(kept, Path(model)))) == lines
 
 
 CALIBRATION = {"method": "temperature", "images": 60, "temperature": 0.125, "ece": 0.02}
@@ -124,8 +124,8 @@ def test_a_checkpoint_keeps_everything_else_and_its_metadata_carries_the_evaluat
     assert torch.equal(after["optimizer"]["step"], torch.arange(3))
     metadata = checkpoint.build_metadata(checkpoint.load(path))
     assert metadata.evaluation == EVALUATION
-    line = describe_evaluation(metadata.evaluation, path, metadata.receptive_field)
-    assert "; a score depends on 60 pixels around its cell of 32; accuracy" in line
+    rows = list_evaluation(metadata.evaluation, path, metadata.receptive_field)
+    assert ("what a cell sees", "60 pixels around its own 32") in rows
 
 
 def test_an_engine_keeps_it_in_its_sidecar(exact_model, tmp_path):

@@ -6,6 +6,7 @@ from opal_deploy.errors import StoppedEarly
 from opal_deploy.records.run_files import (
     OVERLAYS,
     SHEETS,
+    former_overlay_name,
     overlay_name,
     remove_image_files,
     sheet_name,
@@ -16,20 +17,23 @@ from opal_deploy.records.run_files import (
 @pytest.mark.parametrize(
     ("index", "image", "name"),
     [
-        (7, "a/b.jpg", "overlays/000007-b.jpg.jpg"),
+        (7, "a/b.jpg", "overlays/000007-b.jpg"),
         (7, "a/..", "overlays/000007-image.jpg"),
+        (7, "v1.2.png", "overlays/000007-v1.2.jpg"),
         (7, None, "overlays/000007-image.jpg"),
-        (7, "a b<script>\n.jpg", "overlays/000007-a_b_script_.jpg.jpg"),
-        (7, "a\\xff.jpg", "overlays/000007-a_xff.jpg.jpg"),
+        (7, "a b<script>\n.jpg", "overlays/000007-a_b_script.jpg"),
+        (7, "a\\xff.jpg", "overlays/000007-a_xff.jpg"),
         (7, "x" * 300, f"overlays/000007-{'x' * 80}.jpg"),
         # no folder holds more than ten thousand
-        (9_999, "a.jpg", "overlays/009999-a.jpg.jpg"),
-        (10_000, "a.jpg", "overlays/0001/010000-a.jpg.jpg"),
-        (1_999_999, "a.jpg", "overlays/0199/1999999-a.jpg.jpg"),
+        (9_999, "a.jpg", "overlays/009999-a.jpg"),
+        (10_000, "a.jpg", "overlays/0001/010000-a.jpg"),
+        (1_999_999, "a.jpg", "overlays/0199/1999999-a.jpg"),
     ],
 )
 def test_names_are_safe_and_unique(index, image, name):
     assert overlay_name(index, image) == name
+    # what version 0.1.0 wrote can be checked
+    assert former_overlay_name(7, "a/b.jpg") == "overlays/000007-b.jpg.jpg"
     assert sheet_name(index, image) == name.replace("overlays", "sheets").removesuffix(".jpg") + ".png"
 
 

@@ -39,21 +39,20 @@ def test_the_photograph_is_changed_on_the_edges_of_boxes_and_under_tags_only(mak
     changed = (np.asarray(overlay)[: SIZE[1], : SIZE[0]] != np.asarray(image)).any(axis=-1)
     for slot in record.evidence:
         x0, y0, x1, y1 = pixel_box(slot.box, (1, 1), SIZE)
-        dx, dy = (x1 - x0) // 3, (y1 - y0) // 3
-        assert not changed[y0 + dy : y1 - dy, x0 + dx : x1 - dx].any()
-        changed[y0 : y1 + 1, x0 : x1 + 1] = False
-    # what is left are three tags of about 17 x 20 pixels
-    assert 0 < changed.sum() < 3 * 30 * 30
+        assert not changed[y0 + 3 : y1 - 2, x0 + 3 : x1 - 2].any(), "the cell but for its edge"
+        changed[max(0, y0 - 1) : y1 + 2, max(0, x0 - 1) : x1 + 2] = False
+    # what is left are three tags of about 12 x 14 pixels
+    assert 0 < changed.sum() < 3 * 16 * 16
 
 
 def test_boxes_have_their_slots_colours_at_their_coordinates(make_record):
     record = make_record(SIZE)
     overlay = draw_overlay(photograph(SIZE), record)
-    # cells of 100 x 80 pixels; a line of 3 pixels lies 1 pixel inside the box's dark edge
+    # cells of 100 x 80 pixels
     assert record.evidence[1].box == (300.0, 160.0, 400.0, 240.0)
-    for slot, (x, y) in enumerate([(2, 40), (302, 200), (402, 360)]):
+    for slot, (x, y) in enumerate([(0, 40), (300, 200), (400, 360)]):
         assert overlay.getpixel((x, y)) == slot_color(slot)
-        assert overlay.getpixel((x + 95, y)) == slot_color(slot)
+        assert overlay.getpixel((x + 99, y)) == slot_color(slot)
 
 
 @pytest.mark.parametrize("background", ["white", "black", *("#0072b2", "#e69f00", "#f0e442")])
@@ -86,18 +85,6 @@ def test_fields_are_dashed_around_their_cells_and_the_legend_says_which_is_which
     assert (columns.min(), columns.max(), rows.min(), rows.max()) == (150, 349, 120, 279)
     assert {drawn.getpixel((x, 120)) for x in range(150, 350)} == {slot_color(0), INK}
     assert drawn.height > plain.height
-
-
-@pytest.mark.parametrize("cell", [(0, 0), (0, 4), (4, 0), (4, 4)])
-def test_tags_stay_inside_the_photograph(make_record, cell):
-    size = (400, 400)
-    blank, record = Image.new("RGB", size, "#777"), make_record(size, [cell] * 12)
-    # nothing of the boxes reaches the legend: it is that of the same record with its boxes elsewhere
-    elsewhere = replace(
-        record, evidence=tuple(replace(slot, box=(160.0, 160.0, 240.0, 240.0)) for slot in record.evidence)
-    )
-    below = (0, 400, *draw_overlay(blank, record).size)
-    assert draw_overlay(blank, record).crop(below).tobytes() == draw_overlay(blank, elsewhere).crop(below).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -169,7 +156,7 @@ def test_encoded_overlays_are_jpegs_that_keep_the_lines_colours(make_record):
     record = make_record(SIZE)
     decoded = Image.open(io.BytesIO(encode_jpeg(draw_overlay(Image.new("RGB", SIZE, "#777"), record))))
     assert decoded.format == "JPEG"
-    assert np.abs(np.subtract(decoded.getpixel((302, 200)), slot_color(1))).max() < 40
+    assert np.abs(np.subtract(decoded.getpixel((300, 200)), slot_color(1))).max() < 40
 
 
 def test_threads_draw_the_same_image(make_record):
@@ -212,7 +199,7 @@ def test_values_that_are_no_numbers_and_records_without_evidence_have_no_bar(mak
 def test_slots_that_share_a_cell_have_tags_side_by_side(make_record):
     overlay = draw_overlay(Image.new("RGB", SIZE, "#777"), make_record(SIZE, [(2, 2)] * 3))
     colors = [slot_color(slot) for slot in range(3)]
-    above = dict.fromkeys(overlay.getpixel((x, 146)) for x in range(200, 300))
+    above = dict.fromkeys(overlay.getpixel((x, 150)) for x in range(200, 300))
     assert [color for color in above if color in colors] == colors
 
 

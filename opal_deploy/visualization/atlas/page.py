@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.visualization.atlas.entries import FINDING_KINDS, Atlas, format_counts
-from opal_deploy.visualization.pages import content_digest, load_templates, mark_safe, read_style
+from opal_deploy.visualization.pages import render_page
 from opal_deploy.visualization.style import count_of
 
 PAGE_FILE = "atlas.html"
@@ -22,26 +22,13 @@ def write_page(atlas: Atlas) -> None:
             if about.actionable == actionable and (found := [each for each in atlas.findings if each.kind == kind])
         ]
         findings += [(heading, kinds)] if kinds else []
-    style = read_style(__package__, "atlas.css")
-    parts = (
-        load_templates(__package__)
-        .get_template("atlas.html.jinja")
-        .generate(
-            atlas=atlas,
-            labels=_describe_labels(atlas),
-            findings=findings,
-            open_findings=_OPEN_FINDINGS,
-            shows_fields=any(patch.field is not None for entry in atlas.entries.values() for patch in entry.patches),
-            describe_class=_describe_class,
-            style=mark_safe(style),
-            digest=content_digest(style),
-        )
-    )
-    with (
-        atomic_write(atlas.root / PAGE_FILE) as temporary,
-        temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as page,
-    ):
-        page.writelines(parts)
+    text = render_page(
+        __package__, "atlas", images="'self' file:", atlas=atlas, labels=_describe_labels(atlas), findings=findings,
+        open_findings=_OPEN_FINDINGS, describe_class=_describe_class,
+        shows_fields=any(patch.field is not None for entry in atlas.entries.values() for patch in entry.patches),
+    )  # fmt: skip
+    with atomic_write(atlas.root / PAGE_FILE) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def _describe_labels(atlas: Atlas) -> str:

@@ -1,8 +1,8 @@
-"""Templates that escape all texts, the style sheet and the evidence script that all HTML pages share.
+"""The components that all HTML pages share: templates that escape all texts, a style sheet, and scripts.
 
-`base.css` has the colours and the controls, `evidence.js` draws boxes, bars and tables of slots, and `class_map.js`
-computes cosines, contributions and margins. A page's content security policy names its inline scripts and style sheets
-by their digests.
+`components.html.jinja` says and draws a record where the page is written, `evidence.js` where it is read. `base.css`
+has the colours and the controls; `class_map.js` computes cosines, contributions and margins. A page's content security
+policy names its inline scripts and style sheets by their digests.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from opal_deploy.visualization.glossary import GLOSSARY
+from opal_deploy.visualization.overlay import MEANINGS, arrange_boxes, build_bars, describe_boxes
+from opal_deploy.visualization.sentences import WORDS, describe_answer, headline
 from opal_deploy.visualization.style import COLORS, count_of, escape_unprintable, format_number, text_color, to_hex
 
 if TYPE_CHECKING:
     import jinja2
+
+_COMPONENTS = "components.html.jinja"
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def load_templates(package: str) -> jinja2.Environment:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: read_asset(package, name)),
+        loader=jinja2.FunctionLoader(lambda name: read_asset(__name__ if name == _COMPONENTS else package, name)),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -53,8 +57,23 @@ def load_templates(package: str) -> jinja2.Environment:
         "explained": _explained,
         "share": lambda value: "–" if value is None else f"{value:.0%}",
     }
-    environment.globals["slot_class"] = slot_class
+    environment.globals |= {
+        "slot_class": slot_class, "headline": headline, "describe_answer": describe_answer, "build_bars": build_bars,
+        "describe_boxes": describe_boxes, "arrange_boxes": arrange_boxes, "meanings": MEANINGS,
+    }  # fmt: skip
     return environment
+
+
+def render_page(package: str, name: str, *, script: str = "", images: str = "data:", **content: object) -> str:
+    """Return the page of a package's NAME.html.jinja and NAME.css; its policy allows `script` and `images` only."""
+    style = read_style(package, f"{name}.css")
+    scripts = f"script-src '{content_digest(script)}'; " if script else ""
+    policy = (
+        f"default-src 'none'; img-src {images}; {scripts}style-src '{content_digest(style)}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    template = load_templates(package).get_template(f"{name}.html.jinja")
+    return template.render(policy=policy, style=mark_safe(style), script=mark_safe(script), **content)
 
 
 @cache
@@ -76,7 +95,9 @@ def read_style(package: str, name: str) -> str:
 @cache
 def read_evidence_script() -> str:
     """Return the script that draws boxes, bars and tables of slots; it defines the global object `evidence`."""
-    return f"const GLOSSARY = {to_json(GLOSSARY)}, SLOT_COLORS = {len(COLORS)};\n" + read_asset(__name__, "evidence.js")
+    constants = {"GLOSSARY": GLOSSARY, "SLOT_COLORS": len(COLORS), "WORDS": WORDS}
+    declared = ", ".join(f"{name} = {to_json(value)}" for name, value in constants.items())
+    return f"const {declared};\n{read_asset(__name__, 'evidence.js')}"
 
 
 @cache

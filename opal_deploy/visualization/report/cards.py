@@ -11,17 +11,9 @@ from typing import Any, NamedTuple
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.record import STATUSES, Failed, Record, Slot, describe_status
-from opal_deploy.visualization.overlay import (
-    COSINE,
-    DISTANCE,
-    SCORE,
-    build_bars,
-    overlay_width,
-    photograph_size,
-)
-from opal_deploy.visualization.style import escape_unprintable, slot_color, to_hex
+from opal_deploy.visualization.overlay import MEANINGS, build_bars, overlay_width, photograph_size
+from opal_deploy.visualization.style import escape_unprintable
 
-MEANINGS = (COSINE, DISTANCE, SCORE)
 # rows of the tables of classes and of confusions
 CLASSES_LISTED = 30
 PAIRS_LISTED = 60
@@ -38,19 +30,6 @@ _OVERLAY_NAME = re.compile(r"overlays/(\d+/)?[A-Za-z0-9._-]+\.jpg")
 _SHEET_NAME = re.compile(r"sheets/(\d+/)?[A-Za-z0-9._-]+\.png")
 
 
-class SlotRow(NamedTuple):
-    """One row of a card's table of slots; value and score are None if not finite, the bar's ends are in percent."""
-
-    slot: int
-    row: int
-    column: int
-    value: float | None
-    score: float | None
-    start: float
-    stop: float
-    name: str | None
-
-
 @dataclass(frozen=True)
 class Card:
     """One record as the report shows it; texts are not escaped for HTML.
@@ -59,51 +38,32 @@ class Card:
         predicted: index of the predicted class among the report's labels; None for a failed image.
         label: index of the image's label among the report's labels; None if it is not known.
         value: the cosine of the predicted class, or its logit if `is_cosine` is false.
-        probability: the calibrated probability of the predicted class; None if the record has none.
         top: (index of the label, cosine or logit) of the closest classes.
-        meaning: what the bars show, an index of MEANINGS.
-        fields: (x, y, width, height, colour) of the effective receptive field of each different cell, in pixels of the
+        fields: (x0, y0, x1, y1, slot) of the effective receptive field of each different cell, in pixels of the
             photograph; empty if it is not known.
         overlay_width: the overlay's width as a multiple of the photograph's.
-        flag: a sentence on a status that a reader should know; else empty.
+        drawn: whether the boxes are in the picture, which is an overlay.
     """
 
     number: int
     name: str
-    status: str
+    record: Record
     predicted: int | None = None
     label: int | None = None
-    margin: float | None = None
     value: float | None = None
     is_cosine: bool = True
-    probability: float | None = None
     top: tuple[tuple[int, float | None], ...] = ()
-    meaning: int = 0
-    slots: tuple[SlotRow, ...] = ()
-    distinct: int = 0
-    fields: tuple[tuple[int, int, int, int, str], ...] = ()
-    width: int = 0
-    height: int = 0
+    fields: tuple[tuple[int, int, int, int, int], ...] = ()
     overlay: str | None = None
     sheet: str | None = None
     overlay_width: float = 1.0
+    drawn: bool = False
     undrawn: str = ""
-    flag: str = ""
-    code: str = ""
-    message: str = ""
 
     @property
-    def stack(self) -> list[tuple[float, float, int]]:
-        """Contributions that add up to the cosine, side by side: (start, width, slot), where 100 is cosine 1."""
-        values = [slot.value for slot in self.slots]
-        if MEANINGS[self.meaning] != COSINE or any(value is None or value < 0 for value in values):
-            return []
-        parts, start = [], 0.0
-        for slot in self.slots:
-            width = 100 * (slot.value or 0.0)
-            parts.append((round(start, 2), round(width, 2), slot.slot))
-            start += width
-        return parts
+    def margin(self) -> float | None:
+        """The record's margin, rounded."""
+        return None if isinstance(self.record, Failed) else _round(self.record.margin)
 
     @property
     def is_correct(self) -> bool | None:
@@ -112,23 +72,38 @@ class Card:
 
     def index_row(self) -> list[Any]:
         """Return what the page's script filters and sorts by, loaded for all images at once."""
-        status = STATUSES.index(self.status)
-        return [self.number, self.name, status, self.predicted, self.label, self.margin, self.value, self.code]
+        code = _failure(self.record).code if isinstance(self.record, Failed) else ""
+        status = STATUSES.index(self.record.status)
+        return [self.number, self.name, status, self.predicted, self.label, self.margin, self.value, code]
 
     def details(self) -> dict[str, Any]:
         """Return what the page's script needs only for visible cards."""
-        if self.status == "error":
-            return {"message": self.message}
-        names = (
-            "probability", "top", "meaning", "slots", "distinct", "fields", "overlay", "sheet", "overlay_width",
-            "undrawn", "flag",
-        )  # fmt: skip
-        own = {name: getattr(self, name) for name in names}
-        return {"cosine": self.is_cosine, "size": [self.width, self.height], **own}
+        record = self.record
+        if isinstance(record, Failed):
+            return {"message": _failure(record).message}
+        slots = [
+            (
+                slot.slot, slot.cell, _round(slot.score), _round(slot.contribution),
+                [round(side, 1) for side in slot.box],
+                None if slot.name is None else escape_unprintable(slot.name),
+            )
+            for slot in record.evidence
+        ]  # fmt: skip
+        own = {name: getattr(self, name) for name in ("top", "fields", "overlay", "sheet", "overlay_width", "undrawn")}
+        return {
+            "cosine": self.is_cosine, "size": [record.width, record.height], "drawn": self.drawn, "slots": slots,
+            "meaning": MEANINGS.index(build_bars(record)[0]), "flag": describe_status(record),
+            "probability": _round(record.prediction.calibrated_probability), **own,
+        }  # fmt: skip
 
 
 def build_card(
-    record: Record, number: int, label_index: Callable[[str], int], receptive_field: EffectiveField | None = None
+    record: Record,
+    number: int,
+    label_index: Callable[[str], int],
+    receptive_field: EffectiveField | None = None,
+    *,
+    drawn: bool = False,
 ) -> Card:
     """Return the card of a record of any status.
 
@@ -138,40 +113,23 @@ def build_card(
     name = _name(record)
     label = None if record.label is None else label_index(record.label)
     if isinstance(record, Failed):
-        _, code, message = _failure(record)
-        return Card(number, name, "error", label=label, code=code, message=message)
-    prediction, evidence = record.prediction, record.evidence
+        return Card(number, name, record, label=label)
+    prediction = record.prediction
     is_cosine = prediction.cosine is not None
-    meaning, bars = build_bars(record)
     overlay, sheet, undrawn = record.overlay, record.sheet, record.drawing_error
-    slots = [
-        SlotRow(
-            bar.slot, *slot.cell, _round(bar.value), _round(bar.score),
-            round(100 * bar.start, 2), round(100 * bar.stop, 2),
-            None if slot.name is None else escape_unprintable(slot.name),
-        )
-        for bar, slot in zip(bars, evidence, strict=True)
-    ]  # fmt: skip
     return Card(
         number,
         name,
-        record.status,
+        record,
         predicted=label_index(prediction.label),
         label=label,
-        margin=_round(record.margin),
         value=_round(prediction.cosine if is_cosine else prediction.logit),
         is_cosine=is_cosine,
-        probability=_round(prediction.calibrated_probability),
         top=tuple((label_index(a.label), _round(a.cosine if is_cosine else a.logit)) for a in record.top),
-        meaning=MEANINGS.index(meaning),
-        slots=tuple(slots),
-        flag=describe_status(record),
-        distinct=len({slot.cell for slot in evidence}),
-        fields=() if receptive_field is None else _place_fields(evidence, receptive_field),
-        width=record.width,
-        height=record.height,
+        fields=() if receptive_field is None else _place_fields(record.evidence, receptive_field),
         overlay=overlay if overlay is not None and _OVERLAY_NAME.fullmatch(overlay) else None,
         sheet=sheet if sheet is not None and _SHEET_NAME.fullmatch(sheet) else None,
+        drawn=drawn,
         undrawn=f"not drawn: {escape_unprintable(_shorten(undrawn.message))}" if undrawn else "",
         overlay_width=round(
             overlay_width(record.width, record.height) / photograph_size(record.width, record.height)[0], 4
@@ -181,12 +139,12 @@ def build_card(
 
 def _place_fields(
     evidence: Sequence[Slot], receptive_field: EffectiveField
-) -> tuple[tuple[int, int, int, int, str], ...]:
+) -> tuple[tuple[int, int, int, int, int], ...]:
     by_cell = {slot.cell: slot for slot in reversed(evidence)}
     rectangles = []
     for slot in sorted(by_cell.values(), key=lambda slot: slot.slot):
         x0, y0, x1, y1 = map(round, receptive_field.surround(slot.cell, slot.box))
-        rectangles.append((x0, y0, x1 - x0, y1 - y0, to_hex(slot_color(slot.slot))))
+        rectangles.append((x0, y0, x1, y1, slot.slot))
     return tuple(rectangles)
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from opal_deploy.records.record import Failed, Record
 from opal_deploy.visualization.glossary import GLOSSARY
-from opal_deploy.visualization.overlay import COSINE, NO_EVIDENCE, photograph_size
+from opal_deploy.visualization.overlay import COSINE, NO_EVIDENCE, build_bars, photograph_size
 from opal_deploy.visualization.pages import (
     content_digest,
     load_templates,
@@ -23,7 +23,7 @@ from opal_deploy.visualization.pages import (
     read_evidence_script,
     read_style,
 )
-from opal_deploy.visualization.report.cards import MEANINGS, Card
+from opal_deploy.visualization.report.cards import Card
 
 ImageMode = Literal["embed", "files"]
 
@@ -70,10 +70,9 @@ def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) ->
 
 def _list_words(cards: Sequence[Card]) -> set[str]:
     """Return the words of the glossary that cards show and a reader may not know."""
-    words = set()
-    if any(card.slots for card in cards):
-        words.add("slot")
-    if any(card.slots and MEANINGS[card.meaning] == COSINE for card in cards):
+    records = [card.record for card in cards if not isinstance(card.record, Failed)]
+    words = {"slot"} if any(record.evidence for record in records) else set()
+    if any(record.evidence and build_bars(record)[0] == COSINE for record in records):
         words.add("contribution")
     if any(card.is_cosine and card.value is not None for card in cards):
         words.add("cosine")
@@ -83,7 +82,7 @@ def _list_words(cards: Sequence[Card]) -> set[str]:
 def render_card(card: Card, labels: Sequence[str], source: str | None) -> str:
     """Return one card; `source` is the address of its image, None without one."""
     template = load_templates(__package__).get_template("card.html.jinja")
-    return template.render(card=card, labels=labels, source=source, meanings=MEANINGS, no_evidence=NO_EVIDENCE)
+    return template.render(card=card, labels=labels, source=source, no_evidence=NO_EVIDENCE)
 
 
 def render_tables(**content: Any) -> str:
@@ -102,20 +101,20 @@ def _read_script() -> str:
 
 def _size_rule(card: Card, image_mode: ImageMode) -> str:
     """Return a CSS rule that reserves the image's space and hides the legend of an overlay file."""
-    if not card.width:
+    if isinstance(card.record, Failed):
         return ""
     share = 100 * card.overlay_width if image_mode == "files" else 100
-    size = f"{card.width:d}/{card.height:d}"
+    size = f"{card.record.width:d}/{card.record.height:d}"
     figure = f"#f{card.number:d}"
     return f"{figure}{{aspect-ratio:{size};max-width:calc(18rem*{size})}}{figure} img{{width:{share:.2f}%}}\n"
 
 
 class Thumbnail(bytes):
-    """A JPEG made by `make_thumbnail`, ready to be embedded in a card."""
+    """A JPEG made by `make_thumbnail` of a photograph without boxes, ready to be embedded in a card."""
 
 
 def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
-    """Return an overlay without its legend as JPEG of about 480 x 640 pixels at most."""
+    """Return a photograph, or an overlay without its legend, as JPEG of about 480 x 640 pixels at most."""
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
     whole = image.size
     width, height = (

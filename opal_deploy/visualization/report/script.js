@@ -7,7 +7,6 @@
   const NUMBER = 0, NAME = 1, STATUS = 2, CLASS = 3, LABEL = 4, MARGIN = 5, VALUE = 6, CODE = 7;
   const OK = 0, ABSTAINED = 1, UNKNOWN = 2, FAILED = 3;
   const { el, bdi, number, table, NUMERIC } = evidence;
-  const SCORE = 2, MEANINGS = config.meanings;
   const cards = $("cards"), sheet = $("sheet"), sheetBody = $("sheet-body"), help = $("help"), tools = $("tools");
   const lower = rows.map((row) => row[NAME].toLowerCase());
   const blocks = [], orders = { typical: config.typical }, first = new Map();
@@ -30,23 +29,21 @@
 
   const pluralize = (n, one, many) => n.toLocaleString("en") + " " + (n === 1 ? one : many);
 
-  function slotTable(d) {
-    const names = ["slot", "row", "column", "value", "score", "start", "stop", "name"];
-    const slots = d.slots.map((values) => Object.fromEntries(names.map((name, i) => [name, values[i]])));
-    return evidence.slotTable(slots, MEANINGS[d.meaning], d.meaning !== SCORE);
+  /** The record of an answered image, as far as the page has it. */
+  function record(position) {
+    const row = rows[position], d = details(position);
+    const answer = ([label, value]) => ({ label: labels[label], cosine: d.cosine ? value : null, logit: value });
+    return {
+      status: ["ok", "abstained", "unknown"][row[STATUS]], margin: row[MARGIN], width: d.size[0], height: d.size[1],
+      prediction: { ...answer([row[CLASS], row[VALUE]]), calibrated_probability: d.probability ?? undefined },
+      top: d.top.map(answer), meaning: evidence.MEANINGS[d.meaning],
+      evidence: d.slots.map(([slot, cell, score, contribution, box, name]) => ({ slot, cell, score, contribution, box, name })),
+    };
   }
 
   function topTable(d) {
     const body = d.top.map(([label, value]) => el("tr", null, el("td", null, bdi(labels[label])), el("td", { class: "n" }, number(value))));
     return table("top", [["class"], [d.cosine ? "cosine" : "logit", NUMERIC]], body);
-  }
-
-  // the effective receptive fields over the photograph; the style sheet shows them when the box is ticked
-  function fields(d) {
-    if (!d.fields.length) return null;
-    const rects = d.fields.flatMap(([x, y, width, height, stroke]) =>
-      [el("rect", { class: "case", x, y, width, height }), el("rect", { x, y, width, height, stroke })]);
-    return el("svg", { class: "fields", viewBox: "0 0 " + d.size[0] + " " + d.size[1], preserveAspectRatio: "none", "aria-hidden": "true" }, ...rects);
   }
 
   function photo(position) {
@@ -55,9 +52,11 @@
     if (!address) return el("p", { class: "no-image" }, d.undrawn || "image not kept");
     const boxes = d.slots.length ? "with evidence boxes" : "without boxes";
     const image = el("img", { alt: row[NAME] + ", " + boxes + "; predicted " + labels[row[CLASS]], decoding: "async", loading: "lazy" });
-    const figure = el("figure", { class: "photo" }, image, fields(d)), ratio = d.size[0] / d.size[1];
-    figure.style.aspectRatio = d.size[0] + " / " + d.size[1];
-    figure.style.maxWidth = "calc(18rem * " + ratio + ")";
+    const layer = el("div", { class: "boxes", "aria-hidden": "true" }), [width, height] = d.size;
+    evidence.drawBoxes(layer, record(position).evidence, width, height, { record: record(position), fields: d.fields, isDrawn: d.drawn });
+    const figure = el("figure", { class: "photo" }, image, layer);
+    figure.style.aspectRatio = width + " / " + height;
+    figure.style.maxWidth = "calc(18rem * " + width / height + ")";
     if (config.image_mode === "files") image.style.width = 100 * d.overlay_width + "%";
     image.src = address;
     return figure;
@@ -68,7 +67,7 @@
     if (row[STATUS] === FAILED) {
       parts.push(el("p", { class: "flag alert" }, "Failed: ", el("code", null, row[CODE])), el("p", { class: "note" }, d.message));
     } else {
-      parts.push(el("p", { class: "answer" }, bdi(labels[row[CLASS]])));
+      parts.push(el("p", { class: "answer" }, ...evidence.headline(record(position))));
     }
     if (row[LABEL] !== null) {
       if (row[CLASS] === null) parts.push(el("p", { class: "verdict" }, "label: ", bdi(labels[row[LABEL]])));
@@ -76,15 +75,7 @@
       else parts.push(el("p", { class: "verdict wrong" }, "✗ label: ", bdi(labels[row[LABEL]])));
     }
     if (d.flag) parts.push(el("p", { class: "flag" }, d.flag));
-    if (row[STATUS] === FAILED) return parts;
-    if (d.meaning === 0) parts.push(evidence.sumBar(d.slots.map(([slot, , , value]) => ({ slot, value }))));
-    const figures = [[d.cosine ? "cosine" : "logit", number(row[VALUE])]];
-    if (d.cosine) figures.push(["margin", number(row[MARGIN])]);
-    if (d.probability !== null) figures.push(["calibrated probability", number(d.probability)]);
-    if (d.slots.length) figures.push(["different cells", `${d.distinct} of ${d.slots.length}`]);
-    parts.push(evidence.measures(figures));
-    if (d.top.length > 1) parts.push(el("p", { class: "runner" }, "runner-up: ", bdi(labels[d.top[1][0]]), " " + number(d.top[1][1])));
-    return parts.filter((part) => part !== null);
+    return row[STATUS] === FAILED ? parts : [...parts, ...evidence.summary(record(position))];
   }
 
   // most details stay closed: their contents are created on opening
@@ -97,7 +88,7 @@
   function card(position) {
     const row = rows[position], d = details(position), parts = answer(position);
     if (row[STATUS] !== FAILED) {
-      parts.push(d.slots.length ? lazyDetails(pluralize(d.slots.length, "slot", "slots"), () => slotTable(d))
+      parts.push(d.slots.length ? lazyDetails(pluralize(d.slots.length, "slot", "slots"), () => evidence.evidenceTable(record(position)))
         : el("p", { class: "note" }, config.no_evidence));
       if (d.top.length) parts.push(lazyDetails(pluralize(d.top.length, "closest class", "closest classes"), () => topTable(d)));
     }
@@ -119,7 +110,7 @@
       figure.append(el("p", { class: "note" }, link, " (file beside this page)"));
     }
     if (row[STATUS] !== FAILED) {
-      text.append(...(d.slots.length ? [el("h3", null, "Slots"), slotTable(d)] : [el("p", { class: "note" }, config.no_evidence)]));
+      text.append(...(d.slots.length ? [el("h3", null, "Slots"), evidence.evidenceTable(record(position))] : [el("p", { class: "note" }, config.no_evidence)]));
       if (d.top.length) text.append(el("h3", null, "Closest classes"), topTable(d));
     }
     const title = el("h2", { id: "sheet-title", tabindex: "-1" }, bdi(row[NAME]));

@@ -27,7 +27,7 @@ from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Failed, Record, to_record
 from opal_deploy.visualization.overlay import NO_EVIDENCE
 from opal_deploy.visualization.pages import json_script, to_json
-from opal_deploy.visualization.report.cards import CLASSES_LISTED, MEANINGS, Card, Confusion, Tables, build_card
+from opal_deploy.visualization.report.cards import CLASSES_LISTED, Card, Confusion, Tables, build_card
 from opal_deploy.visualization.report.page import (
     PAGE_SIZE,
     ImageMode,
@@ -70,7 +70,7 @@ class ReportWriter:
         limit: largest number of images, and of failures, that are shown; all are counted.
         field: the effective receptive field, which the page shows around cells on demand; None: not shown.
         image_mode: `embed` puts thumbnails into the page; `files` shows the overlays that records name.
-        evidence: a measured statement about the model's evidence, shown at the top; empty: none.
+        evidence: (name, value) pairs of what was measured of the model's evidence.
         folder: prefix to leave out of images' names, see `find_common_folder`.
         class_names: the labels that the model knows, for the accuracy; None: all.
 
@@ -87,7 +87,7 @@ class ReportWriter:
         limit: int = REPORT_LIMIT,
         image_mode: ImageMode = "embed",
         field: EffectiveField | None = None,
-        evidence: str = "",
+        evidence: Sequence[Fact] = (),
         folder: str = "",
         class_names: frozenset[str] | None = None,
     ) -> None:
@@ -138,8 +138,8 @@ class ReportWriter:
         """Count a record and, up to the limit, show it.
 
         Args:
-            overlay: the record's overlay as an image, JPEG or thumbnail; None for a card without an image. Not used if
-                images are files.
+            overlay: a thumbnail, over which the page draws the boxes, or the record's overlay as an image or JPEG; None
+                for a card without an image. Not used if images are files.
 
         Raises:
             ValueError: the report is closed.
@@ -154,7 +154,8 @@ class ReportWriter:
         if (self._failed_cards if failed else self._cards) >= self._limit:
             return
         position = self._cards + self._failed_cards
-        card = build_card(record, number, self._label_index, self._field)
+        drawn = not isinstance(overlay, Thumbnail) or self._image_mode == "files"
+        card = build_card(record, number, self._label_index, self._field, drawn=drawn)
         self._index.write(("," if position else "") + to_json(card.index_row()) + "\n")
         self._block.append(card.details())
         if len(self._block) == _BLOCK:
@@ -169,7 +170,7 @@ class ReportWriter:
                 span = self._store(number, small)
         self._order.add(card.margin, card.is_correct)
         self._line_starts.append(self._lines.tell())
-        self._lines.write(to_json_line([number, span, record]))
+        self._lines.write(to_json_line([number, span, drawn, record]))
 
     def close(self, summary: Sequence[Fact] = ()) -> None:
         """Write the report; after an error nothing remains of it. Raise ValueError if the report is closed."""
@@ -224,10 +225,11 @@ class ReportWriter:
             tables=self._tables,
             confusion=confusion,
             listed=CLASSES_LISTED,
+            evidence=_escape_facts(self._evidence),
             pages=-(-(self._cards + self._failed_cards) // PAGE_SIZE),
         )
         config = {
-            "labels": labels, "meanings": MEANINGS, "no_evidence": NO_EVIDENCE,
+            "labels": labels, "no_evidence": NO_EVIDENCE,
             "image_mode": self._image_mode, "block": _BLOCK, "page": PAGE_SIZE, "typical": typical,
         }  # fmt: skip
         yield json_script("config", config)
@@ -241,21 +243,23 @@ class ReportWriter:
     def _read_card(self, position: int) -> tuple[Card, _Span | None]:
         """Return the card at a position, with the span of its image."""
         self._lines.seek(self._line_starts[position])
-        number, span, record = json.loads(self._lines.readline())
-        return build_card(to_record(record), number, self._label_index, self._field), span and (span[0], span[1])
+        number, span, drawn, record = json.loads(self._lines.readline())
+        card = build_card(to_record(record), number, self._label_index, self._field, drawn=drawn)
+        return card, span and (span[0], span[1])
 
     def _head(self, facts: Sequence[Fact], first: Sequence[Card], confusion: Confusion | None) -> str:
         return render_head(
             self._image_mode,
             first,
             title=escape_unprintable(self._title),
-            evidence=escape_unprintable(self._evidence),
-            facts=[(escape_unprintable(name), escape_unprintable(value)) for name, value in facts],
+            facts=_escape_facts(facts),
+            evidence=self._evidence,
             tables=self._tables,
             cards=self._cards,
             failed_cards=self._failed_cards,
             confusion=confusion,
             fields=self._field is not None,
+            modes=("boxes", "patches only") if self._image_mode == "files" else ("boxes", "no boxes", "patches only"),
             page_size=PAGE_SIZE,
             order=self._order.describe(),
         )
@@ -280,6 +284,10 @@ class ReportWriter:
                 start += len(part)
                 yield part.decode("ascii")
             start = stop
+
+
+def _escape_facts(facts: Sequence[Fact]) -> list[Fact]:
+    return [(escape_unprintable(name), escape_unprintable(value)) for name, value in facts]
 
 
 def _open_unnamed(folder: Path) -> TextIO:

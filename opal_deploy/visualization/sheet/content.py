@@ -21,8 +21,9 @@ from opal_deploy.records.build import ImageInfo, build_records, class_evidence
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.names import SlotNames, hide_folders
 from opal_deploy.records.record import Answer, Slot, Status, describe_status
-from opal_deploy.visualization.overlay import BOX_NOTE, bar_ends
-from opal_deploy.visualization.style import count_of, format_number
+from opal_deploy.visualization.overlay import bar_ends, describe_boxes
+from opal_deploy.visualization.sentences import describe_answer, headline
+from opal_deploy.visualization.style import format_number
 
 Meaning = Literal["cosine", "distance", "score"]
 # distances whose contributions are parts of the distance, or of a power of it
@@ -119,7 +120,7 @@ class SheetContent:
         meaning: what the bars show.
         runner_up: the class with the second largest logit; None for a model with one class.
         margin: cosine of the predicted class minus that of the runner-up; None without a runner-up.
-        status, flag: of the record, and what `describe_status` says of it.
+        status, flag, sentences: of the record, and what `describe_status` and `describe_answer` say of it.
         differences: contribution of the predicted class's k-th strongest slot minus that of the runner-up's, for each
             k; they add up to the margin. None unless contributions add up to cosines, both classes have the same number
             of slots, and the margin is positive.
@@ -138,6 +139,7 @@ class SheetContent:
     margin: float | None
     status: Status
     flag: str
+    sentences: tuple[str, ...]
     differences: tuple[float, ...] | None
     label: str | None = None
     correct: bool | None = None
@@ -148,10 +150,9 @@ class SheetContent:
         return [view for view in (self.predicted, self.runner_up) if view is not None]
 
     @property
-    def largest(self) -> float | None:
-        """The largest contribution to the cosine of either class; None unless it is positive."""
-        largest = max(slot.value for view in self.views for slot in view.slots)
-        return largest if self.meaning == "cosine" and largest > 0 else None
+    def headline(self) -> tuple[str, str]:
+        """The largest words, and the line below; see `sentences.headline`."""
+        return headline(self.status, self.predicted.name)
 
     @property
     def title(self) -> str:
@@ -175,15 +176,13 @@ class SheetContent:
     def cautions(self) -> list[str]:
         """Return reasons to doubt the answer, one sentence each."""
         cautions = []
-        slots, m, cells = self.predicted.slots, len(self.predicted.slots), self.predicted.distinct_cells
+        m, cells = len(self.predicted.slots), self.predicted.distinct_cells
         if self.flag:
             cautions.append(f"{self.flag}.")
         if m > 1 and cells == 1:
             cautions.append(f"All {m} slots chose the same cell: the answer rests on one place.")
         elif 2 * cells < m:
             cautions.append(f"The {m} slots chose only {cells} different cells.")
-        if self.meaning == "cosine" and self.margin is not None and m > 1 and self.margin < slots[0].value:
-            cautions.append(f"Close call: the answer depends on slot {slots[0].slot}.")
         if self.margin is not None and self.margin < 0:
             cautions.append("The runner-up has the higher cosine; this head decides by its distance.")
         return cautions
@@ -195,8 +194,9 @@ class SheetContent:
     def explain_figures(self, *, fields: bool = False) -> list[str]:
         """Return sentences on how to read boxes and bars; `fields`: receptive fields are drawn on the photographs."""
         sentences = [
-            "Each slot looks for one part of its class. The cosine says how well the image matches a class: 1 is a "
-            "perfect match." + (" The margin is the lead over the runner-up." if self.runner_up is not None else "")
+            "The cosine says how well the image matches a class: 1 is a perfect match."
+            + (" The margin is the lead over the runner-up." if self.runner_up is not None else ""),
+            "A cell is named by its row and column, from 0, 0 at the upper left.",
         ]
         if self.crop != (0, 0, self.width, self.height):
             sentences.append("The white frame marks the crop that the model saw.")
@@ -206,8 +206,9 @@ class SheetContent:
                 "which the score mostly depends on, with the cell outlined."
                 + (" On the photographs that field is dashed." if fields else "")
             )
-        if self.largest is not None:
-            sentences.append(BOX_NOTE)
+        if self.meaning == "cosine":
+            slots = self.predicted.slots
+            sentences += filter(None, [describe_boxes([each.slot for each in slots], [each.value for each in slots])])
         if self.differences is not None:
             sentences.append(
                 "Differences compare slots of equal rank: the predicted class's contribution minus the runner-up's. "
@@ -224,25 +225,6 @@ class SheetContent:
                 "channels; the other classes' channels make up the rest. Slots are sorted by score."
             )
         return sentences
-
-    def describe_difference(self) -> list[str]:
-        """Return sentences on the difference between the two classes."""
-        if self.runner_up is None:
-            return []
-        sentences = []
-        differences = self.round_differences()
-        if differences:
-            ranked = list(zip(differences, self.predicted.slots, strict=True))
-            favour, against = [each for each in ranked if each[0] > 0], [each for each in ranked if each[0] < 0]
-            margin = format_number(self.margin)
-            sentences.append(f"In favour: {_list_slots(favour)}; against: {_list_slots(against)}; margin {margin}.")
-            largest = [(value, slot) for value, slot in favour if value == max(differences)]
-            if len(favour) > 1 and len(largest) == 1:
-                value, slot = largest[0]
-                name = f" ({slot.name})" if slot.name else ""
-                sentences.append(f"Slot {slot.slot}{name} contributes most to the margin: {format_difference(value)}.")
-        shared = len({slot.cell for slot in self.predicted.slots} & {slot.cell for slot in self.runner_up.slots})
-        return [*sentences, f"The two classes share {count_of(shared, 'cell') if shared else 'no cell'}."]
 
     def round_differences(self) -> list[int]:
         """Return the difference of each rank as it is printed, in thousandths; empty without differences.
@@ -272,13 +254,13 @@ class SheetContent:
                 f", margin {format_number(self.margin)} over the runner-up {self.runner_up.label}, "
                 f"cosine {format_number(self.runner_up.cosine)}"
             )
-        parts = [f"{first}.", *self.cautions(), self.predicted.describe_places()]
+        parts = [f"{first}.", *self.sentences, *self.cautions(), self.predicted.describe_places()]
         for view in self.views:
             slots = "; ".join(f"slot {slot.slot}, {slot.place}: {format_number(slot.value)}" for slot in view.slots)
             total = self.label_sum(view)
             end = f"; {total} {format_number(view.total)}" if total else ""
             parts.append(f"{view.label}, {HEADINGS[self.meaning]}: {slots}{end}.")
-        return " ".join([*parts, *self.describe_difference(), *self.explain_figures()])
+        return " ".join([*parts, *self.explain_figures()])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content for JSON, without attention maps and bars; `label` and `correct` only with a label."""
@@ -295,16 +277,6 @@ class SheetContent:
 def format_difference(thousandths: int) -> str:
     """Return a difference with its sign and three decimals."""
     return f"{thousandths / 1000:+.3f}" if thousandths else "0.000"
-
-
-def _list_slots(ranked: list[tuple[int, SlotView]]) -> str:
-    """Return slots with the sum of their differences, which are in thousandths."""
-    if not ranked:
-        return "none"
-    numbers = [str(slot.slot) for _, slot in ranked]
-    listed = ", ".join(numbers[:-1]) + " and " + numbers[-1] if len(numbers) > 1 else numbers[0]
-    total = format_difference(sum(value for value, _ in ranked))
-    return f"slot{'s' if len(numbers) > 1 else ''} {listed}, {total}"
 
 
 def _thousandths(value: float) -> int:
@@ -348,7 +320,7 @@ def build_sheet_content(
     return SheetContent(
         image.name, image.geometry.width, image.geometry.height, image.geometry.crop, metadata.grid, metadata.distance,
         meaning, predicted, runner_up, record.margin, record.status,
-        describe_status(record),
+        describe_status(record), tuple(describe_answer(record)),
         differences if differences and math.fsum(differences) > 0 else None,
         image.label, predicted.label == image.label if image.label in metadata.class_names else None,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
-from opal_deploy.visualization.boxes import MIN_LETTERS, SlotBox, draw_boxes
+from opal_deploy.visualization.boxes import MIN_LETTERS, SlotBox, draw_boxes, emphasize
 from opal_deploy.visualization.overlay import crop_box, embed_jpeg
 from opal_deploy.visualization.sheet.content import ClassView
 from opal_deploy.visualization.style import (
@@ -55,7 +55,7 @@ def draw_class_boxes(
     view: ClassView,
     bounds: tuple[int, int],
     *,
-    largest: float | None = None,
+    are_parts: bool = True,
     fields: bool = False,
     scale: int = 1,
     min_letters: int = MIN_LETTERS,
@@ -65,19 +65,18 @@ def draw_class_boxes(
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
         size: (width, height) of the whole image.
-        largest: the contribution with the widest border; None: all borders are equal.
+        are_parts: whether the slots' values are contributions to the cosine, which emphasise boxes.
         scale: pixels drawn per pixel of `bounds`.
         min_letters: smallest font size of the slots' numbers, in pixels of `bounds`.
     """
     drawn = enlarge(photograph, bounds, scale)
     slots = sorted(view.slots, key=lambda slot: slot.slot)
-    shares = [None if largest is None else max(0.0, slot.value / largest) for slot in slots]
+    emphases = emphasize([slot.value if are_parts else None for slot in slots])
     boxes = [
-        SlotBox(slot.slot, slot.box, slot.field if fields else None, share)
-        for slot, share in zip(slots, shares, strict=True)
+        SlotBox(slot.slot, slot.box, slot.field if fields else None, emphasis)
+        for slot, emphasis in zip(slots, emphases, strict=True)
     ]
-    factors = drawn.width / size[0], drawn.height / size[1]
-    draw_boxes(ImageDraw.Draw(drawn), boxes, factors, drawn.size, min_letters=scale * min_letters)
+    draw_boxes(drawn, boxes, (drawn.width / size[0], drawn.height / size[1]), min_letters=scale * min_letters)
     return drawn
 
 

@@ -100,9 +100,11 @@ class _Page(Canvas):
     def add_answer(self) -> None:
         """Add the predicted label, the image's label and name, both cosines, the margin and notes."""
         content = self.content
-        for line in wrap_text(content.predicted.name, TITLE, self.inner, 3 if self.form.stacked else 2):
-            self.y += 40
-            self.text(self.left, self.y - 10, line, TITLE, bold=True)
+        title, below = content.headline
+        for text, size in ((title, TITLE), (below, HEAD)):
+            for line in wrap_text(text, size, self.inner, 3 if self.form.stacked else 2):
+                self.y += size + 6
+                self.text(self.left, self.y - 10, line, size, bold=size == TITLE)
         self._verdict()
         self.y += 24
         name = truncate_middle(hide_folders(content.image) or "(no name)", BODY, self.inner)
@@ -114,6 +116,9 @@ class _Page(Canvas):
         if content.margin is not None:
             self._margin(format_number(content.margin), (top + self.y) // 2)
         self.y += 6
+        for sentence in content.sentences:
+            self.paragraph(sentence, self.left, self.inner, lines=14)
+        self.y += 8
         self._notes()
 
     def _verdict(self) -> None:
@@ -204,7 +209,7 @@ class _Page(Canvas):
         self.text(x, self.y + 42, fit_line(view.name, BODY, bounds[0]))
         self.y += 54
         drawn = draw_class_boxes(
-            self.photograph, self.size, view, bounds, largest=self.content.largest, fields=self.fields,
+            self.photograph, self.size, view, bounds, are_parts=self.content.meaning == "cosine", fields=self.fields,
             scale=self.form.scale, min_letters=self.form.min_letters,
         )  # fmt: skip
         size = self.bitmap(x, self.y, drawn, f"the image with the evidence boxes for {view.name}")
@@ -225,12 +230,7 @@ class _Page(Canvas):
         self.shapes.append(Rect(left + 1, top + 1, width - 2, height - 2, edge=WHITE))
 
     def _sentences(self, x: int) -> None:
-        """Add sentences on the difference between the classes, and on how to read the sheet."""
-        if self.content.runner_up is not None:
-            self.y += 6
-            for sentence in self.content.describe_difference():
-                self.paragraph(sentence, x, self.right - x, lines=5)
-                self.y += 4
+        """Add sentences on how to read the sheet."""
         for sentence in self.content.explain_figures(fields=self.fields):
             self.paragraph(sentence, x, self.right - x, size=SMALL, color=FAINT, lines=5)
 

@@ -55,15 +55,16 @@ def test_receptive_fields_are_shown_on_demand_on_cards_and_in_the_dialog(open_pa
     with ReportWriter(path, title="Run", facts=[], field=EffectiveField(2, 0.5, (5, 5))) as writer:
         writer.add(record, Image.new("RGB", (300, 400)))
     page = open_page(path)
-    expect(page.locator("#cards svg.fields")).to_be_hidden()
+    first = page.locator("#cards .field").first
+    expect(first).to_be_hidden()
     page.get_by_label("Effective receptive fields").check()
-    expect(page.locator("#cards svg.fields")).to_be_visible()
-    drawn = page.locator("#cards svg.fields rect[stroke]").evaluate_all("all => all.map(r => r.getAttribute('x'))")
+    expect(first).to_be_visible()
+    drawn = page.locator("#cards .field:not(.case)").evaluate_all("all => all.map(r => r.getAttribute('x'))")
     assert drawn == ["90", "0"]  # two cells, 60 pixels wide
     page.locator("#cards h3 a").click()
-    expect(page.locator("#sheet svg.fields")).to_be_visible()
+    expect(page.locator("#sheet .field").first).to_be_visible()
     page.keyboard.press("r")
-    expect(page.locator("#sheet svg.fields")).to_be_hidden()
+    expect(page.locator("#sheet .field").first).to_be_hidden()
     assert not page.problems
 
 
@@ -83,6 +84,27 @@ def read_cards(page):
         return [...document.querySelectorAll('#cards article')].map(
             a => [a.id, a.textContent.replace(/\\s+/g, ''), a.querySelector('img')?.alt]);
     }""")
+
+
+def test_boxes_can_be_hidden_or_shown_alone_where_the_page_draws_them(open_page, write_report, make_record):
+    record = make_record(SIZE, [(0, 0), (2, 2), (2, 2)], [0.02, 0.9, 0.45])
+    photograph = Image.new("RGB", SIZE, (10, 20, 200))
+    page = open_page(write_report([(record, make_thumbnail(photograph, record)), (record, photograph)]))
+    choose_order(page, "input")  # drawn by the script
+    plain, overlay = page.locator("#cards article").all()
+    assert plain.locator(".box text").all_text_contents() == ["0", "1", "2"]
+    assert plain.locator(".box.faint text").all_text_contents() == ["0"]
+    assert plain.locator(".box.strongest text").all_text_contents() == ["1"]
+    expect(overlay.locator(".box")).to_have_count(0)  # they are in the picture
+    for mode, has_boxes, is_veiled in (
+        ("no boxes", False, False),
+        ("patches only", True, True),
+        ("boxes", True, False),
+    ):
+        page.get_by_label("Show").select_option(label=mode)
+        expect(plain.locator(".box").first).to_be_visible(visible=has_boxes)
+        expect(plain.locator(".veil")).to_be_visible(visible=is_veiled)
+    assert not page.problems
 
 
 def image_widths(page):

@@ -1,5 +1,4 @@
 import math
-import re
 
 import numpy as np
 import pytest
@@ -86,11 +85,6 @@ def test_the_printed_parts_of_the_margin_add_up_to_the_printed_margin(pairs):
         return
     assert sum(differences) == round(1000 * float(f"{found.margin:.3f}"))
     assert np.abs(np.divide(differences, 1000) - found.differences).max() < 0.001 + 1e-9
-    # the sentences say the same as the column
-    numbers = re.findall(r"none|[+-]?\d\.\d{3}", " ".join(found.describe_difference()))
-    favour, against, margin, *largest = (0 if each == "none" else round(1000 * float(each)) for each in numbers)
-    assert favour + against == margin == sum(differences)
-    assert largest in ([], [max(differences)])
 
 
 def test_slots_stand_in_the_order_of_their_strength_on_one_scale_for_both_classes():
@@ -116,7 +110,7 @@ def test_a_distance_of_parts_shows_their_sum():
     assert found.differences is None
 
 
-def test_collapse_and_one_slot_that_carries_the_answer_are_reasons_to_doubt_it():
+def test_slots_that_chose_one_cell_are_a_reason_to_doubt_the_answer():
     found = of_scores([0.5, 0.5, 0.5], [0.1, 0.1, 0.1], cells=[4, 4, 4])
     assert found.predicted.distinct_cells == 1
     assert all(slot.shared for slot in found.predicted.slots)
@@ -125,7 +119,6 @@ def test_collapse_and_one_slot_that_carries_the_answer_are_reasons_to_doubt_it()
     assert two.predicted.distinct_cells == 2
     assert [slot.shared for slot in two.predicted.slots] == [True, False, True]
     assert two.cautions() == []
-    assert any("depends on slot 0" in caution for caution in of_scores([0.9, 0.1], [0.4, 0.4]).cautions())
 
 
 def test_an_answer_below_the_threshold_abstains():

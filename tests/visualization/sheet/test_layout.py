@@ -24,7 +24,6 @@ from opal_deploy.visualization.sheet.drawing import (
     Rect,
     Text,
     draw_attention_map,
-    draw_class_boxes,
     encode_png,
     encode_svg,
     enlarge,
@@ -148,7 +147,7 @@ def test_a_narrow_sheet_has_the_same_figures_readable_on_a_phone(shown, others):
 def test_only_a_wrong_answer_has_its_notes_in_the_colour_of_an_alert(label, alarming):
     shown = content(label=label, decision=Decision(min_margin=0.99))
     notes = [shape for shape in draw(shown).shapes if isinstance(shape, Text) and shape.text in shown.cautions()]
-    assert len(notes) == 2
+    assert len(notes) == 1
     assert {note.color == ALERT for note in notes} == {alarming}
 
 
@@ -200,18 +199,11 @@ def test_bars_are_as_long_as_their_values_on_both_sides():
         assert any(abs(width - pixels_per_unit * slot.value) <= 1.5 for width in widths[slot_color(slot.slot)])
 
 
-def test_boxes_of_both_classes_have_lines_on_one_scale():
-    size = (700, 490)
-    shown = content(4, size)
-    # the strongest slot of both classes and the weakest of the runner-up
-    ranked = ((shown.predicted, shown.predicted.slots[0]), (shown.runner_up, shown.runner_up.slots[-1]))
-    widths = []
-    for view, slot in ranked:
-        drawn = np.asarray(draw_class_boxes(Image.new("RGB", size), size, view, size, largest=shown.largest))
-        left, middle = round(slot.box[0]), round((slot.box[1] + slot.box[3]) / 2)
-        widths.append((drawn[middle, left : left + 30] == slot_color(slot.slot)).all(axis=-1).sum())
-    assert widths == [round(4 * (1 + 4 * slot.value / shown.largest) / 3) for _, slot in ranked]
-    assert widths[0] > widths[1]
+@pytest.mark.parametrize("status", ["unknown", "abstained"])
+def test_a_refused_answer_has_its_class_below_in_smaller_letters(status):
+    title, below, *_ = draw(replace(content(), status=status)).shapes
+    assert (title.text, below.text) == ({"unknown": "Unknown", "abstained": "Not sure"}[status], "closest class: birch")
+    assert title.size > below.size
 
 
 def test_sums_margin_and_names_stand_on_the_sheet_but_not_where_its_image_lies():
