@@ -141,8 +141,8 @@ def _find_reference(
         return _sample_baseline(earlier, layout, sha256 or answers.model_sha256), layout, sha256, earlier.shown
     if path is None or metadata is None:
         raise UsageError(
-            f"{answers.shown}: its model is neither beside it nor in this folder; give --baseline MODEL, or --against "
-            "earlier results"
+            f"{answers.shown}: its model is neither beside it, in this folder nor in runs/; give --baseline MODEL, or "
+            "--against earlier results"
         )
     if metadata.evidence != "exact":
         raise UsageError(
