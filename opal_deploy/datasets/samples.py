@@ -91,7 +91,7 @@ class DataSet:
     def summary(self) -> dict[str, Any]:
         """Return the data set's entry in config.json."""
         return {
-            "root": str(self.root),
+            "root": self.root.resolve().name,
             "layout": self.layout,
             "classes": self.num_classes,
             "train": len(self.train),
