@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from opal_deploy.api.explanation import load_record_image
-from opal_deploy.artifact.files import atomic_write
+from opal_deploy.artifact.files import atomic_write, without_folders
 from opal_deploy.auditing.answers import Answers, Layout
 from opal_deploy.auditing.drift import DriftReport
 from opal_deploy.auditing.results import locate
@@ -89,7 +89,7 @@ def write_page(
         load_templates(__package__)
         .get_template("drift.html.jinja")
         .render(
-            policy=policy, style=mark_safe(style), report=report, results=answers.shown,
+            policy=policy, style=mark_safe(style), report=report, results=without_folders(answers.shown),
             sections=[
                 {
                     "shift": shift, "text": shift.describe(report.class_names),

@@ -72,6 +72,7 @@ def test_accuracy_is_of_answers_to_images_whose_label_is_a_class():
     ]  # fmt: skip
     found = summary_of(*records, labels=True).accuracy
     counts = {"correct": 2, "wrong": 1, "failed": 1, "label_is_no_class": 2, "without_label": 1}
+    counts |= {"answered": 2, "answered_correct": 1, "never_predicted": []}
     assert found.to_dict() == {"accuracy": 2 / 3, **counts, "rows_without_image": 0}
     assert found.unknown_examples == ["lion"]
     nothing = summary_of(failed(label="a"), labels=True).accuracy
