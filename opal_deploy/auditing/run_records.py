@@ -60,10 +60,10 @@ class RunRecords:
     def check(self, keys: PublicKeys | None) -> None:
         """Compare the records with run.json, whose signature is checked with `keys`, if given."""
         document = read_run_document(self.path)
-        if document is None and (self._run is None or self.path.name != RESULTS):
+        if self.path.name != RESULTS or (document is None and self._run is None):
             # an extract, or answers of `serve`
             if keys is not None and self.path.suffix == SUFFIX:
-                self.notes.append(f"Not checked: whether records are missing, as no {RUN} is beside them")
+                self.notes.append(f"Not checked: whether records are missing; it needs {RESULTS} with its {RUN}")
             return
         written = _Written.read(document or {})
         if keys is not None and not self._check_signature(document, keys):
@@ -103,8 +103,10 @@ class RunRecords:
             first, step = shard[0] - 1, shard[1]
             found = np.sort(np.frombuffer(self._positions, np.int64))
             repeated = np.unique(found[1:][found[1:] == found[:-1]])
-            end = first + step * written.count if written.count is not None else int(found[-1]) + step
-            edges = np.concatenate([[first - step], np.unique(found[found < end]), [end]])
+            edges = np.append(first - step, np.unique(found))
+            if written.count is not None:
+                end = first + step * written.count
+                edges = np.append(edges[edges < end], end)
             before = np.flatnonzero(np.diff(edges) > step)
             if len(before):
                 details.append(f"missing: {_list_ranges(edges[before] + step, edges[before + 1] - step)}")
