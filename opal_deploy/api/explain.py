@@ -143,7 +143,7 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     builder = sheets.SheetBuilder(metadata, shown, model=str(path))
     if options.heatmap:
         sessions = sheets.with_attention(sessions, str(path))
-    setup.log_cautions(metadata, boxed=boxed, log=options.log)
+    setup.log_cautions(path, metadata, boxed=boxed, log=options.log)
     return sessions, builder
 
 

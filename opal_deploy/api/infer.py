@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -271,18 +272,26 @@ class _Job:
             report(summary.total, counter.total, "; ".join(filter(None, note)))
             directory.save_progress()
 
+        metadata = self.loaded.metadata
+        if metadata.evidence == "exact":
+            # what `drift` needs of the model to read the records
+            layout = {"slots": metadata.prototypes_per_class, "grid": list(metadata.grid)}
+            layout |= {"classes": metadata.num_classes, "dropped": list(metadata.dropped)}
+            directory.details["layout"] = layout
         directory.write_config()
         try:
             # the total is reported before the first batch is done
             with fewer_collections(), counter.notify(lambda total: report(summary.total, total, "")):
                 run(
                     self.images, backend, run_options, summary=summary, interrupt=interrupt, report=report_progress,
-                    signer=self.signer,
+                    sign=None if self.signer is None else partial(self.signer.sign, run=directory.run_id),
                 )  # fmt: skip
             if interrupt.stopped:
                 raise KeyboardInterrupt
             if summary.accuracy is not None:
                 summary.accuracy.unused_rows = self.inputs.unused_labels()
+            if self.signer is not None:
+                directory.sign_config(summary, self.signer, complete=True)
             document = directory.write_summary(summary, self._context())
         except KeyboardInterrupt:
             self._write_early_summary(directory, summary, "interrupted")
@@ -332,6 +341,8 @@ class _Job:
     def _write_early_summary(self, directory: RunDirectory, summary: Summary, stopped: str) -> None:
         """Write summary.json of a run that ended early, if the disk has space for it."""
         with contextlib.suppress(OpalError):
+            if self.signer is not None:
+                directory.sign_config(summary, self.signer, complete=False)
             directory.write_summary(summary, self._context(), stopped)
 
     def _resume_hint(self) -> str:

@@ -214,6 +214,15 @@ def _not_writable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another place")
 
 
+def without_folders(value: Any) -> Any:
+    """Return plain values, with only the last part of each absolute path: a file may be passed on."""
+    if isinstance(value, str):
+        return Path(value).name or value if os.path.isabs(value) else value
+    if isinstance(value, dict):
+        return {key: without_folders(each) for key, each in value.items()}
+    return [without_folders(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def write_json(path: Path, document: Any) -> None:
     """Write a document as indented ASCII JSON, whole or not at all."""
     with atomic_write(path) as temporary:

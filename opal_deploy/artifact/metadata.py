@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from opal_deploy.artifact import documents
 from opal_deploy.artifact.documents import SHORT, AtLeastOne, Distance, Number, check_document, check_values
+from opal_deploy.artifact.files import without_folders
 from opal_deploy.artifact.measurements import Calibration, EffectiveField, ReceptiveField
 from opal_deploy.errors import ArtifactError, UsageError
 
@@ -238,8 +239,10 @@ class Metadata:
         return f"Metadata({', '.join(f'{f.name}={SHORT.repr(getattr(self, f.name))}' for f in fields(self))})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document."""
+        """Return the document, without the folders of absolute paths, which earlier versions kept."""
         document = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("training", "verification"):
+            document[name] = without_folders(document[name])
         unknown = document.pop("unknown")
         # last: the first `file_sha256` of a file is the one that its digest replaces
         return {**document, **unknown}

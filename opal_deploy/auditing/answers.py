@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from opal_deploy.artifact.baseline import Observations
 from opal_deploy.artifact.class_map import ClassMap, infer_block
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.auditing.results import find_results, read_all_records, read_run_options
+from opal_deploy.auditing.results import find_results, read_all_records, read_run_document, read_run_options
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.records.lines import read_lines
 from opal_deploy.records.observations import observe_records
@@ -31,6 +34,15 @@ _BLOCK = 1_000
 _MAX_CHANNELS = 1_000_000
 # records among which a whole image is looked for
 _LOOKED_AT = 1_000
+
+
+class _StoredLayout(Struct):
+    """The entry `layout` of a run.json."""
+
+    slots: Annotated[int, Meta(ge=1, le=1_000)]
+    grid: tuple[Annotated[int, Meta(ge=1, le=1 << 16)], Annotated[int, Meta(ge=1, le=1 << 16)]]
+    classes: Annotated[int, Meta(ge=1, le=100_000)]
+    dropped: tuple[Annotated[int, Meta(ge=0)], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,16 @@ class Layout:
         """Return the layout that a model's metadata states."""
         class_map = metadata.class_map
         return Layout(class_map.max_slots, metadata.grid, metadata.num_classes, list(metadata.class_names), class_map)
+
+    @staticmethod
+    def of_run(run: Mapping[str, Any]) -> Layout | None:
+        """Return the layout in the document of a run.json; None for a run of an earlier version."""
+        try:
+            found = msgspec.convert(run.get("layout"), _StoredLayout)
+            class_map = ClassMap.blocks(found.classes, found.slots, found.dropped)
+        except (msgspec.ValidationError, ValueError, IndexError):
+            return None
+        return Layout(found.slots, found.grid, found.classes, [""] * found.classes, class_map)
 
     def add_name(self, answer: Answer) -> None:
         """Remember the name of a class; raise ValueError for one that the model does not have."""
@@ -165,23 +187,33 @@ class Answers:
                 )
 
     def find_model(self) -> Path | None:
-        """Return the model of the run beside its results or in the working directory; None if it is not there."""
+        """Return the model of the run: beside its results, in the working directory or in a run below `runs`, or None.
+
+        Only the file with the digest that run.json names is taken.
+        """
         run = {} if self.folder is None else read_run_options(self.folder / RESULTS)
         model = run.get("model")
         if not isinstance(model, dict) or self.folder is None:
             return None
-        for folder in (self.folder, self.folder.parent, Path()):
-            path = folder / Path(str(model.get("file"))).name
+        name = Path(str(model.get("file"))).name
+        folders = [self.folder, self.folder.parent, Path(), *sorted(Path("runs").glob("*"))]
+        for folder in folders:
+            path = folder / name
             if path.is_file() and compute_sha256(path) == model.get("sha256"):
                 return path
         return None
 
     def find_layout(self) -> Layout:
-        """Return the layout that the first records show: an image that was not cropped has a whole number of cells.
+        """Return the layout that run.json states, or that the first records show.
+
+        An image that was not cropped has a whole number of cells.
 
         Raises:
             UsageError: there is no such image.
         """
+        stated = Layout.of_run(read_run_document(self.folder / RESULTS) or {}) if self.folder is not None else None
+        if stated is not None:
+            return stated
         slots, grid = 0, None
         for record in islice(self.records(), _LOOKED_AT):
             if not isinstance(record, Answered):

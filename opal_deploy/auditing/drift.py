@@ -124,7 +124,7 @@ def _find_reference(
     answers: Answers, earlier: Answers | None, options: DriftOptions
 ) -> tuple[Baseline, Layout, str | None, str]:
     """Return the baseline, the model's layout, its digest if known, and what the baseline is, in words."""
-    from opal_deploy.artifact.files import compute_sha256
+    from opal_deploy.artifact.files import compute_sha256, without_folders
     from opal_deploy.auditing.answers import Layout
     from opal_deploy.errors import ArtifactError
     from opal_deploy.runtime.select import read_model_metadata
@@ -138,26 +138,27 @@ def _find_reference(
             # finds the classes that only these results have
             for _ in answers.observe(layout):
                 pass
-        return _sample_baseline(earlier, layout, sha256 or answers.model_sha256), layout, sha256, earlier.shown
+        baseline = _sample_baseline(earlier, layout, sha256 or answers.model_sha256)
+        return baseline, layout, sha256, without_folders(earlier.shown)
     if path is None or metadata is None:
         raise UsageError(
-            f"{answers.shown}: its model is neither beside it nor in this folder; give --baseline MODEL, or --against "
-            "earlier results"
+            f"{answers.shown}: its model is neither beside it, in this folder nor in runs/; give --baseline MODEL, or "
+            "--against earlier results"
         )
     if metadata.evidence != "exact":
         raise UsageError(
             f"{path}: no single cell is its evidence (evidence {metadata.evidence}); expected an OPAL model"
         )
     try:
-        baseline = metadata.known_baseline
+        known = metadata.known_baseline
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from None
-    if baseline is None:
+    if known is None:
         raise UsageError(
             f"{path}: it has no baseline; measure it with `opal-deploy evaluate DATA --split val --record --model "
             f"{path}`, or give --against earlier results"
         )
-    return baseline, Layout.of_model(metadata), sha256, f"the baseline of {path} ({baseline.split} images)"
+    return known, Layout.of_model(metadata), sha256, f"the baseline of {path.name} ({known.split} images)"
 
 
 def _sample_baseline(earlier: Answers, layout: Layout, sha256: str | None) -> Baseline:

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from opal_deploy.api.explanation import load_record_image
 from opal_deploy.artifact.baseline import Observations
-from opal_deploy.artifact.files import atomic_write
+from opal_deploy.artifact.files import atomic_write, without_folders
 from opal_deploy.auditing.answers import Answers, Layout
 from opal_deploy.auditing.drift import DriftReport
 from opal_deploy.auditing.results import locate
@@ -109,8 +109,8 @@ def write_page(
     if before is not None:
         conclusions += _compare_looks(before[-1], after[-1], root)
     text = render_page(
-        __package__, "drift", report=report, results=answers.shown, conclusions=conclusions, earlier=earlier,
-        advice=sorted({section for _, section in interpret(report.shifts)}),
+        __package__, "drift", report=report, results=without_folders(answers.shown), conclusions=conclusions,
+        earlier=earlier, advice=sorted({section for _, section in interpret(report.shifts)}),
         sections=[
             {
                 "shift": shift, "text": shift.describe(report.class_names),

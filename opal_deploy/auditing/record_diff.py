@@ -72,6 +72,10 @@ class Tolerance:
         gate = Gate.of_model(metadata).relaxed_for_machine()
         return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie, gate.others, metadata.temperature)
 
+    def describe(self) -> str:
+        """Return the main tolerances in words."""
+        return f"cosine {self.cosine:g}, score {self.score:g}, logit {self.logit:g} relative"
+
     def of_logit(self, logit: float) -> float:
         """Return the largest accepted difference of a logit, absolute."""
         return self.logit * max(1.0, abs(logit))

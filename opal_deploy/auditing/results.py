@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.predict.prepare import content_sha256
 from opal_deploy.records.lines import MAX_LINE_BYTES, Line, parse_json, parse_record, read_lines
@@ -44,13 +43,19 @@ def find_results(path: Path) -> Path:
     return results
 
 
+def read_run_document(results: Path) -> dict[str, Any] | None:
+    """Return the run.json beside a results.jsonl; None if there is none, or a damaged one."""
+    path = results.parent / RUN
+    try:
+        document = parse_json(path.read_bytes()) if path.is_file() else None
+    except OSError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
 def read_run_options(results: Path) -> dict[str, Any]:
     """Return the options in the run.json beside a results.jsonl; empty without one."""
-    try:
-        document = read_json(results.parent / RUN)
-    except (OSError, ValueError):
-        return {}
-    options = document.get("run") if isinstance(document, dict) else None
+    options = (read_run_document(results) or {}).get("run")
     return options if isinstance(options, dict) else {}
 
 

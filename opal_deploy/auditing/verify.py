@@ -57,10 +57,17 @@ class VerifyOptions(Decision):
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome of `verify`: the document for JSON, and why the check failed (empty if it passed)."""
+    """The outcome of `verify`.
+
+    Attributes:
+        document: for JSON.
+        failure: why the check failed; empty if nothing wrong was found.
+        not_checked: records whose image could not be read.
+    """
 
     document: dict[str, Any]
     failure: str = ""
+    not_checked: int = 0
 
 
 @keywords(VerifyOptions)
@@ -69,7 +76,8 @@ def verify(target: StrPath, model: StrPath | None, options: VerifyOptions) -> Ve
 
     Args:
         target: an exported model; or results.jsonl, or its folder; or a .json file with an answer of `serve`.
-        model: the model that the results are said to come from; None to check a model.
+        model: the model that the results are said to come from; None to check a model, or only the signatures and the
+            completeness of results.
 
     Raises:
         UsageError: the call does not fit the target, or a file cannot be read.
@@ -79,9 +87,7 @@ def verify(target: StrPath, model: StrPath | None, options: VerifyOptions) -> Ve
 
     target = Path(target)
     if is_results(target):
-        if model is None:
-            raise UsageError(f"{target}: records are checked against a model; specify it with --model")
-        return _verify_results(target, Path(model), options)
+        return _verify_signatures(target, options) if model is None else _verify_results(target, Path(model), options)
     if options.images or options.public_key or model is not None:
         raise UsageError(f"{target}: not a results.jsonl; --model, --public-key and images are only for results")
     return _verify_model(target, options)
@@ -111,6 +117,25 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
     if session.metadata.unverified:
         log(WarningLine(f"NOT VERIFIED on images: this model was {session.metadata.unverified}"))
     return Verification({"path": str(path), "sha256": sha256, "session": session.description, **comparison.to_dict()})
+
+
+def _verify_signatures(target: Path, options: VerifyOptions) -> Verification:
+    from opal_deploy.auditing.results import find_results
+    from opal_deploy.auditing.verify_records import verify_signatures
+    from opal_deploy.records.signatures import PublicKeys
+
+    if not options.public_key or options.images or options.labels or options.boxes:
+        raise UsageError(
+            f"{target}: records are compared with a model; give --model MODEL, or only --public-key KEY to check "
+            "signatures and whether records are missing"
+        )
+    path = find_results(target)
+    report = verify_signatures(path, PublicKeys(options.public_key))
+    if not (report.records or report.run_faults):
+        raise UsageError(f"{path}: contains no records")
+    _log_run(report, options.log)
+    options.log("Not checked: whether a model gives these answers; give --model and, if they were moved, the images")
+    return Verification({"path": str(path), "model": None, **report.to_dict()}, _describe_failure(path, report))
 
 
 def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verification:
@@ -153,21 +178,28 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
     )
     count = len(lines or ()) or total
     report = verify_records(path, session, check, lines, lambda done: progress(done, count, ""))
-    _log_report(report, options.log)
+    _log_report(report, session, options.log)
     document = {
         "path": str(path), "model": str(model), "model_sha256": sha256, "session": session.description,
         "seed": None if lines is None else seed, **report.to_dict(),
     }  # fmt: skip
-    failures = []
+    failure = _describe_failure(path, report)
+    if report.different:
+        failure += _hint_at_thresholds(report, inference)
+    return Verification(document, failure, report.not_checked)
+
+
+def _describe_failure(path: Path, report: RecordsReport) -> str:
+    """Return what is wrong with the records in one line; empty if nothing is."""
+    failures = [*report.run_faults]
     if report.signatures_bad:
         failures.append(f"{report.signatures_bad} of {report.records} records have no valid signature")
     if report.different:
         # lines that are not records are different, and not computed again
         looked_at = max(report.checked, report.different)
         failures.append(f"{report.different} of {looked_at} checked records differ from what this model computes")
-    hint = _hint_at_thresholds(report, inference)
-    failure = f"{path}: {', '.join(failures)}; the first: {report.findings[0]}{hint}" if failures else ""
-    return Verification(document, failure)
+    first = next((finding for finding in report.findings if finding.checked or finding.signature), None)
+    return f"{path}: {', '.join(failures)}{f'; the first: {first}' if first else ''}" if failures else ""
 
 
 def _hint_at_thresholds(report: RecordsReport, inference: InferenceOptions) -> str:
@@ -243,18 +275,41 @@ def _find_sources(
     return sources
 
 
-def _log_report(report: RecordsReport, log: Log) -> None:
-    equal = max(report.checked - report.different, 0)
-    log(f"{equal} of {report.checked} records match the model, {report.identical} of them bit for bit")
-    if report.signatures_valid:
-        log(f"The signatures of {report.signatures_valid} of {report.records} records are valid")
-    if report.signatures_unchecked:
-        log(f"{report.signatures_unchecked} records are signed; their signatures were not checked: give --public-key")
-    for finding in report.findings[:_LISTED]:
-        log(one_line(f"DIFFERENT: {finding}"))
-    if report.different > _LISTED:
-        log(f"and {report.different - _LISTED} more; --json lists them")
+def _log_report(report: RecordsReport, session: Session, log: Log) -> None:
+    from opal_deploy.auditing.record_diff import Tolerance
+
+    equal = max(report.checked - report.different - report.not_checked, 0)
+    near = equal - report.identical
+    within = ""
+    if near > 0:
+        precision, tolerance = session.metadata.precision, Tolerance.for_model(session.metadata).describe()
+        within = (
+            f", {near} within the tolerance of {precision} ({tolerance}): another processor, batch size, number of "
+            "threads or version adds in another order"
+        )
+    log(f"{equal} of {report.checked} records match the model, {report.identical} of them bit for bit{within}")
+    if report.not_checked:
+        log(
+            f"{report.not_checked} of {report.checked} records were not checked, as their images cannot be read here; "
+            "give --root FOLDER, or list the images after the results"
+        )
+    _log_run(report, log)
     if report.not_repeatable:
         log(f"{report.not_repeatable} errors of crashed, slow or missing decoders did not occur again")
     if report.labels_unchecked:
         log(f"The labels of {report.labels_unchecked} records were not checked; check them with --labels")
+
+
+def _log_run(report: RecordsReport, log: Log) -> None:
+    """Log signatures, completeness, and the first findings."""
+    if report.signatures_valid:
+        log(f"The signatures of {report.signatures_valid} of {report.records} records are valid")
+    if report.signatures_unchecked:
+        log(f"{report.signatures_unchecked} records are signed; their signatures were not checked: give --public-key")
+    for note in report.run_notes:
+        log(note)
+    for finding in report.findings[:_LISTED]:
+        log(one_line(f"{'DIFFERENT' if finding.checked or finding.signature else 'not checked'}: {finding}"))
+    found = report.different + report.not_checked
+    if found > _LISTED:
+        log(f"and {found - _LISTED} more; --json lists them")

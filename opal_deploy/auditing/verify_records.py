@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
 from opal_deploy.auditing.results import RecordSources, locate, read_all_lines
+from opal_deploy.auditing.run_records import RunRecords
 from opal_deploy.errors import ImageError
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.types import InferenceOptions, Result
@@ -40,7 +41,7 @@ class Finding:
     """A record that differs from what was computed, or has no valid signature, by its line in the file, from 1.
 
     `image` is None for a line that is not a record; `why` is the reason if fields were not compared; `signature` says
-    what is wrong with the signature.
+    what is wrong with the signature; `checked` is False if the image could not be read.
     """
 
     line: int
@@ -48,6 +49,7 @@ class Finding:
     differences: tuple[FieldDifference, ...]
     why: str = ""
     signature: str = ""
+    checked: bool = True
 
     def __str__(self) -> str:
         """Return the finding in one line."""
@@ -60,6 +62,7 @@ class Finding:
         return {
             "line": self.line,
             "image": self.image,
+            "checked": self.checked,
             "why": self.why or None,
             "signature": self.signature or None,
             "differences": [
@@ -78,10 +81,12 @@ class RecordsReport:
         checked: computed again.
         identical: equal to the last bit.
         different: records that differ, and lines that are not records.
+        not_checked: records whose image cannot be read, so that nothing is known of them.
         signatures_valid, signatures_bad: of all records, if public keys were given.
         signatures_unchecked: signed records, if no public key was given.
         not_repeatable: errors of crashed, slow or missing decoders that did not occur again, which is no difference.
         labels_unchecked: records whose `label` was not checked, as no labels were given.
+        run_faults, run_notes: see `RunRecords`.
         findings: the first differences.
     """
 
@@ -89,16 +94,22 @@ class RecordsReport:
     checked: int = 0
     identical: int = 0
     different: int = 0
+    not_checked: int = 0
     signatures_valid: int = 0
     signatures_bad: int = 0
     signatures_unchecked: int = 0
     not_repeatable: int = 0
     labels_unchecked: int = 0
+    run_faults: list[str] = field(default_factory=list)
+    run_notes: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, finding: Finding) -> None:
         """Count a finding, and keep it if it is one of the first."""
-        self.different += bool(finding.why or finding.differences)
+        if finding.checked:
+            self.different += bool(finding.why or finding.differences)
+        else:
+            self.not_checked += 1
         if len(self.findings) < _MAX_FINDINGS:
             self.findings.append(finding)
 
@@ -143,9 +154,9 @@ def verify_records(
     lines: frozenset[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> RecordsReport:
-    """Compute the records of some lines (None: all) again and compare them, in order and in bounded memory.
+    """Compute the records of some lines (None: all) again and compare them, in order.
 
-    The signatures of all records are checked.
+    The signatures of all records are checked, and all records with run.json; see `RunRecords` for the memory.
 
     `progress` is called with the number of records checked.
 
@@ -158,23 +169,48 @@ def verify_records(
     # all classes that the model lists, so that any class in a record can be compared
     options = replace(inference, top=session.metadata.max_top, model_sha256=check.model_sha256, keep_pixels=True)
     pending: list[_Recorded] = []
+    run = RunRecords(path)
 
     def requests() -> Iterator[InputImage]:
         timeout = inference.decode_timeout
         with FrameReader(inference.max_pixels, isolate=inference.isolate, timeout=timeout) as frames:
-            for recorded in _select_records(path, lines, check.public_keys, report):
+            for recorded in _select_records(run, lines, check.public_keys, report):
                 pending.append(recorded)
                 yield _build_request(recorded.record, check, frames)
 
     for result in predict_stream(requests(), [session], options):
         recorded = pending.pop(0)
         report.checked += 1
-        why, differences = _compare(recorded, result, session, check, tolerance, report)
+        absent = _find_absence(recorded.record, result.record)
+        compared = (absent, []) if absent else _compare(recorded, result, session, check, tolerance, report)
+        why, differences = compared
         if recorded.fault or why or differences:
-            report.add(Finding(recorded.number, recorded.record.image, tuple(differences), why, recorded.fault))
+            found = Finding(
+                recorded.number, recorded.record.image, tuple(differences), why, recorded.fault, checked=not absent
+            )
+            report.add(found)
         progress(report.checked)
-    report.findings.sort(key=lambda finding: finding.line)
+    _finish(report, run, check.public_keys)
     return report
+
+
+def verify_signatures(path: Path, public_keys: PublicKeys) -> RecordsReport:
+    """Check the signatures of all records, and the records with run.json, without the model and the images.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    report, run = RecordsReport(), RunRecords(path)
+    for _ in _select_records(run, frozenset(), public_keys, report):
+        pass
+    _finish(report, run, public_keys)
+    return report
+
+
+def _finish(report: RecordsReport, run: RunRecords, public_keys: PublicKeys | None) -> None:
+    run.check(public_keys)
+    report.run_faults, report.run_notes = run.faults, run.notes
+    report.findings.sort(key=lambda finding: finding.line)
 
 
 class _Recorded(NamedTuple):
@@ -187,11 +223,12 @@ class _Recorded(NamedTuple):
 
 
 def _select_records(
-    path: Path, lines: frozenset[int] | None, public_keys: PublicKeys | None, report: RecordsReport
+    run: RunRecords, lines: frozenset[int] | None, public_keys: PublicKeys | None, report: RecordsReport
 ) -> Iterator[_Recorded]:
-    """Yield the records to compute again; report what is not a record."""
-    for number, (_, document, record) in enumerate(read_all_lines(path), 1):
+    """Yield the records to compute again; add all to `run`, and report what is not a record."""
+    for number, (_, document, record) in enumerate(read_all_lines(run.path), 1):
         report.records += 1
+        run.add(record)
         if record is None:
             report.add(Finding(number, None, (), "not a complete record"))
             continue
@@ -236,6 +273,17 @@ def _has_code(record: Record, code: str) -> bool:
     return isinstance(record, Failed) and record.error.code == code
 
 
+def _find_absence(recorded: Record, computed: Record) -> str:
+    """Return why an image that was read once cannot be read now; empty if it can be, or could not be then either."""
+    code = computed.error.code if isinstance(computed, Failed) else ""
+    was_read = recorded.image_sha256 is not None or isinstance(recorded, Answered)
+    if not was_read or not code or computed.image_sha256 is not None:
+        return ""
+    if code == "not_found" and recorded.image is None:
+        return "the record names no image: list the image after the results"
+    return "image not found" if code == "not_found" else f"the image cannot be read now ({code})"
+
+
 def _compare(
     line: _Recorded,
     result: Result,
@@ -257,15 +305,7 @@ def _compare(
             return "", []
     if recorded.image_sha256 != computed.image_sha256:
         digest = FieldDifference("image_sha256", recorded.image_sha256, computed.image_sha256)
-        if code == "not_found" and recorded.image is None:
-            why = "the record names no image: list the image after the results"
-        elif code == "not_found":
-            why = "the image is missing"
-        elif computed.image_sha256 is None:
-            why = f"the image cannot be read now ({code})"
-        else:
-            why = "the image differs from the one that was explained"
-        return why, [digest]
+        return "the image differs from the one that was explained", [digest]
     written, document = with_current_names(line.document), to_document(computed)
     differences = diff_records(written, document, tolerance, _build_tie_test(result, session, tolerance))
     differences += _compare_not_computed(line.number, recorded, check, report)

@@ -28,7 +28,8 @@ def drift(
     """Compare a run's answers with the model's validation images, or with an earlier run; strongest shifts first.
 
     Compares class shares, cosines and margins, and where each slot looks, how strongly, and what it contributes. A
-    shift has a q-value of at most --max-q and an effect of at least --min-effect.
+    shift has a q-value of at most --max-q and an effect of at least --min-effect. Exits with 0 even if there are
+    shifts, unless with --fail-on.
     """
     report = find_drift(results, **options.keywords())
     _print_report(report)
@@ -36,6 +37,8 @@ def drift(
         print_message(f"Page: {options.html}")
     if as_json:
         print_json({"results": results, **report.to_dict()})
+    if report.shifts and options.fail_on is None:
+        print_message("Exit code 0; for scripts, --fail-on any or --fail-on evidence makes it 4")
     if options.fail_on is not None and report.has(options.fail_on):
         raise VerificationError(f"{results}: {len(report.shifts)} shifts since {report.reference}")
 

@@ -53,21 +53,21 @@ def export(
         document = result.site.to_dict()
     elif result.engines:
         # the best model of the working directory is found without a name
-        _print_next(result.engines[0].sidecar.metadata, "")
+        _print_next(result.engines[0].sidecar.metadata, result.engines[0].path, "")
     else:
         (exported,) = result.onnx
-        _print_next(exported.metadata, f" --model {exported.path}")
+        _print_next(exported.metadata, exported.path, f" --model {exported.path}")
         document = exported.to_dict()
     if as_json:
         print_json(document)
 
 
-def _print_next(metadata: Metadata, model: str) -> None:
+def _print_next(metadata: Metadata, path: Path, model: str) -> None:
     # a model without evidence cannot be explained
     explain = "" if metadata.evidence == "none" else " --explain"
     from opal_deploy.datasets.boxes import format_box_option
 
-    boxes = f" {format_box_option(metadata.training)}" if metadata.crop == "boxes" else ""
+    boxes = f" {format_box_option(metadata.training, path)}" if metadata.crop == "boxes" else ""
     print_message(f"Next: opal-deploy infer images/{explain}{model}{boxes}")
 
 

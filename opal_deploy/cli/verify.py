@@ -12,7 +12,7 @@ import typer
 from opal_deploy.auditing.verify import VerifyOptions
 from opal_deploy.auditing.verify import verify as verify_target
 from opal_deploy.cli.console import print_json, print_message, progress
-from opal_deploy.errors import VerificationError
+from opal_deploy.errors import ExitCode, VerificationError
 
 
 def verify(
@@ -33,8 +33,9 @@ def verify(
     """Check a model, or recorded explanations.
 
     A model is checked by its digest and by the test vectors that it carries, on this machine, without the checkpoint
-    and without PyTorch. For results, a sample of the records is computed again from model and images, and --public-key
-    checks the signatures of all; a record that differs, or has no valid signature, ends in exit code 4.
+    and without PyTorch. For results, a sample of the records is computed again from model and images, all are counted,
+    and --public-key checks the signatures of all, also without --model. Exit code 4: a record differs, is missing or
+    repeated, or has no valid signature. Exit code 3: nothing is wrong, but images to check records with are missing.
     """
     with progress("records") if model is not None else nullcontext() as advance:
         options = replace(options, images=tuple(images or ()), log=print_message, progress=advance)
@@ -43,3 +44,5 @@ def verify(
         print_json(done.document)
     if done.failure:
         raise VerificationError(done.failure)
+    if done.not_checked:
+        raise typer.Exit(ExitCode.SOME_IMAGES_FAILED)

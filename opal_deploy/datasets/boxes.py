@@ -18,6 +18,7 @@ from typing import Any
 
 from opal_deploy.datasets.cub import read_table, to_corners
 from opal_deploy.datasets.dogs import ANNOTATION_ERRORS, find_folders, read_annotation
+from opal_deploy.datasets.location import find_root
 from opal_deploy.datasets.samples import pluralize, shorten_list
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Box
@@ -35,16 +36,14 @@ def find_box_file(root: Path) -> Path | None:
     return annotation if images.is_dir() and annotation.is_dir() else None
 
 
-def format_box_option(training: Mapping[str, Any]) -> str:
+def format_box_option(training: Mapping[str, Any], model: Path | None = None) -> str:
     """Return the shell option `--boxes FILE` for the boxes that training cropped to, by the training summary.
 
-    FILE is a placeholder if the data set has no such file here.
+    FILE is a placeholder if the data set has no such file here; `model` is the model's file, see `find_root`.
     """
-    data = training.get("data")
-    root = data.get("root") if isinstance(data, dict) else None
-    file = None
+    root, file = find_root(training, model), None
     with contextlib.suppress(OSError):
-        file = find_box_file(Path(root)) if isinstance(root, str) else None
+        file = None if root is None else find_box_file(root)
     return f"--boxes {shlex.quote(str(file or 'boxes.csv'))}"
 
 

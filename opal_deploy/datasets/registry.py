@@ -20,6 +20,7 @@ from opal_deploy.datasets.dogs import DOGS
 from opal_deploy.datasets.image_folder import CALTECH101, IMAGE_FOLDER
 from opal_deploy.datasets.imagenet import IMAGENET
 from opal_deploy.datasets.listing import Adapter, Listing, unreadable_error
+from opal_deploy.datasets.location import find_root
 from opal_deploy.datasets.samples import DataSet, split_off_validation
 from opal_deploy.datasets.torchvision_datasets import CARS, DTD, FLOWERS, PETS, SUN397
 from opal_deploy.errors import OpalError, UsageError
@@ -90,7 +91,7 @@ def list_dataset(root: Path, dataset: str, *, torchvision: bool = True) -> DataS
 
 
 def find_recorded_dataset(
-    training: dict[str, Any], class_names: Sequence[str], *, torchvision: bool = True
+    training: dict[str, Any], class_names: Sequence[str], model: Path | None = None, *, torchvision: bool = True
 ) -> DataSet | None:
     """Return the data set of a training run if it still exists with the same classes and numbers of images.
 
@@ -99,12 +100,13 @@ def find_recorded_dataset(
     Args:
         training: `training` of a checkpoint or metadata.
         class_names: C names in the order of the logits.
+        model: the model's file, see `find_root`.
         torchvision: whether to read data sets that need torchvision, and so import torch.
     """
-    data = training.get("data")
-    if not isinstance(data, dict) or not isinstance(data.get("root"), str) or not Path(data["root"]).is_dir():
+    data, root = training.get("data"), find_root(training, model)
+    if not isinstance(data, dict) or root is None:
         return None
-    root, layout = Path(data["root"]), str(data.get("layout"))
+    layout = str(data.get("layout"))
     try:
         if data.get("skipped"):
             found = read_dataset(root, layout, skip_missing=True)

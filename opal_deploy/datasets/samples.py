@@ -7,6 +7,7 @@ scikit-learn's StratifiedShuffleSplit(test_size=0.2, random_state=42) over torch
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -90,7 +91,7 @@ class DataSet:
     def summary(self) -> dict[str, Any]:
         """Return the data set's entry in config.json."""
         return {
-            "root": str(self.root),
+            "root": self.root.resolve().name,
             "layout": self.layout,
             "classes": self.num_classes,
             "train": len(self.train),
@@ -205,6 +206,17 @@ def shorten_list(names: list[str]) -> str:
     """Return the first names separated by commas, and how many more there are."""
     more = f" and {len(names) - MAX_LISTED:,} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more
+
+
+def describe_never_predicted(images: Mapping[str, int], predicted: Collection[str]) -> str:
+    """Return a line on the classes with images of their own that no image was predicted as; empty if there is none.
+
+    Args:
+        images: number of labelled images by class.
+        predicted: the classes that were predicted.
+    """
+    never = [f"{name} ({pluralize(n, 'image', 'images')})" for name, n in images.items() if n and name not in predicted]
+    return f"Never predicted: {shorten_list(never)}" if never else ""
 
 
 def list_images(folder: Path) -> list[Path]:

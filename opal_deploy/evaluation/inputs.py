@@ -14,6 +14,7 @@ from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
 from opal_deploy.datasets.background import read_background
 from opal_deploy.datasets.cub import PartLocations
+from opal_deploy.datasets.location import find_root
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample, pluralize
 from opal_deploy.errors import UsageError
@@ -172,11 +173,10 @@ def check_split(data_set: DataSet, split: str) -> None:
 
 def describe_trained_images(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> str:
     """Return a warning that a model may have been trained on the measured images; else nothing."""
-    data = training.get("data")
-    root = data.get("root") if isinstance(data, dict) else None
-    if split not in ("train", "all") or not isinstance(root, str):
+    root = find_root(training, path)
+    if split not in ("train", "all") or root is None:
         return ""
-    trained, measured = Path(root).resolve(), data_set.root.resolve()
+    trained, measured = root.resolve(), data_set.root.resolve()
     if not (trained.is_relative_to(measured) or measured.is_relative_to(trained)):
         return ""
     return f"{path} was trained on images in {root}, perhaps on these; new images would give lower figures"

@@ -32,6 +32,7 @@ from opal_deploy.logs import Progress
 from opal_deploy.model import checkpoint
 from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.records.decision import describe_supported_rates
 from opal_deploy.records.names import escape_name
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.torch_session import TorchSession, torch_device
@@ -81,6 +82,9 @@ def measure_models(models: Sequence[EvaluatedModel], data: Path, options: Evalua
             }
             changed = {name: value for name, value in changes.items() if value is not None}
             options.log(files.record_measurements(result.path, changed))
+            if result.baseline is not None:
+                for line in describe_supported_rates(result.metadata.risk, result.baseline):
+                    options.log(line)
     if out is not None:
         write_json(out / files.EVALUATION, documents[0] if len(documents) == 1 else documents)
         options.log(str(out))

@@ -13,7 +13,7 @@ from opal_deploy.artifact.class_map import ClassMap, find_margins
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.opal_head import cosines, embedding
 from opal_deploy.artifact.outputs import Outputs, find_largest
-from opal_deploy.datasets.samples import pluralize, shorten_list
+from opal_deploy.datasets.samples import describe_never_predicted
 from opal_deploy.statistics import Mean, compute_risk_curve
 
 _TOP = 5
@@ -172,13 +172,17 @@ def count_by_class(
     return [ClassCounts(name, *map(int, row)) for name, *row in zip(class_names, *counts, strict=True)]
 
 
+def format_never_predicted(classes: Sequence[ClassCounts]) -> str:
+    """Return a line on the classes that are never predicted; empty if there is none."""
+    images = {each.label: each.images for each in classes}
+    return describe_never_predicted(images, [each.label for each in classes if each.predicted])
+
+
 def format_classes(classes: Sequence[ClassCounts]) -> Iterator[str]:
     """Yield a line on classes that are never predicted, and one on the classes with the lowest accuracy."""
     present = [each for each in classes if each.images]
-    never = [each for each in present if not each.predicted]
-    if never:
-        listed = shorten_list([f"{each.label} ({pluralize(each.images, 'image', 'images')})" for each in never])
-        yield f"Never predicted: {listed}"
+    if never := format_never_predicted(classes):
+        yield never
     others = sorted((each for each in present if each.predicted), key=lambda each: each.correct / each.images)
     listed = ", ".join(f"{each.label} {each.correct} of {each.images}" for each in others[:_LOWEST])
     yield f"Lowest accuracy: {listed}" if len(others) > _LOWEST else f"Accuracy by class: {listed}"

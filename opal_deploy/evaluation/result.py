@@ -13,7 +13,13 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import pluralize
 from opal_deploy.evaluation.calibration import CalibrationFigures
 from opal_deploy.evaluation.faithfulness import Faithfulness
-from opal_deploy.evaluation.metrics import Agreement, Evaluation, format_columns
+from opal_deploy.evaluation.metrics import (
+    Agreement,
+    Evaluation,
+    count_by_class,
+    format_columns,
+    format_never_predicted,
+)
 from opal_deploy.evaluation.parts import PartFigures
 from opal_deploy.evaluation.pointing import PointingGame
 from opal_deploy.evaluation.session import EvaluationResult
@@ -103,7 +109,11 @@ class ModelEvaluation:
 
 def format_metrics(result: ModelEvaluation) -> Iterator[str]:
     """Yield the metrics of one model in a few lines."""
-    metrics, parts = result.metrics, result.parts
+    metrics, parts, names = result.metrics, result.parts, result.metadata.class_names
+    if never := format_never_predicted(
+        count_by_class(result.evaluation.outputs.logits, result.evaluation.labels, names)
+    ):
+        yield f"{result.path}: {never[0].lower()}{never[1:]}"
     crop = "" if result.boxes else ", not cropped to boxes"
     images = pluralize(metrics.images, f"{result.split} image", f"{result.split} images")
     yield f"{result.path} in {result.session}, {images}{crop}"
@@ -114,12 +124,12 @@ def format_metrics(result: ModelEvaluation) -> Iterator[str]:
         yield f"spatial prototype collapse {spread} % (mean and standard deviation over images)"
     if parts is None:
         return
-    names = {
+    figures = {
         "prototype_consistency": ("prototype consistency", _percent(parts.consistency)),
         "prototype_stability": ("prototype stability", _percent(parts.stability)),
         "part_purity": ("part purity", _percent(parts.purity, parts.purity_std)),
     }
-    measured = [f"{title} {text} %" for key, (title, text) in names.items() if key not in parts.unavailable]
+    measured = [f"{title} {text} %" for key, (title, text) in figures.items() if key not in parts.unavailable]
     if measured:
         yield ", ".join(measured)
     if len(set(parts.unavailable.values())) == 1 and not measured:
@@ -128,7 +138,7 @@ def format_metrics(result: ModelEvaluation) -> Iterator[str]:
         )
         return
     for key, reason in parts.unavailable.items():
-        yield f"{names[key][0]}: not measured, {reason}"
+        yield f"{figures[key][0]}: not measured, {reason}"
 
 
 def format_table(results: Sequence[ModelEvaluation]) -> Iterator[str]:

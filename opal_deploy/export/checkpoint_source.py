@@ -78,7 +78,7 @@ class CheckpointSource:
         model = trace(graph)
         metadata = replace(description, input_kind=options.input, outputs=graph.output_names)
         session = TorchSession(self.checkpoint, device="cpu")
-        choice = choose_images(metadata, options, calibrate="int8" in precisions)
+        choice = choose_images(metadata, options, calibrate="int8" in precisions, model=self.path)
         sample = SampledReference(choice.verification, session.run_reference)
         images, reference = sample.first(SAMPLE_SIZES[0])
 

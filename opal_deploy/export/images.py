@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.files import without_folders
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
@@ -114,7 +115,12 @@ class ImageChoice:
 
 
 def choose_images(
-    metadata: Metadata, options: ExportOptions, *, calibrate: bool, torchvision: bool = True
+    metadata: Metadata,
+    options: ExportOptions,
+    *,
+    calibrate: bool,
+    torchvision: bool = True,
+    model: Path | None = None,
 ) -> ImageChoice:
     """Choose the images to verify on and, for int8, those to calibrate with.
 
@@ -122,17 +128,18 @@ def choose_images(
     is still there, validation images first, else those of `options.calibrate` that are left, else creatures.
     Calibration takes those of `options.calibrate`, else training images.
 
-    Without `torchvision`, data sets that torchvision reads, which imports torch, are left out.
+    Without `torchvision`, data sets that torchvision reads, which imports torch, are left out. `model` is the source's
+    file, see `find_root`.
 
     Raises:
         UsageError: a folder is missing or has too few readable images.
     """
     data = None
     if (options.verify and options.images is None) or (calibrate and options.calibrate is None):
-        data = find_recorded_dataset(metadata.training, metadata.class_names, torchvision=torchvision)
-        root = (metadata.training.get("data") or {}).get("root")
+        data = find_recorded_dataset(metadata.training, metadata.class_names, model, torchvision=torchvision)
+        root = without_folders((metadata.training.get("data") or {}).get("root"))
         if data is None and root and options.images is None and options.calibrate is None:
-            options.log(f"The images that it was trained on are not in {root} any more; --images names others")
+            options.log(f"The images that it was trained on ({root}) are not here any more; --images names others")
         if data is not None and metadata.crop is None:
             data = data.without_crops()
     calibration = _choose_calibration_images(metadata, options, data) if calibrate else None

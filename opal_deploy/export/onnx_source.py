@@ -70,7 +70,9 @@ class OnnxSource:
         # the reference is all of the file's outputs
         check_all_outputs(self.metadata, str(self.path), "another precision of it")
         session = self._verify_vectors(options)
-        choice = choose_images(self.metadata, options, calibrate="int8" in precisions, torchvision=False)
+        choice = choose_images(
+            self.metadata, options, calibrate="int8" in precisions, torchvision=False, model=self.path
+        )
         model = onnx.load(self.path)
         find_margin = margin_finder(model, session)
 

@@ -128,7 +128,7 @@ def verify_candidate(
     }
     if in_float64 is not None:
         document["float64"] = {name: asdict(part) for name, part in in_float64._asdict().items()}
-    document |= {**comparison.to_dict(), "worst_image": images.names[comparison.worst]}
+    document |= {**comparison.to_dict(), "worst_image": Path(images.names[comparison.worst]).name}
     return Verification(comparison, document, judged)
 
 

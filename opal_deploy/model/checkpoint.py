@@ -16,7 +16,7 @@ from torch import Tensor
 from opal_deploy._version import __version__
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.documents import check_checkpoint
-from opal_deploy.artifact.files import atomic_write, compute_sha256
+from opal_deploy.artifact.files import atomic_write, compute_sha256, without_folders
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, CheckpointError, UsageError
@@ -90,7 +90,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "class_names": list(checkpoint.class_names),
         "crop": checkpoint.crop,
         "metrics": checkpoint.metrics,
-        "training": checkpoint.training,
+        "training": without_folders(checkpoint.training),
         "edits": list(checkpoint.edits),
         "evaluation": checkpoint.evaluation,
         "receptive_field": checkpoint.receptive_field.to_dict() if checkpoint.receptive_field else {},
@@ -125,7 +125,8 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> None:
     document = backbones.load_torch_file(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not an opal-deploy checkpoint; only those can store an evaluation")
-    _write(path, {**document, **changes})
+    training = without_folders(document.get("training") or {})
+    _write(path, {**document, "training": training, **changes})
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

@@ -122,10 +122,10 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, boxed: bool, t
         )
     if metadata.evidence == "map" and explain:
         log("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
-    log_cautions(metadata, boxed=boxed, log=log)
+    log_cautions(path, metadata, boxed=boxed, log=log)
 
 
-def log_cautions(metadata: Metadata, *, boxed: bool, log: Log = log_line) -> None:
+def log_cautions(path: Path, metadata: Metadata, *, boxed: bool, log: Log = log_line) -> None:
     """Log that the model is unverified or was trained on crops, if so."""
     from opal_deploy.datasets.boxes import format_box_option
 
@@ -135,7 +135,7 @@ def log_cautions(metadata: Metadata, *, boxed: bool, log: Log = log_line) -> Non
     if metadata.crop == "boxes" and not boxed:
         log(
             "This model was trained on images cropped to boxes; expect lower accuracy without them: give "
-            f"{format_box_option(metadata.training)}"
+            f"{format_box_option(metadata.training, path)}"
         )
 
 

@@ -6,8 +6,7 @@ has one name everywhere: `--min-margin`, `min_margin=`, `"min_margin"`. Light to
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +19,12 @@ from opal_deploy.logs import Log, log_line
 from opal_deploy.options import Option, Options, flag_of, parse_number, parse_rate
 
 if TYPE_CHECKING:
+    from opal_deploy.artifact.baseline import Baseline
     from opal_deploy.records.record import AnswerStatus, Slot
 
 _PANEL = "Thresholds"
+# the rate that the documentation gives to --unknown
+_USUAL_RATE = 0.05
 
 
 class Chosen(NamedTuple):
@@ -112,16 +114,42 @@ def _choose_ood_score(given: str, path: Path, metadata: Metadata, rate: float) -
         )
     limit = baseline.choose_threshold(rate)
     if limit is None:
-        least = math.ceil(1000 / (baseline.images + 1)) / 10
         raise UsageError(
-            f"{given}: {baseline.images} validation images are too few for that rate; give {least:g}% or more, or an "
-            "OOD score"
+            f"{given}: {baseline.images} validation images are too few for that rate; give "
+            f"{100 * baseline.smallest_rate:g}% or more, or an OOD score"
         )
     return Chosen(
         limit,
         f"Unknown above OOD score {limit}: an image like the {baseline.images:,} {baseline.split} images exceeds it "
-        f"with a probability of at most {100 * rate:g}%",
+        f"with a probability of at most {100 * rate:g}%; {_describe_interval(baseline, rate)}",
     )
+
+
+def _describe_interval(baseline: Baseline, rate: float) -> str:
+    above, low, high = baseline.rate_interval(rate)
+    return f"{above} of the {baseline.images:,} exceed it, {low:.1%} to {high:.1%} of others will (95% confidence)"
+
+
+def describe_supported_rates(risk: Mapping[str, Any], baseline: Baseline | None) -> Iterator[str]:
+    """Yield a line on the rates that each threshold takes with a model's validation images.
+
+    Args:
+        risk: `Metadata.risk`, or an empty document.
+        baseline: of the answers; None without one.
+    """
+    from opal_deploy.statistics import smallest_target
+
+    if risk:
+        smallest = smallest_target(risk)
+        rates = "no rate" if smallest is None else f"rates from {100 * smallest:g}%"
+        wrong = round(risk["images"] * risk["error"])
+        yield f"--min-margin takes {rates}: {wrong} of {risk['images']:,} validation images are misclassified"
+    if baseline is not None and baseline.ood_score:
+        rate = max(_USUAL_RATE, baseline.smallest_rate)
+        yield (
+            f"--unknown takes rates from {100 * baseline.smallest_rate:g}%: with {100 * rate:g}%, "
+            f"{_describe_interval(baseline, rate)}"
+        )
 
 
 def _explain_ood_score(score: float, limit: float, class_id: int, slots: Sequence[Slot], metadata: Metadata) -> str:

@@ -90,6 +90,10 @@ class Signature(Struct, frozen=True, omit_defaults=True):
     key: Annotated[Sha256, Meta(description="SHA-256 of the public key in DER (SubjectPublicKeyInfo).")]
     time: Annotated[str, Meta(description="When the record was signed, ISO 8601, UTC.")]
     value: Annotated[str, Meta(description="The signature in base64.")]
+    run: Annotated[
+        str | None,
+        Meta(description="The `id` of the run's run.json, which is signed too. Absent in answers of `serve`."),
+    ] = None
 
 
 # of both kinds of records, after the fields that they do not share

@@ -1,7 +1,7 @@
-"""Signatures of records: Ed25519 over the record's canonical JSON, in the record's field `signature`.
+"""Signatures of records and of run.json: Ed25519 over the document's canonical JSON, in its field `signature`.
 
-A signature covers every other field of the record, also those that a later version adds, and its own algorithm, key and
-time: only `signature.value` is left out. Light to import: `cryptography` is loaded with a key.
+A signature covers every other field of the document, also those that a later version adds, and its own except `value`.
+Light to import: `cryptography` is loaded with a key.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ALGORITHM = "ed25519"
 PASSPHRASE_VARIABLE = "OPAL_DEPLOY_SIGNING_PASSPHRASE"
+_REQUIRED = ("algorithm", "key", "value")
 # a key has about 120 bytes
 _MAX_KEY_BYTES = 1 << 16
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -57,13 +58,19 @@ class Signer:
             readable = f"other users can read this key (mode {mode:04o}); run: chmod 600 {path}"
             log(WarningLine(f"warning: --sign {path}: {readable}"))
 
-    def sign(self, record: Record) -> Record:
-        """Return a finished record with its `signature`, made now."""
+    def sign(self, record: Record, run: str | None = None) -> Record:
+        """Return a finished record with its `signature`, made now; `run` is the id of the run that it belongs to."""
+        signature = self.sign_document(to_document(record), run)
+        return msgspec.structs.replace(record, signature=Signature(**signature))
+
+    def sign_document(self, document: Mapping[str, Any], run: str | None = None) -> dict[str, str]:
+        """Return the `signature` of a document of JSON, made now."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         unsigned = {"algorithm": ALGORITHM, "key": self.fingerprint, "time": now}
-        value = self._key.sign(canonical_json({**to_document(record), "signature": unsigned}))
-        signature = Signature(**unsigned, value=base64.b64encode(value).decode())
-        return msgspec.structs.replace(record, signature=signature)
+        if run is not None:
+            unsigned["run"] = run
+        value = self._key.sign(canonical_json({**document, "signature": unsigned}))
+        return {**unsigned, "value": base64.b64encode(value).decode()}
 
     def __repr__(self) -> str:
         return f"<Signer {self.fingerprint}>"
@@ -77,12 +84,14 @@ class PublicKeys:
         self._keys = {_fingerprint(key): key for key in map(_read_public_key, paths)}
 
     def find_fault(self, document: Mapping[str, Any]) -> str:
-        """Return why a record's document has no valid signature by one of the keys; empty if it has one."""
+        """Return why a document has no valid signature by one of the keys; empty if it has one."""
         from cryptography.exceptions import InvalidSignature
 
         signature = document.get("signature")
         if signature is None:
             return "it is not signed"
+        if not isinstance(signature, dict) or not all(isinstance(signature.get(key), str) for key in _REQUIRED):
+            return "its signature is damaged"
         if signature["algorithm"] != ALGORITHM:
             return f"signed with {signature['algorithm'][:20]!r}; expected {ALGORITHM}"
         if (key := self._keys.get(signature["key"])) is None:
@@ -94,6 +103,24 @@ class PublicKeys:
         except (InvalidSignature, ValueError, RecursionError):
             return "changed after it was signed"
         return ""
+
+
+class SignatureDigest:
+    """The SHA-256 over the signatures of a run's records, in order, which run.json holds.
+
+    A record that is removed, repeated, moved or replaced changes it.
+    """
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+
+    def add(self, signature: Signature | None) -> None:
+        """Add the signature of the next record; None for a record without one."""
+        self._sha256.update(b"\n" if signature is None else f"{signature.value}\n".encode("utf-8", "replace"))
+
+    def hexdigest(self) -> str:
+        """Return the digest so far."""
+        return self._sha256.hexdigest()
 
 
 def canonical_json(document: Any) -> bytes:

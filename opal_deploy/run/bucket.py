@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import ImageError, OpalError, StoppedEarly, UsageError
 from opal_deploy.records.lines import read_lines
 from opal_deploy.records.run_files import OVERLAYS, PARTS, REPORT, RESULTS, RUN, SHEETS, SUMMARY
+from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format
 from opal_deploy.run.directory import RunConfig, RunDirectory, inspect_run_dir
 from opal_deploy.run.summary import Summary
@@ -39,7 +39,6 @@ _MAX_PART_BYTES = 32 << 20
 class BucketRunDirectory(RunDirectory):
     """A run directory in a bucket; `root` is a local one, removed after the block of `acquire_bucket_run_dir`."""
 
-    run_id: str = ""
     _bytes: int = 0
     _records: int = 0
     _begun: float = field(default_factory=time.monotonic)
@@ -57,6 +56,11 @@ class BucketRunDirectory(RunDirectory):
         elif not buckets.create(self._file(RUN), data):
             raise UsageError(f"{self.remote}: another process has just begun a run there; give another --out")
         self._begun = time.monotonic()
+
+    def sign_config(self, summary: Summary, signer: Signer, *, complete: bool) -> None:
+        """Write run.json again, with the number of records and a signature; raise StoppedEarly."""
+        super().sign_config(summary, signer, complete=complete)
+        buckets.upload(self._file(RUN), self.root / RUN)
 
     def save_progress(self) -> None:
         """Upload the records since the last part, in the background, if that is due; raise StoppedEarly."""
@@ -171,7 +175,7 @@ def _inspect(root: Path, remote: RemoteFile, config: RunConfig) -> BucketRunDire
             (root / name).write_bytes(data)
     size = _size(remote.child(RESULTS))
     found = inspect_run_dir(root, config, shown=str(remote), results_bytes=size)
-    run_id = uuid.uuid4().hex
+    run_id = found.run_id
     if found.state != "new":
         run_id = str(read_json(root / RUN).get("parts", ""))
         if found.state == "unfinished" and not run_id.isalnum():

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.options import flag_of
 from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHEETS, SUMMARY, remove_image_files
+from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, write_table
 from opal_deploy.run.results import read_records
 from opal_deploy.run.summary import Summary
@@ -37,8 +39,8 @@ State = Literal["new", "unfinished", "finished"]
 # the options that determine records and drawings, and `images`; values as in JSON
 RunConfig = Mapping[str, Any]
 
-# the entries of every run.json
-_KEYS = ("schema", "opal_deploy", "started", "resumed", "run")
+# the entries of run.json that are written anew
+_KEYS = ("schema", "opal_deploy", "id", "started", "resumed", "run", "records", "signature")
 _HINT = "choose another --out, or give --overwrite"
 _MAX_SHOWN = 60
 
@@ -53,6 +55,7 @@ class RunDirectory:
         started, resumed: times when the run began and when it was resumed, ISO 8601.
         remote: where the files are uploaded to; None: they stay in `root`.
         details: more entries of run.json; those that this version does not know are kept.
+        run_id: names the run in the signatures of its records.
     """
 
     root: Path
@@ -62,6 +65,7 @@ class RunDirectory:
     resumed: list[str] = field(default_factory=list)
     remote: RemoteFile | None = None
     details: dict[str, Any] = field(default_factory=dict)
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def location(self) -> str:
@@ -74,15 +78,28 @@ class RunDirectory:
             self.started = _now()
         else:
             self.resumed.append(_now())
-        document = {
+        write_json(self.root / RUN, self._document())
+
+    def _document(self) -> dict[str, Any]:
+        return {
             "schema": SCHEMA,
             "opal_deploy": __version__,
+            "id": self.run_id,
             "started": self.started,
             "resumed": self.resumed,
             "run": dict(self.config),
             **self.details,
         }
-        write_json(self.root / RUN, document)
+
+    def sign_config(self, summary: Summary, signer: Signer, *, complete: bool) -> None:
+        """Write run.json with the number of records and a signature, when the run ends; raise StoppedEarly."""
+        records = {"count": summary.total, "complete": complete, "signatures_sha256": summary.signatures.hexdigest()}
+        # as it is read again: lists for tuples
+        document = json.loads(json.dumps({**self._document(), "records": records}))
+        try:
+            write_json(self.root / RUN, {**document, "signature": signer.sign_document(document)})
+        except UsageError as error:
+            raise StoppedEarly(f"{error}; all records are in {RESULTS}") from None
 
     def save_progress(self) -> None:
         """Called after records were written."""
@@ -193,6 +210,8 @@ def inspect_run_dir(
         str(started),
         [str(time) for time in resumed] if isinstance(resumed, list) else [],
         details={name: value for name, value in document.items() if name not in _KEYS},
+        # of a run of an earlier version, whose records name none: the id of those that follow
+        run_id=str(document.get("id") or uuid.uuid4().hex),
     )
 
 

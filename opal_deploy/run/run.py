@@ -22,7 +22,6 @@ from opal_deploy.predict.executor import predict_batches, release_each
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.records.record import Record
 from opal_deploy.records.run_files import RESULTS
-from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import Format, open_table
 from opal_deploy.run.drawing import Drawer, ReportOptions, Thumbnails, open_report, prepare_folders
 from opal_deploy.run.interrupt import Interrupt
@@ -183,7 +182,7 @@ def run(
     interrupt: Interrupt | None = None,
     timer: StageTimer | None = None,
     report: Callable[[Summary], None] = lambda _: None,
-    signer: Signer | None = None,
+    sign: Callable[[Record], Record] | None = None,
 ) -> Summary:
     """Classify every image, and write exactly one record for each, in order.
 
@@ -197,7 +196,7 @@ def run(
         interrupt: stops the run gracefully on request.
         timer: receives the times of every stage; None: a new one.
         report: is called after each write of records.
-        signer: signs each record before it is written; None: no record is signed.
+        sign: signs each record before it is written; None: no record is signed.
 
     Raises:
         StoppedEarly: the disk is full, a device was lost, or too many images failed; the records so far are whole.
@@ -235,7 +234,8 @@ def run(
                 count = writer.count
                 try:
                     with timer.waiting("disk"), timer.stage("write"):
-                        writer.write(*(chunk if signer is None else map(signer.sign, chunk)))
+                        chunk = chunk if sign is None else [*map(sign, chunk)]
+                        writer.write(*chunk)
                 finally:
                     for record in chunk[: writer.count - count]:
                         summary.count(record)

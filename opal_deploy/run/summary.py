@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from opal_deploy.datasets.samples import describe_never_predicted
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.logs import one_line
 from opal_deploy.records.names import share_folder
 from opal_deploy.records.record import Failed, Record
+from opal_deploy.records.signatures import SignatureDigest
 from opal_deploy.timing import StageTimes
 
 # a share of failed images says little below the first number, an accuracy below the second
@@ -25,13 +27,19 @@ def _name_first(count: int, names: Sequence[str]) -> str:
     return one_line(f"{count} ({', '.join(names)}{', ...' if count > len(names) else ''})") if names else str(count)
 
 
+def _share(count: int, total: int) -> str:
+    return f"{count:,} of {total:,} ({count / total:.2%})"
+
+
 @dataclass
 class Accuracy:
     """The accuracy of predictions against the images' labels.
 
     Attributes:
         class_names: the model's.
-        correct, wrong: predictions that are the label, and others; abstained ones count, too.
+        correct, wrong: predictions that are the label, and others; refused ones count, too.
+        answered, answered_correct: those of them with status `ok`, which were not refused (abstained or unknown).
+        images, predicted: number of labelled images by class, and the classes that were predicted.
         failed: images with a label that is a class, and no prediction.
         unknown, unlabelled: images with a label that is not a class, and images without a label.
         unknown_examples, unlabelled_examples: the first few labels that are not a class, and images without a label.
@@ -41,7 +49,11 @@ class Accuracy:
     class_names: frozenset[str]
     correct: int = 0
     wrong: int = 0
+    answered: int = 0
+    answered_correct: int = 0
     failed: int = 0
+    images: Counter[str] = field(default_factory=Counter)
+    predicted: set[str] = field(default_factory=set)
     unknown: int = 0
     unlabelled: int = 0
     unknown_examples: list[str] = field(default_factory=list)
@@ -57,6 +69,8 @@ class Accuracy:
     def count(self, record: Record) -> None:
         """Add one record."""
         label = record.label
+        if not isinstance(record, Failed):
+            self.predicted.add(record.prediction.label)
         if label is None:
             self.unlabelled += 1
             if len(self.unlabelled_examples) < _MAX_EXAMPLES and record.image is not None:
@@ -67,10 +81,17 @@ class Accuracy:
                 self.unknown_examples.append(label)
         elif isinstance(record, Failed):
             self.failed += 1
-        elif record.prediction.label == label:
-            self.correct += 1
         else:
-            self.wrong += 1
+            is_correct = record.prediction.label == label
+            self.images[label] += 1
+            self.correct += is_correct
+            self.wrong += not is_correct
+            self.answered += record.status == "ok"
+            self.answered_correct += is_correct and record.status == "ok"
+
+    def describe_never_predicted(self) -> str:
+        """Return a line on the classes that have images and are never predicted; empty if there is none."""
+        return one_line(describe_never_predicted(dict(sorted(self.images.items())), self.predicted))
 
     def describe(self) -> Iterator[str]:
         """Yield lines for a terminal."""
@@ -80,7 +101,10 @@ class Accuracy:
         elif judged < _MIN_JUDGED_FOR_PERCENT:
             yield f"Accuracy: {self.correct} of {judged}, too few for a percentage"
         else:
-            yield f"Accuracy: {self.correct:,} of {judged:,} ({self.correct / judged:.2%})"
+            yield f"Accuracy: {_share(self.correct, judged)}"
+        if self.answered < judged:
+            answered = _share(self.answered_correct, self.answered) if self.answered else "none"
+            yield f"  of those answered: {answered}; {judged - self.answered:,} were refused (abstained or unknown)"
         if self.failed:
             yield f"  {self.failed} labelled images failed and are not counted"
         if self.unlabelled:
@@ -98,6 +122,9 @@ class Accuracy:
             "accuracy": self.value,
             "correct": self.correct,
             "wrong": self.wrong,
+            "answered": self.answered,
+            "answered_correct": self.answered_correct,
+            "never_predicted": [name for name in self.images if name not in self.predicted],
             "failed": self.failed,
             "label_is_no_class": self.unknown,
             "without_label": self.unlabelled,
@@ -119,6 +146,7 @@ class Summary:
         seconds: from the first image to the last record, since the run began or was resumed.
         seconds_to_first_record: until the first record was written; None before.
         times: seconds by stage; empty until the end.
+        signatures: SHA-256 over the records' signatures, in order; not in summary.json but in run.json.
     """
 
     statuses: Counter[str] = field(default_factory=Counter)
@@ -132,6 +160,7 @@ class Summary:
     seconds: float = 0.0
     seconds_to_first_record: float | None = None
     times: StageTimes = field(default_factory=StageTimes)
+    signatures: SignatureDigest = field(default_factory=SignatureDigest)
 
     @property
     def total(self) -> int:
@@ -151,6 +180,7 @@ class Summary:
     def count(self, record: Record) -> None:
         """Add one record."""
         self.statuses[record.status] += 1
+        self.signatures.add(record.signature)
         self.folder = share_folder(self.folder, record.image or "")
         if isinstance(record, Failed):
             code = record.error.code
@@ -166,7 +196,12 @@ class Summary:
             self.accuracy.count(record)
 
     def describe(self, rates: str = "") -> Iterator[str]:
-        """Yield lines for a terminal: counts, errors with examples, accuracy; `rates`: those of cluster nodes."""
+        """Yield lines for a terminal: classes that are never predicted, counts, errors with examples, accuracy.
+
+        `rates` are those of cluster nodes.
+        """
+        if self.accuracy is not None and (never := self.accuracy.describe_never_predicted()):
+            yield never
         rate = f", {self.images_per_second:.1f} images/s" if self.images_per_second else ""
         counts = ", ".join(f"{count} {status}" for status, count in sorted(self.statuses.items()))
         before = f" ({self.resumed} of them before)" if self.resumed else ""

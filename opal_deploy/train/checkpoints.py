@@ -91,7 +91,7 @@ class CheckpointManager:
         self._data, self._group, self._network = data, group, network
 
     def start(self, recipe: str, *, is_new: bool) -> None:
-        """Write config.json and recipe.toml; remove temporary files and, for a new run, those of an older one."""
+        """Write config.json, recipe.toml and paths.json; remove temporary files and, of a new run, older files."""
         if self._group.is_main:
             # of processes killed while writing; this one holds the lock
             for name in FILES:
@@ -101,6 +101,7 @@ class CheckpointManager:
             with _stop_when_full(TrainState()):
                 write_json(self.run_dir.config, self.run_config)
                 self.run_dir.write_text(self.run_dir.recipe, recipe)
+                write_json(self.run_dir.paths, {"data": str(self._data.root.resolve())})
 
     def save_best(self, progress: TrainState, epoch: int, val: Evaluation) -> None:
         """Write this epoch's weights to best.pt."""

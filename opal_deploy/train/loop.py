@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from opal_deploy.artifact.files import lock_directory
+from opal_deploy.artifact.files import lock_directory, without_folders
 from opal_deploy.datasets.background import read_background
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
@@ -24,6 +24,7 @@ from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.logs import Estimate, Log, Progress, no_progress
 from opal_deploy.model.backbones import get_library
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.records.decision import describe_supported_rates
 from opal_deploy.train import frozen, machine
 from opal_deploy.train.attention import NetworkTerms
 from opal_deploy.train.balance import balanced_weights
@@ -151,7 +152,7 @@ class _TrainingRun:
         amp = machine.MixedPrecision.select(group.device, options.precision)
         start = load_start(options, self.data)
         run_config = {
-            "options": asdict(options),
+            "options": without_folders(asdict(options)),
             "fingerprint": fingerprint_dataset(self.data, options.keep_off),
             "processes": group.size,
             "precision": amp.name,
@@ -447,6 +448,7 @@ class _TrainingRun:
         return TrainResult(
             run_dir.best, best_epoch, state.records, measured.val, measured.test, measured.calibration, run_dir.last,
             self.checkpoints.run_config, measured.classes,
+            [*describe_supported_rates(measured.val.risk or {}, measured.baseline)],
         )  # fmt: skip
 
     def _divergence(self, epoch: int, error: NonFiniteLossError, state: TrainState) -> DivergenceError:

@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import read_json
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import ClassCounts, Evaluation
+from opal_deploy.records.decision import describe_supported_rates
 from opal_deploy.train.checkpoints import load_run_file
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.resume import check_same_run, parse_evaluation
@@ -30,6 +32,7 @@ class TrainResult:
         last: the checkpoint of the last epoch.
         config: the content of config.json: options, data set, weights, versions.
         classes: answers per class on the test split, or on the validation split without one.
+        rates: the rates that --min-margin and --unknown take with the validation images, in a line each.
     """
 
     best: Path
@@ -41,6 +44,7 @@ class TrainResult:
     last: Path
     config: dict[str, Any]
     classes: list[ClassCounts]
+    rates: list[str]
 
     def __repr__(self) -> str:
         splits = {"validation": self.val, "test": self.test}
@@ -84,4 +88,7 @@ def load_finished_result(
     # absent in runs of earlier versions
     classes = [ClassCounts(**each) for each in read_json(run_dir.summary).get("classes", [])]
     records, config = run_dir.read_epochs(), best["training"]
-    return TrainResult(run_dir.best, metrics["epoch"], records, val, test, calibration, run_dir.last, config, classes)
+    rates = [*describe_supported_rates(val.risk or {}, Baseline.from_dict(best.get("baseline") or {}))]
+    return TrainResult(
+        run_dir.best, metrics["epoch"], records, val, test, calibration, run_dir.last, config, classes, rates
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from opal_deploy.artifact.files import read_json
+from opal_deploy.artifact.files import read_json, without_folders
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
@@ -114,6 +114,8 @@ def describe_differences(
     if not isinstance(stored, dict) or not isinstance(stored.get("options"), dict):
         return ["its configuration cannot be read"]
     stored, run_config, defaults = json.loads(json.dumps([stored, run_config, asdict(TrainOptions())]))
+    # earlier versions stored whole paths
+    stored["options"], run_config["options"] = without_folders([stored["options"], run_config["options"]])
     # an option that an earlier version did not have was at its default
     old, new = {**defaults, **stored["options"]}, run_config["options"]
     # a stored run knows what `auto` stood for; for the new run it is compared below, or not known yet

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from opal_deploy.artifact.files import atomic_write
+from opal_deploy.datasets.location import PATHS
 from opal_deploy.errors import UsageError
 
-FILES = ("best.pt", "last.pt", "metrics.csv", "curves.png", "config.json", "recipe.toml", "summary.json")
+FILES = ("best.pt", "last.pt", "metrics.csv", "curves.png", "config.json", "recipe.toml", PATHS, "summary.json")
 # written by failed runs only
 _FAILURE_FILES = ("nonfinite_batch.txt",)
 
@@ -73,7 +74,7 @@ class TrainRunDirectory:
         self.best, self.last = root / "best.pt", root / "last.pt"
         self.metrics, self.curves = root / "metrics.csv", root / "curves.png"
         self.config, self.summary = root / "config.json", root / "summary.json"
-        self.recipe = root / "recipe.toml"
+        self.recipe, self.paths = root / "recipe.toml", root / PATHS
         self.nonfinite_batch = root / "nonfinite_batch.txt"
         self.tensorboard = root / "tensorboard"
 

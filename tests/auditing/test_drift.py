@@ -25,7 +25,7 @@ from opal_deploy.records.shifts import Limits
 from opal_deploy.records.tables import write_table
 from opal_deploy.runtime.onnx_session import OnnxSession
 from tests.builders import build_checkpoint, export_onnx
-from tests.cli.calls import one_line, read_results
+from tests.cli.calls import check, one_line, read_results
 
 NUMBER = 600
 FAILED = error_record("x", "not_an_image", "")
@@ -191,15 +191,17 @@ def test_among_samples_of_one_distribution_false_alarms_stay_below_the_rate(mode
 
 def test_the_command_prints_few_lines_and_a_nightly_job_gets_an_exit_code(opal, model, records, tmp_path):
     path = write(tmp_path / "results.jsonl", records)
-    # the model is found beside the results
-    shutil.copy(model, tmp_path)
+    # the model is found below runs/, where `infer` finds it too
+    (tmp_path / "runs/x").mkdir(parents=True)
+    shutil.copy(model, tmp_path / "runs/x")
     (tmp_path / "run.json").write_text(
         json.dumps({"run": {"model": {"file": "model.onnx", "sha256": compute_sha256(model)}}})
     )
-    assert opal("drift", tmp_path, "--fail-on", "any").returncode == 0
+    assert opal("drift", tmp_path, "--fail-on", "any", cwd=tmp_path).returncode == 0
     _move(changed := copy.deepcopy(records))
     write(path, changed)
-    done = opal("drift", path, "--json", "--fail-on", "evidence")
+    assert "Exit code 0; for scripts, --fail-on any" in check(opal("drift", path, cwd=tmp_path)).stderr
+    done = opal("drift", path, "--json", "--fail-on", "evidence", cwd=tmp_path)
     assert done.returncode == 4
     assert len(done.stderr.splitlines()) <= 12
     document = json.loads(done.stdout)
@@ -236,6 +238,7 @@ def test_results_that_cannot_be_compared_are_one_line(opal, model, records, tmp_
 
 
 def test_a_model_without_a_fitting_baseline_is_one_line(opal, model, plain_model, outputs, records, tmp_path):
+    metadata = onnx_file.read_metadata(model)
     path = write(tmp_path / "results.jsonl", _set(records, model_sha256=None))
     other = tmp_path / "other.onnx"
     shutil.copy(plain_model, other)
@@ -250,6 +253,14 @@ def test_a_model_without_a_fitting_baseline_is_one_line(opal, model, plain_model
         for slot in record["evidence"]:
             slot["box"] = [side / 2 + 7 for side in slot["box"]]
     assert "also give --baseline MODEL" in one_line(opal("drift", write(path, cropped), "--against", path))
+    # a run says how to read its records
+    layout = {"slots": 3, "grid": list(metadata.grid), "classes": metadata.num_classes, "dropped": []}
+    (tmp_path / "run.json").write_text(json.dumps({"run": {}, "layout": layout}))
+    _move(moved := copy.deepcopy(cropped))
+    shifts = find_drift(write(tmp_path / "moved.jsonl", moved), against=path).shifts
+    assert shifts == find_drift(tmp_path / "moved.jsonl", against=path, baseline=model).shifts != []
+    (tmp_path / "run.json").write_text(json.dumps({"run": {}, "layout": {**layout, "slots": "many"}}))
+    assert "also give --baseline MODEL" in one_line(opal("drift", path, "--against", path))
     table = tmp_path / "results.csv"
     table.write_text("a,b\n1,2\n")
     assert "not a table of `infer --format`" in one_line(opal("drift", table, "--baseline", model))

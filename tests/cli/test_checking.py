@@ -119,7 +119,7 @@ def test_an_archive_that_was_not_given_is_a_wrong_call(opal, archived, exact_mod
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("verify explanations", "specify it with --model"),
+        ("verify explanations", "give --model MODEL, or only --public-key KEY"),
         ("verify {model} in", "are only for results"),
         ("diff {model} {model}", "comparing models needs images"),
         ("diff explanations {model} in --fail-on x", "'x' is not one of 'error', 'class'"),

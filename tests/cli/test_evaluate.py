@@ -229,6 +229,7 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(folder, linear, 
         metrics(whole, linear, dataset="imagefolder")
     trained = replace(checkpoints.load(linear), training={"data": {"root": str(folder)}})
     checkpoints.save(tmp_path / "trained.pt", trained)
+    (tmp_path / "paths.json").write_text(json.dumps({"data": str(folder)}))
     document = metrics(whole, tmp_path / "trained.pt", split="all", dataset="imagefolder")
     assert document["all_images"] == sum(1 for path in whole.rglob("*") if path.is_file())
     assert f"was trained on images in {folder}, perhaps on these" in "\n".join(lines)

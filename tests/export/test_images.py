@@ -1,5 +1,6 @@
 """The images that an export is verified on and calibrated with: the model's own data first, no image in both."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def trained(fp32, tmp_path):
 
 def _trained_on(data, fp32):
     metadata = onnx_file.read_metadata(fp32)
-    return replace(metadata, class_names=tuple(data.class_names), crop=data.crop, training={"data": data.summary()})
+    # earlier versions kept the whole path
+    training = {"data": {**data.summary(), "root": str(data.root)}}
+    return replace(metadata, class_names=tuple(data.class_names), crop=data.crop, training=training)
 
 
 def test_the_models_own_validation_images_come_first_and_others_fill_up(trained):
@@ -38,6 +41,13 @@ def test_the_models_own_validation_images_come_first_and_others_fill_up(trained)
     assert images.description == "64 photographs of beetles (12 validation, 8 test, 44 training)"
     assert [Path(name).parts[-3] for name in images.names[:21]] == ["val"] * 12 + ["test"] * 8 + ["train"]
     assert images.pixels.shape == (64, *trained.input_size, 3)
+    # a model that names its data set, and a run's folder that says where it is
+    root, training = Path(trained.training["data"]["root"]), dict(trained.training)
+    training["data"] = {**training["data"], "root": root.name}
+    (root.parent / "paths.json").write_text(json.dumps({"data": str(root)}))
+    named = replace(trained, training=training)
+    pool = choose_images(named, ExportOptions(), calibrate=False, model=root.parent / "model.onnx").verification
+    assert pool.first(64).names == images.names
 
 
 def test_int8_is_calibrated_on_training_images_and_judged_on_others(trained):

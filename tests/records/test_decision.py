@@ -7,7 +7,7 @@ import pytest
 
 from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.errors import UsageError
-from opal_deploy.records.decision import THRESHOLDS, Decision
+from opal_deploy.records.decision import THRESHOLDS, Decision, describe_supported_rates
 from opal_deploy.statistics import choose_threshold, compute_risk_curve
 
 
@@ -39,6 +39,10 @@ def test_a_rate_takes_the_margin_that_the_validation_images_support(exact_model)
 
 def test_a_rate_that_validation_images_cannot_support_is_refused(exact_model):
     few = compute_risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
+    # as is said when the model is made
+    assert list(describe_supported_rates(few, None)) == [
+        "--min-margin takes rates from 14%: 0 of 20 validation images are misclassified"
+    ]
     for risk, message in (
         (few, r"20 validation images\); the smallest rate that works is 14%$"),
         ({}, r"has no validation images.*--target-error 5%"),

@@ -28,6 +28,23 @@ def summary_of(*records, labels=False):
     return summary
 
 
+def test_accuracy_is_of_all_predictions_and_of_those_that_were_not_refused():
+    records = [
+        *(answered("a", label="a") for _ in range(20)),
+        *(answered("a", label="b") for _ in range(3)),
+        answered("a", label="a", status="abstained"),
+        answered("a", label="c", status="unknown"),
+    ]
+    summary = summary_of(*records, labels=True)
+    lines = list(summary.describe())
+    assert lines[0] == "Never predicted: b (3 images), c (1 image)"
+    assert "Accuracy: 21 of 25 (84.00%)" in lines
+    assert "  of those answered: 20 of 23 (86.96%); 2 were refused (abstained or unknown)" in lines
+    document = summary.to_dict()["accuracy"]
+    assert (document["answered"], document["answered_correct"]) == (23, 20)
+    assert document["never_predicted"] == ["b", "c"]
+
+
 def test_answers_are_counted_by_class_and_errors_by_code_and_the_rate_is_of_this_times_records():
     summary = summary_of(
         answered("b"), answered("a"), answered("b", status="abstained"), failed("empty_file"), failed()
@@ -55,6 +72,7 @@ def test_accuracy_is_of_answers_to_images_whose_label_is_a_class():
     ]  # fmt: skip
     found = summary_of(*records, labels=True).accuracy
     counts = {"correct": 2, "wrong": 1, "failed": 1, "label_is_no_class": 2, "without_label": 1}
+    counts |= {"answered": 2, "answered_correct": 1, "never_predicted": []}
     assert found.to_dict() == {"accuracy": 2 / 3, **counts, "rows_without_image": 0}
     assert found.unknown_examples == ["lion"]
     nothing = summary_of(failed(label="a"), labels=True).accuracy

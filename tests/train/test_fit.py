@@ -11,6 +11,7 @@ from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.inspect import inspect
+from opal_deploy.datasets.location import PATHS, find_root
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
@@ -71,6 +72,21 @@ def test_files_of_a_run_are_plain_values(run):
         raw = torch.load(out / name, weights_only=True)
         assert (raw["class_names"], raw["crop"]) == (["blue", "green", "red"], None)
         assert raw["training"]["options"]["seed"] == 0
+
+
+def test_a_run_can_be_passed_on_without_the_folders_of_its_files_and_finds_them_here(run, squares):
+    out = run[0].best.parent
+    for path in out.iterdir():
+        if path.name != PATHS:
+            assert str(squares.root.parent).encode() not in path.read_bytes(), path.name
+    training = checkpoint.load(run[0].best).training
+    assert training["data"]["root"] == squares.root.name
+    assert find_root(training, run[0].best) == squares.root
+    assert find_root(training) is None
+    # checkpoints of earlier versions have the whole path, which is not written again
+    earlier = replace(checkpoint.load(run[0].best), training={"data": {"root": str(squares.root)}})
+    assert find_root(earlier.training) == squares.root
+    assert str(squares.root) not in checkpoint.build_metadata(earlier).to_json()
 
 
 def test_best_has_the_lowest_validation_loss_and_its_own_test_metrics(run, squares):

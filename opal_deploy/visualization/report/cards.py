@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from opal_deploy.artifact.measurements import EffectiveField
+from opal_deploy.datasets.samples import describe_never_predicted
 from opal_deploy.records.record import STATUSES, Failed, Record, Slot, describe_status
 from opal_deploy.visualization.overlay import MEANINGS, build_bars, overlay_width, photograph_size
 from opal_deploy.visualization.style import escape_unprintable
@@ -202,14 +203,19 @@ class Confusion:
     Attributes:
         labelled: number of answered images whose label the model knows.
         correct: number of these whose predicted class is the label.
+        answered, answered_correct: those of them that were not refused (abstained or unknown).
         unknown: number of answered images whose label the model does not know.
+        never: a line on classes with images that are never predicted; empty if there is none.
         columns: the predicted classes; empty if the matrix would be too large.
         rows: (label, a cell per column); empty if the matrix would be too large.
     """
 
     labelled: int
     correct: int
+    answered: int
+    answered_correct: int
     unknown: int
+    never: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[ConfusionCell, ...]], ...]
     pairs: tuple[ConfusionCell, ...]
@@ -237,6 +243,8 @@ class Tables:
     codes: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # those of the pairs that were abstained from or unknown
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     labelled: bool = False
 
     def count(self, record: Record) -> None:
@@ -250,7 +258,9 @@ class Tables:
             return
         self.classes[record.prediction.class_id, record.prediction.label] += 1
         if record.label is not None:
-            self.pairs[record.label, record.prediction.label] += 1
+            pair = record.label, record.prediction.label
+            self.pairs[pair] += 1
+            self.refused[pair] += record.status != "ok"
 
     @property
     def answered(self) -> int:
@@ -277,14 +287,25 @@ class Tables:
             share = round(100 * count / per_label[label], 1)
             return ConfusionCell(escape_unprintable(label), escape_unprintable(predicted), count, share)
 
-        columns = sorted({predicted for _, predicted in self.pairs})
+        predicted_names = {name for _, name in self.classes}
+        known_labels = Counter[str]()
+        for (label, _), count in sorted(known.items()):
+            known_labels[label] += count
+        # a class that is never predicted has a column too
+        absent = () if self.class_names is None else known_labels
+        columns = sorted({*(predicted for _, predicted in self.pairs), *absent})
         if len({*columns, *per_label}) > MATRIX_LIMIT:
             columns = []
         wrong = sorted(((n, pair) for pair, n in self.pairs.items() if pair[0] != pair[1]), key=lambda i: (-i[0], i[1]))
         return Confusion(
             labelled,
             sum(n for (label, predicted), n in known.items() if label == predicted),
+            sum(n - self.refused[pair] for pair, n in known.items()),
+            sum(n - self.refused[pair] for pair, n in known.items() if pair[0] == pair[1]),
             self.pairs.total() - labelled,
+            ""
+            if self.class_names is None
+            else escape_unprintable(describe_never_predicted(known_labels, predicted_names)),
             tuple(map(escape_unprintable, columns)),
             tuple(
                 (escape_unprintable(label), tuple(cell(label, predicted) for predicted in columns))

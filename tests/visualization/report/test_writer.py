@@ -203,6 +203,17 @@ def test_labels_are_set_against_classes(write, make_record):
     assert "<b>3 of 4</b><span>correct</span>" in page
 
 
+def test_a_class_that_is_never_predicted_is_said_first_and_has_its_column(write, make_record):
+    record = make_record(SIZE, labels=("a", "z"))
+    statuses = ["ok", "ok", "unknown"]
+    records = [replace(record, label=label, status=status) for label, status in zip("abb", statuses, strict=True)]
+    page = write(records, class_names=frozenset("ab"))
+    text = text_of(page)
+    assert text.index("Never predicted: b (2 images)") < text.index("Images")
+    assert re.search(r'<th scope="col" class="tilt"><span><bdi>b</bdi>', page)
+    assert "Accuracy: 1 of 3, including abstentions; of the 2 answered, 1 correct." in text
+
+
 def test_many_classes_have_a_list_of_confusions(write, make_record):
     records = [replace(make_record(SIZE, labels=(f"kind {i}", "z")), label=f"kind {i + 1}") for i in [*range(100), 42]]
     page = write(records, limit=0)

@@ -1,0 +1,41 @@
+"""The folder of the data set that a model was trained on: models keep its name, the run's folder where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from opal_deploy.artifact.files import read_json
+
+# of a training run: paths on this machine, which neither checkpoints nor exports carry
+PATHS = "paths.json"
+
+
+def find_root(training: Mapping[str, Any], model: Path | None = None) -> Path | None:
+    """Return the folder of a model's data set; None if it is not on this machine.
+
+    Args:
+        training: `training` of a checkpoint or metadata; of an earlier version it has the whole path.
+        model: the model's file, beside which its run's `paths.json` may lie.
+    """
+    data = training.get("data")
+    name = data.get("root") if isinstance(data, dict) else None
+    if not isinstance(name, str):
+        return None
+    for root in (None if model is None else _read_root(model.parent / PATHS), Path(name)):
+        try:
+            if root is not None and root.name == Path(name).name and root.is_dir():
+                return root
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _read_root(path: Path) -> Path | None:
+    try:
+        document = read_json(path)
+    except (OSError, ValueError):
+        return None
+    root = document.get("data") if isinstance(document, dict) else None
+    return Path(root) if isinstance(root, str) else None

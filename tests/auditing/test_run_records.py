@@ -1,0 +1,138 @@
+"""A results.jsonl against its signed run.json: records that were removed, repeated, moved or replaced."""
+
+import json
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from opal_deploy.auditing.verify_records import verify_signatures
+from opal_deploy.records.build import error_record
+from opal_deploy.records.lines import to_json_line
+from opal_deploy.records.signatures import PublicKeys, Signer
+from opal_deploy.run.directory import RunDirectory
+from opal_deploy.run.summary import Summary
+from tests.records.test_signatures import write
+
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    key = ed25519.Ed25519PrivateKey.generate()
+    write(folder / "key.pem", key)
+    write(folder / "public.pem", key, public=True)
+    return Signer(folder / "key.pem", print), PublicKeys([folder / "public.pem"])
+
+
+@pytest.fixture
+def run(signer, tmp_path):
+    """Write a signed run of records at these positions; return its directory."""
+
+    def write_run(positions=range(COUNT), shard=None, complete=True):
+        directory = RunDirectory(tmp_path, {"shard": shard})
+        directory.write_config()
+        summary, lines = Summary(), []
+        for position in positions:
+            unsigned = error_record(f"{position}.png", "not_an_image", "", index=position)
+            record = signer[0].sign(unsigned, directory.run_id)
+            summary.count(record)
+            lines.append(to_json_line(record))
+        (tmp_path / "results.jsonl").write_bytes(b"".join(lines))
+        directory.sign_config(summary, signer[0], complete=complete)
+        return tmp_path
+
+    return write_run
+
+
+@pytest.fixture
+def check(signer):
+    return lambda out, name="results.jsonl": verify_signatures(out / name, signer[1])
+
+
+def edit(out, change):
+    lines = (out / "results.jsonl").read_text().splitlines(keepends=True)
+    change(lines)
+    (out / "results.jsonl").write_text("".join(lines))
+
+
+def edit_run(out, change):
+    document = json.loads((out / "run.json").read_text())
+    change(document)
+    (out / "run.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("positions", "shard", "complete", "note"),
+    [
+        (range(COUNT), None, True, "12 images were answered, 12 records are here"),
+        (range(1, 36, 3), "2/3", True, "12 images were answered, 12 records are here"),
+        (range(5), None, False, "5 images were answered before the run stopped early, 5 records are here"),
+    ],
+)
+def test_a_run_as_it_was_written_has_no_fault(run, check, positions, shard, complete, note):
+    report = check(run(positions, shard, complete))
+    assert (report.run_faults, report.signatures_bad, report.findings) == ([], 0, [])
+    assert report.run_notes == ["The signature of run.json is valid", note]
+
+
+def _remove(*places):
+    return lambda lines: lines.__setitem__(slice(None), [line for n, line in enumerate(lines) if n not in places])
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (_remove(7), "12 images were answered, 11 records are here; missing: 7 (image_index)"),
+        (_remove(11), "12 images were answered, 11 records are here; missing: 11 (image_index)"),
+        (_remove(*range(1, 12)), "12 images were answered, 1 records are here; missing: 1-11 (image_index)"),
+        (lambda lines: lines.insert(3, lines[3]), "12 images were answered, 13 records are here; repeated: 3"),
+        (lambda lines: lines.__setitem__(7, lines[3]), "12 records are here; missing: 7; repeated: 3 (image_index)"),
+        (lambda lines: lines.reverse(), "the records are not those that the run wrote, or in another order"),
+    ],
+)  # fmt: skip
+def test_what_happened_to_the_records_is_told(run, check, change, fault):
+    out = run()
+    edit(out, change)
+    report = check(out)
+    assert report.signatures_bad == 0
+    assert fault in ", ".join(report.run_faults)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda run: run["records"].update(count=11), "run.json: changed after it was signed"),
+        (lambda run: run.pop("signature"), "run.json: it is not signed; the run has not ended, or its signature was"),
+        (lambda run: run.update(signature=1), "run.json: its signature is damaged"),
+        (dict.clear, "run.json: it is not signed"),
+    ],
+)
+def test_without_its_signed_run_a_signed_record_is_not_enough(run, check, change, fault):
+    out = run()
+    edit_run(out, change)
+    assert fault in ", ".join(check(out).run_faults)
+    (out / "run.json").unlink()
+    assert "run.json: it is missing or damaged" in ", ".join(check(out).run_faults)
+    # an extract that is handed over alone
+    (out / "results.jsonl").rename(out / "one.jsonl")
+    assert check(out, "one.jsonl").run_faults == []
+
+
+def test_the_run_json_of_another_run_is_refused(run, check, tmp_path):
+    out = run()
+    other = (out / "run.json").read_bytes()
+    run()
+    (out / "run.json").write_bytes(other)
+    assert "some records are of another run than run.json" in ", ".join(check(out).run_faults)
+
+
+def test_a_run_of_an_earlier_version_opens_and_its_gaps_are_found(signer, check, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"schema": 1, "run": {"shard": None}}))
+    records = [signer[0].sign(error_record(f"{n}.png", "not_an_image", "", index=n)) for n in range(COUNT)]
+    (tmp_path / "results.jsonl").write_bytes(b"".join(map(to_json_line, records)))
+    report = check(tmp_path)
+    assert report.run_faults == []
+    assert report.run_notes[0].startswith("run.json is not signed: ")
+    edit(tmp_path, _remove(5))
+    assert check(tmp_path).run_faults == ["11 records are here; missing: 5 (image_index)"]
