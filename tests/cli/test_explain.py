@@ -91,7 +91,7 @@ def test_a_known_label_stands_beside_the_answer_with_a_mark(run, tmp_path):
         assert "correct" not in (tmp_path / document["sheet"]).read_text()
     # the same on the sheets of a run
     run("infer in --sheets --out run --labels labels.csv")
-    with Image.open(tmp_path / "run/sheets/000001-001.png.png") as sheet:
+    with Image.open(tmp_path / "run/sheets/000001-001.png") as sheet:
         assert "(wrong, label" in sheet.info["Description"]
 
 
@@ -138,7 +138,7 @@ def test_receptive_fields_are_drawn_only_where_they_were_measured(run, opal, exa
     for option, out in (((), "plain"), (("--receptive-field",), "fields")):
         call = ("infer", "in", "--model", "m.pt", "--explain", "--sheets", "--out", out, *option)
         assert opal(*call, cwd=tmp_path).returncode == 0
-    for drawn in ("overlays/000000-000.png.jpg", "sheets/000000-000.png.png"):
+    for drawn in ("overlays/000000-000.jpg", "sheets/000000-000.png"):
         assert (tmp_path / "plain" / drawn).read_bytes() != (tmp_path / "fields" / drawn).read_bytes()
     # drawn once, or shown on demand
     pages = [(tmp_path / out / "report.html").read_text() for out in ("plain", "fields")]

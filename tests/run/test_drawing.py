@@ -51,7 +51,7 @@ def test_sheets_cost_no_forward_pass(images, tmp_path):
     run_in(tmp_path / "out", images, session)
     assert session.batches == [4, 3]
     written = [record.get("sheet") for record in read_results(tmp_path / "out")]
-    assert written == [None if n == 2 else f"sheets/00000{n}-{n}.png.png" for n in range(7)]
+    assert written == [None if n == 2 else f"sheets/00000{n}-{n}.png" for n in range(7)]
     assert len(list((tmp_path / "out/sheets").iterdir())) == 6
 
 

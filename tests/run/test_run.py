@@ -83,7 +83,7 @@ def replace_file(path):
         pytest.param("results.jsonl", replace_file, "results.jsonl: removed or replaced", id="records replaced"),
         pytest.param("", shutil.rmtree, "results.jsonl: removed or replaced", id="folder deleted"),
         pytest.param("", rename, "results.jsonl: removed or replaced", id="folder renamed"),
-        pytest.param("overlays/000000-0.png.jpg", Path.unlink, "drawing of record 1, .*in/0.png", id="overlay deleted"),
+        pytest.param("overlays/000000-0.jpg", Path.unlink, "drawing of record 1, .*in/0.png", id="overlay deleted"),
     ],
 )
 def test_what_is_removed_during_a_run_is_no_success(tmp_path, name, remove, message):

@@ -140,7 +140,7 @@ const evidence = (() => {
       decorate?.(slot, row);
       return row;
     });
-    const head = [["slot"], [meaning, { colspan: 2 }], ...(scores ? [["score", NUMERIC]] : []), ["cell (row, column)", NUMERIC]];
+    const head = [["slot"], [meaning, { colspan: 2 }], ...(scores ? [["score", NUMERIC]] : []), ["cell (row, col)", NUMERIC]];
     return table("slots", head, rows, record.top ? boxNote(record) : "");
   }
 
