@@ -25,6 +25,7 @@ from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.machine import ProcessGroup
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.run_directory import TrainRunDirectory
+from tests.builders import NORM_FREE_BACKBONE, SMALL_BACKBONE
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +36,11 @@ def folder(write_squares, tmp_path_factory):
 
 
 def _arguments(folder, out, *options):
-    # a network without batch statistics and chance: those of a process's own share differ from the whole batch's
+    # batch statistics of a process's own share differ from the whole batch's
     return [
-        "train", str(folder), "--out", str(out), "--recipe", "paper", "--backbone", "vgg11", "--weights", "none",
-        "--size", "64", "--epochs", "2", "--batch-size", "9", "--device", "cpu", "--prototypes", "2", "--lr", "1e-4",
-        "--workers", "0", *options,
+        "train", str(folder), "--out", str(out), "--recipe", "paper", "--backbone", NORM_FREE_BACKBONE,
+        "--weights", "none", "--size", "64", "--epochs", "2", "--batch-size", "9", "--device", "cpu",
+        "--prototypes", "2", "--lr", "1e-4", "--workers", "0", *options,
     ]  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def _train(folder, out, *options):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
 
@@ -83,7 +84,8 @@ def test_two_processes_train_as_one_does(opal, folder, tmp_path):
         assert second.metrics[name] == first.metrics[name]
     weights = [net.network.head.projection.weight for net in (first, second)]
     torch.manual_seed(0)
-    start = OpalNetwork(NetworkConfig("vgg11", 3, (64, 64), HeadConfig(prototypes_per_class=2))).head.projection.weight
+    config = NetworkConfig(NORM_FREE_BACKBONE, 3, (64, 64), HeadConfig(prototypes_per_class=2))
+    start = OpalNetwork(config).head.projection.weight
     moved = (weights[0] - start).abs().max()
     # the paths stay together: what separates them is rounding, small beside what training moved
     assert (weights[0] - weights[1]).abs().max() < 0.05 * moved
@@ -91,7 +93,7 @@ def test_two_processes_train_as_one_does(opal, folder, tmp_path):
 
 def test_the_weights_that_are_saved_are_those_that_are_judged(folder, tmp_path):
     """Batch statistics differ between processes without a common batch norm; one process's are saved."""
-    batch_norm = ("--backbone", "shufflenet_v2_x0_5", "--lr", "0.01", "--epochs", "1", "--head-steps", "5")
+    batch_norm = ("--backbone", SMALL_BACKBONE, "--lr", "0.01", "--epochs", "1", "--head-steps", "5")
     done = _train(folder, tmp_path / "run", *batch_norm)
     assert done.returncode == 0, done.stderr
     stored = checkpoint.load(tmp_path / "run" / "last.pt")
