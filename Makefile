@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# tests run in as many processes as there are cores, one thread each; a file's tests share its expensive fixtures
+# tests run in as many processes as there are cores, one thread each; a file's tests share its expensive fixtures, and
+# the slowest files come first
 test test-all: export OMP_NUM_THREADS := 1
-PARALLEL := --numprocesses auto --dist loadfile
+PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # tritonserver of the wheel nvidia-pytriton, which a few tests start. It was built against numpy 1 and has no wheels but
 # for Linux on x86_64, so that it lives in an environment of its own; everything else comes from .venv
@@ -37,10 +38,11 @@ help:
 	@echo "make check     ruff, mypy, import-linter"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
 
+# not compiled: Python compiles what it imports, a small part of 21,000 files
 $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV) (PyTorch is large; a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[all-cpu,dev,docs]'
+	@echo "Installing into $(VENV) (PyTorch is large; a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[all-cpu,dev,docs]'
 	@touch $@
 
 $(TRITON_INSTALLED): $(INSTALLED)

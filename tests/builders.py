@@ -13,6 +13,10 @@ from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.tensorrt import platform_name
 
+# timm's residual network for tests: so few layers that it is built, trained and traced in no time
+SMALL_BACKBONE = "timm:test_resnet"
+# as small, without batch statistics and chance: it answers in training as it does afterwards
+NORM_FREE_BACKBONE = "timm:test_convnext"
 CLASS_NAMES = ["Sooty Albatross", "Crested Auklet", "Äußerer Käuz", "Tern <b>", "Wren", "Jay", "Crow"]
 
 

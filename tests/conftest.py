@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -31,6 +32,17 @@ INPUT_SIZE = (96, 96)
 # slots of `edited_model`
 LEFT = dict(zip(CLASSES, ([0, 2], [1], [0, 1, 2], [1, 2]), strict=True))
 
+# begun first, so that of several processes none ends long after the others
+SLOWEST = {
+    "cluster/test_ray.py", "cli/test_demo.py", "cli/test_infer_resume.py", "export/test_graph.py",
+    "train/test_distributed.py", "train/test_resume.py", "visualization/report/test_browser.py",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(folder).as_posix() not in SLOWEST)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
@@ -39,6 +51,24 @@ def pytest_runtest_setup() -> None:
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        _read_translations_once()
+
+
+def _read_translations_once() -> None:
+    """Keep PyTorch's translations to ONNX, which it parses in every export for a quarter of the export's time."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    if hasattr(ONNXRegistry, "kept"):
+        return
+    read = functools.cache(ONNXRegistry.from_torchlib)
+
+    def copy(*version: int, **named: int) -> ONNXRegistry:
+        registry, kept = ONNXRegistry(), read(*version, **named)
+        registry._opset_version = kept.opset_version
+        registry.functions = {name: list(functions) for name, functions in kept.functions.items()}
+        return registry
+
+    ONNXRegistry.from_torchlib = ONNXRegistry.kept = staticmethod(copy)  # type: ignore[method-assign, attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -135,7 +136,7 @@ def fit_head(
     network.eval().head.train()
     model = group.wrap_ddp(HeadTerms(network.head, agreement=objective.agreement > 0))
     source = _FeatureSource(network, batches, amp, objective.agreement > 0)
-    source.keep(memory // group.local_size, progress)
+    source.keep(memory // group.local_size, group, progress)
     steps = max(steps, source.views * len(batches.plan()))
     parameters = [each for each in network.head.parameters() if each.requires_grad]
     rate = _RATE * min(max(source.rms, _RMS_BOUNDS[0]), _RMS_BOUNDS[1]) / source.rms
@@ -166,7 +167,7 @@ class _FeatureSource:
 
     Attributes:
         views: views per image that are kept; 1 where none is.
-        rms: root mean square of the features of the first batch.
+        rms: root mean square of the features of the first batch, averaged over the processes.
         images, seconds: number of feature maps computed so far, and how long that took.
         pooled: pooled features and labels of up to 20,000 images.
     """
@@ -178,15 +179,17 @@ class _FeatureSource:
         self.views, self.rms, self.images, self.seconds = 1, 1.0, 0, 0.0
         self.pooled: list[tuple[Tensor, Tensor]] = []
 
-    def keep(self, memory: int, progress: Progress) -> None:
-        """Keep the features of as many views as fit into `memory` bytes, perhaps of none."""
+    def keep(self, memory: int, group: ProcessGroup, progress: Progress) -> None:
+        """Keep the features of as many views as fit into `memory` bytes of every process, perhaps of none."""
         # without augmentation all views would be the same
         wanted = _VIEWS if self._batches.images.augmentation is not None else _VIEWS[:1]
         stream = self._compute_pass(wanted[0])
         first = next(stream)
-        self.rms = max(float(first.features.float().pow(2).mean().sqrt()), _TINY)
         share = sum(map(len, self._batches.local_plan()))
-        views = min(len(wanted), memory // (share * first.features[0].nbytes))
+        rms, fitting = float(first.features.float().pow(2).mean().sqrt()), memory // (share * first.features[0].nbytes)
+        # with rates or numbers of steps of their own, processes would end with different heads, or wait for each other
+        all_rms, all_fitting = zip(*group.all_gather((rms, fitting)), strict=True)
+        self.rms, views = max(fmean(all_rms), _TINY), min(len(wanted), *all_fitting)
         self._first_pass = itertools.chain([first], stream)
         if not views:
             return

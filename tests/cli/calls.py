@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +30,30 @@ def check(done: subprocess.CompletedProcess[str], code: int = 0) -> subprocess.C
     """Return an ended call after checking its exit code; a failure shows what it said."""
     assert done.returncode == code, done.stderr
     return done
+
+
+_CALL_ALL = """
+import json, sys
+blocked, calls = json.load(sys.stdin)
+sys.modules.update(dict.fromkeys(blocked))
+from typer.testing import CliRunner
+from opal_deploy.cli import app
+for call in calls:
+    sys.argv = ["opal-deploy", *call]
+    done = CliRunner().invoke(app, call, prog_name="opal-deploy")
+    print(json.dumps([done.exit_code, done.stdout, done.stderr]))
+"""
+
+
+def call_without(
+    blocked: Iterable[str], calls: Iterable[Iterable[object]], cwd: Path | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands one after the other in a process of their own that cannot import these packages."""
+    words = [[str(word) for word in call] for call in calls]
+    done = subprocess.run(
+        [sys.executable, "-c", _CALL_ALL], input=json.dumps([list(blocked), words]), cwd=cwd, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}, capture_output=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = (json.loads(line) for line in done.stdout.splitlines())
+    return [subprocess.CompletedProcess(call, *answer) for call, answer in zip(words, answers, strict=True)]

@@ -8,14 +8,13 @@ from typer.main import get_command
 
 from opal_deploy._version import __version__
 from opal_deploy.cli import app
-from tests.cli.calls import check, one_line
+from tests.cli.calls import call_without, check, one_line
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
 
 
 ROOT_COMMAND = get_command(app)
-COMMANDS = sorted(ROOT_COMMAND.commands)
 # every command by the words that call it
 CALLS = {
     "": ROOT_COMMAND,
@@ -24,10 +23,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("command", [None, *COMMANDS, "bench pipeline"])
-def test_help_needs_nothing_but_typer(opal, command):
-    done = check(opal(*(command.split() if command else []), "--help", blocked=(*HEAVY, "numpy", "PIL")))
-    assert "Usage: opal-deploy" in done.stdout
+def test_help_needs_nothing_but_typer():
+    for done in call_without((*HEAVY, "numpy", "PIL"), [(*words.split(), "--help") for words in CALLS]):
+        assert "Usage: opal-deploy" in check(done).stdout, done.args
 
 
 @pytest.mark.parametrize(("words", "command"), CALLS.items())
@@ -55,22 +53,21 @@ def test_help_lists_every_command_and_the_exit_codes_and_the_version_is_the_pack
     assert opal("--version").stdout == f"opal-deploy {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "extra"),
-    [
-        (["infer", "{images}", "--model", "{model}.onnx"], "cpu"),
-        (["infer", "{images}", "--model", "{model}.pt"], "train"),
-        (["verify", "{model}.onnx"], "cpu"),
-        (["export", "{model}.pt"], "export"),
-        (["export", "{model}.onnx", "--precision", "fp16"], "export"),
-        (["export", "{model}.onnx", "--trt"], "trt-rtx"),
-        (["train", "{images}"], "train"),
-    ],
-)
-def test_a_missing_package_names_the_extra_to_install(opal, exact_model, make_pictures, tmp_path, arguments, extra):
+def test_a_missing_package_names_the_extra_to_install(exact_model, make_pictures, tmp_path):
     make_pictures(tmp_path / "in", 1)
-    filled = [a.format(images=tmp_path / "in", model=exact_model.with_suffix("")) for a in arguments]
-    assert f"pip install 'opal-deploy[{extra}]'" in one_line(opal(*filled, blocked=HEAVY, cwd=tmp_path))
+    model, checkpoint = exact_model, exact_model.with_suffix(".pt")
+    calls = [
+        (("infer", "in", "--model", model), "cpu"),
+        (("infer", "in", "--model", checkpoint), "train"),
+        (("verify", model), "cpu"),
+        (("export", checkpoint), "export"),
+        (("export", model, "--precision", "fp16"), "export"),
+        (("export", model, "--trt"), "trt-rtx"),
+        (("train", "in"), "train"),
+    ]
+    done = call_without(HEAVY, [call for call, _ in calls], tmp_path)
+    for each, (_, extra) in zip(done, calls, strict=True):
+        assert f"pip install 'opal-deploy[{extra}]'" in one_line(each), each.args
 
 
 @pytest.mark.parametrize(
@@ -93,7 +90,6 @@ def test_a_call_that_cannot_be_read_is_refused_in_one_line(opal, arguments, mess
     assert one_line(opal(*arguments)).endswith(message)
 
 
-@pytest.mark.parametrize("suffix", [".onnx", ".pt"])
-def test_inspect_needs_neither_torch_nor_a_runtime(opal, exact_model, suffix):
-    done = check(opal("inspect", exact_model.with_suffix(suffix), blocked=HEAVY))
-    assert "shufflenet_v2_x0_5" in done.stderr
+def test_inspect_needs_neither_torch_nor_a_runtime(exact_model):
+    for done in call_without(HEAVY, [("inspect", exact_model.with_suffix(suffix)) for suffix in (".onnx", ".pt")]):
+        assert "shufflenet_v2_x0_5" in check(done).stderr

@@ -18,9 +18,10 @@ from opal_deploy.train.machine import MixedPrecision, ProcessGroup
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.resume import read_config
 from opal_deploy.train.run_directory import TrainRunDirectory
+from tests.builders import NORM_FREE_BACKBONE
 
 OPTIONS = TrainOptions(
-    backbone="shufflenet_v2_x0_5", epochs=4, batch_size=8, input_size=(64, 64), head=HeadConfig(prototypes_per_class=2),
+    backbone=NORM_FREE_BACKBONE, epochs=4, batch_size=8, input_size=(64, 64), head=HeadConfig(prototypes_per_class=2),
     class_weights="balanced", patience=1,
 )  # fmt: skip
 
@@ -83,13 +84,14 @@ def test_a_weight_scales_the_loss_and_the_gradient_of_its_class():
     torch.testing.assert_close(weighted[0], probability - 1 / 2)
 
 
-def test_a_run_stops_without_improvement_and_its_resumption_ends_there_too(squares, tmp_path):
+def test_a_run_stops_without_improvement_and_its_resumption_ends_there_too(squares, tmp_path, curves):
     lines = []
     # at this rate no step improves anything
     options = replace(OPTIONS, lr=1e-12, augment="none")
     result = fit(squares, options, tmp_path / "run", log=lines.append)
     stopped = len(result.epochs)
     assert stopped == result.best_epoch + 1 < 4
+    assert set(curves) == {"training"}  # not augmented
     assert lines[-1] == f"stopping: no lower validation loss since epoch {result.best_epoch}"
     stored = read_config(TrainRunDirectory(tmp_path / "run"))["options"]
     assert (stored["class_weights"], stored["patience"]) == ("balanced", 1)

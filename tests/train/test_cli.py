@@ -23,8 +23,9 @@ from opal_deploy.train.attention import NetworkTerms
 from opal_deploy.train.epoch import Objective, TrainStep, evaluate
 from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.machine import MixedPrecision, ProcessGroup, default_num_workers
+from tests.builders import SMALL_BACKBONE
 
-SMALL = ("--recipe", "paper", "--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64")
+SMALL = ("--recipe", "paper", "--backbone", SMALL_BACKBONE, "--weights", "none", "--size", "64")
 
 
 def test_size_is_one_number_or_height_x_width():
@@ -59,7 +60,7 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
 def test_the_function_trains_what_the_command_trains_and_prints_nothing(squares, tmp_path, opal, capsys):
     small = {
         "recipe": "paper",
-        "backbone": "shufflenet_v2_x0_5",
+        "backbone": SMALL_BACKBONE,
         "weights": "none",
         "size": 64,
         "epochs": 2,
@@ -142,7 +143,7 @@ def test_interrupted_training_names_the_command_that_resumes_it(opal, squares, t
     shutil.copytree(squares.root / "train", tmp_path / "my data")
     done = opal("train", "my data", *SMALL, "--overwrite", "--epochs", 3, cwd=tmp_path)
     assert done.returncode == ExitCode.INTERRUPTED
-    options = "--recipe paper --backbone shufflenet_v2_x0_5 --weights none --size 64 --epochs 3"
+    options = f"--recipe paper --backbone {SMALL_BACKBONE} --weights none --size 64 --epochs 3"
     assert f"resume with: opal-deploy train 'my data' {options} --resume\n" in done.stderr
 
 
@@ -215,7 +216,7 @@ def test_a_timm_network_trains_exports_and_explains(opal, squares, lite0_weights
 
 
 def test_every_step_normalises_as_the_network_says(squares):
-    config = NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), mean=(0.5, 0.5, 0.5), std=(0.25, 0.5, 1.0))
+    config = NetworkConfig(SMALL_BACKBONE, 3, (64, 64), mean=(0.5, 0.5, 0.5), std=(0.25, 0.5, 1.0))
     network, group = OpalNetwork(config), ProcessGroup(torch.device("cpu"))
     seen = []
     # receptive fields are computed on meta tensors, which have no values

@@ -25,6 +25,7 @@ from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.machine import ProcessGroup
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.run_directory import TrainRunDirectory
+from tests.builders import SMALL_BACKBONE
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def _train(folder, out, *options):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
 
@@ -91,7 +92,7 @@ def test_two_processes_train_as_one_does(opal, folder, tmp_path):
 
 def test_the_weights_that_are_saved_are_those_that_are_judged(folder, tmp_path):
     """Batch statistics differ between processes without a common batch norm; one process's are saved."""
-    batch_norm = ("--backbone", "shufflenet_v2_x0_5", "--lr", "0.01", "--epochs", "1", "--head-steps", "5")
+    batch_norm = ("--backbone", SMALL_BACKBONE, "--lr", "0.01", "--epochs", "1", "--head-steps", "5")
     done = _train(folder, tmp_path / "run", *batch_norm)
     assert done.returncode == 0, done.stderr
     stored = checkpoint.load(tmp_path / "run" / "last.pt")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
@@ -20,34 +21,41 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.statistics import choose_threshold
-from opal_deploy.train import loop
+from opal_deploy.train import loop, run_directory
 from opal_deploy.train.attention import NetworkTerms, measure_disagreement
 from opal_deploy.train.epoch import Objective, TrainStep, evaluate
 from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.machine import MixedPrecision, join_process_group
 from opal_deploy.train.recipe import TrainOptions
-from opal_deploy.train.run_directory import FILES, TrainRunDirectory
+from opal_deploy.train.run_directory import FILES, TrainRunDirectory, _draw_curves
 from tests.authors import AuthorsModel
+from tests.builders import SMALL_BACKBONE
 
-# the smallest network of torchvision's with a whole number of pixels a cell: 1.4 million weights
 OPTIONS = TrainOptions(
-    backbone="shufflenet_v2_x0_5", epochs=2, batch_size=8, lr=1e-3, input_size=(64, 64),
+    backbone=SMALL_BACKBONE, epochs=2, batch_size=8, lr=1e-3, input_size=(64, 64),
     head=HeadConfig(prototypes_per_class=2),
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def run(squares, tmp_path_factory):
-    lines = []
-    steps = []
+    lines, steps, legends, save = [], [], [], Figure.savefig
+
+    def savefig(figure, *args, **options):
+        legends.append(figure.axes[0].get_legend_handles_labels()[1])
+        save(figure, *args, **options)
+
     out = tmp_path_factory.mktemp("runs") / "deeper" / "x"
-    result = fit(squares, OPTIONS, out, progress=lambda done, total, note: steps.append(done), log=lines.append)
-    return result, lines, steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_directory, "_draw_curves", _draw_curves)
+        patch.setattr(Figure, "savefig", savefig)
+        result = fit(squares, OPTIONS, out, progress=lambda done, total, note: steps.append(done), log=lines.append)
+    return result, lines, steps, legends
 
 
 def test_files_of_a_run_are_plain_values(run):
-    result, lines, steps = run
+    result, lines, steps, legends = run
     out = result.best.parent
     assert {path.name for path in out.iterdir()} == set(FILES)
     assert (out / "metrics.csv").read_text().startswith("epoch,train_loss,train_accuracy,val_loss,val_accuracy,")
@@ -56,9 +64,10 @@ def test_files_of_a_run_are_plain_values(run):
     with Image.open(out / "curves.png") as image:
         assert image.format == "PNG"
         assert image.width > 500
+    assert legends[0] == ["training (augmented)", "validation", "best"]
     start, estimate, *epochs = lines
     assert start == (
-        "training shufflenet_v2_x0_5, random weights, 2 prototypes per class: 2 epochs of all layers in batches of 8, "
+        f"training {SMALL_BACKBONE}, random weights, 2 prototypes per class: 2 epochs of all layers in batches of 8, "
         "learning rate 0.001"
     )
     assert " left, at " in estimate
@@ -174,7 +183,7 @@ def test_lowest_validation_loss_wins_without_test_images_too(squares, tmp_path, 
     best = checkpoint.load(tmp_path / "best.pt")
     assert best.metrics["epoch"] == 2
     assert best.receptive_field is not None
-    assert (best.receptive_field.size, best.receptive_field.images) == (527, 6)
+    assert (best.receptive_field.size, best.receptive_field.images) == (167, 6)
     assert checkpoint.build_metadata(best).receptive_field["effective"] > 0
     assert checkpoint.load(tmp_path / "last.pt").metrics["epoch"] == 4
 

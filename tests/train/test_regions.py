@@ -20,6 +20,7 @@ from opal_deploy.train.attention import NetworkTerms, measure_kept_off
 from opal_deploy.train.images import PaperAugmentation, TrainImages
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.run_directory import TrainRunDirectory
+from tests.builders import SMALL_BACKBONE
 
 BOX = (52, 14, 81, 46)
 POLYGON = [[52, 14, 81, 14, 81, 46, 52, 46]]
@@ -88,7 +89,7 @@ def test_only_the_labelled_classs_slots_pay_for_their_maximum_in_the_region():
 def test_training_on_it_takes_the_attention_away():
     torch.manual_seed(0)
     head = HeadConfig(prototypes_per_class=2)
-    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 2, (64, 64), head, stride=16)).eval()
+    network = OpalNetwork(NetworkConfig(SMALL_BACKBONE, 2, (64, 64), head, stride=16)).eval()
     model = NetworkTerms(network, agreement=False)
     images, labels, regions = torch.randn(4, 3, 64, 64), torch.tensor([1] * 4), torch.zeros(4, 64, 64)
     regions[:, :20, 30:] = 1
@@ -111,7 +112,7 @@ def test_a_run_says_what_the_regions_got_and_repeats_with_its_recipe(opal, tmp_p
         data, num_species=2, train_per_class=6, val_per_class=2, test_per_class=0, size=(64, 64), stamped=[1]
     )
     arguments = (
-        "--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64", "--stride", "16", "--batch-size", "6",
+        "--backbone", SMALL_BACKBONE, "--weights", "none", "--size", "64", "--stride", "16", "--batch-size", "6",
         "--epochs", "1", "--device", "cpu", "--workers", "1", "--cache-megabytes", "0",
     )  # fmt: skip
     regions = ("--keep-off", data / "stamps.json", "--keep-off-weight", "0.5")
@@ -145,7 +146,7 @@ REFUSED = [
 @pytest.mark.parametrize(("arguments", "expected"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
 def test_regions_that_cannot_be_used_are_refused_in_one_line(squares, tmp_path, opal, arguments, expected):
     write_coco(tmp_path / "regions.json")
-    options = ("--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64", "--device", "cpu")
+    options = ("--backbone", SMALL_BACKBONE, "--weights", "none", "--size", "64", "--device", "cpu")
     done = opal("train", squares.root, *options, *arguments, "--out", "run", cwd=tmp_path)
     assert done.returncode == 2
     assert expected in done.stderr

@@ -22,10 +22,12 @@ from opal_deploy.train import checkpoints
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.run_directory import TrainRunDirectory
+from tests.builders import SMALL_BACKBONE
+from tests.cli.calls import check
 
 # stochastic depth draws from torch's generator: a state that is not restored changes the weights
 OPTIONS = TrainOptions(
-    backbone="shufflenet_v2_x0_5", epochs=2, batch_size=8, lr=1e-3, input_size=(32, 32),
+    backbone=SMALL_BACKBONE, epochs=2, batch_size=8, lr=1e-3, input_size=(32, 32),
     head=HeadConfig(prototypes_per_class=2), device="cpu",
 )  # fmt: skip
 
@@ -115,7 +117,9 @@ def test_dropout_and_stochastic_depth_go_on_from_where_they_were(squares, tmp_pa
 
 
 def test_a_schedule_and_two_views_go_on_bit_by_bit_and_their_epochs_are_fixed(squares, tmp_path):
-    options = replace(OPTIONS, schedule="cosine", agreement=0.3, stride=8, keep_layers=True)
+    # a network whose layers can be kept
+    finer = {"backbone": "shufflenet_v2_x0_5", "stride": 8, "keep_layers": True}
+    options = replace(OPTIONS, schedule="cosine", agreement=0.3, **finer)
     fit(squares, options, tmp_path / "whole")
     _interrupted(squares, tmp_path / "ended", options)
     with pytest.raises(UsageError, match="epochs was 2 and is 3"):
@@ -184,11 +188,12 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(squares, wh
             resource.setrlimit(resource.RLIMIT_FSIZE, (len(sizes[0]) // 2, before[1]))
 
     try:
-        with pytest.raises(StoppedEarly, match=r"last\.pt: cannot be written .*best\.pt holds epoch 1, .*make room"):
+        with pytest.raises(StoppedEarly, match=r"last\.pt: cannot be written .*, .*make room") as stopped:
             fit(squares, OPTIONS, out, log=fill_the_disk)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+    assert f"best.pt holds epoch {checkpoint.load(out / 'best.pt').metrics['epoch']}, " in str(stopped.value)
     assert (out / "last.pt").read_bytes() == sizes[0]
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
     fit(squares, OPTIONS, out, resume=True)
@@ -267,23 +272,22 @@ def test_what_killed_writers_left_is_taken_away(squares, ended):
     assert {path.name for path in ended.iterdir() if path.name.startswith(".")} == {".mine.part"}
 
 
-def test_kill_9_and_resume_from_the_command_line(squares, tmp_path):
-    def start(out):
-        command = [
-            sys.executable, "-m", "opal_deploy", "train", squares.root, "--out", out, "--resume", "--weights", "none",
-            "--backbone", OPTIONS.backbone, "--epochs", 2, "--batch-size", OPTIONS.batch_size, "--lr", 1e-3, "--size",
-            32, "--prototypes", 2, "--device", "cpu", "--save-every", 1, "--workers", 0,
+def test_kill_9_and_resume_from_the_command_line(opal, squares, tmp_path):
+    def arguments(out):
+        return [
+            "train", squares.root, "--out", out, "--resume", "--weights", "none", "--backbone", OPTIONS.backbone,
+            "--epochs", 2, "--batch-size", OPTIONS.batch_size, "--lr", 1e-3, "--size", 32, "--prototypes", 2,
+            "--device", "cpu", "--save-every", 1, "--workers", 0,
         ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen([*map(str, command)], env=environment, stderr=subprocess.DEVNULL)
 
-    whole, run = start(tmp_path / "whole"), tmp_path / "run"
-    assert whole.wait() == 0
-    process = start(run)
-    while not (run / "last.pt").exists():
+    command = [sys.executable, "-m", "opal_deploy", *map(str, arguments(tmp_path / "run"))]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "run/last.pt").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    assert start(run).wait() == 0
-    assert _outcome(run) == _outcome(tmp_path / "whole")
+    # uninterrupted, and resumed
+    for out in ("whole", "run"):
+        check(opal(*arguments(tmp_path / out)))
+    assert _outcome(tmp_path / "run") == _outcome(tmp_path / "whole")

@@ -11,9 +11,10 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
+from tests.builders import SMALL_BACKBONE
 
 OPTIONS = TrainOptions(
-    backbone="shufflenet_v2_x0_5", epochs=1, batch_size=8, lr=1e-3, input_size=(32, 32),
+    backbone=SMALL_BACKBONE, epochs=1, batch_size=8, lr=1e-3, input_size=(32, 32),
     head=HeadConfig(prototypes_per_class=2), device="cpu", precision="fp32",
 )  # fmt: skip
 DROPPED = 3  # the channel of green/1
@@ -89,7 +90,7 @@ REFUSED = [
     (["--start-from", "model.onnx"], "only checkpoints can be trained"),
     (["--start-from", "{0}/edited.pt", "--stride", "16"], "stride is None there and 16 here"),
     (["--start-from", "{0}/edited.pt", "--prototypes", "3"], "prototypes_per_class is 2 there and 3 here"),
-    (["--start-from", "{0}/edited.pt", "--backbone", "resnet18"], "backbone is shufflenet_v2_x0_5 there"),
+    (["--start-from", "{0}/edited.pt", "--backbone", "resnet18"], f"backbone is {SMALL_BACKBONE} there"),
     (["--start-from", "{0}/edited.pt", "--head", "plain"], "--start-from"),
     (["--start-from", "{0}/first/best.pt", "--reset-dropped"], "was dropped; leave it out"),
     (["--freeze-backbone"], "add --start-from CHECKPOINT"),

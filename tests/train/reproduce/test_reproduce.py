@@ -11,6 +11,7 @@ from opal_deploy.model.config import HeadConfig
 from opal_deploy.synthetic import generate_dataset
 from opal_deploy.train.options import ReproduceOptions
 from opal_deploy.train.reproduce import results
+from tests.builders import SMALL_BACKBONE
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def creatures(tmp_path_factory):
     return root
 
 
-SMALL = {"backbone": "shufflenet_v2_x0_5", "weights": "none", "epochs": 1, "batch_size": 6, "size": 64}
+SMALL = {"backbone": SMALL_BACKBONE, "weights": "none", "epochs": 1, "batch_size": 6, "size": 64}
 
 
 def test_a_table_is_trained_once_and_printed(creatures, tmp_path, capsys):
