@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind
+from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind, remove_temporary_files
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
+from opal_deploy.artifact.output_file import check_output
 from opal_deploy.editing.drops import check_drops, name_slot, parse_slots, read_drops, write_slot
 from opal_deploy.editing.options import EditOptions
 from opal_deploy.errors import ArtifactError, UsageError, require
@@ -147,14 +148,12 @@ def _check_options(path: Path, kind: ModelKind, options: EditOptions, edits: boo
         raise UsageError(f"{path}: an ONNX file no longer has the scores of dropped slots; edit its checkpoint")
     if out is not None and model_kind(out) != kind:
         raise UsageError(f"--out {out}: expected a name that ends in {path.suffix}, as {path.name} does")
-    written = [Path(file) for file in (options.out, options.page) if file is not None]
-    for file in written:
-        if file.is_dir():
-            raise UsageError(f"{file}: a folder has that name; give the name of a file")
-        if file.exists() and (not options.overwrite or file.resolve() == path.resolve()):
-            raise UsageError(f"{file}: it exists already; give another name, or --overwrite for a file but the model")
-    if len({file.resolve() for file in written}) < len(written):
-        raise UsageError(f"{written[0]}: --out and --page are the same file; give two names")
+    for name, file, suffix in (("--out", options.out, path.suffix), ("--page", options.page, ".html")):
+        if file is not None:
+            inputs = (path, options.drops, options.annotations)
+            check_output(name, Path(file), [suffix], inputs=inputs, overwrite=options.overwrite)
+    if out is not None and options.page is not None and out.resolve() == Path(options.page).resolve():
+        raise UsageError(f"{out}: --out and --page are the same file; give two names")
 
 
 def _describe_edited(
@@ -196,16 +195,19 @@ def _describe_edited(
 
 
 def _write(path: Path, kind: ModelKind, edited: Metadata, out: Path, options: EditOptions) -> None:
+    remove_temporary_files(out)
     if kind == "onnx":
         require("onnx", "export", "editing an ONNX file")
         require("onnxruntime", "cpu", "editing an ONNX file, to verify what it writes,")
         from opal_deploy.editing.onnx_edit import write_edited_onnx
         from opal_deploy.export.options import ExportOptions
 
-        write_edited_onnx(path, edited, out, ExportOptions(threads=options.threads, log=options.log))
+        write_edited_onnx(
+            path, edited, out, ExportOptions(threads=options.threads, overwrite=options.overwrite, log=options.log)
+        )
         return
     from opal_deploy.model import checkpoint
 
     changed = checkpoint.with_dropped_slots(checkpoint.load(path), edited.dropped)
     calibration = Calibration.from_dict(edited.calibration)
-    checkpoint.save(out, replace(changed, edits=edited.edits, calibration=calibration))
+    checkpoint.save(out, replace(changed, edits=edited.edits, calibration=calibration), overwrite=options.overwrite)

@@ -119,7 +119,7 @@ def write_page(
             changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
         )
     )  # fmt: skip
-    with atomic_write(page) as temporary:
+    with atomic_write(page, replace=options.overwrite) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 

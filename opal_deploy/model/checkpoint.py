@@ -70,16 +70,17 @@ class Checkpoint:
     unknown: dict[str, Any] = field(default_factory=dict)
 
 
-def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = None) -> None:
+def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = None, overwrite: bool = True) -> None:
     """Write a checkpoint in our format, atomically.
 
     Args:
         path: the file to write.
         checkpoint: the checkpoint.
         extra: more plain values and tensors, under keys that `load` ignores.
+        overwrite: whether a file of that name is replaced.
 
     Raises:
-        UsageError: the folder cannot be written to.
+        UsageError: the folder cannot be written to, or the file exists and may not be replaced.
     """
     document = {
         **checkpoint.unknown,
@@ -100,7 +101,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
         **(extra or {}),
     }
-    _write(path, document)
+    _write(path, document, replace=overwrite)
 
 
 def with_dropped_slots(checkpoint: Checkpoint, dropped: tuple[int, ...]) -> Checkpoint:
@@ -128,8 +129,8 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> None:
     _write(path, {**document, **changes})
 
 
-def _write(path: Path, document: dict[str, Any]) -> None:
-    with atomic_write(path) as temporary, temporary.open("wb") as stream:
+def _write(path: Path, document: dict[str, Any], *, replace: bool = True) -> None:
+    with atomic_write(path, replace=replace) as temporary, temporary.open("wb") as stream:
         try:
             torch.save(document, stream)
         except RuntimeError as error:
