@@ -35,7 +35,9 @@ class EditResult:
         scores: of the images of `data`, with which other sets of drops can be tried; None without data.
         effect: what the edit changes on the images of `data`; None without data or without drops.
         suggestions: slots that look at the wrong thing, the most harmful first.
-        suggested: names of those to drop together: the suspected slots of classes that have other slots, too.
+        suspected: names of the suspected slots, but those of classes without another slot that finds anything.
+        suggested: names of those without which most answers are right; empty where no choice of them helps.
+        suggested_effect: what dropping those does, or where none helps all suspected ones; None without any.
         page: the page; None if none was asked for.
     """
 
@@ -44,7 +46,9 @@ class EditResult:
     scores: Scores | None
     effect: Effect | None
     suggestions: list[Suggestion]
+    suspected: list[str]
     suggested: list[str]
+    suggested_effect: Effect | None
     page: Path | None
 
 
@@ -76,9 +80,10 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     check_drops(drop, restore, metadata)
     _check_options(path, kind, options, bool(drop or restore))
     class_map = metadata.class_map.with_dropped({*metadata.dropped, *drop} - {*restore})
-    data, effect, atlas = None, None, None
+    data, effect, suggested_effect, atlas = None, None, None, None
     suggestions: list[Suggestion] = []
-    suggested: list[str] = []
+    suspected: list[int] = []
+    suggested: list[int] = []
     if options.atlas is not None:
         from opal_deploy.predict.setup import fingerprint_model
         from opal_deploy.run.sheets import load_atlas
@@ -94,18 +99,36 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
             effect = data.scores.compare(metadata.class_map, class_map)
         if options.suggest:
             suggestions = suggest_slots(data)
-            suggested = choose_drops(suggestions, data.metadata.class_map)
+            suspected, suggested = choose_drops(data, suggestions)
+            if chosen := suggested or suspected:
+                own_map = data.metadata.class_map
+                suggested_effect = data.scores.compare(own_map, own_map.drop(chosen))
     edited = metadata
     out = None if options.out is None else Path(options.out)
     if out is not None:
         edited = _describe_edited(path, metadata, drop, restore, data, effect, options)
         _write(path, kind, edited, out, options)
+        _log_lost(out, metadata, options)
     page = None if options.page is None else Path(options.page)
     if page is not None and data is not None:
         from opal_deploy.editing.page import write_page
 
         write_page(page, path, data, drop, effect, suggestions, atlas, options)
-    return EditResult(out, edited, None if data is None else data.scores, effect, suggestions, suggested, page)
+    suspected_names, suggested_names = (
+        [name_slot(each, metadata) for each in channels] for channels in (suspected, suggested)
+    )
+    return EditResult(
+        out, edited, None if data is None else data.scores, effect, suggestions, suspected_names, suggested_names,
+        suggested_effect, page,
+    )  # fmt: skip
+
+
+def _log_lost(out: Path, parent: Metadata, options: EditOptions) -> None:
+    """Log which options no longer work, since what they need was measured of the model before the edit."""
+    lost = [*(["--unknown 5%", "drift"] if parent.baseline else []), *(["--min-margin 5%"] if parent.risk else [])]
+    if lost:
+        again = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", str(out), "--split", "val", "--record"])
+        options.log(f"{out}: its parent's baseline is not its own; before {', '.join(lost)}: {again}")
 
 
 def _read_model(path: Path) -> tuple[ModelKind, Metadata]:

@@ -190,4 +190,4 @@ def _draw(data: ScoredData, row: int, class_id: int, channels: Sequence[int]) ->
         draw.rectangle(box, outline=INK, width=3)
         draw.rectangle(box, outline=slot_color(data.metadata.class_map.slot_of(class_id, channel)), width=2)
     cells = ", ".join(name_slot(channel, data.metadata) for channel in channels)
-    return Picture(embed_jpeg(image), f"{data.samples[row].path.name} with the cell of {cells}")
+    return Picture(embed_jpeg(image), f"{data.samples[row].path.name} with the cell of {cells} before the edit")
