@@ -19,7 +19,7 @@ from opal_deploy.artifact.documents import check_checkpoint
 from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import ArtifactError, CheckpointError, UsageError
+from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import authors_checkpoint, backbones
 from opal_deploy.model.authors_checkpoint import Assumptions
 from opal_deploy.model.config import NetworkConfig, find_unknown_settings
@@ -208,7 +208,9 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
         calibration = Calibration.from_dict(raw.get("calibration") or {})
         baseline = Baseline.from_dict(raw.get("baseline") or {})
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, ArtifactError) as error:
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, UsageError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     if len(stored_names) != config.num_classes:
         raise CheckpointError(
