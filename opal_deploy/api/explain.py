@@ -105,7 +105,7 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
             name = result.prepared.input.name
             try:
                 path = output.name_sheet(index, name)
-                output.check(path)
+                output.check(path, name)
                 documents.append({**_write_sheet(result, builder, path, options), "sheet": path.as_posix()})
             except ImageError as error:
                 if output.single:
@@ -204,15 +204,14 @@ class _Output:
         else:
             return _Output(out or Path("sheets"), file_format or FORMATS[0], single=False, overwrite=options.overwrite)
         output = _Output(path, suffix, single=True, overwrite=options.overwrite)
-        output.check(path)
-        if frame is None and path.exists() and path.samefile(images[0]):
-            raise UsageError(f"--out {path}: is the image itself; choose another name")
+        output.check(path, images[0])
         return output
 
-    def check(self, path: Path) -> None:
-        """Raise UsageError for an existing file, unless it may be replaced."""
-        if path.exists() and not self.overwrite:
-            raise UsageError(f"{path}: already exists; choose another --out, or replace it with --overwrite")
+    def check(self, path: Path, image: str | None) -> None:
+        """Raise UsageError for a file that the sheet of an image may not be written to."""
+        from opal_deploy.artifact.output_file import check_output
+
+        check_output("--out", path, [f".{name}" for name in FORMATS], inputs=[image], overwrite=self.overwrite)
 
     def name_sheet(self, index: int, image_name: str | None) -> Path:
         """Return the file of one image's sheet."""

@@ -154,13 +154,16 @@ class Explanations(list[Explanation]):
             folder: is created; an earlier report in it is replaced.
 
         Raises:
-            UsageError: the folder holds a run of `infer`, or cannot be written. StoppedEarly: the disk is full.
+            UsageError: the folder is named like a page, holds a run of `infer`, or cannot be written.
+            StoppedEarly: the disk is full.
         """
         from opal_deploy.records.run_files import REPORT, RESULTS, RUN
         from opal_deploy.run import drawing
         from opal_deploy.run.results import RecordWriter
 
         out = Path(folder)
+        if out.suffix in (".html", ".htm"):
+            raise UsageError(f"{out}: the name of a page; give a folder, which gets {REPORT} and what belongs to it")
         if (out / RUN).exists():
             raise UsageError(f"{out}: holds a run of `infer`; choose another folder")
         try:

@@ -7,6 +7,7 @@ read), and leave folders that were made for a file that failed.
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from opal_deploy.errors import ArtifactError, UsageError
 
@@ -43,6 +44,16 @@ def check_regular(path: Path) -> None:
     """Raise OSError unless a path leads to a regular file: reading a pipe could block, and some devices never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a file")
+
+
+def check_replaceable(path: Path) -> bool:
+    """Return whether a path leads to a regular file; raise OSError if it leads to anything else."""
+    if path.is_dir():
+        raise OSError(errno.EISDIR, "a folder has that name")
+    if path.exists():
+        check_regular(path)
+        return True
+    return False
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
@@ -126,8 +137,6 @@ def lock_directory(folder: Path) -> Iterator[None]:
     if sys.platform == "win32":  # it has no such locks
         yield
         return
-    import fcntl
-
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     path = folder / ".lock"
     try:
@@ -135,17 +144,17 @@ def lock_directory(folder: Path) -> Iterator[None]:
         while True:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                locked = _try_lock(handle)
+            except OSError:
+                os.close(handle)
+                raise
+            if locked is None:
+                break
+            if not locked:
                 os.close(handle)
                 raise UsageError(
                     f"{folder}: another process is working there; wait for it, or give another --out"
                 ) from None
-            except OSError as error:
-                if error.errno in _NO_LOCKS:
-                    break
-                os.close(handle)
-                raise
             # its previous owner may have removed the file in between
             with suppress(FileNotFoundError):
                 if os.fstat(handle).st_ino == path.stat().st_ino:
@@ -162,37 +171,52 @@ def lock_directory(folder: Path) -> Iterator[None]:
         _remove_empty(made)
 
 
+def _try_lock(handle: int) -> bool | None:
+    """Lock an open file until it is closed; False if another process has, None if the file system has no locks."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
 def remove_temporary_files(path: Path) -> None:
-    """Remove the temporary files that killed writers of `path` left; the caller must hold the folder's lock."""
-    for part in path.parent.glob(f".{path.name}.*.part*"):
-        part.unlink(missing_ok=True)
+    """Remove the temporary files that killed writers of `path` left; a writer that runs has locked its own."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part*"):
+        with suppress(OSError), part.open("r+b") as stream:
+            if _try_lock(stream.fileno()):
+                part.unlink()
 
 
 @contextmanager
-def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
+def atomic_write(path: Path, *, keep: bool = True, replace: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`, renamed to it when the block ends and removed when the block raises.
 
     Args:
         path: the final path; missing folders are created, and removed again if the block raises.
         keep: False removes the temporary file in either case.
+        replace: whether a file that has the name by then is replaced.
 
     Raises:
-        UsageError: the folder cannot be written, or the disk is full.
+        UsageError: the folder cannot be written, the disk is full, or something else than a file has the name.
     """
-    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
-    if path.is_dir():
-        raise UsageError(f"{path}: cannot be written (a folder has that name); choose another place")
+    made: list[Path] = []
     try:
+        check_replaceable(path)
+        made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=f".part{path.suffix}")
-        os.close(handle)
-        # mkstemp makes files private; an artifact is as readable as any other file of this user's
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
+        lock, temporary = _create_temporary(path)
     except OSError as error:
+        _remove_empty(made)
         raise _not_writable(path, error) from None
-    temporary = Path(name)
     try:
         yield temporary
         if not keep:
@@ -200,7 +224,10 @@ def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
             return
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
-        temporary.replace(path)
+        if replace:
+            temporary.replace(path)
+        else:
+            _name_new(temporary, path)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
@@ -208,6 +235,42 @@ def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise _not_writable(path, error) from None
         raise
+    finally:
+        lock.close()
+
+
+def _create_temporary(path: Path) -> tuple[IO[bytes], Path]:
+    """Return a new file beside `path`, as readable as any other file of this user's, and a stream that locks it."""
+    umask = os.umask(0)
+    os.umask(umask)
+    while True:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=f".part{path.suffix}")
+        stream = os.fdopen(handle, "wb")
+        locked = _try_lock(handle)
+        if locked is None:
+            # an open file cannot be renamed on Windows
+            stream.close()
+        # `remove_temporary_files` may have found it before it was locked
+        if locked is None or (locked and os.fstat(handle).st_nlink):
+            os.chmod(name, 0o666 & ~umask)
+            return stream, Path(name)
+        stream.close()
+
+
+def _name_new(temporary: Path, path: Path) -> None:
+    """Give a file its final name; raise UsageError if a file of that name was made in the meantime."""
+    try:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:  # the file system has no hard links
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+            temporary.replace(path)
+        else:
+            temporary.unlink()
+    except FileExistsError:
+        raise UsageError(f"{path}: another process has made it in the meantime; give another name") from None
 
 
 def _not_writable(path: Path, error: OSError) -> UsageError:

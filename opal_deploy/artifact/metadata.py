@@ -46,10 +46,10 @@ _FORMER_NAMES = {"strangeness": "ood_score", "max_strangeness": "unknown"}
 
 DISTANCES: tuple[str, ...] = get_args(Distance)
 # these bound what is allocated before the graph is opened and compared
-_Prototypes = Annotated[int, Meta(ge=1, le=10_000)]
-_Side = Annotated[int, Meta(ge=1, le=1 << 16)]
+Prototypes = Annotated[int, Meta(ge=1, le=10_000)]
+Side = Annotated[int, Meta(ge=1, le=1 << 16)]
 _Names = Annotated[tuple[str, ...], Meta(min_length=1)]
-_Channels = Annotated[tuple[Number, ...], Meta(min_length=3, max_length=3)]
+Channels = Annotated[tuple[Number, ...], Meta(min_length=3, max_length=3)]
 # keys of every file of schema 1; a key that was added since is optional, and its default means "not known"
 _REQUIRED = frozenset({
     "schema", "class_names", "prototypes_per_class", "head", "evidence", "backbone", "grid", "input_size", "input_kind",
@@ -112,15 +112,15 @@ class Metadata:
     """
 
     class_names: _Names
-    prototypes_per_class: _Prototypes
+    prototypes_per_class: Prototypes
     head: dict[str, Any]
     evidence: Evidence
     backbone: str
-    grid: tuple[_Side, _Side]
-    input_size: tuple[_Side, _Side]
+    grid: tuple[Side, Side]
+    input_size: tuple[Side, Side]
     input_kind: InputKind = "uint8"
-    mean: _Channels = IMAGENET_MEAN
-    std: _Channels = IMAGENET_STD
+    mean: Channels = IMAGENET_MEAN
+    std: Channels = IMAGENET_STD
     resize: str = "squash-bilinear"
     crop: str | None = None
     precision: Precision = "fp32"

@@ -17,6 +17,7 @@ class ConvertOptions(Options):
 
     to: Annotated[Literal["coco", "label-studio"], Option("COCO annotations, or Label Studio's JSON import.")]
     out: Annotated[StrPath | None, Option("Output file.", default="standard output", cli=Path)] = None
+    overwrite: Annotated[bool, Option("Replace --out and --config if they exist.")] = False
     categories: Annotated[Literal["class", "slot"], Option("coco: what categories stand for.")] = "class"
     prefix: Annotated[str, Option("label-studio: text before each path, such as /data/local-files/?d=.")] = ""
     config: Annotated[
@@ -32,21 +33,27 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
         UsageError: the results cannot be read, or an option does not fit the format.
     """
     from opal_deploy.artifact.files import atomic_write
+    from opal_deploy.artifact.output_file import check_output
     from opal_deploy.auditing.results import find_results, read_all_records
     from opal_deploy.records.converters import label_config, to_coco, to_label_studio
 
     if options.config is not None and options.to != "label-studio":
         raise UsageError("--config: only --to label-studio has a labelling interface")
     path = find_results(Path(results))
+    out, config = (None if name is None else Path(name) for name in (options.out, options.config))
+    if out is not None:
+        check_output("--out", out, [".json"], inputs=[path], overwrite=options.overwrite)
+    if config is not None:
+        check_output("--config", config, [".xml"], inputs=[path], overwrite=options.overwrite)
     document: Any
     if options.to == "label-studio":
         document = to_label_studio(read_all_records(path), options.prefix)
     else:
         document = to_coco(read_all_records(path), options.categories)
-    if options.config is not None:
-        with atomic_write(Path(options.config)) as temporary:
+    if config is not None:
+        with atomic_write(config, replace=options.overwrite) as temporary:
             temporary.write_text(label_config(read_all_records(path)), encoding="utf-8")
-    if options.out is not None:
-        with atomic_write(Path(options.out)) as temporary:
+    if out is not None:
+        with atomic_write(out, replace=options.overwrite) as temporary:
             temporary.write_text(json.dumps(document, ensure_ascii=True) + "\n", encoding="utf-8")
     return document

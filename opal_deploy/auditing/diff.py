@@ -31,6 +31,7 @@ class DiffOptions(Options):
     out: Annotated[
         StrPath | None, Option("Write an HTML page of the largest changes, with both overlays.", cli=Path)
     ] = None
+    overwrite: Annotated[bool, Option("Replace --out if it exists.")] = False
     worst: Annotated[int, Option("Largest changes on the page and in --json.", min=0)] = 20
     tolerance: Annotated[
         float, Option("Largest difference of contributions and margins that counts as equal.", min=0)
@@ -61,10 +62,14 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
         UsageError: a file cannot be read, or no image is in both results.
     """
     from opal_deploy.artifact.files import atomic_write
+    from opal_deploy.artifact.output_file import check_output
     from opal_deploy.auditing.model_diff import compare_results, render_page
     from opal_deploy.auditing.results import RecordIndex, find_results, is_results
     from opal_deploy.predict.decode_budget import raise_pillow_limit
 
+    if options.out is not None:
+        inputs = (before, after, options.boxes, *options.images)
+        check_output("--out", Path(options.out), [".html"], inputs=inputs, overwrite=options.overwrite)
     raise_pillow_limit(options.max_pixels)
     sides: list[Path] = []
     with ExitStack() as stack:
@@ -87,7 +92,7 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
             raise UsageError(f"{before}, {after}: no image is in both; expected results of the same images")
         if options.out is not None:
             text = render_page(report, (str(before), str(after)), _image_loader(report, options))
-            with atomic_write(Path(options.out)) as temporary:
+            with atomic_write(Path(options.out), replace=options.overwrite) as temporary:
                 temporary.write_text(text, encoding="utf-8")
     return report
 

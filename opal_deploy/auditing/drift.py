@@ -40,6 +40,7 @@ class DriftOptions(Options):
         Option("Exit with 4 if there is any shift, or one other than of class shares."),
     ] = None
     html: Annotated[StrPath | None, Option("Write an HTML page of the ten strongest shifts.", cli=Path)] = None
+    overwrite: Annotated[bool, Option("Replace --html if it exists.")] = False
     root: Annotated[StrPath, Option("--html: folder that the results' image names are relative to.", cli=Path)] = Path()
 
 
@@ -94,10 +95,14 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
     Raises:
         UsageError: a file cannot be read, the results are not the model's, or there are too few.
     """
+    from opal_deploy.artifact.output_file import check_output
     from opal_deploy.auditing.answers import Answers
     from opal_deploy.records.drift import MIN_SAMPLE, DriftCounts
     from opal_deploy.records.shifts import Limits, Share
 
+    if options.html is not None:
+        inputs = (results, options.baseline, options.against)
+        check_output("--html", Path(options.html), [".html"], inputs=inputs, overwrite=options.overwrite)
     answers = Answers(str(results))
     earlier = None if options.against is None else Answers(str(options.against))
     baseline, layout, sha256, reference = _find_reference(answers, earlier, options)
@@ -116,7 +121,15 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
     if options.html is not None:
         from opal_deploy.auditing.drift_page import write_page
 
-        write_page(Path(options.html), report, counts, (answers, earlier), layout, Path(options.root))
+        write_page(
+            Path(options.html),
+            report,
+            counts,
+            (answers, earlier),
+            layout,
+            Path(options.root),
+            overwrite=options.overwrite,
+        )
     return report
 
 

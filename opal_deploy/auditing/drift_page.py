@@ -87,6 +87,8 @@ def write_page(
     runs: tuple[Answers, Answers | None],
     layout: Layout,
     root: Path,
+    *,
+    overwrite: bool,
 ) -> None:
     """Write the page; it needs no other file and no network.
 
@@ -94,6 +96,7 @@ def write_page(
         counts: of the answers.
         runs: the results, and the earlier ones that they were compared with, if they were.
         root: folder that the names of local images are relative to; pictures that are not there are left out.
+        overwrite: whether a file of that name is replaced.
 
     Raises:
         UsageError: the file cannot be written, or the results cannot be read again.
@@ -120,7 +123,7 @@ def write_page(
             for number, shift in enumerate(shifts)
         ],
     )  # fmt: skip
-    with atomic_write(page) as temporary:
+    with atomic_write(page, replace=overwrite) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from opal_deploy.artifact.files import check_regular
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.predict.prepare import content_sha256
 from opal_deploy.records.lines import MAX_LINE_BYTES, Line, parse_json, parse_record, read_lines
@@ -38,8 +39,11 @@ def is_results(path: Path) -> bool:
 def find_results(path: Path) -> Path:
     """Return the results.jsonl of a path: the file itself, or the one in that folder; raise UsageError without one."""
     results = path / RESULTS if path.is_dir() else path
-    if not results.is_file():
-        raise UsageError(f"{results}: no such file; expected results.jsonl of `opal-deploy infer`, or its folder")
+    try:
+        check_regular(results)
+    except OSError as error:
+        found = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise UsageError(f"{results}: {found}; expected results.jsonl of `opal-deploy infer`, or its folder") from None
     return results
 
 

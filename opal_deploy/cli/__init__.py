@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -34,6 +35,10 @@ from opal_deploy.cli.train import train
 from opal_deploy.cli.verify import verify
 from opal_deploy.errors import ExitCode, OpalError
 
+# reasons why the system refuses a file that the user names
+_REFUSED = (
+    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT
+)  # fmt: skip
 # UsageError of click, which typer bundles or imports
 _CallError: Any = typer.BadParameter.__bases__[0]
 # our commands by the names that other tools (Ultralytics, scikit-learn) use
@@ -90,6 +95,9 @@ class ErrorHandlingGroup(CommandGroup):
             print_message(f"opal-deploy{_rank()}: {one_line(str(error))}")
             raise SystemExit(error.exit_code) from None
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _REFUSED and error.filename is not None and not debug:
+                print_message(f"opal-deploy: {one_line(f'{error.filename}: {error.strerror}')}; give another file")
+                raise SystemExit(ExitCode.USAGE) from None
             if debug:
                 traceback.print_exc()
             print_message(

@@ -13,8 +13,10 @@ import typer
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
 from opal_deploy.editing.api import EditResult
 from opal_deploy.editing.options import EditOptions
+from opal_deploy.options import to_arguments
 
 if TYPE_CHECKING:
+    from opal_deploy.artifact.metadata import Metadata
     from opal_deploy.editing.scores import Effect
 
 # classes listed on a terminal
@@ -49,22 +51,48 @@ def _describe(model: Path, result: EditResult, options: EditOptions) -> Iterator
             yield f"  {each.name}: {'; '.join(reason.text for reason in each.reasons)}"
             if each.effect is not None:
                 yield f"    dropped alone: {_format(each.effect)}"
-        kept = [each.name.rpartition("/")[0] for each in suspected if each.name not in result.suggested]
+        kept = [result.metadata.class_names[each.class_id] for each in suspected if each.name not in result.suspected]
         for class_name in dict.fromkeys(kept):
-            yield f"{class_name}: every slot is suspected, and one must stay; train again with --keep-off"
-        if result.suggested and not options.drop:
-            yield f"Try: {shlex.join(options.repeat(model, result.suggested))}"
+            yield f"{class_name}: no other slot finds anything, and one must stay; train again with --keep-off"
     if result.effect is not None:
         yield f"{len(result.effect.labels):,} {options.split} images: {_format(result.effect)}"
-        classes = list(result.effect.by_class())
-        for class_id, images, before, after in classes[:_LISTED]:
-            yield f"  {result.metadata.class_names[class_id]}: {before} of {images} right, then {after}"
-        if len(classes) > _LISTED:
-            yield f"  and {len(classes) - _LISTED} more classes"
+        yield from _list_classes(result.effect, result.metadata)
     if result.path is not None:
         yield f"Model: {result.path}"
     if result.page is not None:
         yield f"Page: {result.page}"
+    if options.suggest:
+        yield from _describe_suggested(model, result, options)
+
+
+def _describe_suggested(model: Path, result: EditResult, options: EditOptions) -> Iterator[str]:
+    """Yield what dropping suspected slots does, and the next command."""
+    effect, suggested = result.suggested_effect, result.suggested
+    if effect is None:
+        yield "No slot to drop"
+        return
+    if suggested:
+        yield f"Most answers are right without {', '.join(suggested)}, chosen on these images: {_format(effect)}"
+    else:
+        yield "No choice of the suspected slots makes more answers right, as where all images share a shortcut"
+        yield f"Without {', '.join(result.suspected)}: {_format(effect)}"
+    yield from _list_classes(effect, result.metadata)
+    if suggested:
+        yield f"Next: {shlex.join(options.repeat(model, suggested))}"
+    elif result.page is None:
+        look = to_arguments(replace(options, page="slots.html"))
+        yield f"Next, to look at them: {shlex.join(['opal-deploy', 'edit', str(model), *look])}"
+    else:
+        yield f"Next: open {result.page} and look at them"
+
+
+def _list_classes(effect: Effect, metadata: Metadata) -> Iterator[str]:
+    """Yield the classes whose number of right answers changes, those that lose most first."""
+    classes = sorted(effect.by_class(), key=lambda each: each[3] - each[2])
+    for class_id, images, before, after in classes[:_LISTED]:
+        yield f"  {metadata.class_names[class_id]}: {before} of {images} right, then {after}"
+    if len(classes) > _LISTED:
+        yield f"  and {len(classes) - _LISTED} more classes"
 
 
 def _format(effect: Effect) -> str:
@@ -93,7 +121,9 @@ def _to_json(result: EditResult) -> dict[str, Any]:
         "model": None if result.path is None else str(result.path),
         "dropped": list(result.metadata.dropped),
         "effect": figures(result.effect),
+        "suspected": result.suspected,
         "suggested": result.suggested,
+        "suggested_effect": figures(result.suggested_effect),
         "suggestions": [
             {
                 "slot": each.name, "channel": each.channel, "images": each.images, "suspected": each.suspected,

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind
+from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind, remove_temporary_files
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
+from opal_deploy.artifact.output_file import check_output
 from opal_deploy.editing.drops import check_drops, name_slot, parse_slots, read_drops, write_slot
 from opal_deploy.editing.options import EditOptions
 from opal_deploy.errors import ArtifactError, UsageError, require
@@ -34,7 +35,9 @@ class EditResult:
         scores: of the images of `data`, with which other sets of drops can be tried; None without data.
         effect: what the edit changes on the images of `data`; None without data or without drops.
         suggestions: slots that look at the wrong thing, the most harmful first.
-        suggested: names of those to drop together: the suspected slots of classes that have other slots, too.
+        suspected: names of the suspected slots, but those of classes without another slot that finds anything.
+        suggested: names of those without which most answers are right; empty where no choice of them helps.
+        suggested_effect: what dropping those does, or where none helps all suspected ones; None without any.
         page: the page; None if none was asked for.
     """
 
@@ -43,7 +46,9 @@ class EditResult:
     scores: Scores | None
     effect: Effect | None
     suggestions: list[Suggestion]
+    suspected: list[str]
     suggested: list[str]
+    suggested_effect: Effect | None
     page: Path | None
 
 
@@ -75,9 +80,10 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     check_drops(drop, restore, metadata)
     _check_options(path, kind, options, bool(drop or restore))
     class_map = metadata.class_map.with_dropped({*metadata.dropped, *drop} - {*restore})
-    data, effect, atlas = None, None, None
+    data, effect, suggested_effect, atlas = None, None, None, None
     suggestions: list[Suggestion] = []
-    suggested: list[str] = []
+    suspected: list[int] = []
+    suggested: list[int] = []
     if options.atlas is not None:
         from opal_deploy.predict.setup import fingerprint_model
         from opal_deploy.run.sheets import load_atlas
@@ -93,18 +99,36 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
             effect = data.scores.compare(metadata.class_map, class_map)
         if options.suggest:
             suggestions = suggest_slots(data)
-            suggested = choose_drops(suggestions, data.metadata.class_map)
+            suspected, suggested = choose_drops(data, suggestions)
+            if chosen := suggested or suspected:
+                own_map = data.metadata.class_map
+                suggested_effect = data.scores.compare(own_map, own_map.drop(chosen))
     edited = metadata
     out = None if options.out is None else Path(options.out)
     if out is not None:
         edited = _describe_edited(path, metadata, drop, restore, data, effect, options)
         _write(path, kind, edited, out, options)
+        _log_lost(out, metadata, options)
     page = None if options.page is None else Path(options.page)
     if page is not None and data is not None:
         from opal_deploy.editing.page import write_page
 
         write_page(page, path, data, drop, effect, suggestions, atlas, options)
-    return EditResult(out, edited, None if data is None else data.scores, effect, suggestions, suggested, page)
+    suspected_names, suggested_names = (
+        [name_slot(each, metadata) for each in channels] for channels in (suspected, suggested)
+    )
+    return EditResult(
+        out, edited, None if data is None else data.scores, effect, suggestions, suspected_names, suggested_names,
+        suggested_effect, page,
+    )  # fmt: skip
+
+
+def _log_lost(out: Path, parent: Metadata, options: EditOptions) -> None:
+    """Log which options no longer work, since what they need was measured of the model before the edit."""
+    lost = [*(["--unknown 5%", "drift"] if parent.baseline else []), *(["--min-margin 5%"] if parent.risk else [])]
+    if lost:
+        again = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", str(out), "--split", "val", "--record"])
+        options.log(f"{out}: its parent's baseline is not its own; before {', '.join(lost)}: {again}")
 
 
 def _read_model(path: Path) -> tuple[ModelKind, Metadata]:
@@ -147,14 +171,12 @@ def _check_options(path: Path, kind: ModelKind, options: EditOptions, edits: boo
         raise UsageError(f"{path}: an ONNX file no longer has the scores of dropped slots; edit its checkpoint")
     if out is not None and model_kind(out) != kind:
         raise UsageError(f"--out {out}: expected a name that ends in {path.suffix}, as {path.name} does")
-    written = [Path(file) for file in (options.out, options.page) if file is not None]
-    for file in written:
-        if file.is_dir():
-            raise UsageError(f"{file}: a folder has that name; give the name of a file")
-        if file.exists() and (not options.overwrite or file.resolve() == path.resolve()):
-            raise UsageError(f"{file}: it exists already; give another name, or --overwrite for a file but the model")
-    if len({file.resolve() for file in written}) < len(written):
-        raise UsageError(f"{written[0]}: --out and --page are the same file; give two names")
+    for name, file, suffix in (("--out", options.out, path.suffix), ("--page", options.page, ".html")):
+        if file is not None:
+            inputs = (path, options.drops, options.annotations)
+            check_output(name, Path(file), [suffix], inputs=inputs, overwrite=options.overwrite)
+    if out is not None and options.page is not None and out.resolve() == Path(options.page).resolve():
+        raise UsageError(f"{out}: --out and --page are the same file; give two names")
 
 
 def _describe_edited(
@@ -196,16 +218,19 @@ def _describe_edited(
 
 
 def _write(path: Path, kind: ModelKind, edited: Metadata, out: Path, options: EditOptions) -> None:
+    remove_temporary_files(out)
     if kind == "onnx":
         require("onnx", "export", "editing an ONNX file")
         require("onnxruntime", "cpu", "editing an ONNX file, to verify what it writes,")
         from opal_deploy.editing.onnx_edit import write_edited_onnx
         from opal_deploy.export.options import ExportOptions
 
-        write_edited_onnx(path, edited, out, ExportOptions(threads=options.threads, log=options.log))
+        write_edited_onnx(
+            path, edited, out, ExportOptions(threads=options.threads, overwrite=options.overwrite, log=options.log)
+        )
         return
     from opal_deploy.model import checkpoint
 
     changed = checkpoint.with_dropped_slots(checkpoint.load(path), edited.dropped)
     calibration = Calibration.from_dict(edited.calibration)
-    checkpoint.save(out, replace(changed, edits=edited.edits, calibration=calibration))
+    checkpoint.save(out, replace(changed, edits=edited.edits, calibration=calibration), overwrite=options.overwrite)

@@ -16,7 +16,7 @@ _SHOWN = 80
 
 
 SlotName = str | tuple[str, int]
-"""A slot as `CLASS/SLOT`, or as its class and number."""
+"""A slot as `CLASS/SLOT`, or as its class and number; of classes that share their name, as its channel."""
 
 
 def write_slot(slot: SlotName) -> str:
@@ -34,6 +34,9 @@ def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> l
     for text in map(write_slot, slots):
         label, slash, number = text.rpartition("/")
         given = f"{option} {text[:_SHOWN]!r}"
+        if not slash and _is_index(number, metadata.num_prototypes):
+            _append(channels, int(number), given)
+            continue
         if not slash:
             raise UsageError(f"{given}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
         if label not in metadata.class_names:
@@ -41,19 +44,31 @@ def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> l
             raise UsageError(f"{given}: the model has no class {label[:_SHOWN]!r}; see `opal-deploy inspect`{similar}")
         class_id = metadata.class_names.index(label)
         size = int(metadata.class_map.sizes[class_id])
-        if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number) < size):
+        if not _is_index(number, size):
             raise UsageError(f"{given}: {label} has no slot {number[:_SHOWN]!r}; expected 0 to {size - 1}")
-        channel = metadata.class_map.channel_of(class_id, int(number))
-        if channel in channels:
-            raise UsageError(f"{given}: given twice")
-        channels.append(channel)
+        same = [index for index, name in enumerate(metadata.class_names) if name == label]
+        if len(same) > 1:
+            found = [str(metadata.class_map.channel_of(index, int(number))) for index in same]
+            raise UsageError(f"{given}: {len(same)} classes have that name; give the channel: {' or '.join(found)}")
+        _append(channels, metadata.class_map.channel_of(class_id, int(number)), given)
     return channels
+
+
+def _is_index(text: str, size: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10 and int(text) < size
+
+
+def _append(channels: list[int], channel: int, given: str) -> None:
+    if channel in channels:
+        raise UsageError(f"{given}: given twice")
+    channels.append(channel)
 
 
 def name_slot(channel: int, metadata: Metadata) -> str:
     """Return a slot as `parse_slots` reads it: the first class's, if several share the channel."""
     class_id, slot = metadata.class_map.owners(channel)[0]
-    return f"{metadata.class_names[class_id]}/{slot}"
+    label = metadata.class_names[class_id]
+    return f"{label}/{slot}" if metadata.class_names.count(label) == 1 else str(channel)
 
 
 def check_drops(drop: Sequence[int], restore: Sequence[int], metadata: Metadata) -> None:

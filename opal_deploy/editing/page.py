@@ -107,7 +107,7 @@ def write_page(
         rows=list(_build_rows(data, drop, suggestions, atlas)), suggestions=options.suggest,
         changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
     )  # fmt: skip
-    with atomic_write(page) as temporary:
+    with atomic_write(page, replace=options.overwrite) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
@@ -172,4 +172,4 @@ def _draw(data: ScoredData, row: int, class_id: int, channels: Sequence[int]) ->
         boxes.append(SlotBox(data.metadata.class_map.slot_of(class_id, channel), (x, y, x + 1, y + 1)))
     draw_boxes(image, boxes, (image.width / grid[1], image.height / grid[0]))
     cells = ", ".join(name_slot(channel, data.metadata) for channel in channels)
-    return Picture(embed_jpeg(image), f"{data.samples[row].path.name} with the cell of {cells}")
+    return Picture(embed_jpeg(image), f"{data.samples[row].path.name} with the cell of {cells} before the edit")

@@ -8,7 +8,7 @@ pass over the images.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,29 +119,38 @@ class Scores:
         """Return the effect of one map instead of another; the model itself has the slots of both."""
         return Effect(self.predict(before), self.predict(after), self.labels)
 
-    def try_each(self) -> Iterator[tuple[int, Effect]]:
-        """Yield, for every slot that is left and not its class's last, its channel and the effect of dropping it."""
-        before = self.predict(self.metadata.class_map)
-        answers = self._answers_without_norm() if self.metadata.distance == "l2" else self._answers_from_logits()
-        for channel, after in answers:
+    def try_each(
+        self, class_map: ClassMap | None = None, among: Collection[int] | None = None
+    ) -> Iterator[tuple[int, Effect]]:
+        """Yield, for every slot that is left and not its class's last, its channel and the effect of dropping it.
+
+        Args:
+            class_map: the slots that are left; None: those of the model.
+            among: channels that are tried; None: all.
+        """
+        class_map = self.metadata.class_map if class_map is None else class_map
+        before = self.predict(class_map)
+        tried = [
+            (class_id, [each for each in class_map.channels(class_id).tolist() if among is None or each in among])
+            for class_id in np.flatnonzero(class_map.counts > 1).tolist()
+        ]
+        find = self._answers_without_norm if self.metadata.distance == "l2" else self._answers_from_logits
+        for channel, after in find(class_map, [(class_id, channels) for class_id, channels in tried if channels]):
             yield channel, Effect(before, after, self.labels)
 
-    def _droppable(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield each class that has several slots left, with their channels."""
-        class_map = self.metadata.class_map
-        for class_id in np.flatnonzero(class_map.counts > 1).tolist():
-            yield class_id, class_map.channels(class_id).tolist()
-
-    def _answers_from_logits(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        for _, channels in self._droppable():
+    def _answers_from_logits(
+        self, class_map: ClassMap, tried: Sequence[tuple[int, list[int]]]
+    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        for _, channels in tried:
             for channel in channels:
-                yield channel, self.predict(self.metadata.class_map.drop([channel]))
+                yield channel, self.predict(class_map.drop([channel]))
 
-    def _answers_without_norm(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    def _answers_without_norm(
+        self, class_map: ClassMap, tried: Sequence[tuple[int, list[int]]]
+    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield the answers without each slot by their cosines; the norm, which all classes share, decides nothing."""
-        class_map = self.metadata.class_map
         cosines = class_map.all_totals(self.values)
-        for class_id, channels in self._droppable():
+        for class_id, channels in tried:
             others = cosines.copy()
             others[:, class_id] = -np.inf
             best = others.argmax(axis=1)

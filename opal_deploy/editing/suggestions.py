@@ -19,7 +19,6 @@ A slot that nearly always shares its cell with a stronger slot of its class is `
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -94,8 +93,7 @@ def suggest_slots(data: ScoredData) -> list[Suggestion]:
         on_object = _compare_with_object(data, rows, class_id) if len(rows) >= _MIN_IMAGES else {}
         for channel in class_map.channels(class_id).tolist():
             reasons = []
-            found_anything = data.scores.values[rows, channel].max(initial=0) >= _SILENT / metadata.num_prototypes
-            if len(rows) >= _MIN_IMAGES and found_anything:
+            if len(rows) >= _MIN_IMAGES and _finds_anything(data, rows, channel):
                 reasons += [*_find_places(data, rows, channel), *on_object.get(channel, ())]
                 reasons += from_sources.get(channel, ())
                 reasons += [*_find_background(data, rows, channel), *_find_redundancy(data, rows, class_id, channel)]
@@ -109,14 +107,41 @@ def suggest_slots(data: ScoredData) -> list[Suggestion]:
     return sorted(found, key=lambda each: (not each.suspected, -len(each.reasons), each.channel))
 
 
-def choose_drops(suggestions: Sequence[Suggestion], class_map: ClassMap) -> list[str]:
-    """Return the names of the suspected slots of all classes that have other slots, too.
+def choose_drops(data: ScoredData, suggestions: Sequence[Suggestion]) -> tuple[list[int], list[int]]:
+    """Return the channels of the suspected slots that can be dropped, and of those that are better dropped.
 
-    A class whose slots are all suspected must be trained again: the one that stays would read the shortcut.
+    A class keeps a slot that finds something in its images: without any it must be trained again. Slots are better
+    dropped if more answers are right without them, found one after the other, the most useful first.
     """
-    suspected = [each for each in suggestions if each.suspected]
-    counts = Counter(each.class_id for each in suspected)
-    return [each.name for each in suspected if counts[each.class_id] < class_map.counts[each.class_id]]
+    suspected = [each.channel for each in suggestions if each.suspected]
+    useful = {
+        channel
+        for class_id in range(data.metadata.num_classes)
+        for channel in data.metadata.class_map.channels(class_id).tolist()
+        if not len(rows := np.flatnonzero(data.scores.labels == class_id)) or _finds_anything(data, rows, channel)
+    }
+
+    def keeps_useful(class_map: ClassMap, channel: int) -> bool:
+        left = class_map.drop([channel])
+        return all(useful.intersection(left.channels(class_id).tolist()) for class_id, _ in left.owners(channel))
+
+    class_map, dropped = data.metadata.class_map, []
+    while True:
+        effects = data.scores.try_each(class_map, {each for each in suspected if keeps_useful(class_map, each)})
+        gains = {channel: effect.gained - effect.lost for channel, effect in effects}
+        best = max((each for each in suspected if each in gains), key=lambda each: gains[each], default=None)
+        if best is None or gains[best] <= 0:
+            break
+        dropped.append(best)
+        class_map = class_map.drop([best])
+    sound = useful.difference(suspected)
+    owners = {each: data.metadata.class_map.owners(each)[0][0] for each in suspected}
+    channels = data.metadata.class_map.channels
+    return [each for each in suspected if sound.intersection(channels(owners[each]).tolist())], dropped
+
+
+def _finds_anything(data: ScoredData, rows: NDArray[np.int64], channel: int) -> bool:
+    return bool(data.scores.values[rows, channel].max(initial=0) >= _SILENT / data.metadata.num_prototypes)
 
 
 def _find_places(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Iterator[Reason]:

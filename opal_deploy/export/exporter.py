@@ -18,7 +18,7 @@ import onnxruntime
 from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.engine_file import check_engine
-from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write
+from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write, remove_temporary_files
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata, Precision
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.export.candidate import (
@@ -128,11 +128,11 @@ def stage_onnx(candidate: ExportCandidate, path: Path, options: ExportOptions) -
         verification={} if options.verify else {"skipped": NOT_VERIFIED},
         file_sha256=BLANK_DIGEST,
     )
-    with atomic_write(path) as temporary:
+    with atomic_write(path, replace=options.overwrite) as temporary:
         comparison = None
         if options.verify:
             described = replace(candidate, metadata=metadata)
-            verification = verify_candidate(described, path.parent, options.threads, options.log)
+            verification = verify_candidate(described, path, options.threads, options.log)
             comparison = verification.comparison
             if not comparison:
                 raise verification_error(verification, path.name)
@@ -171,6 +171,10 @@ def _find_kept_files(source: ExportSource, targets: ExportTargets, options: Expo
     Raises:
         UsageError: another file is in the way of an ONNX file or an engine, without `overwrite`.
     """
+    for path in targets.onnx.values():
+        remove_temporary_files(path)
+        if options.overwrite and path.exists() and path.samefile(source.path):
+            raise UsageError(f"{path}: it is the model that is exported; give another --out")
     if options.overwrite:
         return {}
     kept = {}

@@ -70,11 +70,12 @@ class LayerError:
 
 
 def verify_candidate(
-    candidate: ExportCandidate, folder: Path, threads: int | None = None, log: Log = log_line
+    candidate: ExportCandidate, path: Path, threads: int | None = None, log: Log = log_line
 ) -> Verification:
     """Run a candidate's graph on its images and compare the outputs with its reference.
 
-    The candidate has the metadata, test vectors included, that its file is to have; `folder` gets a temporary file.
+    The candidate has the metadata, test vectors included, that its file `path` is to have, beside which
+    the graph lies while it runs.
 
     Raises:
         VerificationError: a simulated graph passes the gate, but not its test vectors.
@@ -82,7 +83,7 @@ def verify_candidate(
     metadata, reference, images = candidate.metadata, candidate.reference, candidate.images
     simulated = metadata.precision in _SIMULATED
     gate, in_float64 = GATES[metadata.precision], None
-    with atomic_write(folder / "gate.onnx", keep=False) as temporary:
+    with atomic_write(path, keep=False) as temporary:
         onnx_file.write_model(_runnable_model(candidate), metadata, temporary)
         session = OnnxSession(temporary, device="cpu", threads=threads, check_digest=False)
         *first, last = BATCHES

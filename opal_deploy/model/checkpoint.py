@@ -19,7 +19,7 @@ from opal_deploy.artifact.documents import check_checkpoint
 from opal_deploy.artifact.files import atomic_write, compute_sha256, without_folders
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import ArtifactError, CheckpointError, UsageError
+from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import authors_checkpoint, backbones
 from opal_deploy.model.authors_checkpoint import Assumptions
 from opal_deploy.model.config import NetworkConfig, find_unknown_settings
@@ -70,16 +70,17 @@ class Checkpoint:
     unknown: dict[str, Any] = field(default_factory=dict)
 
 
-def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = None) -> None:
+def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = None, overwrite: bool = True) -> None:
     """Write a checkpoint in our format, atomically.
 
     Args:
         path: the file to write.
         checkpoint: the checkpoint.
         extra: more plain values and tensors, under keys that `load` ignores.
+        overwrite: whether a file of that name is replaced.
 
     Raises:
-        UsageError: the folder cannot be written to.
+        UsageError: the folder cannot be written to, or the file exists and may not be replaced.
     """
     document = {
         **checkpoint.unknown,
@@ -100,7 +101,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
         **(extra or {}),
     }
-    _write(path, document)
+    _write(path, document, replace=overwrite)
 
 
 def with_dropped_slots(checkpoint: Checkpoint, dropped: tuple[int, ...]) -> Checkpoint:
@@ -129,8 +130,8 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> None:
     _write(path, {**document, "training": training, **changes})
 
 
-def _write(path: Path, document: dict[str, Any]) -> None:
-    with atomic_write(path) as temporary, temporary.open("wb") as stream:
+def _write(path: Path, document: dict[str, Any], *, replace: bool = True) -> None:
+    with atomic_write(path, replace=replace) as temporary, temporary.open("wb") as stream:
         try:
             torch.save(document, stream)
         except RuntimeError as error:
@@ -208,7 +209,9 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
         calibration = Calibration.from_dict(raw.get("calibration") or {})
         baseline = Baseline.from_dict(raw.get("baseline") or {})
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, ArtifactError) as error:
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, UsageError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     if len(stored_names) != config.num_classes:
         raise CheckpointError(

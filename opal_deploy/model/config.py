@@ -6,8 +6,16 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from opal_deploy.artifact.documents import Distance
-from opal_deploy.artifact.metadata import DISTANCES, IMAGENET_MEAN, IMAGENET_STD, Evidence
+from opal_deploy.artifact.documents import SHORT, AtLeastOne, Count, Distance, Number, check_document
+from opal_deploy.artifact.metadata import (
+    DISTANCES,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Channels,
+    Evidence,
+    Prototypes,
+    Side,
+)
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,11 +51,11 @@ class HeadConfig:
     cws: bool = True
     pooling: Pooling = "max"
     anchors: bool = True
-    prototypes_per_class: int = PAPER_PROTOTYPES
+    prototypes_per_class: Prototypes = PAPER_PROTOTYPES
     distance: Distance = "l2"
-    epsilon: float = EPSILON
+    epsilon: Number = EPSILON
     plain: bool = False
-    dropped: tuple[int, ...] = ()
+    dropped: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
         if self.pooling not in ("max", "avg"):
@@ -104,8 +112,8 @@ class HeadConfig:
 
     @staticmethod
     def from_dict(raw: dict[str, Any]) -> HeadConfig:
-        """Build the configuration that `to_dict` wrote; TypeError for another dictionary."""
-        return HeadConfig(**{**raw, "dropped": tuple(raw.get("dropped", ()))})
+        """Build the configuration that `to_dict` wrote; raise ArtifactError for another dictionary."""
+        return check_document(raw, HeadConfig, "head")
 
 
 def require_stride(stride: int | None, keep_layers: bool) -> None:
@@ -162,16 +170,19 @@ class NetworkConfig:
 
     backbone: str
     num_classes: int
-    input_size: tuple[int, int] = (224, 224)
+    input_size: tuple[Side, Side] = (224, 224)
     head: HeadConfig = field(default_factory=HeadConfig)
-    stride: int | None = None
+    stride: AtLeastOne | None = None
     keep_layers: bool = False
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
+    mean: Channels = IMAGENET_MEAN
+    std: Channels = IMAGENET_STD
 
     def __post_init__(self) -> None:
         if self.num_classes < 2:
             raise UsageError(f"{self.num_classes} class(es): a classifier needs at least 2")
+        prototypes = self.num_classes * self.head.prototypes_per_class
+        if max(self.head.dropped, default=0) >= prototypes:
+            raise UsageError(f"dropped slots {SHORT.repr(self.head.dropped)}: expected channels below {prototypes}")
 
     @cached_property
     def class_map(self) -> ClassMap:
@@ -187,19 +198,9 @@ class NetworkConfig:
         """Build the configuration that `to_dict` wrote, in this or an earlier version.
 
         Raises:
-            KeyError, TypeError: not a dictionary of `to_dict`.
+            ArtifactError: a value is missing, or not of the declared type.
         """
-        size = raw["input_size"]
-        return NetworkConfig(
-            backbone=str(raw["backbone"]),
-            num_classes=int(raw["num_classes"]),
-            input_size=(int(size[0]), int(size[1])),
-            head=HeadConfig.from_dict(raw["head"]),
-            stride=raw.get("stride"),
-            keep_layers=bool(raw.get("keep_layers", False)),
-            mean=tuple(raw.get("mean", IMAGENET_MEAN)),
-            std=tuple(raw.get("std", IMAGENET_STD)),
-        )
+        return check_document(raw, NetworkConfig, "config")
 
 
 def find_unknown_settings(raw: dict[str, Any]) -> list[str]:

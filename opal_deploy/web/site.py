@@ -190,10 +190,12 @@ class Site:
         """Write the pictures, upright and no larger than a screen, and yield their paths in the site."""
         (folder / "examples").mkdir()
         chosen = self._list_examples()
-        try:
-            pictures = [to_display(decode(path).convert("RGB")) for path in chosen]
-        except ImageError as error:
-            raise UsageError(f"--examples {self.examples}: {error}; remove what is not a picture") from None
+        pictures = []
+        for path in chosen:
+            try:
+                pictures.append(to_display(decode(path).convert("RGB")))
+            except ImageError as error:
+                raise UsageError(f"--examples {path}: {error}; remove what is not a picture") from None
         if not chosen:
             pictures = [Image.fromarray(image) for image in example_images(_GENERATED, 320, 320)]
         for number, picture in enumerate(pictures, 1):

@@ -79,6 +79,47 @@ def test_a_file_system_without_locks_is_worked_on_all_the_same(tmp_path, monkeyp
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
 
 
+def test_a_name_that_was_taken_in_the_meantime_is_not_replaced(tmp_path):
+    path = tmp_path / "f.bin"
+    with pytest.raises(UsageError, match="another process has made it"), atomic_write(path, replace=False) as late:  # noqa: PT012
+        late.write_bytes(b"late")
+        _write_new(path, b"early")
+    assert path.read_bytes() == b"early"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_system_without_hard_links_has_new_names_too(tmp_path, monkeypatch):
+    def no_links(source, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", no_links)
+    _write_new(tmp_path / "f.bin", b"early")
+    with pytest.raises(UsageError, match="another process has made it"):
+        _write_new(tmp_path / "f.bin", b"late")
+    assert (tmp_path / "f.bin").read_bytes() == b"early"
+
+
+def _write_new(path, data):
+    with atomic_write(path, replace=False) as temporary:
+        temporary.write_bytes(data)
+
+
+def test_what_is_not_a_file_is_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe.html"
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match=r"pipe\.html: cannot be written"), atomic_write(pipe):
+        pass
+    assert pipe.is_fifo()
+
+
+def test_a_file_that_is_being_written_is_not_taken_for_one_that_was_left(tmp_path):
+    path = tmp_path / "best.pt"
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(b"new")
+        remove_temporary_files(path)
+    assert path.read_bytes() == b"new"
+
+
 def test_only_what_killed_writers_of_this_file_left_is_removed(tmp_path):
     for name in (".best.pt.x1.part.pt", ".best.pt.part", ".other.pt.x1.part.pt", "best.pt"):
         (tmp_path / name).touch()

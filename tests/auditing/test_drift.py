@@ -289,5 +289,5 @@ def test_the_page_shows_bars_and_photographs_of_before_and_now(model, make_pictu
     assert "a<b>" not in text
     # photographs that are gone are left out
     shutil.rmtree(folder)
-    opal("drift", tmp_path / "now", "--against", tmp_path / "before", "--html", page)
+    opal("drift", tmp_path / "now", "--against", tmp_path / "before", "--html", page, "--overwrite")
     assert "data:image" not in page.read_text("utf-8")

@@ -138,6 +138,18 @@ def test_a_model_has_not_changed_against_its_own_results(opal, run, exact_model)
     assert (json.loads(done.stdout)["changed"], json.loads(done.stdout)["paired"]) == (0, 4)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["drift explanations --html", "diff explanations explanations --out", "convert explanations --to coco --out"],
+)
+def test_the_results_that_are_read_are_not_written_over(opal, run, arguments):
+    results = run / "explanations/results.jsonl"
+    before = results.read_bytes()
+    done = check(opal(*arguments.split(), "explanations/results.jsonl", "--overwrite", cwd=run), 2)
+    assert "explanations/results.jsonl: " in one_line(done)
+    assert results.read_bytes() == before
+
+
 def test_models_that_differ_in_the_last_digits(opal, run, exact_model, other_model):
     arguments = ["diff", exact_model, other_model, "in", "--json", "--tolerance", "0", "--fail-on", "any"]
     done = check(opal(*arguments, "--out", "page.html", cwd=run), 4)

@@ -110,7 +110,7 @@ def test_a_sheet_that_is_there_is_not_replaced_unasked(run, tmp_path):
         ("in/000.png --out a.jpg", 2, "expected a .png or .svg file"),
         ("in/000.png --out a.png --format svg", 2, "disagree"),
         ("in/000.png --format pdf", 2, "'pdf' is not one of 'png', 'svg'"),
-        ("in/000.png --out in/000.png --overwrite", 2, "is the image itself"),
+        ("in/000.png --out in/000.png --overwrite", 2, "this call reads that file"),
         ("in/000.png --atlas in", 2, "in/atlas.json: cannot be read"),
         ("in/000.png --slot-names nowhere", 2, "nowhere: cannot be read"),
         ("nowhere.png", 2, "nowhere.png: no such file"),

@@ -11,7 +11,7 @@ from opal_deploy.datasets.samples import Sample
 from opal_deploy.editing.data import ScoredData
 from opal_deploy.editing.scores import Scores
 from opal_deploy.editing.sources import compare_groups, read_sources
-from opal_deploy.editing.suggestions import suggest_slots
+from opal_deploy.editing.suggestions import choose_drops, suggest_slots
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Part
 from opal_deploy.preprocess.geometry import Geometry
 
@@ -50,6 +50,27 @@ def test_each_kind_of_shortcut_is_named_and_slots_on_the_object_are_left_alone()
         "b/1": {"background"}, "b/2": {"wrong"},
     }  # fmt: skip
     assert [each.suspected for each in suggest_slots(data)] == [True] * 4 + [False]
+
+
+def test_those_slots_are_suggested_without_which_most_answers_are_right():
+    """a/1 and b/1 read the corner: a/1 makes b wrong, b/1 makes b right; others but a/0 and b/0 find nothing."""
+    labels = np.repeat([0, 1], IMAGES // 2)
+    scores, cells = np.full((IMAGES, 8), 0.01, np.float32), np.full((IMAGES, 8), CORNER, np.int32)
+    scores[:, [0, 4]], cells[:, [0, 4]] = 0.5, MIDDLE
+    scores[:, 1], scores[10:, 4] = 0.9, 0.9
+    scores[15:, 5] = 1.2
+    assert _choose(labels, scores, cells) == ([1, 5], [1])
+    # a class keeps a slot that finds something
+    scores[:, 0] = 0.01
+    assert _choose(labels, scores, cells) == ([5], [5])
+
+
+def _choose(labels, scores, cells):
+    data = ScoredData(
+        Scores(METADATA, scores, labels), cells, [Sample(Path("x"), label) for label in labels.tolist()],
+        [Geometry.whole(64, 64)] * IMAGES, Annotations([ImageAnnotation("a")] * IMAGES, "cells"), None, Path(),
+    )  # fmt: skip
+    return choose_drops(data, suggest_slots(data))
 
 
 def test_slots_off_the_parts_of_cropped_images_are_suspected():

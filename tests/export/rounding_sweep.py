@@ -97,7 +97,7 @@ RUNTIME_FAULTS = ("largest layer in bf16", "middle layer in fp16")
 
 def judge(candidate, folder, threads):
     """Return whether the fp32 gate passes, with its report."""
-    verification = verify_candidate(candidate, folder, threads, log=lambda line: None)
+    verification = verify_candidate(candidate, folder / "m.onnx", threads, log=lambda line: None)
     return bool(verification.comparison), verification.document
 
 

@@ -102,10 +102,10 @@ def test_a_graph_that_lists_wrongly_is_refused_although_its_other_outputs_are_ri
     source = CheckpointSource(build_checkpoint(), Path("c.pt"))
     candidate = with_top_classes(source.build_candidate(["fp32"], ExportOptions(threads=2)), 2)
     candidate = replace(candidate, metadata=replace(candidate.metadata, test_vectors=pack(candidate.test_vectors)))
-    assert verify_candidate(candidate, tmp_path).comparison
+    assert verify_candidate(candidate, tmp_path / "m.onnx").comparison
     (table,) = (tensor for tensor in candidate.model.graph.initializer if tensor.name == "select_channel_table")
     table.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(table)[..., ::-1].copy(), table.name))
-    comparison = verify_candidate(candidate, tmp_path).comparison
+    comparison = verify_candidate(candidate, tmp_path / "m.onnx").comparison
     assert comparison.failures == tuple(
         f"{name} is not what logits, scores and argmax of the same pass say" for name in ("top_scores", "top_cells")
     )

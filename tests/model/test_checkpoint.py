@@ -129,6 +129,16 @@ class TestOurs:
     def test_an_inconsistent_document_is_refused(self, ours, save, change, message):
         assert message in refusal(save({**torch.load(ours, weights_only=True), **change}))
 
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("epsilon", [[1.0]]), ("epsilon", float("nan")), ("dropped", "x"), ("dropped", [6])],
+        ids=str,
+    )
+    def test_a_head_with_other_values_than_declared_is_refused(self, ours, save, name, value):
+        document = torch.load(ours, weights_only=True)
+        document["config"]["head"][name] = value
+        assert "damaged" in refusal(save(document))
+
     def test_keys_that_earlier_versions_did_not_write_may_be_missing(self, ours, save, written):
         document = torch.load(ours, weights_only=True)
         for key in ("edits", "evaluation", "receptive_field", "calibration", "baseline", "neighbours"):

@@ -3,8 +3,10 @@
 import base64
 import copy
 import json
+import os
 import pickle
 import struct
+import threading
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -215,3 +217,23 @@ def test_keys_are_rotated_by_naming_both(keys):
     forged = copy.deepcopy(records[0])
     forged["signature"]["key"] = records[1]["signature"]["key"]
     assert both.find_fault(forged) == "changed after it was signed"
+
+
+def test_a_key_stands_alone_in_its_file(keys, tmp_path):
+    key = (keys / "public.pem").read_bytes()
+    for name, data in (("two", 2 * key), ("zeros", key + bytes(70_000)), ("padded", key + b"\0"), ("cut", key[:-8])):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(UsageError, match=r"expected a file with one key\Z"):
+            PublicKeys([tmp_path / name])
+
+
+def test_a_key_may_come_from_a_pipe_which_is_not_waited_for(keys, tmp_path, monkeypatch):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=[(keys / "public.pem").read_bytes()])
+    writer.start()
+    assert PublicKeys([pipe])._keys.keys() == PublicKeys([keys / "public.pem"])._keys.keys()
+    writer.join()
+    monkeypatch.setattr("opal_deploy.records.signatures._PIPE_SECONDS", 0.1)
+    with pytest.raises(UsageError, match=r"cannot be read \(nothing ended this pipe"):
+        PublicKeys([pipe])

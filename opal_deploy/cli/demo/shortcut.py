@@ -65,7 +65,7 @@ def _evaluate_variants(demo: Demo, model: Path, name: str) -> list[float]:
 
 
 def _suggest(demo: Demo, model: Path) -> list[str]:
-    """Return the names of the slots that `edit --suggest` would drop.
+    """Return the names of the slots that `edit --suggest` suspects.
 
     Raises:
         UsageError: there are none.
@@ -75,7 +75,7 @@ def _suggest(demo: Demo, model: Path) -> list[str]:
         "edit", model, "--data", demo.out / "stamped", "--suggest", "--page", page, "--device", "cpu", "--json",
         stdout=file, replaces=[page],
     )  # fmt: skip
-    names: list[str] = json.loads(file.read_text(encoding="utf-8"))["suggested"]
+    names: list[str] = json.loads(file.read_text(encoding="utf-8"))["suspected"]
     if not names:
         raise UsageError("no slot is suspected, so there is nothing to drop; train longer (--epochs), or change --seed")
     return names

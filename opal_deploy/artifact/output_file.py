@@ -1,0 +1,40 @@
+"""The rule for every file that a command writes: what may have its name already. Light to import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from opal_deploy.artifact.files import check_replaceable
+from opal_deploy.errors import UsageError
+from opal_deploy.options import StrPath
+
+
+def check_output(
+    option: str, path: Path, suffixes: Iterable[str], *, inputs: Iterable[StrPath | None] = (), overwrite: bool
+) -> None:
+    """Check that a file may be written; what follows is written with `atomic_write(path, replace=overwrite)`.
+
+    Args:
+        option: that names the file, such as `--html`.
+        path: the file.
+        suffixes: of its kind, such as `.html`.
+        inputs: files that the call reads; what else stands here, such as a URL, is no file.
+        overwrite: whether a file of its kind may be replaced.
+
+    Raises:
+        UsageError: something has the name that is not a file of this kind, or that the call reads; or any file has
+            it, without `overwrite`.
+    """
+    advice = "give another name"
+    try:
+        if not check_replaceable(path):
+            return
+        if any(Path(each).exists() and path.samefile(each) for each in inputs if each is not None):
+            raise UsageError(f"{option} {path}: this call reads that file; {advice}")
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be written ({error.strerror or error}); {advice}") from None
+    if path.suffix.lower() not in suffixes:
+        raise UsageError(f"{option} {path}: exists and is not a {' or '.join(suffixes)} file; {advice}")
+    if not overwrite:
+        raise UsageError(f"{option} {path}: already exists; {advice}, or replace it with --overwrite")
