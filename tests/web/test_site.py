@@ -67,6 +67,7 @@ def visit():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
         elsewhere, servers = [], []
+        expect.set_options(timeout=60_000)
 
         def open_page(folder, width=1280, **options):
             handler = functools.partial(Quiet, directory=str(folder))
@@ -83,6 +84,7 @@ def visit():
 
         yield open_page
         assert [url for url in elsewhere if not url.startswith(("http://localhost:", "blob:", "data:"))] == []
+        expect.set_options(timeout=5_000)
         for server in servers:
             server.shutdown()
             server.server_close()
@@ -92,7 +94,7 @@ def visit():
 def ask(page, path):
     """Return the record that the page shows for a picture."""
     page.locator("#file").set_input_files(path)
-    expect(page.locator("#status")).to_contain_text(re.compile("Answered|No answer|not a picture"), timeout=30_000)
+    expect(page.locator("#status")).to_contain_text(re.compile("Answered|No answer|not a picture"))
     return json.loads(page.locator("#record").text_content())
 
 
@@ -228,7 +230,7 @@ class TestPage:
             return area["x"] + x * area["width"], area["y"] + y * area["height"]
 
         def crop():
-            expect(page.locator("#status")).to_contain_text("This part: ", timeout=30_000)
+            expect(page.locator("#status")).to_contain_text("This part: ")
             width, height, x, y = map(int, re.findall(r"\d+", frame.get_attribute("aria-label").partition(". ")[0]))
             return x, y, x + width, y + height
 
@@ -246,7 +248,7 @@ class TestPage:
         # drawn again, it is where it was
         page.evaluate("document.getElementById('status').textContent = ''")
         page.locator("#uncover").evaluate("button => button.click()")
-        expect(page.locator("#status")).to_contain_text("Answered", timeout=30_000)
+        expect(page.locator("#status")).to_contain_text("Answered")
         assert json.loads(page.locator("#record").text_content())["evidence"] == record["evidence"]
         frame.focus()
         page.keyboard.press("ArrowLeft")
@@ -274,13 +276,13 @@ class TestPage:
             Image.fromarray(pixels).save(tmp_path / f"{number}.png")
         page = visit(site)
         page.locator("#file").set_input_files([tmp_path / name for name in ("note.jpg", "large.png", "0.png", "1.png")])
-        expect(page.locator("#counted")).to_have_text("2 of 4 pictures answered, 2 refused", timeout=30_000)
+        expect(page.locator("#counted")).to_have_text("2 of 4 pictures answered, 2 refused")
         # the first was to be shown, and the reason stays while others are answered
         expect(page.locator("#status.alert")).to_contain_text("note.jpg: not a picture")
         buttons = page.locator("#queue button")
         expect(buttons.nth(1)).to_contain_text("20000 x 20000 pixels; this page takes up to 50 megapixels")
         page.locator("#file").set_input_files(tmp_path / "2.png")
-        expect(page.locator("#status")).to_contain_text("Answered", timeout=30_000)
+        expect(page.locator("#status")).to_contain_text("Answered")
         expect(page.locator("#counted")).to_have_text("3 of 5 pictures answered, 2 refused")
         buttons.nth(2).click()
         expect(buttons.nth(2)).to_have_attribute("aria-current", "")
