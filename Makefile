@@ -99,7 +99,9 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports
 
 docs: $(INSTALLED)
+	@echo "Getting ONNX Runtime Web, for the page that runs a model"
 	@$(MAKE) --no-print-directory ort-web || echo "no ONNX Runtime Web: the documentation lacks the page that runs a model"
+	@echo "Building the documentation (a minute or more): build/site/index.html"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(INSTALLED)

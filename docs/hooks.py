@@ -102,6 +102,8 @@ def _fill(files: Files, path: str, **texts: str) -> str:
     page = files.get_file_from_path(path)
     assert page is not None
     content = page.content_string
+    # on the site every name has its own entry
+    content = re.sub(r"<!-- signatures -->.*?<!-- /signatures -->", "", content, flags=re.DOTALL)
     for name, text in texts.items():
         placeholder = f"{{{{ {name} }}}}"
         assert placeholder in content, f"{path} has no {placeholder}"

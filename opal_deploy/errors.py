@@ -60,7 +60,7 @@ class MissingExtra(UsageError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         self.package, self.extra, self.purpose = package, extra, purpose
-        super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'opal-deploy[{extra}]'")
+        super().__init__(f"{purpose} needs {package}, which is not installed: {install_command(extra)}")
 
     def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str, str]]:
         # by default an exception is unpickled from its message only
@@ -108,6 +108,16 @@ class StoppedEarly(OpalError):
 
 class OutOfMemory(StoppedEarly):
     """A device's memory, or the host's page-locked memory, is full; a smaller batch may fit."""
+
+
+def install_command(extras: str, *, instead_of: str = "") -> str:
+    """Return the command that adds extras, such as `cpu,serve`, to an opal-deploy from a checkout or an index.
+
+    Args:
+        instead_of: a package that is broken or in the way. `--force-reinstall` would look for opal-deploy in an index.
+    """
+    first = f"pip uninstall --yes {instead_of}, then " if instead_of else ""
+    return f"{first}pip install 'opal-deploy[{extras}]'"
 
 
 def require(package: str, extra: str, purpose: str, *, pip_name: str | None = None) -> None:

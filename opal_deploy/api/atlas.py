@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from opal_deploy.errors import ImageError, MissingExtra, UsageError, is_installed
+from opal_deploy.errors import ImageError, MissingExtra, UsageError, install_command, is_installed
 from opal_deploy.logs import Log, Progress, WarningLine, log_line, no_progress, one_line
 from opal_deploy.options import Batch, Devices, MaxPixels, Option, Options, StrPath, Threads, Workers, keywords
 
@@ -201,7 +201,7 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
         options.log(
             WarningLine(
                 "warning: the images that training set aside for validation are used too; scikit-learn leaves them "
-                "out: pip install 'opal-deploy[train]'"
+                f"out: {install_command('train')}"
             )
         )
     for line in dataset.warnings:

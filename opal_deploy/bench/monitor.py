@@ -20,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from opal_deploy.bench.measurement import THROTTLED
+from opal_deploy.errors import install_command
 from opal_deploy.runtime.devices import GpuSensors, NvmlError, available_cpu_ids, parse_device
 from opal_deploy.statistics import percentile
 
@@ -180,7 +181,7 @@ def monitor_devices(*devices: str) -> Monitor:
 
         sources.append(CpuSource(psutil))
     except ImportError:
-        missing["cpu"] = "psutil is not installed (pip install 'opal-deploy[bench]')"
+        missing["cpu"] = f"psutil is not installed ({install_command('bench')})"
     for device in sorted(set(devices) - {"cpu"}):
         name, _, gpu = device.partition(" ")
         try:

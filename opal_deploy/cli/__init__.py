@@ -47,6 +47,8 @@ _FOREIGN_COMMANDS = {
     "validate": "evaluate", "test": "evaluate", "score": "evaluate", "fit": "train", "finetune": "train",
     "benchmark": "bench", "info": "inspect", "checks": "doctor",
 }  # fmt: skip
+# and options: a threshold on the answer is one on its margin
+_FOREIGN_OPTIONS = dict.fromkeys(("--conf", "--confidence", "--threshold"), "--min-margin")
 
 
 class ErrorHandlingGroup(CommandGroup):
@@ -163,6 +165,9 @@ def main() -> None:
 
 def _describe(error: Any, command: str) -> str:
     """Return an error of typer, such as an unknown option, as one line that names the command's help."""
+    ours = _FOREIGN_OPTIONS.get(getattr(error, "option_name", ""))
+    if ours and any(ours in param.opts for param in error.ctx.command.params):
+        error.possibilities = [ours]
     text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
     # typer converts values with pydantic, whose text lacks the value
     for details in error.__cause__.errors()[:1] if hasattr(error.__cause__, "errors") else ():

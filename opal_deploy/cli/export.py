@@ -135,5 +135,7 @@ def _print_repository(repository: WrittenRepository) -> None:
 
 
 def _print_site(site: WrittenSite) -> None:
+    if not site.examples:
+        print_message("The page has no pictures to try; --examples FOLDER adds six of yours")
     print_message(f"Wrote {site.folder} ({site.size / 1e6:.1f} MB): serve it with any web server, such as")
     print_message(f"Next: cd {site.folder}; python -m http.server 8000; open http://localhost:8000")

@@ -76,6 +76,11 @@ def _read_image_folder(root: Path) -> Listing:
     search = ImageSearch(root)
     for folder in (root, *splits.values()):
         search.note_stray_files(folder)
+    if not class_names and search.stray:
+        raise UsageError(
+            f"{root}: found {pluralize(len(search.stray), 'image', 'images')} and no folder per class; expected "
+            f"{root}/<class>/*.jpg: move each class's images into a folder of its name"
+        )
     if splits and (unused := [f.name for f in subfolders(root) if f not in splits.values()]):
         warnings.append(f"skipped folders beside train/: {shorten_list(unused)}")
     train = _list_samples(search, train_root, class_names)
@@ -126,11 +131,14 @@ class ImageSearch:
 
     Args:
         root: the data set's folder; messages name files relative to it.
+
+    Attributes:
+        stray: images that lie outside any class.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._stray: list[Path] = []
+        self.stray: list[Path] = []
         self._unsupported: list[Path] = []
         self._broken_links: list[Path] = []
         self._unreadable: list[str] = []
@@ -151,9 +159,9 @@ class ImageSearch:
     def note_stray_files(self, folder: Path) -> None:
         """Remember the images that lie in a folder of class folders, outside any class, and its broken links."""
         files = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_dir())
-        self._stray += [path for path in files if path.suffix.lower() in EXTENSIONS | _OTHER_EXTENSIONS]
+        self.stray += [path for path in files if path.suffix.lower() in EXTENSIONS | _OTHER_EXTENSIONS]
         # any other broken link may have been a whole class
-        others = (path for path in files if path not in self._stray)
+        others = (path for path in files if path not in self.stray)
         self._broken_links += [path for path in others if path.is_symlink() and not path.exists()]
 
     def problems(self) -> list[str]:
@@ -166,7 +174,7 @@ class ImageSearch:
     def warnings(self) -> list[str]:
         """Return a line for each kind of unused file that looks like an image."""
         lines = {
-            ("image outside the class folders", "images outside the class folders"): self._stray,
+            ("image outside the class folders", "images outside the class folders"): self.stray,
             ("image in an unsupported format", "images in unsupported formats"): self._unsupported,
             ("broken link beside the class folders", "broken links beside the class folders"): self._broken_links,
         }

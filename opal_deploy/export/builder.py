@@ -24,7 +24,7 @@ from typing import Any
 
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.errors import ArtifactError, MissingExtra, UsageError
+from opal_deploy.errors import ArtifactError, MissingExtra, UsageError, install_command
 from opal_deploy.export.options import EngineOptions
 from opal_deploy.options import flag_of
 from opal_deploy.runtime.devices import Driver, Gpu
@@ -109,10 +109,10 @@ def _choose(options: EngineOptions, driver: Driver, version_of: Callable[[str], 
             "copy the ONNX file there, or use --builder tensorrt-rtx"
         )
     if version_of(TENSORRT_RTX) is None:
-        tensorrt = "" if gpu is None else "; or TensorRT for the GPU present: pip install 'opal-deploy[trt]'"
+        tensorrt = "" if gpu is None else f"; or TensorRT for the GPU present: {install_command('trt')}"
         raise UsageError(
             "export --trt needs TensorRT for RTX, which builds engines with or without a GPU: "
-            f"pip install 'opal-deploy[{EXTRAS[TENSORRT_RTX]}]'{tensorrt}"
+            f"{install_command(EXTRAS[TENSORRT_RTX])}{tensorrt}"
         )
     return [_ahead_of_time(sm, gpu, here) for sm in chosen or [here or DEFAULT_TARGET]]
 
@@ -126,16 +126,16 @@ def _ahead_of_time(sm: str, gpu: Gpu | None, here: str | None) -> EngineTarget:
         like = f" ({example_gpus(sm)})" if example_gpus(sm) else ""
         raise UsageError(
             f"{sm}{like}: {TITLES[TENSORRT_RTX]} builds for {', '.join(AHEAD_OF_TIME)}; install TensorRT on that "
-            "machine (pip install 'opal-deploy[trt]') and run this command there with the ONNX file, or run the fp16 "
-            "ONNX file there with ONNX Runtime (pip install 'opal-deploy[gpu]')"
+            f"machine ({install_command('trt')}) and run this command there with the ONNX file, or run the fp16 "
+            f"ONNX file there with ONNX Runtime ({install_command('gpu')})"
         )
     if sm == here and gpu is not None:
         reason = f"ahead of time, for the GPU present ({gpu.name})"
         if sm == UNLISTED:
             reason += (
                 f"; NVIDIA does not list {sm} for {TITLES[TENSORRT_RTX]}: where ONNX Runtime can use the GPU, infer "
-                "prefers the ONNX file; for an engine that is sure to run install TensorRT (pip install "
-                "'opal-deploy[trt]')"
+                "prefers the ONNX file; for an engine that is sure to run install TensorRT "
+                f"({install_command('trt')})"
             )
         return EngineTarget(TENSORRT_RTX, sm, gpu, reason)
     why = "no GPU here" if gpu is None else f"not the GPU present, {here}"

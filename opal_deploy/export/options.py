@@ -231,8 +231,11 @@ class WebOptions(Decision, CommonOptions):
     ] = None  # fmt: skip
     examples: Annotated[
         StrPath | None,
-        Option("Folder of pictures to try, the first six.", default="generated ones", panel=_WEB, cli=Path),
-    ] = None
+        Option(
+            "Folder of pictures to try, six of them, from its subfolders in turn.", default="the atlas's best patches",
+            panel=_WEB, cli=Path,
+        ),
+    ] = None  # fmt: skip
     atlas: Annotated[
         StrPath | None, Option("Atlas folder; its patches are shown beside each slot.", panel=_WEB, cli=Path)
     ] = None

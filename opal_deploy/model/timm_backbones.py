@@ -97,7 +97,7 @@ def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
     except OSError as error:
         raise UsageError(
             f"weights {weights}: timm could not download {full_name} ({first_line(error)}); download it elsewhere "
-            f"(https://huggingface.co/{configs[weights].hf_hub_id}) and give its path"
+            f"(https://huggingface.co/{configs[weights].hf_hub_id}) and give its path: --weights FILE"
         ) from None
     return model.state_dict(), f"timm {full_name}"
 

@@ -74,7 +74,7 @@ def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
     except OSError as error:
         raise UsageError(
             f"weights {weights}: torchvision could not download them ({error}); "
-            "download the file elsewhere and give its path"
+            "download the file elsewhere and give its path: --weights FILE"
         ) from None
     return state, f"torchvision {weights}"
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
-from opal_deploy.errors import ImageError
+from opal_deploy.errors import ImageError, install_command
 
 _IS_CUT = re.compile(r"truncated|not enough|only got|unexpected e(nd|of)|reached eof|end of file", re.IGNORECASE)
 _IS_UNSUPPORTED = re.compile(
@@ -128,7 +128,7 @@ def _unopened(stream: BinaryIO, error: Exception) -> ImageError:
             return _truncated("HEIC")
         if not unidentified:
             return _classify(error, "HEIC")
-        needed = "pi-heif: pip install 'opal-deploy[heif]', or save it as JPEG"
+        needed = f"pi-heif: {install_command('heif')}, or save it as JPEG"
         return ImageError("unsupported_image", f"it is a HEIC image, which needs {needed}")
     stream.seek(0)
     head = stream.read(2048).lstrip(b"\xef\xbb\xbf \t\r\n")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from opal_deploy.errors import install_command
 from opal_deploy.runtime.cuda import diagnose_gpu
 from opal_deploy.runtime.devices import Driver, is_importable
 
@@ -113,20 +114,20 @@ def _run_program(program: str, *arguments: str, timeout: float = 60) -> dict[str
 def _diagnose_cuda(report: dict[str, Any], driver: Driver) -> tuple[str, str]:
     """Return why this onnxruntime cannot use a GPU here and what to do; two empty strings where it can."""
     if "CUDAExecutionProvider" not in report["providers"]:
-        return "has no CUDA provider", "pip install --force-reinstall 'opal-deploy[gpu]'"
+        return "has no CUDA provider", install_command("gpu", instead_of="onnxruntime-gpu")
     digits = report["cuda"].partition(".")[0]
     problem = diagnose_gpu(driver, (int(digits) if digits.isdigit() else 13, 0))
     if problem[0]:
         return problem
     if report["problem"]:
-        return f"its CUDA libraries do not load: {report['problem']}", "pip install 'opal-deploy[gpu]'"
+        return f"its CUDA libraries do not load: {report['problem']}", install_command("gpu")
     return "", ""
 
 
 def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
     cpu, gpu = installed_version("onnxruntime"), installed_version("onnxruntime-gpu")
-    install_gpu = "pip install 'opal-deploy[gpu]'" + ("" if driver.gpus else ", on a machine with an NVIDIA GPU")
-    absent_cpu = RuntimeStatus("onnxruntime", None, problem="not installed", advice="pip install 'opal-deploy[cpu]'")
+    install_gpu = install_command("gpu") + ("" if driver.gpus else ", on a machine with an NVIDIA GPU")
+    absent_cpu = RuntimeStatus("onnxruntime", None, problem="not installed", advice=install_command("cpu"))
     absent_gpu = RuntimeStatus("onnxruntime-gpu", None, problem="not installed", advice=install_gpu)
     if cpu is None and gpu is None and not is_importable("onnxruntime"):
         return [absent_cpu, absent_gpu]
@@ -137,7 +138,7 @@ def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
     statuses = []
     if cpu is not None or gpu is None:  # an import without a known distribution: a private build
         version = cpu or report.get("version", "of unknown origin")
-        again = "pip install --force-reinstall 'opal-deploy[cpu]'" if broken else ""
+        again = install_command("cpu", instead_of="onnxruntime") if broken else ""
         on_gpu = "CUDAExecutionProvider" in providers and _diagnose_cuda(report, driver) == ("", "")
         statuses.append(RuntimeStatus("onnxruntime", version, on_cpu, on_gpu, broken, again, providers))
         first = f"pip uninstall --yes onnxruntime, then {install_gpu}"
@@ -145,7 +146,7 @@ def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
     if gpu is None:
         return [*statuses, absent_gpu]
     if broken:
-        problem, advice = broken, "pip install --force-reinstall 'opal-deploy[gpu]'"
+        problem, advice = broken, install_command("gpu", instead_of="onnxruntime-gpu")
     else:
         problem, advice = _diagnose_cuda(report, driver)
     status = RuntimeStatus("onnxruntime-gpu", gpu, on_cpu, not problem, problem, advice, providers)
@@ -181,7 +182,7 @@ def _tensorrt_distributions(name: str) -> tuple[str, ...]:
 
 def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> RuntimeStatus:
     version = installed_version(*_tensorrt_distributions(name))
-    install = f"pip install 'opal-deploy[{extra}]'"
+    install = install_command(extra)
     if name == "tensorrt":
         install += " --extra-index-url \"$NVIDIA_INDEX\" (NVIDIA's package index: TensorRT's installation guide has it)"
     if version is None:
@@ -210,7 +211,7 @@ def _inspect_torch() -> RuntimeStatus:
     version = installed_version("torch")
     if version is None:
         problem = "not installed; training, exporting and checkpoints need it"
-        return RuntimeStatus("torch", None, problem=problem, advice="pip install 'opal-deploy[train,export]'")
+        return RuntimeStatus("torch", None, problem=problem, advice=install_command("train,export"))
     return RuntimeStatus("torch", version, problem="for training, exporting and checkpoints")
 
 
@@ -229,6 +230,6 @@ def find_conflicts() -> list[str]:
     if installed_version("onnxruntime") and installed_version("onnxruntime-gpu"):
         return [
             "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files: "
-            "pip uninstall --yes onnxruntime onnxruntime-gpu, then pip install 'opal-deploy[gpu]' or 'opal-deploy[cpu]'"
+            f"{install_command('gpu', instead_of='onnxruntime onnxruntime-gpu')} or 'opal-deploy[cpu]'"
         ]
     return []

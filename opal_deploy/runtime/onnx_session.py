@@ -18,7 +18,16 @@ import numpy as np
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs, check_tensors
-from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, first_line, require
+from opal_deploy.errors import (
+    ArtifactError,
+    OpalError,
+    OutOfMemory,
+    StoppedEarly,
+    UsageError,
+    first_line,
+    install_command,
+    require,
+)
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.devices import available_cpus, find_gpu_problem, parse_device, read_driver
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
@@ -250,6 +259,5 @@ def _runs_on_cuda(device: str) -> bool:
         raise UsageError(f"device {device}: {problem}")
     require("onnxruntime", "gpu", "running an ONNX model on a GPU", pip_name="onnxruntime-gpu")
     raise UsageError(
-        f"device {device}: this onnxruntime has no CUDA provider; pip uninstall onnxruntime, then pip install "
-        "'opal-deploy[gpu]'"
+        f"device {device}: this onnxruntime has no CUDA provider; {install_command('gpu', instead_of='onnxruntime')}"
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from opal_deploy.artifact.engine_file import Sidecar
-from opal_deploy.errors import MissingExtra, UsageError, first_line
+from opal_deploy.errors import MissingExtra, UsageError, first_line, install_command
 from opal_deploy.runtime import diagnostics
 from opal_deploy.runtime.cuda import visible_driver
 from opal_deploy.runtime.devices import Driver, Gpu
@@ -160,7 +160,7 @@ def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, vers
     title = TITLES[name]
     if version is None:
         needed = f"{title} {sidecar.builder['version']}"
-        return f"it needs {needed}, which is not installed: pip install 'opal-deploy[{EXTRAS[name]}]'"
+        return f"it needs {needed}, which is not installed: {install_command(EXTRAS[name])}"
     if not _same_version(sidecar, version):
         return f"it was built by {title} {sidecar.builder['version']}, and {version} is installed here"
     platform_built_on = sidecar.builder.get("platform")

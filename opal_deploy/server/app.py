@@ -33,6 +33,7 @@ from opal_deploy.server.inference import (
 )
 from opal_deploy.server.middleware import RequestMiddleware
 from opal_deploy.server.models import ServedModel, ServerState
+from opal_deploy.server.openapi import build_openapi, list_uses
 from opal_deploy.server.telemetry import CONTENT_TYPE
 from opal_deploy.server.tensors import BadRequest, build_response, parse_request
 from opal_deploy.visualization.pages import load_templates, read_asset, read_evidence_script, read_style
@@ -75,13 +76,15 @@ def create_app(state: ServerState, *, draw_workers: int = 2) -> ASGIApp:
         Route("/page.js", people.script),
         Route("/evidence.js", people.script),
         Route("/explain", people.explain, methods=["POST"]),
+        Route("/docs", people.docs),
+        Route("/openapi.json", people.openapi),
     ]
     app = Starlette(
         routes=routes,
         exception_handlers={
             HttpError: _refuse,
             BadRequest: _refuse_body,
-            HTTPException: _refuse_route,
+            HTTPException: people.refuse_route,
             ClientDisconnect: _disconnected,
             Exception: _report_bug,
         },
@@ -194,6 +197,25 @@ class _PageHandlers:
         text = read_evidence_script() if shared else read_asset(_PACKAGE, "page.js")
         return Response(text, headers=_PAGE_HEADERS, media_type="text/javascript")
 
+    async def docs(self, request: Request) -> Response:
+        html = load_templates(_PACKAGE).get_template("docs.html.jinja").render(
+            api=build_openapi(), uses=self._list_uses(request)
+        )  # fmt: skip
+        return Response(html, headers=_PAGE_HEADERS, media_type="text/html")
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(build_openapi())
+
+    async def refuse_route(self, request: Request, error: Exception) -> Response:
+        """Refuse an address or a method that there is not, with what would have worked."""
+        assert isinstance(error, HTTPException)
+        reason = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        uses = self._list_uses(request)
+        return error_response(error.status_code, reason, dict(error.headers or {}), **{"try": uses})
+
+    def _list_uses(self, request: Request) -> list[str]:
+        return list_uses(request.url.netloc, has_token=self._state.token is not None)
+
     async def explain(self, request: Request) -> Response:
         name = request.query_params.get("model", self._state.models[0].name)
         model, _ = self._state.find(name)
@@ -236,12 +258,6 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _refuse_body(request: Request, error: Exception) -> Response:
     return error_response(HTTPStatus.BAD_REQUEST, str(error))
-
-
-async def _refuse_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    reason = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return error_response(error.status_code, reason, dict(error.headers or {}))
 
 
 async def _disconnected(request: Request, error: Exception) -> Response:

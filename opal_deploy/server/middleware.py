@@ -25,8 +25,8 @@ from opal_deploy.server.options import ServeOptions
 _REQUEST_ID = "X-Request-ID"
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
-# health, and the page that asks for the token, need no token
-_OPEN = (*_HEALTH, "/", "/page.css", "/page.js", "/evidence.js")
+# health, the page that asks for the token, and the list of addresses need no token
+_OPEN = (*_HEALTH, "/", "/page.css", "/page.js", "/evidence.js", "/docs", "/openapi.json")
 # names and values of the headers, path and query
 MAX_HEAD_BYTES = 32 << 10
 # load balancers and Prometheus poll these: logged only when they fail

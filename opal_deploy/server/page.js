@@ -76,7 +76,7 @@ function describeError(image, error) {
   return `${image.name}: ${error instanceof TypeError ? "cannot reach the server" : error.message}`;
 }
 
-async function explain(image) {
+async function explain(image, others = 0) {
   const number = ++current;
   const option = model.selectedOptions ? model.selectedOptions[0] : model;
   const [format, drawing] = option.dataset.formats.split(" ");
@@ -94,7 +94,7 @@ async function explain(image) {
       if (number !== current) return;
       showPicture(blob, format, record);
     }
-    say("");
+    say(others ? `${image.name} is answered; ${others} other ${others === 1 ? "file is" : "files are"} not: this page takes one at a time, \`opal-deploy infer\` any number` : "");
   } catch (error) {
     if (number !== current) return;
     say(describeError(image, error), true);
@@ -107,4 +107,7 @@ byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (file.files.length) explain(file.files[0]);
 });
-evidence.takePictures(explain, (files) => { file.files = files; });
+evidence.takePictures((files) => {
+  file.files = files;
+  explain(files[0], files.length - 1);
+});

@@ -29,6 +29,7 @@ from opal_deploy.server.app import create_app
 from opal_deploy.server.connections import READ_SECONDS, ConnectionLimit, HttpProtocol, choose_max_connections
 from opal_deploy.server.middleware import MAX_HEAD_BYTES
 from opal_deploy.server.models import ServerState, start_model
+from opal_deploy.server.openapi import list_uses
 from opal_deploy.server.options import ServeOptions, read_token
 from opal_deploy.server.telemetry import MetricsTimer, ServerLog
 
@@ -79,7 +80,10 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
         if signer is not None:
             log(f"Signing records with the key {signer.fingerprint}")
         host = f"[{options.host}]" if ":" in options.host else options.host
-        log(f"Listening on http://{host}:{listener.getsockname()[1]}")
+        address = f"{host}:{listener.getsockname()[1]}"
+        log(f"Listening on http://{address}")
+        for line in list_uses(address, has_token=state.token is not None):
+            log(f"  {line}")
         run_server(create_app(state, draw_workers=workers), state, listener)
 
 

@@ -116,6 +116,14 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
             raise UsageError(f"{text}: no such file or folder")
         if not os.path.lexists(text.removeprefix(LIST_MARK)) or os.path.isdir(text.removeprefix(LIST_MARK)):
             raise UsageError(f"{text}: no such list; expected a text file with one path per line")
+    if all(_matches_nothing(text) for text in texts):
+        raise UsageError(f"{texts[0]}: nothing matches")
+
+
+def _matches_nothing(text: str) -> bool:
+    """Return whether an input is a glob of local files without a match."""
+    is_glob = glob.has_magic(text) and not (is_url(text.removeprefix(LIST_MARK)) or text.startswith(LIST_MARK))
+    return is_glob and not os.path.lexists(text) and not expand_glob(text)
 
 
 def shard(items: Iterable[InputImage], index: int, count: int) -> Iterator[InputImage]:

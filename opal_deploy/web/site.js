@@ -1,18 +1,44 @@
 // The page: takes pictures, shows answers and their evidence, and lets people try them.
-import { buildRecord, classMap, computeCosines, decode, digest, findSlots, judge, labels, model, rank, run, start } from "./model.js";
+import { createFrame } from "./crop.js";
+import { buildRecord, classMap, computeCosines, findSlots, judge, labels, metadata, model, rank, run, start } from "./model.js";
+import { openPicture, readPicture } from "./pictures.js";
+import { cover } from "./pixels.js";
 
 const byId = (id) => document.getElementById(id);
 const { el, number, say } = evidence;
 const canvas = byId("picture");
-let current = null, working = Promise.resolve();
+let current = null;
+
+// ---- one thing at a time, what the visitor asked for last before the rest of the queue --------------------------------
+
+const urgent = [], waiting = [];
+let isBusy = false;
+
+async function work() {
+  if (isBusy) return;
+  isBusy = true;
+  for (let task; (task = urgent.shift() ?? waiting.shift());) {
+    try {
+      await task();
+    } catch (error) {
+      say(`No answer: ${error.message}`, true);
+    }
+  }
+  isBusy = false;
+}
+
+/** Do something after all that was asked for before, so that an answer belongs to its picture. */
+function queue(task, isUrgent = true) {
+  (isUrgent ? urgent : waiting).push(task);
+  work();
+}
 
 // ---- an answer ----------------------------------------------------------------------------------------------------
 
+const inputSize = () => ({ height: metadata.input_size[0], width: metadata.input_size[1] });
+
 /** `findSlots` for the picture that is shown. */
-function slotsOf(classId, off, norm) {
-  const { outputs, picture } = current;
-  return findSlots(classId, outputs, norm, off, picture.width, picture.height);
-}
+const slotsOf = (classId, off, norm) => findSlots(classId, current.outputs, norm, off, current.picture.crop);
 
 /** Put a slot's switch, and patches of training images that it answered to, into its row. */
 function addSwitch(row, slot, classId, isLast) {
@@ -79,85 +105,175 @@ function showAnswer() {
   byId("answer").hidden = false;
 }
 
-/** Answer for what is on the canvas now. */
-async function answer(picture) {
-  const outputs = await run(canvas.getContext("2d"));
+/** Answer for the shown picture's input. */
+async function answer(picture, input) {
+  const outputs = await run(input);
   current = { picture, outputs, off: new Set(), record: buildRecord(picture, outputs) };
   showAnswer();
+  return current.record;
 }
 
-/** Do something after all that was begun before, so that an answer belongs to its picture. */
-function queue(work) {
-  working = working.then(work).catch((error) => say(`No answer: ${error.message}`, true));
+// ---- pictures, and the list of those that were given --------------------------------------------------------------
+
+const THUMBNAIL_PIXELS = 96 * 96;
+const items = [];
+let shown = null;
+
+/** Say how many pictures of the list are answered; a single one needs no list. */
+function count() {
+  const [answered, refused] = ["answered", "refused"].map((state) => items.filter((item) => item.state === state).length);
+  byId("counted").textContent = `${answered} of ${items.length} pictures answered${refused ? `, ${refused} refused` : ""}`;
+  byId("given").hidden = items.length < 2;
 }
 
-/** Answer for a picture: a blob, or a function that fetches one. */
-const explain = (picture) => queue(async () => {
-  say("Looking …");
-  const blob = picture instanceof Blob ? picture : await picture(), name = blob.name ?? null;
-  const sha256 = await digest(await blob.arrayBuffer());
+/** Note on a picture what became of it. */
+function mark(item, state, text) {
+  item.state = state;
+  item.note.textContent = item.note.title = text;
+  item.note.classList.toggle("alert", state === "refused");
+  count();
+}
+
+function draw(preview, target) {
+  [target.width, target.height] = [preview.width, preview.height];
+  target.getContext("2d").drawImage(preview, 0, 0);
+}
+
+/** A picture, with the button that shows it. */
+function makeItem(blob) {
+  const name = blob.name ?? "pasted", thumbnail = el("canvas", { width: 96, height: 72, "aria-hidden": "true" });
+  const note = el("span", null, "waiting"), button = el("button", { type: "button" }, thumbnail, el("bdi", null, name), note);
+  const item = { blob, name, thumbnail, note, button, crop: null, state: "waiting" };
+  button.addEventListener("click", () => show(item));
+  return item;
+}
+
+const describe = ({ prediction, status }) =>
+  ({ ok: prediction.label, unknown: `unknown (${prediction.label})`, abstained: `not sure (${prediction.label})` })[status];
+
+/** Answer for a picture of the list without showing it. */
+const look = (item) => queue(async () => {
+  if (item.state !== "waiting") return;
   try {
-    await decode(blob, canvas);
-  } catch {
-    say(`${name ?? "This"}: not a picture that this browser can open; try JPEG, PNG, WebP or AVIF (HEIC opens in Safari).`, true);
+    const { preview, input, ...picture } = await openPicture(item.blob, { ...inputSize(), pixels: THUMBNAIL_PIXELS });
+    draw(preview, item.thumbnail);
+    mark(item, "answered", describe(buildRecord({ name: item.name, ...picture }, await run(input))));
+  } catch (error) {
+    mark(item, "refused", error.message);
+  }
+}, false);
+
+/** Show a picture with its answer. */
+const show = (item) => queue(async () => {
+  say("Looking …");
+  const began = performance.now();
+  try {
+    const { preview, input, ...picture } = await openPicture(item.blob, { ...inputSize(), crop: item.crop, keep: true });
+    draw(preview, canvas);
+    draw(preview, item.thumbnail);
+    const record = await answer({ name: item.blob.name ?? null, marks: [], ...picture }, input);
+    mark(item, "answered", describe(record));
+  } catch (error) {
+    mark(item, "refused", error.message);
+    say(`${item.name}: ${error.message}`, true);
     return;
   }
-  const began = performance.now();
-  await answer({ name, sha256, width: canvas.width, height: canvas.height, blob });
+  for (const other of [shown, item]) other?.button.toggleAttribute("aria-current", other === item);
+  shown = item;
   byId("uncover").hidden = true;
+  placeFrame();
   const ms = performance.now() - began;
   say(`Answered in ${ms < 1000 ? `${ms.toFixed(0)} ms` : `${(ms / 1000).toFixed(1)} s`}; nothing was uploaded.`);
 });
 
+/** Take pictures into the list: the first is shown, the others are answered after it. */
+function take(files) {
+  const [first, ...others] = Array.from(files, makeItem);
+  items.push(first, ...others);
+  byId("queue").append(...[first, ...others].map(({ button }) => el("li", null, button)));
+  count();
+  show(first);
+  others.forEach(look);
+}
+
+// ---- the part of the picture that the model sees ---------------------------------------------------------------------
+
+/** Answer for another part of the shown picture, covered parts included, and say what changed. */
+async function answerPart(marks, crop, said) {
+  const { picture, record, before = record.prediction } = current;
+  const input = await readPicture(marks, crop, inputSize());
+  await answer({ ...picture, crop }, input);
+  const { label, cosine } = current.record.prediction;
+  say(`${said}: ${label}, cosine ${number(cosine)}; before: ${before.label}, ${number(before.cosine)}.`);
+  return before;
+}
+
+const frame = createFrame(canvas.parentElement, () => !byId("brush").checked, (crop) => queue(async () => {
+  await answerPart([], crop, "This part");
+  shown.crop = crop;
+}));
+
+function placeFrame() {
+  const { width, height, crop } = current.picture;
+  frame.set(byId("crop").checked, width, height, crop);
+  byId("crop-help").hidden = !byId("crop").checked;
+}
+
+byId("crop").addEventListener("change", () => {
+  placeFrame();
+  if (byId("crop").checked) return;
+  const { width, height, crop } = current.picture, whole = [0, 0, width, height];
+  shown.crop = null;
+  if (String(crop) !== String(whole)) queue(() => answerPart([], whole, "The whole picture"));
+});
+
 // ---- covering parts of the picture --------------------------------------------------------------------------------
 
-let painting = false;
+let stroke = null;
 
-function paint(draw) {
-  const context = canvas.getContext("2d");
-  context.fillStyle = "rgb(127, 127, 127)";
-  draw(context);
+/** Cover parts on the page's canvas, which may be smaller than the picture. */
+function paint(marks) {
+  const context = canvas.getContext("2d"), { width, height } = current.picture;
+  context.setTransform(canvas.width / width, 0, 0, canvas.height / height, 0, 0);
+  cover(context, marks);
+  context.resetTransform();
 }
 
-function brush(event) {
-  const frame = canvas.getBoundingClientRect();
-  const x = (event.clientX - frame.left) * canvas.width / frame.width;
-  const y = (event.clientY - frame.top) * canvas.height / frame.height;
-  paint((context) => {
-    context.beginPath();
-    context.arc(x, y, Math.max(canvas.width, canvas.height) / 16, 0, 2 * Math.PI);
-    context.fill();
-  });
+function brush({ clientX, clientY }) {
+  const area = canvas.getBoundingClientRect(), { width, height } = current.picture;
+  const x = (clientX - area.left) * width / area.width, y = (clientY - area.top) * height / area.height;
+  const circle = { circle: [x, y, Math.max(width, height) / 16] };
+  stroke.push(circle);
+  paint([circle]);
 }
 
-const answerCovered = () => queue(async () => {
-  const before = current.uncovered ?? current.record.prediction;
-  await answer(current.picture);
-  current.uncovered = before;
-  const { label, cosine } = current.record.prediction;
+const answerCovered = (marks) => queue(async () => {
+  const before = await answerPart(marks, current.picture.crop, "Covered");
+  // of the whole picture, however often parts of it are covered
+  current.before = before;
   byId("uncover").hidden = false;
-  say(`Covered: ${label}, cosine ${number(cosine)}; before: ${before.label}, ${number(before.cosine)}.`);
 });
 
 canvas.addEventListener("pointerdown", (event) => {
   if (!byId("brush").checked || !current) return;
-  painting = true;
+  stroke = [];
   canvas.setPointerCapture(event.pointerId);
   brush(event);
 });
-canvas.addEventListener("pointermove", (event) => { if (painting) brush(event); });
+canvas.addEventListener("pointermove", (event) => { if (stroke) brush(event); });
 canvas.addEventListener("pointerup", () => {
-  if (painting) answerCovered();
-  painting = false;
+  if (stroke) answerCovered(stroke);
+  stroke = null;
 });
 byId("brush").addEventListener("change", () => canvas.classList.toggle("brush", byId("brush").checked));
 byId("cover").addEventListener("click", () => {
   const { cosines, norm } = computeCosines(current.outputs.scores, current.off);
   const slots = slotsOf(current.off.size ? rank(cosines)[0] : current.record.prediction.class_id, current.off, norm);
-  paint((context) => { for (const { box: [x0, y0, x1, y1] } of slots) context.fillRect(x0, y0, x1 - x0, y1 - y0); });
-  answerCovered();
+  const marks = slots.map(({ box }) => ({ rect: box }));
+  paint(marks);
+  answerCovered(marks);
 });
-byId("uncover").addEventListener("click", () => explain(current.picture.blob));
+byId("uncover").addEventListener("click", () => show(shown));
 
 // ---- where pictures come from -------------------------------------------------------------------------------------
 
@@ -165,9 +281,8 @@ for (const button of document.querySelectorAll("#examples button")) {
   const source = button.querySelector("img").getAttribute("src");
   // from the browser's cache, where the image already is
   const load = async () => new File([await (await fetch(source, { cache: "force-cache" })).blob()], source.split("/").pop());
-  button.addEventListener("click", () => explain(load));
+  button.addEventListener("click", async () => show(makeItem(await load())));
 }
-evidence.takePictures(explain);
 
 const video = byId("video");
 
@@ -188,16 +303,18 @@ byId("camera").addEventListener("click", async () => {
   }
 });
 byId("shoot").addEventListener("click", async () => {
-  const frame = el("canvas", { width: video.videoWidth, height: video.videoHeight });
-  frame.getContext("2d").drawImage(video, 0, 0);
+  const still = el("canvas", { width: video.videoWidth, height: video.videoHeight });
+  still.getContext("2d").drawImage(video, 0, 0);
   closeCamera();
-  explain(new File([await new Promise((resolve) => { frame.toBlob(resolve); })], "camera.png"));
+  take([new File([await new Promise((resolve) => { still.toBlob(resolve); })], "camera.png")]);
 });
 byId("close").addEventListener("click", closeCamera);
 
 say("Loading the model …");
 try {
   byId("checked").textContent = await start();
+  // pictures that are dropped earlier find nothing to answer them
+  evidence.takePictures(take);
   document.documentElement.dataset.ready = "yes";
   for (const control of document.querySelectorAll("#file, #camera, #examples button")) control.disabled = false;
   say("");

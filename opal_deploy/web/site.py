@@ -2,25 +2,27 @@
 
     index.html, site.css             the page, which asks no other host for anything
     site.js, model.js, ...           its scripts: the page, the model, and what other pages share
-    model.onnx, model.json           the graph, and what a browser cannot read of it: metadata, test vectors, digest
+    model.onnx, model.json           the graph with its metadata, and what the page needs beside it
     ort/                             ONNX Runtime Web
     examples/                        pictures to try
     patches/                         of training images, from an atlas
 
 ONNX Runtime Web is copied from its npm package: its WebAssembly is 14 MB, too much for a Python package, and only the
-files that were tried with the page are taken.
+files that were tried with the page are taken. `model.json` lists the site's files: only these are replaced later.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
+from itertools import chain, groupby, islice, zip_longest
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from PIL import Image
@@ -39,6 +41,7 @@ from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.run.sheets import load_atlas
 from opal_deploy.runtime.gates import Gate
 from opal_deploy.synthetic import example_images
+from opal_deploy.synthetic.creatures import MAX_SPECIES, list_species
 from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch
 from opal_deploy.visualization.atlas.storage import load_atlas as load_atlas_folder
 from opal_deploy.visualization.pages import (
@@ -48,6 +51,7 @@ from opal_deploy.visualization.pages import (
     read_evidence_script,
     read_style,
 )
+from opal_deploy.visualization.style import escape_unprintable
 
 ORT_WEB = "onnxruntime-web@1.30.0"
 # that version's files, script first, by execution provider; others were never tried with the page
@@ -64,6 +68,9 @@ _ORT_FILES = {
 _DEFAULT_ORT = Path("node_modules/onnxruntime-web")
 _KIND = "opal-web"
 _MODEL, _DOCUMENT, _PAGE = "model.onnx", "model.json", "index.html"
+_SCRIPTS = ("site.js", "model.js", "onnx.js", "pictures.js", "pixels.js", "worker.js", "crop.js")
+# beginning of the name of the folder in the site where new files are written first
+_STAGING = ".opal-web-"
 _EXAMPLES, _GENERATED = 6, 3
 _PATCHES, _PATCH_SIDE = 3, 96
 
@@ -73,13 +80,14 @@ class Site:
     """The folder to write.
 
     Attributes:
-        folder: new, empty, or written by an earlier export.
+        folder: new, empty, or with the site of an earlier export; a link to a folder is followed.
         ort_web: the npm package, or its folder `dist`; None: in `node_modules` of the working directory.
-        examples: a folder of pictures to try, of which the first six are taken; None: generated ones.
+        examples: a folder of pictures to try, of which six are taken, from its subfolders in turn. None: the best
+            patches of the atlas; without one, generated creatures if the model knows these, else no pictures.
         atlas: the model's atlas, whose best three patches of each slot are shown beside it.
         decision: thresholds that mark answers.
         webgpu: also take ONNX Runtime's files for WebGPU, which the page prefers where they answer right.
-        overwrite: replace another site.
+        overwrite: replace an earlier site's files; others in the folder stay.
     """
 
     folder: Path
@@ -99,20 +107,36 @@ class Site:
             load_atlas_folder(self.atlas)
 
     def _check_folder(self) -> None:
-        if self.folder.exists() and not self.folder.is_dir():
-            raise UsageError(f"--web {self.folder}: found a file; expected a folder to write")
-        if self.folder.is_dir() and any(self.folder.iterdir()):
-            if not _is_ours(self.folder):
-                raise UsageError(f"--web {self.folder}: holds other files; give a new or an empty folder")
-            if not self.overwrite:
-                raise UsageError(f"--web {self.folder}: exists already; replace it with --overwrite")
+        try:
+            if self.folder.exists() and not self.folder.is_dir():
+                raise UsageError(f"--web {self.folder}: found a file; expected a folder to write")
+            if not self.folder.is_dir() or not self._list_others():
+                return
+        except OSError as error:
+            raise self._unwritable(error) from None
+        if not (self.folder / _DOCUMENT).is_file():
+            raise UsageError(f"--web {self.folder}: holds other files; give a new or an empty folder")
+        if not _read_manifest(self.folder):
+            raise UsageError(
+                f"--web {self.folder}: its {_DOCUMENT} does not list which files are a site's; give a new or an empty "
+                "folder"
+            )
+        if not self.overwrite:
+            raise UsageError(f"--web {self.folder}: exists already; replace it with --overwrite")
+
+    def _list_others(self) -> list[str]:
+        """Return the names in the folder, but those that an interrupted export left."""
+        return [path.name for path in self.folder.iterdir() if not path.name.startswith(_STAGING)]
+
+    def _unwritable(self, error: OSError) -> UsageError:
+        return UsageError(f"--web {self.folder}: cannot be written ({error.strerror or error}); give another folder")
 
     def write(self, model: Path) -> WrittenSite:
         """Write the site of an exported ONNX file, which the caller has verified.
 
         Raises:
             ArtifactError: the file was not exported by opal-deploy, or is damaged.
-            UsageError: a browser cannot run and explain it, or the disk refuses the files; nothing was changed.
+            UsageError: a browser cannot run and explain it, or the disk refuses the files.
         """
         self._check_folder()
         metadata = onnx_file.read_metadata(model)
@@ -120,43 +144,45 @@ class Site:
         fingerprint = fingerprint_model(model)
         atlas = None if self.atlas is None else load_atlas(model, metadata, fingerprint, self.atlas)
         described = self._describe(model, fingerprint["sha256"], metadata, atlas)
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with tempfile.TemporaryDirectory(prefix=f".{self.folder.name}.", dir=self.folder.parent) as staging:
-                new = Path(staging, "site")
-                self._write_files(new, model, metadata, described, atlas)
-                if self.folder.exists():
-                    self.folder.rename(Path(staging, "old"))
-                new.rename(self.folder)
+            # a link to a folder stays a link
+            folder = Path(os.path.realpath(self.folder))
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob(f"{_STAGING}*"):
+                shutil.rmtree(left)
+            with tempfile.TemporaryDirectory(prefix=_STAGING, dir=folder) as staging:
+                examples = self._write_files(Path(staging), model, metadata, described, atlas)
+                size = _replace_files(folder, Path(staging))
         except OSError as error:
-            raise UsageError(
-                f"--web {self.folder}: cannot be written ({error.strerror or error}); give another folder"
-            ) from None
-        return WrittenSite(self.folder, metadata, sum(path.stat().st_size for path in self.folder.rglob("*")))
+            raise self._unwritable(error) from None
+        return WrittenSite(self.folder, metadata, size, examples)
 
     def _write_files(
         self, folder: Path, model: Path, metadata: Metadata, described: dict[str, Any], atlas: Atlas | None
-    ) -> None:
-        (folder / "ort").mkdir(parents=True)
+    ) -> int:
+        """Write all files, and return the number of pictures to try."""
+        (folder / "ort").mkdir()
         for source in self._find_ort():
             shutil.copyfile(source, folder / "ort" / _served_name(source.name))
         shutil.copyfile(model, folder / _MODEL)
-        examples = list(self._write_examples(folder))
         texts = {"evidence.js": read_evidence_script(), "class_map.js": read_class_map_script()}
         texts |= {"site.css": read_style(__package__, "site.css")}
-        texts |= {name: read_asset(__package__, name) for name in ("site.js", "model.js")}
+        texts |= {name: read_asset(__package__, name) for name in _SCRIPTS}
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
         if atlas is not None:
             _write_patches(folder, atlas)
+        examples = list(self._write_examples(folder, metadata, atlas))
+        files = [*_list_files(folder), _PAGE, _DOCUMENT]
+        document = json.dumps(described | {"files": files}, allow_nan=False).encode() + b"\n"
+        (folder / _DOCUMENT).write_bytes(document)
         page = load_templates(__package__).get_template("site.html.jinja")
         text = page.render(
-            model=model.name, classes=metadata.class_names,
+            model=model.name, classes=metadata.class_names, document=hashlib.sha256(document).hexdigest(),
             slots=metadata.class_map.max_slots, examples=examples, cropped=metadata.crop == "boxes",
         )  # fmt: skip
         (folder / _PAGE).write_text(text, encoding="utf-8", errors="backslashreplace")
-        document = json.dumps(described, allow_nan=False)
-        (folder / _DOCUMENT).write_text(document + "\n", encoding="utf-8")
+        return len(examples)
 
     @property
     def _providers(self) -> tuple[str, ...]:
@@ -180,33 +206,41 @@ class Site:
         return found
 
     def _list_examples(self) -> list[Path]:
+        """Return the pictures of `examples` to show, one of each subfolder before the second of any."""
         if self.examples is None:
             return []
         if not (pictures := list_images(self.examples)):
             raise UsageError(f"--examples {self.examples}: no pictures there; expected JPEG or PNG files")
-        return pictures[:_EXAMPLES]
+        folders = groupby(pictures, key=lambda path: path.parent)
+        turns = zip_longest(*(list(islice(group, _EXAMPLES)) for _, group in islice(folders, _EXAMPLES)))
+        return [path for turn in turns for path in turn if path is not None][:_EXAMPLES]
 
-    def _write_examples(self, folder: Path) -> Iterator[str]:
-        """Write the pictures, upright and no larger than a screen, and yield their paths in the site."""
+    def _write_examples(self, folder: Path, metadata: Metadata, atlas: Atlas | None) -> Iterator[tuple[str, str]]:
+        """Write pictures to try, upright and no larger than a screen; yield their paths, and what they show."""
+        shown: list[tuple[str, Image.Image]] = []
+        if chosen := self._list_examples():
+            for number, path in enumerate(chosen, 1):
+                try:
+                    shown.append((f"example {number}", to_display(decode(path).convert("RGB"))))
+                except ImageError as error:
+                    raise UsageError(f"--examples {path}: {error}; remove what is not a picture") from None
+        elif atlas is not None:
+            for class_id, slots in islice(atlas.slots.items(), _EXAMPLES):
+                patches = chain(*(atlas.patches(class_id, slot)[:1] for slot in slots))
+                if (best := max(patches, key=lambda patch: patch.value, default=None)) is not None:
+                    name = escape_unprintable(atlas.class_names[class_id])
+                    shown.append((f"part of a training image, answered {name}", atlas.load_patch(best)))
+        elif {species.name for species in list_species(MAX_SPECIES)}.issuperset(metadata.class_names):
+            images = example_images(_GENERATED, 320, 320)
+            shown = [(f"generated creature {i}", Image.fromarray(image)) for i, image in enumerate(images, 1)]
         (folder / "examples").mkdir()
-        chosen = self._list_examples()
-        pictures = []
-        for path in chosen:
-            try:
-                pictures.append(to_display(decode(path).convert("RGB")))
-            except ImageError as error:
-                raise UsageError(f"--examples {path}: {error}; remove what is not a picture") from None
-        if not chosen:
-            pictures = [Image.fromarray(image) for image in example_images(_GENERATED, 320, 320)]
-        for number, picture in enumerate(pictures, 1):
-            name = f"examples/{number}.png" if not chosen else f"examples/{number}.jpg"
+        for number, (text, picture) in enumerate(shown, 1):
+            name = f"examples/{number}.{'png' if text.startswith('generated') else 'jpg'}"
             picture.save(folder / name, quality=92)
-            yield name
+            yield name, text
 
     def _describe(self, path: Path, digest: str, metadata: Metadata, atlas: Atlas | None) -> dict[str, Any]:
-        """Return the content of model.json."""
-        described = json.loads(metadata.to_json())
-        vectors = described.pop("test_vectors")
+        """Return the content of model.json, but the list of files."""
         chosen = _choose_patches(atlas).items() if atlas else ()
         class_map = metadata.class_map
         return {
@@ -224,28 +258,74 @@ class Site:
             },
             "patches": {f"{class_id}/{slot}": [patch.file for patch in best] for (class_id, slot), best in chosen},
             "class_map": class_map.to_dict(),
-            "vectors": vectors,
-            "metadata": described,
         }
 
 
 @dataclass(frozen=True)
 class WrittenSite:
-    """A site that was written, the metadata of its model, and its size in bytes."""
+    """A site that was written, the metadata of its model, its size in bytes, and its number of pictures to try."""
 
     folder: Path
     metadata: Metadata
     size: int
+    examples: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return the folder and the size for JSON."""
         return {"site": str(self.folder), "bytes": self.size}
 
 
-def _is_ours(folder: Path) -> bool:
-    with suppress(OSError, ValueError, AttributeError):
-        return bool(json.loads((folder / _DOCUMENT).read_text("utf-8")).get("kind") == _KIND)
-    return False
+def _list_files(folder: Path) -> list[str]:
+    """Return the paths of the files below a folder, relative to it, sorted."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _read_manifest(folder: Path) -> list[str]:
+    """Return the files that a site lists as its own; nothing for a folder that is no site."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        document = json.loads((folder / _DOCUMENT).read_text("utf-8"))
+        files = [str(file) for file in document["files"]]
+        if document["kind"] == _KIND and not any(
+            PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts for file in files
+        ):
+            return files
+    return []
+
+
+def _replace_files(folder: Path, new: Path) -> int:
+    """Move the files of a new site into a folder, in place of an earlier site's, and return their size.
+
+    Other files stay. While files are missing or mixed, the page finds that its model.json is not the one it came with.
+
+    Raises:
+        UsageError: another file, or a link out of the folder, is in the way; nothing was changed.
+    """
+    before, files = _read_manifest(folder), _list_files(new)
+    for file in {*before, *files}:
+        place = (folder / file).parent
+        if os.path.realpath(place) != str(place):
+            raise UsageError(f"{place}: a link, which leads out of the site; remove it, or give a new folder")
+        if file in files and file not in before and os.path.lexists(folder / file):
+            raise UsageError(f"{folder / file}: not of the site, which needs its name; move it, or give a new folder")
+    size = sum((new / file).stat().st_size for file in files)
+    stale = [file for file in before if file not in files]
+    document = json.loads((new / _DOCUMENT).read_text("utf-8"))
+    # lists every file that is the site's, also while they are moved
+    partial = new / "partial.json"
+    partial.write_text(json.dumps(document | {"files": [*files, *stale]}), encoding="utf-8")
+    partial.replace(folder / _DOCUMENT)
+    for file in files:
+        if file != _DOCUMENT:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (new / file).replace(folder / file)
+    for file in stale:
+        (folder / file).unlink(missing_ok=True)
+        for parent in (folder / file).relative_to(folder).parents:
+            if parent.parts:
+                with suppress(OSError):
+                    (folder / parent).rmdir()
+    (new / _DOCUMENT).replace(folder / _DOCUMENT)
+    return size
 
 
 def _check_model(path: Path, metadata: Metadata) -> None:

@@ -52,6 +52,12 @@ class TestImageFolder:
         assert [part for part in messages if part in str(caught.value)] == messages
         assert "\n" not in str(caught.value)
 
+    def test_images_without_class_folders_are_counted(self, tmp_path):
+        for number in range(3):
+            draw(tmp_path / f"{number}.jpg")
+        with pytest.raises(UsageError, match=f"{tmp_path}: found 3 images and no folder per class; expected"):
+            read_dataset(tmp_path)
+
 
 class TestNothingIsPassedOverInSilence:
     def test_images_above_the_class_folders_are_a_warning(self, tmp_path):

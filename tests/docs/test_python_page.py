@@ -1,13 +1,22 @@
 """The script of "From Python", as it stands, on real photographs that have neither boxes nor parts."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs/howto/python.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/howto/python.md"
+
+
+def test_the_reference_lists_the_signatures_as_they_are():
+    tool = runpy.run_path(str(ROOT / "tools/python_reference.py"))
+    page = tool["PAGE"].read_text("utf-8")
+    assert "run_inference(images, model, *, " in page
+    assert page == tool["fill"](page), "write it again with: python tools/python_reference.py"
 
 
 @pytest.mark.data

@@ -110,6 +110,13 @@ def test_an_input_without_images_alone_is_a_wrong_call(tmp_path, monkeypatch, na
         names(name if name.startswith("@") else tmp_path / "in" / name)
 
 
+def test_globs_that_match_nothing_are_refused_before_anything_is_loaded(tmp_path):
+    touch(tmp_path / "a.jpg")
+    with pytest.raises(UsageError, match=r"b\*\.jpg: nothing matches"):
+        check_inputs([str(tmp_path / "b*.jpg")])
+    check_inputs([str(tmp_path / "b*.jpg"), str(tmp_path / "a*.jpg")])
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", None], ids=["empty", "blank lines", "none"])
 def test_standard_input_without_names_is_a_wrong_call(content):
     with pytest.raises(UsageError, match="standard input"):

@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from playwright.sync_api import expect, sync_playwright
 import opal_deploy
 from opal_deploy.api.atlas import create_atlas
 from opal_deploy.artifact import onnx_file
+from opal_deploy.errors import UsageError
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import to_record
 from opal_deploy.synthetic import example_images
@@ -31,17 +33,27 @@ FLAGS = (
     "--use-fake-device-for-media-stream --use-fake-ui-for-media-stream"
 )
 RESIZE = """async ([pixels, width, height]) => {
-  const { resize } = await import("/model.js");
+  const { resize } = await import("/pixels.js");
   return [...resize(pixels, width, height, 96, 96)];
+}"""
+
+DROP = """() => {
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File(["x"], "a.png"));
+  document.dispatchEvent(new DragEvent("drop", { dataTransfer }));
 }"""
 
 
 @pytest.fixture(scope="module")
 def site(exact_model, tmp_path_factory):
     """The folder of a site."""
-    folder = tmp_path_factory.mktemp("web") / "site"
-    opal_deploy.export_web(exact_model, folder, ort_web=ORT_WEB, threads=1, log=lambda text: None)
-    return folder
+    folder = tmp_path_factory.mktemp("web")
+    (folder / "pictures").mkdir()
+    for number, pixels in enumerate(example_images(3, 130, 211)):
+        Image.fromarray(pixels).save(folder / f"pictures/{number}.png")
+    options = {"ort_web": ORT_WEB, "examples": folder / "pictures", "threads": 1, "log": lambda text: None}
+    opal_deploy.export_web(exact_model, folder / "site", **options)
+    return folder / "site"
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +67,14 @@ def visit():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
         elsewhere, servers = [], []
+        expect.set_options(timeout=60_000)
 
-        def open_page(folder, width=1280):
+        def open_page(folder, width=1280, **options):
             handler = functools.partial(Quiet, directory=str(folder))
             servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
             threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
             own = f"http://localhost:{servers[-1].server_port}/"
-            page = browser.new_page(viewport={"width": width, "height": 800})
+            page = browser.new_page(viewport={"width": width, "height": 800}, **options)
             page.set_default_timeout(60_000)
             page.on("pageerror", lambda error: elsewhere.append(str(error)))
             page.on("request", lambda request: elsewhere.append(request.url))
@@ -71,6 +84,7 @@ def visit():
 
         yield open_page
         assert [url for url in elsewhere if not url.startswith(("http://localhost:", "blob:", "data:"))] == []
+        expect.set_options(timeout=5_000)
         for server in servers:
             server.shutdown()
             server.server_close()
@@ -187,6 +201,7 @@ class TestPage:
         folder = tmp_path / "site"
         opal_deploy.export_web(exact_model, folder, ort_web=ORT_WEB, threads=1, log=lambda text: None, **options)
         page = visit(folder)
+        expect(page.locator("#examples img").first).to_have_attribute("alt", re.compile("part of a training image"))
         expect(page.locator("#checked")).to_contain_text("on this device (WebGPU)")
         record = ask(page, next((tmp_path / "photos").iterdir()))
         assert record["status"] == "abstained"
@@ -198,6 +213,98 @@ class TestPage:
         (folder / "ort/ort-wasm-simd-threaded.asyncify.wasm").write_bytes(b"")
         page = visit(folder)
         expect(page.locator("#checked")).to_contain_text(re.compile(r"WebAssembly, 1 thread; WebGPU: "))
+
+    def test_a_crop_has_the_record_that_infer_writes_and_is_set_by_mouse_keys_and_fingers(
+        self, site, exact_model, visit, tmp_path
+    ):
+        page = visit(site, width=360, has_touch=True)
+        path = tmp_path / "picture.png"
+        Image.fromarray(example_images(1, 130, 211)[0]).save(path)
+        ask(page, path)
+        page.locator("#crop").check()
+        photo, frame = page.locator(".photo"), page.locator(".crop")
+        photo.scroll_into_view_if_needed()
+        area = photo.bounding_box()
+
+        def at(x, y):
+            return area["x"] + x * area["width"], area["y"] + y * area["height"]
+
+        def crop():
+            expect(page.locator("#status")).to_contain_text("This part: ")
+            width, height, x, y = map(int, re.findall(r"\d+", frame.get_attribute("aria-label").partition(". ")[0]))
+            return x, y, x + width, y + height
+
+        page.mouse.move(*at(0.25, 0.2))
+        page.mouse.down()
+        page.mouse.move(*at(0.75, 0.8), steps=4)
+        page.mouse.up()
+        drawn = crop()
+        assert drawn == pytest.approx((53, 26, 158, 104), abs=2)
+        record = json.loads(page.locator("#record").text_content())
+        model = opal_deploy.load(exact_model, device="cpu", threads=1)
+        expected = model.explain(path, boxes=drawn)
+        assert record["prediction"]["cosine"] == pytest.approx(expected["prediction"]["cosine"], abs=1e-5)
+        assert [slot["box"] for slot in record["evidence"]] == [slot["box"] for slot in expected["evidence"]]
+        # drawn again, it is where it was
+        page.evaluate("document.getElementById('status').textContent = ''")
+        page.locator("#uncover").evaluate("button => button.click()")
+        expect(page.locator("#status")).to_contain_text("Answered")
+        assert json.loads(page.locator("#record").text_content())["evidence"] == record["evidence"]
+        frame.focus()
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("Shift+ArrowDown")
+        moved = crop()
+        assert (moved[0], moved[1], moved[3]) == pytest.approx((drawn[0] - 2, drawn[1], drawn[3] + 1), abs=1)
+        touch = page.context.new_cdp_session(page)
+        for kind, low, high in (
+            ("touchStart", 0.4, 0.6),
+            ("touchMove", 0.3, 0.7),
+            ("touchMove", 0.2, 0.8),
+            ("touchEnd", 0, 0),
+        ):
+            points = [dict(zip("xy", at(share, 0.5), strict=True), id=i) for i, share in enumerate((low, high))]
+            touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [] if kind == "touchEnd" else points})
+        expect(frame).to_have_attribute("aria-label", re.compile("Crop: the whole picture"))
+        page.keyboard.press("Escape")
+        if AXE.is_file():
+            assert find_violations(page) == []
+
+    def test_of_many_files_each_is_answered_or_refused_with_its_reason(self, site, visit, tmp_path):
+        (tmp_path / "note.jpg").write_text("no picture")
+        Image.new("1", (20_000, 20_000)).save(tmp_path / "large.png")
+        for number, pixels in enumerate(example_images(3, 96, 96)):
+            Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        page = visit(site)
+        page.locator("#file").set_input_files([tmp_path / name for name in ("note.jpg", "large.png", "0.png", "1.png")])
+        expect(page.locator("#counted")).to_have_text("2 of 4 pictures answered, 2 refused")
+        # the first was to be shown, and the reason stays while others are answered
+        expect(page.locator("#status.alert")).to_contain_text("note.jpg: not a picture")
+        buttons = page.locator("#queue button")
+        expect(buttons.nth(1)).to_contain_text("20000 x 20000 pixels; this page takes up to 50 megapixels")
+        page.locator("#file").set_input_files(tmp_path / "2.png")
+        expect(page.locator("#status")).to_contain_text("Answered")
+        expect(page.locator("#counted")).to_have_text("3 of 5 pictures answered, 2 refused")
+        buttons.nth(2).click()
+        expect(buttons.nth(2)).to_have_attribute("aria-current", "")
+        assert json.loads(page.locator("#record").text_content())["image"] == "0.png"
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        if AXE.is_file():
+            assert find_violations(page) == []
+
+    def test_a_damaged_description_answers_nothing_and_says_so(self, site, visit, tmp_path):
+        whole = (site / "model.json").read_bytes()
+        other = json.loads(whole)
+        other["class_map"]["dropped"] = [0]
+        for number, text in enumerate((whole[: len(whole) // 2], json.dumps(other).encode())):
+            damaged = shutil.copytree(site, tmp_path / str(number))
+            (damaged / "model.json").write_bytes(text)
+            page = visit(damaged)
+            expect(page.locator("#status.alert")).to_contain_text("model.json is damaged, or of another export")
+            # and keeps saying so
+            page.evaluate(DROP)
+            expect(page.locator("#status.alert")).to_contain_text("model.json is damaged, or of another export")
+        names = json.loads(onnx_file.read_header(site / "model.onnx").properties["opal"])["class_names"]
+        assert all(name.encode() not in whole for name in names), "class names come from model.onnx, which is checked"
 
     def test_a_damaged_model_answers_nothing_and_a_text_is_no_picture(self, site, visit, tmp_path):
         (tmp_path / "note.jpg").write_text("no picture")
@@ -215,17 +322,77 @@ class TestPage:
         expect(page.locator("#file")).to_be_disabled()
 
 
+def _write(model, folder, **options):
+    opal_deploy.export_web(model, folder, ort_web=ORT_WEB, threads=1, verify=False, log=lambda text: None, **options)
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
 @needs_ort_web
-def test_only_a_site_of_ours_is_replaced_and_only_when_asked(site, exact_model, opal, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "thesis.txt").write_text("years")
-    options = ("--ort-web", ORT_WEB, "--threads", "1")
-    done = opal("export", exact_model, "--web", other, *options, "--overwrite")
-    assert (done.returncode, [path.name for path in other.iterdir()]) == (2, ["thesis.txt"])
-    assert "holds other files; give a new or an empty folder" in done.stderr
-    assert "replace it with --overwrite" in opal("export", exact_model, "--web", site, *options).stderr
-    assert opal("export", exact_model, "--web", site, *options, "--overwrite").returncode == 0
+def test_only_files_that_a_site_lists_are_replaced(site, exact_model, make_pictures, tmp_path):
+    make_pictures(tmp_path / "photos", 2)
+    folder = tmp_path / "site"
+    before = _write(exact_model, folder, examples=tmp_path / "photos")
+    (folder / ".git").mkdir()
+    for name in ("notes.txt", ".git/HEAD", "examples/mine.jpg"):
+        (folder / name).write_text("years")
+    (folder / "site.css").write_text("changed")
+    with pytest.raises(UsageError, match="replace it with --overwrite"):
+        _write(exact_model, folder)
+    after = _write(exact_model, folder, overwrite=True)
+    assert after - before == {"notes.txt", ".git/HEAD", "examples/mine.jpg"}
+    assert before - after == {"examples/1.jpg", "examples/2.jpg"}
+    assert (folder / "site.css").read_bytes() == (site / "site.css").read_bytes()
+    assert sorted(json.loads((folder / "model.json").read_text("utf-8"))["files"]) == sorted(after - (after - before))
+    (folder / "examples/1.jpg").write_text("mine, too")
+    with pytest.raises(UsageError, match=r"examples/1.jpg: not of the site, which needs its name"):
+        _write(exact_model, folder, examples=tmp_path / "photos", overwrite=True)
+    shutil.move(folder / "examples", tmp_path / "examples")
+    (folder / "examples").symlink_to(tmp_path / "examples")
+    with pytest.raises(UsageError, match="examples: a link, which leads out of the site"):
+        _write(exact_model, folder, examples=tmp_path / "photos", overwrite=True)
+    assert (tmp_path / "examples/1.jpg").read_text() == "mine, too"
+
+
+@needs_ort_web
+def test_a_folder_that_is_no_site_is_refused(exact_model, tmp_path):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for name, text, message in [
+        ("thesis.txt", "years", "holds other files; give a new or an empty folder"),
+        ("model.json", '{"kind": "opal-web"}', "does not list which files are a site's"),
+        ("model.json", '{"kind": "opal-web", "files": ["../thesis.txt"]}', "does not list which files are a site's"),
+    ]:
+        (folder / name).write_text(text)
+        with pytest.raises(UsageError, match=message):
+            _write(exact_model, folder, overwrite=True)
+        assert (folder / name).read_text() == text
+    for path in (tmp_path / ("n" * 256), Path("/dev/null/x")):
+        with pytest.raises(UsageError, match="cannot be written"):
+            _write(exact_model, path)
+
+
+@needs_ort_web
+def test_a_link_to_an_empty_folder_is_followed(exact_model, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/.opal-web-left").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    assert "index.html" in _write(exact_model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert not (tmp_path / "empty/.opal-web-left").exists()
+
+
+@needs_ort_web
+def test_examples_are_of_each_class_in_turn_and_no_creatures_for_other_classes(exact_model, make_pictures, tmp_path):
+    assert not any(file.startswith("examples/") for file in _write(exact_model, tmp_path / "none"))
+    for name, colour in (("a", "red"), ("b", "blue")):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(7):
+            Image.new("RGB", (32, 32), colour).save(tmp_path / f"photos/{name}/{number}.png")
+    _write(exact_model, tmp_path / "site", examples=tmp_path / "photos")
+    blue = [Image.open(tmp_path / f"site/examples/{number}.jpg").getpixel((0, 0))[2] > 128 for number in range(1, 7)]
+    assert blue == [False, True] * 3
+    creatures = Path(str(files("opal_deploy.cli.demo") / "creatures.onnx"))
+    assert "examples/3.png" in _write(creatures, tmp_path / "creatures")
 
 
 @needs_ort_web

@@ -16,7 +16,7 @@ import typer
 
 from opal_deploy.artifact.files import read_json, write_json
 from opal_deploy.cli.console import print_message, progress
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import UsageError, install_command
 
 MARKER = "demo.json"
 
@@ -167,7 +167,7 @@ class Demo:
 
 def print_own_folder() -> None:
     """Print the command that trains on the user's own photographs."""
-    print_message("\nNow your own folder, photos/<class>/*.jpg (training needs: pip install 'opal-deploy[all-cpu]'):")
+    print_message(f"\nNow your own folder, photos/<class>/*.jpg (training needs: {install_command('all-cpu')}):")
     print_message("  opal-deploy train photos/ --out runs/mine")
 
 

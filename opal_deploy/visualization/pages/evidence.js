@@ -238,21 +238,16 @@ const evidence = (() => {
     status.classList.toggle("alert", isError);
   }
 
-  /** Call `take` with each picture that is chosen, pasted or dropped, after `keep` with the list of dropped files. */
-  function takePictures(take, keep = () => {}) {
+  /** Call `take` with the files that are chosen, pasted or dropped together. */
+  function takePictures(take) {
     const file = document.getElementById("file"), drop = document.getElementById("drop");
-    file.addEventListener("change", () => { if (file.files.length) take(file.files[0]); });
-    document.addEventListener("paste", (event) => {
-      const [image] = event.clipboardData.files;
-      if (image) take(image);
-    });
+    file.addEventListener("change", () => { if (file.files.length) take(file.files); });
+    document.addEventListener("paste", ({ clipboardData: { files } }) => { if (files.length) take(files); });
     for (const name of ["dragover", "dragleave", "drop"]) {
       document.addEventListener(name, (event) => {
         event.preventDefault();
         drop.classList.toggle("over", name === "dragover");
-        if (name !== "drop" || !event.dataTransfer.files.length) return;
-        keep(event.dataTransfer.files);
-        take(event.dataTransfer.files[0]);
+        if (name === "drop" && event.dataTransfer.files.length) take(event.dataTransfer.files);
       });
     }
   }
