@@ -33,12 +33,12 @@ def drift(
     """
     report = find_drift(results, **options.keywords())
     _print_report(report)
+    if report.shifts and options.fail_on is None:
+        print_message("Exit code 0; for scripts, --fail-on any or --fail-on evidence makes it 4")
     if options.html is not None:
         print_message(f"Page: {options.html}")
     if as_json:
         print_json({"results": results, **report.to_dict()})
-    if report.shifts and options.fail_on is None:
-        print_message("Exit code 0; for scripts, --fail-on any or --fail-on evidence makes it 4")
     if options.fail_on is not None and report.has(options.fail_on):
         raise VerificationError(f"{results}: {len(report.shifts)} shifts since {report.reference}")
 
