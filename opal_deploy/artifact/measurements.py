@@ -255,8 +255,10 @@ def list_evaluation(
     if export_of is not None:
         command += f", and export {export_of} again"
     if not evaluation:
-        text = f"not yet measured whether the boxes show what drives the prediction; measure it with: {command}"
-        return [("evidence", text)]
+        text = (
+            f"not yet, so it is unknown whether the boxes show what drives the prediction; measure it with: {command}"
+        )
+        return [("measured", text)]
     measured = check_document(evaluation, Evaluation, "evaluation")
     shares = _describe_pointing(measured.pointing_game or PointingGame())
     if measured.pointing_game is None:

@@ -371,7 +371,8 @@ def test_the_generated_set_has_parts_and_foreground(metrics, lines, tmp_path, op
     # infer says what was measured, once it is recorded in the model
     explain = ("infer", data.root / "test" / "bimlu", "--model", path, "--explain", "--out", tmp_path / "explained")
     assert (
-        "evidence:         not yet measured whether the boxes show what drives the prediction" in opal(*explain).stderr
+        "measured:         not yet, so it is unknown whether the boxes show what drives the prediction"
+        in opal(*explain).stderr
     )
     assert "pointing_game" not in metrics(data.root, path, parts=False, record=True)
     line = "not measured (no boxes, masks or parts)"

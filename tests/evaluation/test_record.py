@@ -71,7 +71,7 @@ def test_the_document_keeps_the_figures_without_the_classes():
         ),
         (
             tuple(EVALUATION), "my model.onnx",
-            "evidence: not yet measured whether the boxes show what drives the prediction; measure it with: "
+            "measured: not yet, so it is unknown whether the boxes show what drives the prediction; measure it with: "
             "opal-deploy evaluate DATA --model 'my model.onnx' --faithfulness --record",
         ),
     ],
