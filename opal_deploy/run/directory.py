@@ -122,8 +122,12 @@ class RunDirectory:
             "ended": _now(),
             "results_bytes": _size(self.root / RESULTS),
         }
+        path = self.root / SUMMARY
         try:
-            write_json(self.root / SUMMARY, document)
+            if path.is_fifo():
+                # it was read as damaged; `write_json` replaces files only
+                path.unlink()
+            write_json(path, document)
         except UsageError as error:
             raise StoppedEarly(f"{error}; all records are in {RESULTS}") from None
         return document

@@ -19,11 +19,11 @@ def folder(tmp_path, make_pictures, monkeypatch):
 
 
 def read_run(out):
-    """Return the files of a run, without times."""
+    """Return the files of a run, without times and the id that each run has of its own."""
     files = {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
     for name in ("run.json", "summary.json"):
         document = json.loads(files[name])
-        files[name] = json.dumps({key: value for key, value in document.items() if key not in TIMES}).encode()
+        files[name] = json.dumps({key: value for key, value in document.items() if key not in {*TIMES, "id"}}).encode()
     return files
 
 
