@@ -283,7 +283,7 @@ def without_folders(value: Any) -> Any:
         return Path(value).name or value if os.path.isabs(value) else value
     if isinstance(value, dict):
         return {key: without_folders(each) for key, each in value.items()}
-    return [without_folders(each) for each in value] if isinstance(value, list | tuple) else value
+    return type(value)(map(without_folders, value)) if isinstance(value, list | tuple) else value
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -277,10 +277,10 @@ def _find_absence(recorded: Record, computed: Record) -> str:
     """Return why an image that was read once cannot be read now; empty if it can be, or could not be then either."""
     code = computed.error.code if isinstance(computed, Failed) else ""
     was_read = recorded.image_sha256 is not None or isinstance(recorded, Answered)
+    if was_read and code == "not_found" and recorded.image is None:
+        return "the record names no image: list the image after the results"
     if not was_read or not code or computed.image_sha256 is not None:
         return ""
-    if code == "not_found" and recorded.image is None:
-        return "the record names no image: list the image after the results"
     return "image not found" if code == "not_found" else f"the image cannot be read now ({code})"
 
 

@@ -9,7 +9,6 @@ import typer
 from opal_deploy.auditing.drift import DriftOptions, find_drift
 from opal_deploy.cli.console import one_line, print_json, print_message
 from opal_deploy.errors import VerificationError
-from opal_deploy.records.shifts import interpret
 
 if TYPE_CHECKING:
     from opal_deploy.auditing.drift import DriftReport
@@ -49,6 +48,8 @@ def _print_report(report: DriftReport) -> None:
         print_message(f"{report.failed / (report.failed + report.images):.1%} of all images failed ({report.failed:,})")
     if not report.shifts:
         print_message(f"No shift found; one of cosine or margin by {report.smallest_shift:.2f} would have been")
+    from opal_deploy.records.shifts import interpret
+
     for text, section in interpret(report.shifts):
         print_message(f"{text} What to do: docs/howto/drift.md, {section}")
     for shift in report.shifts[:_LISTED]:

@@ -171,9 +171,11 @@ def _find_kept_files(source: ExportSource, targets: ExportTargets, options: Expo
     Raises:
         UsageError: another file is in the way of an ONNX file or an engine, without `overwrite`.
     """
-    for path in targets.onnx.values():
+    for precision, path in targets.onnx.items():
         remove_temporary_files(path)
-        if options.overwrite and path.exists() and path.samefile(source.path):
+        is_source = path.exists() and source.path.exists() and path.samefile(source.path)
+        # in its own precision it is verified again
+        if options.overwrite and is_source and source.onnx_precision not in (None, precision):
             raise UsageError(f"{path}: it is the model that is exported; give another --out")
     if options.overwrite:
         return {}

@@ -38,7 +38,8 @@ def former_overlay_name(index: int, image: str | None) -> str:
 
 
 def _name(kind: str, index: int, image: str | None) -> str:
-    stem = Path(image).stem if image else ""
+    # a frame of a video is named after the video's suffix
+    stem = re.sub(r"\.[A-Za-z0-9]{1,5}$", "", Path(image).name) if image else ""
     safe = _UNSAFE.sub("_", stem)[:_STEM_LENGTH].strip("._") or "image"
     folder, name = index // FILES_PER_FOLDER, f"{index:06d}-{safe}{_SUFFIXES[kind]}"
     return f"{kind}/{folder:04d}/{name}" if folder else f"{kind}/{name}"

@@ -201,7 +201,7 @@ def arrange_boxes(record: Answered) -> list[tuple[TaggedBox, Tag | None]]:
     """Return the boxes of a record with their tags for a page, in pixels of the image."""
     size = record.width, record.height
     boxes = group_boxes(place_boxes(record), (1, 1), size)
-    letters = round(max(size) * _PAGE_LETTERS)
+    letters = max(1, round(max(size) * _PAGE_LETTERS))
     tags = {tag.slots: tag for tag in place_tags(boxes, size, max(1, letters // 12), letters)}
     return [(box, tags.get(box.slots)) for box in boxes]
 

@@ -275,7 +275,11 @@ def test_everything_beside_the_records_agrees_with_them(infer, labelled, exact_m
     expected = {
         "complete": True, "stopped": None, "images": 6, "new_images": 6, "statuses": {"error": 1, "ok": 5},
         "errors": {"not_an_image": 1}, "resumed": [],
-        "accuracy": {"accuracy": correct / 3, "correct": correct, "wrong": 3 - correct, **counts},
+        "accuracy": {
+            "accuracy": correct / 3, "correct": correct, "wrong": 3 - correct,
+            "answered": 3, "answered_correct": correct, **counts,
+            "never_predicted": document["accuracy"]["never_predicted"],
+        },
     }  # fmt: skip
     assert {key: document[key] for key in expected} == expected
     assert sum(entry["images"] for entry in document["classes"]) == 5

@@ -19,7 +19,7 @@ from tests.runs import Infer
 
 CPU = ("--device", "cpu", "--threads", "1")
 NODE = shutil.which("node")
-PAGE = Path(__file__).parents[2] / "docs/howto/sign.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/signatures.md"
 
 
 @pytest.fixture(scope="module")
