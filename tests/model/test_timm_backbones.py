@@ -111,7 +111,7 @@ class TestWeights:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         backbone = backbones.build(LITE0)
-        with pytest.raises(UsageError, match=r"\A[^\n]*could not download [^\n]* give its path\Z"):
+        with pytest.raises(UsageError, match=r"\A[^\n]*could not download [^\n]* give its path: --weights FILE\Z"):
             backbones.load_weights(backbone, "in1k")
         with pytest.raises(UsageError, match=r"no timm tag for tf_efficientnet_lite0 \(in1k\)"):
             backbones.load_weights(backbone, "in22k")
