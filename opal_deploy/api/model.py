@@ -140,10 +140,11 @@ class Model:
     ) -> Iterator[Explanation]:
         """Yield one record per image, in order, while the next images are decoded; for inputs of any size.
 
+        `top`, `batch`, `max_pixels` and `thresholds` are those of `explain`.
+
         Args:
             images: a folder, a glob, an archive or their URL, searched as `opal-deploy infer` does; or any iterable of
                 images as `explain` takes them, which may be endless.
-            top, batch, max_pixels, thresholds: see `explain`.
             workers: images decoded in parallel.
 
         Raises:
@@ -249,12 +250,13 @@ class Model:
 
         Close it, or use it as a context manager. `explain` may be called at the same time.
 
+        `top`, `max_pixels` and `thresholds` are those of `explain`.
+
         Args:
             batch: maximum batch size.
             max_wait_ms: longest time that an image waits for its batch to fill, in milliseconds.
             capacity: maximum in-flight images; `submit` waits or raises beyond that.
             workers: parallel decode threads or processes.
-            top, max_pixels, thresholds: see `explain`.
             decode: the decode path.
             decode_timeout: seconds per image, with `isolate`; None: no limit.
             isolate: decode in processes, so that a decoder that crashes or hangs costs one image.

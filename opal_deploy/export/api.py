@@ -66,8 +66,7 @@ def export_engines(source: StrPath, options: EngineExportOptions) -> ExportResul
     Returns:
         The engines and the ONNX files that were written, or existed already.
 
-    Raises:
-        see `export_model`.
+    Errors are those of `export_model`.
     """
     return run_export(source, ExportOptions(**options.keywords(), trt=True))
 
@@ -80,8 +79,7 @@ def export_triton(source: StrPath, folder: StrPath, options: TritonOptions) -> W
         source: an exported ONNX file or an engine, or a checkpoint, which is exported first.
         folder: the repository; other models in it stay.
 
-    Raises:
-        see `export_model`.
+    Errors are those of `export_model`.
     """
     repository = run_export(source, ExportOptions(**options.keywords(), triton=folder)).repository
     assert repository is not None
@@ -96,8 +94,7 @@ def export_web(source: StrPath, folder: StrPath, options: WebOptions) -> Written
         source: an exported ONNX file, or a checkpoint, which is exported first.
         folder: the page's folder: new, empty, or an earlier page's.
 
-    Raises:
-        see `export_model`.
+    Errors are those of `export_model`.
     """
     site = run_export(source, ExportOptions(**options.keywords(), web=folder)).site
     assert site is not None
