@@ -290,9 +290,7 @@ class _Job:
                 raise KeyboardInterrupt
             if summary.accuracy is not None:
                 summary.accuracy.unused_rows = self.inputs.unused_labels()
-            if self.signer is not None:
-                directory.sign_config(summary, self.signer, complete=True)
-            document = directory.write_summary(summary, self._context())
+            document = self._write_summary(directory, summary)
         except KeyboardInterrupt:
             self._write_early_summary(directory, summary, "interrupted")
             log(f"Interrupted: {summary.total} records are in {directory.location}; {self._resume_hint()}")
@@ -338,12 +336,16 @@ class _Job:
         runtime = {"runtime": self.backend.description, **self.backend.summarize()}
         return {"model": self.loaded.fingerprint, **runtime, "command": self._format_command(short=True)}
 
+    def _write_summary(self, directory: RunDirectory, summary: Summary, stopped: str | None = None) -> dict[str, Any]:
+        """Sign run.json if asked to, and write summary.json; `stopped` is why the run ended early."""
+        if self.signer is not None:
+            directory.sign_config(summary, self.signer, complete=stopped is None)
+        return directory.write_summary(summary, self._context(), stopped)
+
     def _write_early_summary(self, directory: RunDirectory, summary: Summary, stopped: str) -> None:
         """Write summary.json of a run that ended early, if the disk has space for it."""
         with contextlib.suppress(OpalError):
-            if self.signer is not None:
-                directory.sign_config(summary, self.signer, complete=False)
-            directory.write_summary(summary, self._context(), stopped)
+            self._write_summary(directory, summary, stopped)
 
     def _resume_hint(self) -> str:
         """Return how to resume the run: with the same command, unless that would begin a new run."""

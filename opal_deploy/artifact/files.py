@@ -56,6 +56,11 @@ def check_replaceable(path: Path) -> bool:
     return False
 
 
+def is_same_file(path: Path, other: Path) -> bool:
+    """Return whether both paths lead to one existing file."""
+    return path.exists() and other.exists() and path.samefile(other)
+
+
 def read_text(path: Path, errors: str = "strict") -> str:
     """Return the text of a UTF-8 file, with or without a byte-order mark; line ends stay as they are.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from opal_deploy.artifact.files import check_replaceable
+from opal_deploy.artifact.files import check_replaceable, is_same_file
 from opal_deploy.errors import UsageError
 from opal_deploy.options import StrPath
 
@@ -30,7 +30,7 @@ def check_output(
     try:
         if not check_replaceable(path):
             return
-        if any(Path(each).exists() and path.samefile(each) for each in inputs if each is not None):
+        if any(is_same_file(path, Path(each)) for each in inputs if each is not None):
             raise UsageError(f"{option} {path}: this call reads that file; {advice}")
     except OSError as error:
         raise UsageError(f"{option} {path}: cannot be written ({error.strerror or error}); {advice}") from None

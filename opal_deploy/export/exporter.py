@@ -18,7 +18,7 @@ import onnxruntime
 from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.engine_file import check_engine
-from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write, remove_temporary_files
+from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write, is_same_file, remove_temporary_files
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata, Precision
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.export.candidate import (
@@ -173,9 +173,9 @@ def _find_kept_files(source: ExportSource, targets: ExportTargets, options: Expo
     """
     for precision, path in targets.onnx.items():
         remove_temporary_files(path)
-        is_source = path.exists() and source.path.exists() and path.samefile(source.path)
-        # in its own precision it is verified again
-        if options.overwrite and is_source and source.onnx_precision not in (None, precision):
+        # in its own precision the source is verified again
+        is_other = options.overwrite and source.onnx_precision not in (None, precision)
+        if is_other and is_same_file(path, source.path):
             raise UsageError(f"{path}: it is the model that is exported; give another --out")
     if options.overwrite:
         return {}

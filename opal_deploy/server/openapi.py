@@ -1,4 +1,4 @@
-"""What the server answers, for people and programs: the lines that work, and the OpenAPI document behind /docs."""
+"""The OpenAPI document behind /docs, and the example commands that a wrong address is answered with."""
 
 from __future__ import annotations
 
