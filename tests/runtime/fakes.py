@@ -7,12 +7,17 @@ a buffer too early, or reads one too soon, gets wrong outputs here too. TestFake
 
 import contextlib
 import ctypes
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime
 
 _DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(int32)": np.int32}
+
+
+# two threads may wait for one stream, and one stream for another: each piece of work runs once, in its order
+_RUNNING = threading.RLock()
 
 
 class FakeStream:
@@ -28,8 +33,9 @@ class FakeStream:
         (self.queue if self.captured is None else self.captured).append(work)
 
     def drain(self, until=None):
-        while self.queue and (until is None or until in self.queue):
-            self.queue.pop(0)()
+        with _RUNNING:
+            while self.queue and (until is None or until in self.queue):
+                self.queue.pop(0)()
 
 
 class FakeCuda:
