@@ -77,12 +77,12 @@ def contributions(
 def head_constant(class_map: ClassMap, distance: str) -> DoubleArray:
     """Return what the head multiplies with or subtracts from the embedding to get a distance.
 
-    For `l2` the anchors' entries, and for `kl` their logarithms: float64 [C], as the sum over a block comes first.
+    For `l2` the anchors' entries, and for `kl` their logarithms: float64 [C, 1], the same for all slots of a class.
     For the other distances the anchors, float64 [C, m], 0 for dropped slots.
     """
     if distance not in ("l2", "kl"):
         return class_map.weights
-    entries: DoubleArray = class_map.weights.max(axis=1)
+    entries: DoubleArray = class_map.weights.max(axis=1, keepdims=True)
     return np.log(entries + KL_EPSILON) if distance == "kl" else entries
 
 
@@ -107,8 +107,9 @@ def _l3(z: DoubleArray, class_map: ClassMap) -> DoubleArray:
 
 def _kl(z: DoubleArray, class_map: ClassMap) -> DoubleArray:
     entropy: DoubleArray = (z * np.log(z + KL_EPSILON)).sum(axis=(1, 2))[:, None]
-    inside: DoubleArray = z.sum(axis=2)
-    return entropy - inside * head_constant(class_map, "kl") - _sum_outside(inside) * math.log(KL_EPSILON)
+    outside = _sum_outside(z.sum(axis=2)) * math.log(KL_EPSILON)
+    distances: DoubleArray = entropy - (z * head_constant(class_map, "kl")).sum(axis=2) - outside
+    return distances
 
 
 def _linf(z: DoubleArray, class_map: ClassMap) -> DoubleArray:

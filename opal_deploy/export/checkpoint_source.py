@@ -30,6 +30,7 @@ from opal_deploy.export.float64 import run_in_float64
 from opal_deploy.export.graph_edit import BODY_INPUT, BODY_OUTPUT
 from opal_deploy.export.images import SAMPLE_SIZES, choose_images, run_in_batches
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.portable import make_portable
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.graph import InferenceGraph
 from opal_deploy.preprocess.resize import normalise
@@ -169,7 +170,9 @@ def trace(graph: ExportGraph) -> onnx.ModelProto:
         )
     if program is None:
         raise RuntimeError("torch.onnx.export returned nothing")
-    return _clean(program.model_proto, graph)
+    model = program.model_proto
+    make_portable(model.graph)
+    return _clean(model, graph)
 
 
 class _SpatialMean(nn.Module):

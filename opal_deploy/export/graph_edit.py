@@ -100,18 +100,19 @@ def with_class_map(model: onnx.ModelProto, class_map: ClassMap, distance: str) -
     constants = {each.name: each for each in changed.graph.initializer}
     if ANCHORS not in constants:
         raise ArtifactError("its graph has no constant for the anchors; export the checkpoint again, and edit that")
-    values = {ANCHORS: head_constant(class_map, distance), KEPT: class_map.kept_prototypes}
+    values = {ANCHORS: head_constant(class_map, distance), KEPT: class_map.kept_prototypes[:, None]}
     for name, value in values.items():
-        tensor = numpy_helper.from_array(value.astype(np.float32), name)
         if name in constants:
-            constants[name].CopyFrom(tensor)
+            # version 0.1.0 has them without the last axis
+            value = value.reshape(constants[name].dims)
+            constants[name].CopyFrom(numpy_helper.from_array(value.astype(np.float32), name))
         else:
-            changed.graph.initializer.append(tensor)
+            changed.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), name))
     if KEPT not in constants:
-        number, maximum = next((i, node) for i, node in enumerate(changed.graph.node) if "scores" in node.output)
-        maximum.output[0] = "all_scores"
-        mask = helper.make_node("Mul", [maximum.output[0], KEPT], ["scores"], name="kept_scores")
-        changed.graph.node.insert(number + 1, mask)
+        number, pooling = next((i, node) for i, node in enumerate(changed.graph.node) if "scores" in node.output)
+        mask = helper.make_node("Mul", [pooling.input[0], KEPT], ["kept_attention"], name="kept_attention")
+        pooling.input[0] = mask.output[0]
+        changed.graph.node.insert(number, mask)
     return changed
 
 

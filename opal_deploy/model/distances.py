@@ -21,7 +21,7 @@ def compute_distances(z: Tensor, anchors: Tensor, prototypes_per_class: int, dis
 
     Args:
         z: float [N, K], L2-normalised; 0 for dropped slots.
-        anchors: `opal_head.head_constant` of the distance, [C] or [C, m].
+        anchors: `opal_head.head_constant` of the distance, [C, 1] or [C, m].
         prototypes_per_class: m; K is a multiple of it.
         distance: a key of `DISTANCE_FUNCTIONS`.
     """
@@ -37,7 +37,8 @@ def epsilon_tensor(tensor: Tensor, value: float) -> Tensor:
 
 def _l2(blocks: Tensor, anchors: Tensor) -> Tensor:
     # |z - a|^2 = 2 - 2 <z, a> for unit vectors (paper, Sec. 3.4); slightly negative near saturation, hence the clamp
-    cosine = blocks.sum(2) * anchors
+    # multiplied before the sum: OpenVINO fuses a sum with a product by [C] after it, and reads [C] by the batch's index
+    cosine = (blocks * anchors).sum(2)
     return (2.0 - 2.0 * cosine).clamp_min(TINY).sqrt()
 
 
@@ -54,9 +55,8 @@ def _l3(blocks: Tensor, anchors: Tensor) -> Tensor:
 def _kl(blocks: Tensor, log_anchors: Tensor) -> Tensor:
     # sum z (log(z + e) - log(a + e)): the first term is the same for all classes, the second takes two values
     entropy = (blocks * (blocks + epsilon_tensor(blocks, KL_EPSILON)).log()).sum((1, 2)).unsqueeze(1)
-    inside = blocks.sum(2)
-    outside = _sum_outside(inside)
-    return entropy - inside * log_anchors - outside * math.log(KL_EPSILON)
+    outside = _sum_outside(blocks.sum(2))
+    return entropy - (blocks * log_anchors).sum(2) - outside * math.log(KL_EPSILON)
 
 
 def _linf(blocks: Tensor, anchors: Tensor) -> Tensor:

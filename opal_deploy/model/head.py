@@ -53,8 +53,8 @@ class OpalHead(nn.Module):
         num_classes: C.
         num_prototypes: K = C * m.
         projection: 1x1 convolution from D to K channels with bias, or the identity.
-        anchors: float32 [C] or [C, m], see `opal_head.head_constant`; None without anchors.
-        kept: float32 [K], 0 for dropped slots and else 1; None if none was dropped.
+        anchors: float32 [C, 1] or [C, m], see `opal_head.head_constant`; None without anchors.
+        kept: float32 [K, 1], 0 for dropped slots and else 1; None if none was dropped.
         classifier: a dense layer instead of the distance, or the network's own layers from the pooling on; None with
             anchors.
     """
@@ -86,7 +86,7 @@ class OpalHead(nn.Module):
         self.anchors: Tensor | None
         self.kept: Tensor | None
         constant = head_constant(class_map, config.distance) if config.anchors else None
-        mask = class_map.kept_prototypes if config.anchors and class_map.dropped else None
+        mask = class_map.kept_prototypes[:, None] if config.anchors and class_map.dropped else None
         for name, value in (("anchors", constant), ("kept", mask)):
             self.register_buffer(name, None if value is None else torch.tensor(value, dtype=torch.float32), False)
 
@@ -130,8 +130,11 @@ class OpalHead(nn.Module):
         if self.config.plain:
             return attention
         cells = attention.flatten(2)
+        if self.kept is not None:
+            # before the maximum: OpenVINO fuses a maximum with a product by [K] after it, as in `distances`
+            cells = cells * self.kept
         scores: Tensor = cells.amax(2) if self.config.pooling == "max" else cells.mean(2)
-        return scores if self.kept is None else scores * self.kept
+        return scores
 
     def classify(self, scores: Tensor) -> Tensor:
         """Return the logits [N, C] for scores [N, K]: minus the distance of z to each anchor (Eq. 4)."""

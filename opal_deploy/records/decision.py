@@ -150,6 +150,8 @@ def describe_supported_rates(risk: Mapping[str, Any], baseline: Baseline | None)
             f"--unknown takes rates from {100 * baseline.smallest_rate:g}%: with {100 * rate:g}%, "
             f"{_describe_interval(baseline, rate)}"
         )
+        if not baseline.background:
+            yield "Many images of other things pass --unknown; --background FOLDER with some of them helps most"
 
 
 def _explain_ood_score(score: float, limit: float, class_id: int, slots: Sequence[Slot], metadata: Metadata) -> str:
