@@ -175,7 +175,7 @@ def describe(option: Option) -> str:
     return f"{option.help} Default: {option.default}." if option.default else option.help
 
 
-RuntimeName = Literal["auto", "onnxruntime", "tensorrt", "torch"]
+RuntimeName = Literal["auto", "onnxruntime", "openvino", "tensorrt", "torch"]
 
 # options of several commands
 Device = Annotated[str, Option("auto, cpu, cuda or cuda:N.")]

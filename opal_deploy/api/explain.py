@@ -18,6 +18,7 @@ from opal_deploy.options import (
     LabelSource,
     MaxPixels,
     Option,
+    RuntimeChoice,
     SlotNameFile,
     StrPath,
     Threads,
@@ -56,6 +57,7 @@ class ExplainOptions(Decision):
     labels: LabelSource = None
     device: Device = "auto"
     threads: Threads = None
+    runtime: RuntimeChoice = "auto"
     expect_sha256: ExpectSha256 = None
     max_pixels: MaxPixels = 100_000_000
     log: Log = log_line
@@ -130,7 +132,7 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     raise_pillow_limit(options.max_pixels)
     if options.expect_sha256 is not None:
         check_sha256(path, options.expect_sha256)
-    sessions = open_sessions(path, device=options.device, threads=options.threads)[:1]
+    sessions = open_sessions(path, device=options.device, threads=options.threads, runtime=options.runtime)[:1]
     metadata = sessions[0].metadata
     if options.receptive_field:
         sheets.check_effective_field(metadata, str(path))

@@ -16,6 +16,7 @@ from opal_deploy.api.explanation import Explanation, Explanations, Origin, load_
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.options import RuntimeName
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
@@ -308,17 +309,25 @@ def _parse_box(box: object) -> Box:
     return x0, y0, x1, y1
 
 
-def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | None = None) -> Model:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    runtime: RuntimeName = "auto",
+) -> Model:
     """Load a model: an ONNX file or engine that `opal-deploy export` wrote, or a checkpoint (which needs torch).
 
     Args:
         path: the model file.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, or `0,1` for several GPUs.
         threads: CPU threads of the runtime; None: all that this process may use.
+        runtime: `openvino` instead of ONNX Runtime for an ONNX file; `auto` decides by the file.
 
     Raises:
         ArtifactError: the file does not exist, is damaged, or is not a model of opal-deploy.
-        MissingExtra: the runtime is not installed. UsageError: the device does not exist.
+        MissingExtra: the runtime is not installed. UsageError: the device does not exist, or the runtime
+            does not run such a file.
     """
-    sessions = open_sessions(Path(path), device=device, threads=threads)
+    sessions = open_sessions(Path(path), device=device, threads=threads, runtime=runtime)
     return Model(sessions, compute_sha256(Path(path)), Path(path))

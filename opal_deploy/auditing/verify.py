@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import Log, Progress, WarningLine, log_line, no_progress, one_line
-from opal_deploy.options import Device, ExpectSha256, Option, StrPath, Threads, flag_of, keywords
+from opal_deploy.options import Device, ExpectSha256, Option, RuntimeChoice, StrPath, Threads, flag_of, keywords
 from opal_deploy.records.decision import THRESHOLDS, Decision
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class VerifyOptions(Decision):
     batch: Annotated[int | None, Option("The run's --batch.", min=1, panel=_RESULTS)] = None
     device: Device = "auto"
     threads: Threads = None
+    runtime: RuntimeChoice = "auto"
     expect_sha256: ExpectSha256 = None
     images: tuple[str, ...] = ()
     log: Log = log_line
@@ -104,7 +105,7 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
         raise UsageError(f"{path}: only exported models carry test vectors; export the checkpoint, then verify that")
     expected, log = options.expect_sha256, options.log
     sha256 = check_sha256(path, expected) if expected is not None else compute_sha256(path)
-    session = open_sessions(path, device=options.device, threads=options.threads)[0]
+    session = open_sessions(path, device=options.device, threads=options.threads, runtime=options.runtime)[0]
     comparison = verify_test_vectors(session, str(path))
     log(f"{path}: {comparison.images} test vectors reproduced in {session.description}")
     if comparison.max_cosine is not None:
@@ -158,7 +159,7 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
     if not total:
         raise UsageError(f"{path}: contains no records")
     sources = _find_sources(path, model, options, lines, recursive=run.get("recursive") is not False)
-    session = open_sessions(model, device=options.device, threads=options.threads)[0]
+    session = open_sessions(model, device=options.device, threads=options.threads, runtime=options.runtime)[0]
     expected = options.expect_sha256
     sha256 = compute_sha256(model) if expected is None else check_sha256(model, expected)
     inference = _inference_options(run, model, options, session)

@@ -239,6 +239,8 @@ def load_for_inference(path: Path, options: PipelineOptions) -> LoadedTarget:
     runtime, device, threads = options.runtime, options.device, options.threads
     setup = Setup(device=device, threads=threads, cuda_graphs=options.cuda_graphs)
     check_runtime(path, runtime)
+    if runtime == "openvino" and path.is_file():
+        return _load_openvino(path, setup)
     if model_kind(path) != "checkpoint" or not path.is_file():
         return load_file(path, setup)
     setup.check_fits()
@@ -310,6 +312,16 @@ def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) ->
         "as ONNX Runtime chooses", str(setup.cuda_options),
     )  # fmt: skip
     return LoadedTarget(session, target, session.threads if session.device == "cpu" else None)
+
+
+def _load_openvino(path: Path, setup: Setup) -> LoadedTarget:
+    from opal_deploy.runtime.openvino_session import OpenvinoSession
+
+    setup.check_fits()
+    session = OpenvinoSession(path, device=setup.device, threads=setup.threads)
+    version = session.description.split()[1]
+    target = _describe(path, session.metadata, "openvino", version, "cpu", "as OpenVINO chooses", "")
+    return LoadedTarget(session, target, session.threads)
 
 
 def _load_engine(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:

@@ -215,10 +215,19 @@ def _inspect_torch() -> RuntimeStatus:
     return RuntimeStatus("torch", version, problem="for training, exporting and checkpoints")
 
 
+def _inspect_openvino() -> RuntimeStatus:
+    version = installed_version("openvino")
+    if version is None:
+        problem = "not installed; --runtime openvino uses it"
+        return RuntimeStatus("openvino", None, problem=problem, advice=install_command("openvino"))
+    return RuntimeStatus("openvino", version, problem="for --runtime openvino")
+
+
 def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
     """Return the status of every runtime, installed or not, the most useful first."""
     return [
         *_inspect_onnxruntime(driver),
+        _inspect_openvino(),
         _inspect_tensorrt("tensorrt", "tensorrt", "trt", driver),
         _inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver),
         _inspect_torch(),

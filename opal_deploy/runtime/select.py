@@ -25,6 +25,12 @@ def _open_onnx(path: Path, device: str, threads: int | None, _cuda_graphs: bool)
     return OnnxSession(path, device=device, threads=threads)
 
 
+def _open_openvino(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
+    from opal_deploy.runtime.openvino_session import OpenvinoSession
+
+    return OpenvinoSession(path, device=device, threads=threads)
+
+
 def _open_engine(path: Path, device: str, _threads: int | None, cuda_graphs: bool) -> Session:
     from opal_deploy.runtime.engine_session import EngineSession
 
@@ -69,10 +75,12 @@ class Runtime:
 
 RUNTIMES: dict[RuntimeName, Runtime] = {
     "onnxruntime": Runtime("onnx", "an ONNX file", _open_onnx, onnx_file.read_metadata),
+    "openvino": Runtime("onnx", "an ONNX file", _open_openvino, onnx_file.read_metadata),
     "tensorrt": Runtime("engine", "an engine", _open_engine, _read_engine),
     "torch": Runtime("checkpoint", "a checkpoint (.pt)", _open_checkpoint, _read_checkpoint),
 }
-_BY_KIND = {runtime.kind: runtime for runtime in RUNTIMES.values()}
+# for `auto`: the first of a kind
+_BY_KIND = {runtime.kind: runtime for runtime in reversed(RUNTIMES.values())}
 
 
 @dataclass(frozen=True)
@@ -129,11 +137,12 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
     if path.is_dir():
         raise ArtifactError(f"{path}: is a folder; give the model's file")
     check_runtime(path, runtime)
-    return _find_runtime(path).open(path, device, threads, cuda_graphs)
+    found = _find_runtime(path) if runtime == "auto" else RUNTIMES[runtime]
+    return found.open(path, device, threads, cuda_graphs)
 
 
 def _find_runtime(path: Path) -> Runtime:
-    """Return the runtime of a model's file by its suffix."""
+    """Return the runtime of a model's file by its suffix, as `auto` does."""
     kind = model_kind(path)
     if kind is None:
         raise ArtifactError(
@@ -204,7 +213,7 @@ def find_model(
         return _find_checkpoint(folder, prefix, option)
     models, others = _list_models(folder, check_engine, prefix)
     if runtime != "auto":
-        wanted = [model for model in models if model.engine == (runtime == "tensorrt")]
+        wanted = [model for model in models if model.engine == (RUNTIMES[runtime].kind == "engine")]
         others += [f"--runtime {runtime} does not run {model.path.name}" for model in models if model not in wanted]
         models = wanted
     if not models:

@@ -14,6 +14,7 @@ from opal_deploy.options import (
     Devices,
     MaxPixels,
     Option,
+    RuntimeChoice,
     SigningKey,
     StrPath,
     Threads,
@@ -81,6 +82,7 @@ class ServeOptions(Decision):
     top: Top = 5
     device: Devices = "auto"
     threads: Threads = None
+    runtime: RuntimeChoice = "auto"
     workers: Workers = None
     decode: Decode = "default"
     decode_timeout: Annotated[float, Option("Seconds to decode, or to draw, one image.", min=0.1)] = 10.0

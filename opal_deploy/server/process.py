@@ -58,7 +58,7 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
             default = find_default_model(options.device, log=log, option="opal-deploy serve FILE")
             models = {default.stem: default}
         for name, path in models.items():
-            model = load_model(path, device=options.device, threads=options.threads, log=log)
+            model = load_model(path, device=options.device, threads=options.threads, runtime=options.runtime, log=log)
             check_model(path, model.metadata, explain=False, boxed=True, top=options.top, log=log)
             inference = InferenceOptions(
                 batch=options.batch or default_batch(model.sessions[0]), workers=workers,

@@ -24,12 +24,14 @@ from opal_deploy.preprocess.resize import normalise, to_input
 from opal_deploy.runtime.cuda_options import parse_cuda_options
 from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
+from opal_deploy.runtime.openvino_session import OpenvinoSession
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.torch_session import TorchSession, torch_device
 from opal_deploy.runtime.verification import compare_outputs, verify_test_vectors
 from opal_deploy.synthetic import example_images
 from tests.builders import export_onnx
 
+GOLDEN = Path(__file__).parents[1] / "golden/0.1.0"
 IMAGES = example_images(5, 64, 96)
 FP32, FP32_ELSEWHERE = GATES["fp32"], GATES["fp32"].relaxed_for_machine()
 
@@ -55,12 +57,12 @@ class TestOnnxRuntimeOnTheCpu:
         flipped = IMAGES[:, :, ::-1]
         np.testing.assert_array_equal(session.run(flipped).logits, session.run(flipped.copy()).logits)
 
-    def test_a_batch_of_another_shape_is_the_callers_bug(self, session, torch_session):
+    def test_a_batch_of_another_shape_is_the_callers_bug(self, session, torch_session, in_openvino):
         others = (
             IMAGES.astype(np.float32), IMAGES[0], IMAGES[:0], IMAGES[:, :32], IMAGES.transpose(0, 3, 1, 2),
             IMAGES[..., :1],
         )  # fmt: skip
-        for each, images in product((session, torch_session), others):
+        for each, images in product((session, torch_session, in_openvino), others):
             with pytest.raises(ValueError, match=r"expected uint8 \[N, 64, 96, 3\]"):
                 each.run(images)
 
@@ -94,8 +96,37 @@ class TestOnnxRuntimeOnTheCpu:
             OnnxSession(path, device="cpu")
 
 
+@pytest.fixture(scope="module")
+def in_openvino(tiny):
+    return OpenvinoSession(tiny.path, threads=1)
+
+
+class TestOpenvino:
+    def test_it_gives_pytorchs_outputs_also_to_more_images_than_classes(self, in_openvino, torch_session):
+        images = example_images(9, 64, 96)
+        compared = compare_outputs(
+            torch_session.run_reference(images), in_openvino.run(images), in_openvino.metadata, FP32_ELSEWHERE
+        )
+        assert compared, compared.failures
+        assert in_openvino.description.endswith(" on CPU, 1 threads, fp32")
+
+    def test_a_form_that_it_computes_wrongly_is_refused(self):
+        with pytest.raises(ArtifactError, match=r"\A.*0\.1\.0/model\.onnx: an earlier export, .*; export it again\Z"):
+            OpenvinoSession(GOLDEN / "model.onnx")
+
+    def test_what_it_does_not_run_is_one_line(self, tiny, tmp_path):
+        with pytest.raises(UsageError, match=r"\A.*model\.bf16\.onnx: bf16 is for engines; .*\Z"):
+            OpenvinoSession(GOLDEN / "model.bf16.onnx")
+        with pytest.raises(UsageError, match=r"\Adevice cuda:1: --runtime openvino runs on the CPU; .*\Z"):
+            open_sessions(tiny.path, device="1", runtime="openvino")
+        path = Path(shutil.copy(tiny.path, tmp_path / "m.onnx"))
+        onnx_file.rewrite_metadata(path, replace(onnx_file.read_metadata(path), prototypes_per_class=4))
+        with pytest.raises(ArtifactError, match=r"\A.*m\.onnx: its tensors .* promises .*; export it again\Z"):
+            OpenvinoSession(path)
+
+
 @pytest.mark.data
-def test_photographs_get_pytorchs_outputs_from_onnx_runtime(cub_mini, shared_weights, tmp_path):
+def test_photographs_get_pytorchs_outputs_from_onnx_runtime_and_openvino(cub_mini, shared_weights, tmp_path):
     torch.manual_seed(0)
     weights, size = shared_weights / "resnet18_ktb_small.safetensors", (128, 128)
     network = OpalNetwork(NetworkConfig("resnet18", 10, size), weights=weights).eval()
@@ -106,11 +137,12 @@ def test_photographs_get_pytorchs_outputs_from_onnx_runtime(cub_mini, shared_wei
     # not those that the export was verified on
     files = islice(sorted(cub_mini.rglob("*.jpg"))[::-1], 12)
     images = np.stack([to_input(image, compute_geometry(image), size) for image in map(decode, files)])
-    reference, session = TorchSession(checkpoint, device="cpu").run_reference(images), OnnxSession(path, device="cpu")
-    # the order of sums moves some images' cosines by a little over the gate; no cell may differ on any
-    report = compare_outputs(reference, session.run(images), session.metadata, FP32_ELSEWHERE)
-    assert report, report.failures
-    assert report.cells > 0.9 * 12 * 50, "most cells must be far enough ahead to be compared"
+    reference = TorchSession(checkpoint, device="cpu").run_reference(images)
+    for session in (OnnxSession(path, device="cpu"), OpenvinoSession(path)):
+        # the order of sums moves some images' cosines by a little over the gate; no cell may differ on any
+        report = compare_outputs(reference, session.run(images), session.metadata, FP32_ELSEWHERE)
+        assert report, report.failures
+        assert report.cells > 0.9 * 12 * 50, "most cells must be far enough ahead to be compared"
 
 
 class TestDevices:

@@ -1,0 +1,117 @@
+"""Sessions on an ONNX file in OpenVINO, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import INPUT, Outputs, check_tensors
+from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, first_line, require
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.devices import available_cpus, parse_device
+from opal_deploy.runtime.session import ImageBatch, check_batch
+
+_REDUCTIONS = {"ReduceSum", "ReduceMean", "ReduceMax", "ReduceL2"}
+_ARITHMETIC = {"Add", "Subtract", "Multiply", "Divide"}
+_OUT_OF_MEMORY = ("bad_alloc", "bad allocation", "out of memory", "failed to allocate")
+
+
+class OpenvinoSession:
+    """An exported graph in OpenVINO: float32 arithmetic, and for int8 files also int8.
+
+    OpenVINO rounds float32 to bfloat16 by default where the processor has it; that is off.
+
+    Attributes:
+        threads: of a batch.
+        batch_invariant: see `OnnxSession`; OpenVINO chooses kernels by the batch's size.
+    """
+
+    device = "cpu"
+    batch_invariant = False
+
+    def __init__(self, path: Path, *, device: str = "auto", threads: int | None = None) -> None:
+        """Load a file of `opal-deploy export` on the CPU; `threads` None: as many as this process may use.
+
+        Raises:
+            ArtifactError: not an exported file, damaged, refused by OpenVINO, or of a form that it computes wrongly.
+            MissingExtra: openvino is not installed.
+            UsageError: the device is a GPU, or the file is bf16.
+        """
+        require("openvino", "openvino", "--runtime openvino")
+        if parse_device(device)[0] == "cuda":
+            raise UsageError(f"device {device}: --runtime openvino runs on the CPU; give --device cpu, or leave it out")
+        self.metadata: Metadata = onnx_file.read_metadata(path)
+        onnx_file.check_digest(path, self.metadata)
+        if self.metadata.precision == "bf16":
+            raise UsageError(f"{path}: bf16 is for engines; give OpenVINO the fp32, fp16 or int8 file")
+        self.threads = threads or available_cpus()
+        import openvino
+
+        core = openvino.Core()
+        try:
+            model = core.read_model(path)
+            check_tensors(self.metadata, {name: _describe(port) for port in _ports(model) for name in port.get_names()})
+            _check_form(model)
+            compiled = core.compile_model(
+                model,
+                "CPU",
+                {
+                    "INFERENCE_PRECISION_HINT": "f32",
+                    "INFERENCE_NUM_THREADS": self.threads,
+                    # one batch at a time on all threads
+                    "PERFORMANCE_HINT": "LATENCY",
+                },
+            )
+        except ArtifactError as error:
+            raise ArtifactError(f"{path}: {error}; export it again") from None
+        except RuntimeError as error:
+            raise ArtifactError(f"{path}: OpenVINO refuses it ({first_line(error)}); export it again") from None
+        self._request = compiled.create_infer_request()
+        version = openvino.__version__.partition("-")[0]
+        self.description = f"OpenVINO {version} on CPU, {self.threads} threads, {self.metadata.precision}"
+
+    def run(self, images: ImageBatch) -> Outputs:
+        """See `Session.run`."""
+        check_batch(images, self.metadata)
+        feed: np.ndarray[Any, Any] = np.ascontiguousarray(images)
+        if self.metadata.input_kind == "float32":
+            feed = normalise(images, self.metadata.mean, self.metadata.std)
+        try:
+            values = self._request.infer({INPUT: feed}, share_inputs=True)
+        except RuntimeError as error:
+            message = f"OpenVINO failed on a batch of {len(images)} ({first_line(error)})"
+            if any(word in str(error).lower() for word in _OUT_OF_MEMORY):
+                raise OutOfMemory(f"{message}; use a smaller --batch") from None
+            raise StoppedEarly(f"{message}; see `opal-deploy doctor`") from None
+        return Outputs.from_arrays({name: values[name] for name in self.metadata.outputs})
+
+
+def _ports(model: Any) -> list[Any]:
+    return [*model.inputs, *model.outputs]
+
+
+def _describe(port: Any) -> tuple[tuple[Any, ...], np.dtype[Any]]:
+    """Return the shape of a port without N, None where it is not fixed, and its dtype."""
+    sizes = [size.get_length() if size.is_static else None for size in port.get_partial_shape()]
+    return tuple(sizes[1:]), np.dtype(port.get_element_type().to_dtype())
+
+
+def _check_form(model: Any) -> None:
+    """Raise ArtifactError for a reduction of three axes to two, followed by arithmetic with a constant for each column.
+
+    OpenVINO 2026.4 fuses the two and reads the constant by the batch's index, beyond its end where N is larger. Version
+    0.1.0 wrote such graphs.
+    """
+    for node in model.get_ops():
+        if node.get_type_name() not in _REDUCTIONS or len(node.input_value(0).get_partial_shape()) != 3:
+            continue
+        for target in node.output(0).get_target_inputs():
+            user = target.get_node()
+            sources = [value.get_node() for value in user.input_values()]
+            sizes = [source.output(0).get_shape() for source in sources if source.get_type_name() == "Constant"]
+            if user.get_type_name() in _ARITHMETIC and any(np.prod(list(size)) > 1 for size in sizes):
+                raise ArtifactError(f"an earlier export, whose {user.get_friendly_name()} OpenVINO computes wrongly")
