@@ -22,7 +22,8 @@ from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.logs import Estimate, Log, Progress, no_progress
-from opal_deploy.model.backbones import get_library
+from opal_deploy.model.backbones import get_library, own_stride
+from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.records.decision import describe_supported_rates
 from opal_deploy.train import frozen, machine
@@ -51,9 +52,10 @@ from opal_deploy.train.measure import EVALUATION_BATCH, measure_best
 from opal_deploy.train.recipe import Recipe, TrainOptions
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.result import TrainResult, load_finished_result
-from opal_deploy.train.resume import check_same_run, fingerprint_dataset, restore_run
+from opal_deploy.train.resume import check_same_run, fingerprint_dataset, read_config, restore_run
 from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.start import build_network, describe_start, load_start
+from opal_deploy.train.stride import FittedNetwork, choose_network, settle_stride
 
 _MEGABYTE = 1 << 20
 # a training step costs about three forward passes
@@ -142,15 +144,19 @@ class _TrainingRun:
     progress: Progress
     log: Log
     network: OpalNetwork = field(init=False)
+    objective: Objective = field(init=False)
+    logit_scale: float = field(init=False)
     checkpoints: CheckpointManager = field(init=False)
     estimate: Estimate = field(init=False)
     background: list[Sample] = field(init=False)
 
     def run(self, recipe: Recipe, *, overwrite: bool, resume: bool) -> TrainResult:
         """Train, or continue the run in the directory, to the result."""
-        options, run_dir, group = self.options, self.run_dir, self.group
-        amp = machine.MixedPrecision.select(group.device, options.precision)
-        start = load_start(options, self.data)
+        run_dir, group, began = self.run_dir, self.group, time.perf_counter()
+        amp = machine.MixedPrecision.select(group.device, self.options.precision)
+        start = load_start(self.options, self.data)
+        stored = read_config(run_dir) if resume else None
+        self.options = options = settle_stride(self.options, start, stored)
         run_config = {
             "options": without_folders(asdict(options)),
             "fingerprint": fingerprint_dataset(self.data, options.keep_off),
@@ -164,14 +170,22 @@ class _TrainingRun:
 
         # network and batches ------------------------------------------------------------------------------------------
         machine.set_tf32(options.tf32)
-        torch.manual_seed(options.seed)
-        network = build_network(options, self.data.num_classes, start).channels_last().to(group.device)
+        train_batches, val_batches, batch_config = self._build_batches()
+        fitted = None
+        if options.compare_strides:
+            fitted = self._compare_strides(amp, train_batches.images, val_batches)
+            self.options = options = fitted.options
+            run_config["options"] = without_folders(asdict(options))
+            network = fitted.network
+            torch.set_rng_state(fitted.random_state)
+        else:
+            network = self._build_network(options, start)
+        self._use(network)
         machine.check_batch_norm(network, self.batch_size // group.size)
         if group.rank:
             # initial weights are the same in every process, random numbers drawn while training are not
             torch.manual_seed(options.seed + 1_000_003 * group.rank)
         weights = machine.describe_weights(network, options.weights) if start is None else start.training.get("weights")
-        train_batches, val_batches, batch_config = self._build_batches()
         first_images = min(_ESTIMATE_STEPS * self.batch_size, len(self.data.train))
         self.estimate = Estimate(self.log, after=first_images - self.batch_size)
         full_config = {
@@ -186,16 +200,13 @@ class _TrainingRun:
         }
         if group.size > 1 and group.device.type == "cuda":
             get_library(options.backbone).convert_sync_batch_norm(network)
-        self.network = network
         frozen_backbone = network.backbone.requires_grad_(False) if options.freeze_backbone else None
-        self.logit_scale = find_logit_scale(network.head, options.anchor_probability)
-        objective = Objective(options.agreement, options.kept_off_weight(), self._class_weights(), self.logit_scale)
         model: Any = group.wrap_ddp(NetworkTerms(network, agreement=options.agreement > 0))
         if options.compile:
             model = torch.compile(model)
         optimizer = torch.optim.Adam([each for each in network.parameters() if each.requires_grad], lr=options.lr)
         train_step = TrainStep(
-            model, optimizer, amp, group, network.config.mean, network.config.std, objective, frozen_backbone
+            model, optimizer, amp, group, network.config.mean, network.config.std, self.objective, frozen_backbone
         )
         # what edits dropped is still dropped, unless it starts anew
         edits = () if start is None or options.reset_dropped else start.edits
@@ -214,12 +225,13 @@ class _TrainingRun:
                 self.epochs = self.epochs if state.planned_epochs is None else state.planned_epochs
                 self.checkpoints.run_config["linear_accuracy"] = last["training"].get("linear_accuracy")
             group.barrier()  # no process writes before all have read
-            self.checkpoints.start(recipe.to_toml(), is_new=last is None)
+            self.checkpoints.start(replace(recipe, options=options).to_toml(), is_new=last is None)
             self.log(self._describe_run(weights, start is not None))
             if last is not None:
                 self.log(f"continuing after epoch {state.epoch}, step {state.step}")
             elif options.head_steps and start is None:
-                self._fit_head(state, train_step, train_batches.images, val_batches)
+                fitted = fitted or self._fit_head(options, network, amp, train_batches.images, val_batches)
+                self._finish_fit(fitted, time.perf_counter() - began, state, train_step)
             with self._open_summary_writer(state.epoch + 1) as writer:
                 for epoch in range(state.epoch + 1, self.epochs + 1):
                     if state.best is not None and options.stops_after(state.epoch, state.best[0]):
@@ -388,22 +400,59 @@ class _TrainingRun:
         assert state.best is not None
         self.log(record.describe(self.epochs, is_best=state.best[0] == record.epoch))
 
-    def _fit_head(self, state: TrainState, train_step: TrainStep, images: TrainImages, val_batches: Batches) -> None:
-        """Fit the head to the frozen backbone, and write the result as epoch 0; updates `state`."""
-        options, group, started = self.options, self.group, time.perf_counter()
+    def _build_network(self, options: TrainOptions, start: Checkpoint | None = None) -> OpalNetwork:
+        """Return the network as training begins with it; its new weights are those of the run's seed."""
+        torch.manual_seed(options.seed)
+        return build_network(options, self.data.num_classes, start).channels_last().to(self.group.device)
+
+    def _use(self, network: OpalNetwork) -> None:
+        """Train and validate this network from here on."""
+        options = self.options
+        self.network, self.logit_scale = network, find_logit_scale(network.head, options.anchor_probability)
+        self.objective = Objective(
+            options.agreement, options.kept_off_weight(), self._class_weights(), self.logit_scale
+        )
+
+    def _compare_strides(self, amp: machine.MixedPrecision, images: TrainImages, val_batches: Batches) -> FittedNetwork:
+        """Fit a head at the recipe's stride and one to all layers, and return the network to train."""
+        finer = replace(self.options, compare_strides=False)
+        fitted = []
+        for options in (finer, replace(finer, stride=own_stride(finer.backbone))):
+            network = self._build_network(options)
+            fitted.append(self._fit_head(options, network, amp, images, val_batches))
+        chosen, why = choose_network(*fitted)
+        self.log(why)
+        return chosen
+
+    def _fit_head(
+        self,
+        options: TrainOptions,
+        network: OpalNetwork,
+        amp: machine.MixedPrecision,
+        images: TrainImages,
+        val_batches: Batches,
+    ) -> FittedNetwork:
+        """Fit the head to the frozen backbone, and validate the network."""
+        random_state, group = torch.get_rng_state(), self.group
+        self._use(network)
         batches = Batches(
             images, frozen.BATCH, shuffle_seed=options.seed, workers=val_batches.workers, rank=group.rank,
             size=group.size,
         )  # fmt: skip
         fit = frozen.fit_head(
-            self.network, batches, train_step.objective, group, train_step.amp,
-            steps=options.head_steps, memory=options.cache_megabytes * _MEGABYTE, progress=self.progress,
+            network, batches, self.objective, group, amp, steps=options.head_steps,
+            memory=options.cache_megabytes * _MEGABYTE, progress=self.progress,
         )  # fmt: skip
-        val = self._validate(0, state, val_batches, None, self.progress)
+        return FittedNetwork(
+            options, network, random_state, fit, self._validate(0, TrainState(), val_batches, None, self.progress)
+        )
+
+    def _finish_fit(self, fitted: FittedNetwork, seconds: float, state: TrainState, train_step: TrainStep) -> None:
+        """Write a network with a fitted head as epoch 0, which took so many seconds; updates `state`."""
+        options, group, fit, val = self.options, self.group, fitted.fit, fitted.validation
         record = EpochRecord(
-            0, fit.loss, fit.accuracy, val.loss, val.accuracy, time.perf_counter() - started,
-            fit.images_per_second, data_wait=0.0,
-        )  # fmt: skip
+            0, fit.loss, fit.accuracy, val.loss, val.accuracy, seconds, fit.images_per_second, data_wait=0.0
+        )
         epoch_seconds = (_PASSES * len(self.data.train) + len(self.data.val)) / fit.images_per_second
         if options.minutes is not None:
             left = 60 * options.minutes - record.seconds

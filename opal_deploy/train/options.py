@@ -45,7 +45,8 @@ class RecipeOverrides(Options):
         int | None,
         Option(
             "Input pixels per cell: 32, 16 or 8. The backbone ends at its last feature map with this stride.",
-            min=1, default="16 (grounded), all layers (paper)",
+            min=1,
+            default="16, or 32 where that answers clearly more validation images (grounded), all layers (paper)",
         ),
     ] = None  # fmt: skip
     keep_layers: Annotated[

@@ -1,7 +1,7 @@
 """The options of a training run, and recipes: TOML files that hold them. Plain data; imports no torch.
 
     [data]      dataset, partition, skip_missing, boxes
-    [model]     backbone, weights, input_size, stride, keep_layers
+    [model]     backbone, weights, input_size, stride, keep_layers, compare_strides
     [head]      kind, projection, cws, pooling, anchors, prototypes_per_class, distance, epsilon
     [training]  head_steps, epochs, minutes, patience, batch_size, lr, schedule, class_weights, anchor_probability,
                 agreement, keep_off, keep_off_weight, start_from, freeze_backbone, reset_dropped, augment, seed,
@@ -78,7 +78,8 @@ class TrainOptions:
     The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2), except for `precision`, `epochs` and `batch_size`.
     Here `weights` of None means random ones, `stride` of None all layers before the global pooling, `workers` of None
     `machine.default_num_workers`, `epochs` and `batch_size` of None those of `plan_epochs`, and `anchor_probability` of
-    None logits that are not scaled.
+    None logits that are not scaled. With `compare_strides`, all layers are kept instead of `stride` where that answers
+    clearly more validation images (`train.stride`).
     """
 
     backbone: str = "convnext_tiny"
@@ -103,6 +104,7 @@ class TrainOptions:
     input_size: tuple[int, int] = (224, 224)
     stride: int | None = None
     keep_layers: bool = False
+    compare_strides: bool = False
     augment: Augment = "paper"
     seed: int = 0
     device: str = "auto"
@@ -236,6 +238,7 @@ class Recipe:
             "weights": options.weights or RANDOM,
             "input_size": list(options.input_size),
             "keep_layers": options.keep_layers or None,
+            "compare_strides": options.compare_strides or None,
         }
         sections = {
             section: {key: values[key] for key in keys if values.get(key) is not None}
@@ -259,7 +262,8 @@ def _toml_types(options: type) -> dict[str, type]:
 def _sections() -> dict[str, dict[str, type]]:
     data, options = _toml_types(Recipe), _toml_types(TrainOptions)
     del data["options"], options["head"]
-    model = {name: options.pop(name) for name in ("backbone", "weights", "input_size", "stride", "keep_layers")}
+    names = ("backbone", "weights", "input_size", "stride", "keep_layers", "compare_strides")
+    model = {name: options.pop(name) for name in names}
     machine = {name: options.pop(name) for name in MACHINE_OPTIONS}
     head = {"kind": str, **_toml_types(HeadConfig)}
     # the first is a kind; slots are dropped from a trained model
@@ -318,9 +322,11 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
     # another head or random weights instead of the recipe's: what it says for its own does not fit them
     adapted: Sections = {"model": {}, "training": {}}
     if changes.get("head", {}).get("kind") in ("linear", "plain"):
-        adapted["model"] = {"stride": None, "keep_layers": False}
+        adapted["model"] = {"stride": None, "keep_layers": False, "compare_strides": False}
     if changes.get("model", {}).get("weights") == RANDOM:
         adapted["training"] |= {"head_steps": 0, "anchor_probability": None}
+    if changes.get("model", {}).keys() & {"stride", "keep_layers"}:
+        adapted["model"]["compare_strides"] = False
     merged: Sections = {
         section: {**raw.get(section, {}), **adapted.get(section, {}), **changes.get(section, {})}
         for section in SECTIONS
@@ -334,6 +340,7 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
         input_size=_parse_input_size(model.get("input_size", TrainOptions.input_size)),
         stride=model.get("stride"),
         keep_layers=model.get("keep_layers", TrainOptions.keep_layers),
+        compare_strides=model.get("compare_strides", TrainOptions.compare_strides),
         **merged["training"],
         **merged["machine"],
     )

@@ -41,6 +41,9 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
             if name not in ("dropped", "epsilon")
         },
     }
+    if options.compare_strides:
+        # its own run has chosen
+        del values["stride"], values["keep_layers"]
     differences = [
         f"{name} is {there} there and {here} here" for name, (there, here) in values.items() if there != here
     ]

@@ -12,14 +12,16 @@ from torch.nn import functional
 
 from opal_deploy.artifact.documents import Distance
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
+from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.model.head import OpalHead
-from opal_deploy.train import checkpoints
+from opal_deploy.train import checkpoints, loop
 from opal_deploy.train.epoch import Objective, find_logit_scale
 from opal_deploy.train.loop import fit
-from opal_deploy.train.recipe import TrainOptions
+from opal_deploy.train.recipe import TrainOptions, load_recipe, resolve_recipe
 from opal_deploy.train.start import build_network
+from opal_deploy.train.stride import FittedNetwork, choose_network, settle_stride
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,50 @@ def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, 
     summary = json.loads((result.best.parent / "summary.json").read_text())
     assert (summary["epochs"], summary["linear_accuracy"]) == (0, result.config["linear_accuracy"])
     assert sum(each["correct"] for each in summary["classes"]) == round(9 * result.test.accuracy)
+
+
+@pytest.mark.parametrize("stride", [16, 32])
+def test_of_two_strides_the_chosen_one_is_trained_as_if_it_was_given(squares, options, tmp_path, monkeypatch, stride):
+    compared, lines = replace(options, compare_strides=True), []
+    monkeypatch.setattr(loop, "choose_network", lambda finer, all_layers: ((finer, all_layers)[stride == 32], "chosen"))
+    done = fit(squares, compared, tmp_path / "run", log=lines.append)
+    assert lines[0] == "chosen"
+    given = fit(squares, replace(options, stride=stride), tmp_path / "given")
+    expected, found = (checkpoint.load(each.best).network for each in (given, done))
+    assert found.config == expected.config
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
+    assert resolve_recipe(load_recipe(str(tmp_path / "run/recipe.toml")), {}).options == given_options(given)
+    # the choice is kept
+    assert fit(squares, compared, tmp_path / "run", resume=True).val == done.val
+    further = replace(compared, start_from=str(done.best), epochs=1)
+    assert checkpoint.load(fit(squares, further, tmp_path / "further").best).network.config == found.config
+
+
+def given_options(result):
+    return resolve_recipe(load_recipe(str(result.best.parent / "recipe.toml")), {}).options
+
+
+def test_all_layers_are_kept_where_they_answer_clearly_more(options):
+    def fitted_network(stride, accuracy, images):
+        return FittedNetwork(replace(options, stride=stride), None, None, None, Evaluation(images, 1.0, accuracy))
+
+    for images, accuracies, kept in (
+        (52, (0.44, 0.86), 32),
+        (36, (0.81, 0.92), 16),
+        (600, (0.7, 0.76), 32),
+        (9, (1, 1), 16),
+    ):
+        networks = [fitted_network(*each, images) for each in zip((16, 32), accuracies, strict=True)]
+        chosen, line = choose_network(*networks)
+        assert chosen.options.stride == kept
+        assert f"--stride {48 - kept})" in line
+
+
+def test_strides_are_not_compared_where_there_is_nothing_to_compare(options):
+    compared = replace(options, compare_strides=True)
+    assert settle_stride(compared, None, None) == compared
+    for change in ({"head_steps": 0}, {"stride": 32}, {"stride": 8, "keep_layers": True}, {"input_size": (48, 48)}):
+        assert settle_stride(replace(compared, **change), None, None) == replace(options, **change)
 
 
 def test_fine_tuning_that_helps_nothing_leaves_the_frozen_network(squares, options, fitted, tmp_path):
