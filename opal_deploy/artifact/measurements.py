@@ -248,7 +248,7 @@ def list_evaluation(
         evaluation: the document; empty for a model that was never measured.
         model: the model's file.
         receptive_field: `Metadata.receptive_field`, to tell what a cell sees; None leaves that out.
-        export_of: the checkpoint to measure instead of a file that lists only its best classes.
+        export_of: the checkpoint to measure instead, see `Metadata.find_checkpoint`; None measures the file itself.
     """
     target = export_of or str(model)
     command = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", target, "--faithfulness", "--record"])

@@ -10,13 +10,14 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from msgspec import Meta, Struct
 
 from opal_deploy.artifact import documents
 from opal_deploy.artifact.documents import SHORT, AtLeastOne, Distance, Number, check_document, check_values
-from opal_deploy.artifact.files import without_folders
+from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, without_folders
 from opal_deploy.artifact.measurements import Calibration, EffectiveField, ReceptiveField
 from opal_deploy.errors import ArtifactError, UsageError
 
@@ -183,6 +184,17 @@ class Metadata:
     def checkpoint_name(self) -> str:
         """The name of the checkpoint's file that the model was exported from; `ckpt.pt` where that is not known."""
         return str(self.source.get("file") or "ckpt.pt")
+
+    def find_checkpoint(self, path: Path) -> str | None:
+        """Return the checkpoint that the file `path` was exported from, with its folder if it lies there.
+
+        None for a checkpoint. Figures belong there: recorded in an exported file, they change its digest, by which
+        records name it.
+        """
+        if path.suffix in CHECKPOINT_SUFFIXES:
+            return None
+        beside = path.with_name(self.checkpoint_name)
+        return str(beside) if beside.is_file() else self.checkpoint_name
 
     @property
     def stride(self) -> int:

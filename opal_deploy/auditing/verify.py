@@ -288,11 +288,12 @@ def _log_report(report: RecordsReport, session: Session, log: Log) -> None:
             f", {near} within the tolerance of {precision} ({tolerance}): another processor, batch size, number of "
             "threads or version adds in another order"
         )
-    log(f"{equal} of {report.checked} records match the model, {report.identical} of them bit for bit{within}")
+    if report.not_checked < report.checked:
+        log(f"{equal} of {report.checked} records match the model, {report.identical} of them bit for bit{within}")
     if report.not_checked:
         log(
             f"{report.not_checked} of {report.checked} records were not checked, as their images cannot be read here; "
-            "give --root FOLDER, or list the images after the results"
+            "give --root FOLDER, the folder that their names are relative to, or list the images after the results"
         )
     _log_run(report, log)
     if report.not_repeatable:

@@ -47,11 +47,13 @@ def _print_report(report: DriftReport) -> None:
     if report.failed:
         print_message(f"{report.failed / (report.failed + report.images):.1%} of all images failed ({report.failed:,})")
     if not report.shifts:
-        print_message(f"No shift found; one of cosine or margin by {report.smallest_shift:.2f} would have been")
+        print_message(
+            f"No shift found. So many images show a shift of cosine or margin by {report.smallest_shift:.2f} or more"
+        )
     from opal_deploy.records.shifts import interpret
 
     for text, section in interpret(report.shifts):
-        print_message(f"{text} What to do: docs/howto/drift.md, {section}")
+        print_message(f"{text} What to do: {section}, on the documentation's page about drift")
     for shift in report.shifts[:_LISTED]:
         print_message(one_line(f"{shift.describe(report.class_names)} (effect {shift.effect:.2f}, q {shift.q:.1g})"))
     if len(report.shifts) > _LISTED:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # classes listed on a terminal
 _LISTED = 10
+# p values below this are more than chance
+_CLEAR = 0.05
 
 
 def edit(
@@ -72,7 +74,8 @@ def _describe_suggested(model: Path, result: EditResult, options: EditOptions) -
         yield "No slot to drop"
         return
     if suggested:
-        yield f"Most answers are right without {', '.join(suggested)}, chosen on these images: {_format(effect)}"
+        chance = "" if effect.p_value < _CLEAR else "; chance explains that"
+        yield f"Without {', '.join(suggested)}, the best choice on these images: {_format(effect)}{chance}"
     else:
         yield "No choice of the suspected slots makes more answers right, as where all images share a shortcut"
         yield f"Without {', '.join(result.suspected)}: {_format(effect)}"

@@ -140,8 +140,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         lines.append(("risk", _format_risk(metadata.risk)))
     lines.append(("calibration", describe_calibration(metadata.calibration)))
     if metadata.evidence == "exact":
-        export_of = None if metadata.top_k is None else metadata.checkpoint_name
-        lines += list_evaluation(metadata.evaluation, path, export_of=export_of)
+        lines += list_evaluation(metadata.evaluation, path, export_of=metadata.find_checkpoint(path))
         lines += _describe_baseline(metadata.baseline)
     lines += _describe_receptive_field(metadata.receptive_field, metadata.input_size)
     if made:

@@ -338,7 +338,8 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
         digest = onnx_file.rewrite_metadata(path, update(metadata))
         return (
             f"recorded in {path}: its digest changed from {metadata.file_sha256[:16]}... to {digest[:16]}..., its "
-            f"sha256 is {compute_sha256(path)}; `opal-deploy export {path} --trt` updates its engines without building"
+            f"sha256 is {compute_sha256(path)}; records made before name the old one, which `verify` needs; "
+            f"`opal-deploy export {path} --trt` updates its engines without building"
         )
     if kind == "engine":
         sidecar = engine_file.read_sidecar(path)

@@ -127,7 +127,10 @@ def _choose_ood_score(given: str, path: Path, metadata: Metadata, rate: float) -
 
 def _describe_interval(baseline: Baseline, rate: float) -> str:
     above, low, high = baseline.rate_interval(rate)
-    return f"{above} of the {baseline.images:,} exceed it, {low:.1%} to {high:.1%} of others will (95% confidence)"
+    return (
+        f"{above} of the {baseline.images:,} exceed it, and {low:.1%} to {high:.1%} of others like them will (95% "
+        "confidence)"
+    )
 
 
 def describe_supported_rates(risk: Mapping[str, Any], baseline: Baseline | None) -> Iterator[str]:

@@ -205,9 +205,8 @@ def list_evidence(path: Path, metadata: Metadata) -> tuple[Fact, ...]:
     """Return (name, value) pairs on what was measured of the model's evidence; none if it is not single cells."""
     if metadata.evidence != "exact":
         return ()
-    # a file that lists only the best classes cannot be measured itself
-    export_of = None if metadata.top_k is None else metadata.checkpoint_name
-    rows = list_evaluation(metadata.evaluation, path, metadata.receptive_field, export_of=export_of)
+    checkpoint = metadata.find_checkpoint(path)
+    rows = list_evaluation(metadata.evaluation, path, metadata.receptive_field, export_of=checkpoint)
     return tuple((name, one_line(value)) for name, value in rows)
 
 
