@@ -27,7 +27,7 @@ from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, SHEETS, SUM
 from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, check_formats
 from opal_deploy.run.bucket import acquire_bucket_run_dir
-from opal_deploy.run.directory import IMAGES, RunDirectory, acquire_run_dir
+from opal_deploy.run.directory import DEFAULT_OUT, IMAGES, RunDirectory, acquire_run_dir
 from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, report_title
 from opal_deploy.run.inputs import Inputs
 from opal_deploy.run.interrupt import Interrupt
@@ -126,6 +126,8 @@ def run_inference(
         with job.open_directory() as directory:
             if directory.state == "finished":
                 return job.complete(directory)
+            if job.out is None and job.remote is None and directory.root != Path(DEFAULT_OUT):
+                options.log(f"{DEFAULT_OUT} holds another run; this one writes to {directory.root}")
             return job.run(directory)
 
 

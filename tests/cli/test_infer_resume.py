@@ -272,7 +272,9 @@ def test_without_out_the_unfinished_run_goes_on_and_a_finished_one_is_left(infer
     assert infer(out=None).returncode == 3
     assert [path.name for path in infer.cwd.glob("explanations*")] == ["explanations"]
     assert infer.summary("explanations")["complete"] is True
-    assert infer("--max-errors", "0", out=None).returncode == 5
+    other = infer("--max-errors", "0", out=None)
+    assert other.returncode == 5
+    assert "explanations holds another run; this one writes to explanations-2" in other.stderr
     assert sorted(path.name for path in infer.cwd.glob("explanations*")) == ["explanations", "explanations-2"]
 
 
