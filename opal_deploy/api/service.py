@@ -112,8 +112,9 @@ class Service:
         self._observer = observer or ServiceObserver()
         self._state = threading.Condition()
         self._closed, self._in_flight = False, 0
-        # at most `capacity` images; None ends the sessions' threads
-        self._ready: queue.SimpleQueue[_Image | None] = queue.SimpleQueue()
+        # at most `capacity` images; None ends the sessions' threads. No SimpleQueue: in Python 3.11 its get with a
+        # timeout waits for ever if another thread takes the item that woke it late, and images in hand stay unanswered
+        self._ready: queue.Queue[_Image | None] = queue.Queue()
         predictors = [BatchPredictor(session, options, timer, log) for session in sessions]
         with ExitStack() as stack:
             # per session the batches in flight and the one being gathered

@@ -58,14 +58,15 @@ class HeadTerms(nn.Module):
             Logits [n, C] or [2n, C], in the order of the features; disagreement [n] and penalty [n], at least 0.
         """
         head, channels = self.head, self.channel_table[labels]  # [n, m]
+        kept = None if head.kept is None else head.kept.flatten()
         attention = head.attend(head.project(features))  # [n or 2n, K, H, W]
         logits = head.classify(head.pool(attention))
         first = attention[: len(labels)]
         disagreement = penalty = logits.new_zeros(len(labels), dtype=torch.float32)
         if self.agreement:
-            disagreement = measure_disagreement(first, attention[len(labels) :].flip(3), channels, head.kept)
+            disagreement = measure_disagreement(first, attention[len(labels) :].flip(3), channels, kept)
         if regions is not None:
-            penalty = measure_kept_off(first, channels, regions, head.kept)
+            penalty = measure_kept_off(first, channels, regions, kept)
         return logits, disagreement, penalty
 
 
@@ -89,7 +90,7 @@ def measure_disagreement(first: Tensor, second: Tensor, channels: Tensor, kept: 
     Args:
         first, second: attention of both views in the same frame, float32 [n, K, H, W].
         channels: int64 [n, m], of the labelled classes' slots.
-        kept: float [K, 1], 0 for dropped slots, which do not count, and else 1; None if none was dropped.
+        kept: float [K], 0 for dropped slots, which do not count, and else 1; None if none was dropped.
     """
     p, q = (_gather(view, channels).mul(_SHARPNESS).softmax(dim=2) for view in (first, second))
     return _mean_over_slots(-(p * q).sum(dim=2).clamp_min(_SMALLEST).log(), channels, kept)
@@ -102,7 +103,7 @@ def measure_kept_off(attention: Tensor, channels: Tensor, regions: Tensor, kept:
         attention: float32 [n, K, H, W].
         channels: int64 [n, m], of the labelled classes' slots.
         regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1.
-        kept: float [K, 1], 0 for dropped slots, which do not count, and else 1; None if none was dropped.
+        kept: float [K], 0 for dropped slots, which do not count, and else 1; None if none was dropped.
     """
     height, width = attention.shape[2:]
     shares = functional.adaptive_avg_pool2d(regions[:, None], (height, width)).flatten(2)  # [n, 1, H * W]
@@ -113,7 +114,7 @@ def _mean_over_slots(values: Tensor, channels: Tensor, kept: Tensor | None) -> T
     """Return the mean [n] of the values [n, m] of channels [n, m] that were not dropped."""
     if kept is None:
         return values.mean(dim=1)
-    weights = kept[channels, 0]
+    weights = kept[channels]
     return (values * weights).sum(dim=1) / weights.sum(dim=1)
 
 

@@ -83,7 +83,7 @@ def _cells_transposed(graph):
 
 def _epsilon_dropped(graph):
     # s / |s| instead of s / (|s| + epsilon)
-    norm = next(node for node in graph.node if node.op_type == "ReduceL2").output[0]
+    norm = next(node for node in graph.node if node.op_type == "Sqrt").output[0]
     (addition,) = [node for node in graph.node if node.op_type == "Add" and norm in node.input]
     graph.node.remove(addition)
     _reroute(graph, addition.output[0], norm)
