@@ -33,6 +33,8 @@ from opal_deploy.train.machine import MixedPrecision, ProcessGroup
 _VIEWS = (WHOLE, MIRRORED, 1)
 # images per step, over all processes
 BATCH = 64
+# over features in memory: with 5 passes the head answered 78 % of 100 species, with 21 as much as a linear classifier
+_LEAST_PASSES = 20
 # Adam's initial learning rate, measured on features whose root mean square was within these bounds
 _RATE, _RMS_BOUNDS = 3e-3, (0.2, 2.0)
 # features above this would lose too much in float16, whose largest number is 65,504
@@ -119,7 +121,7 @@ def fit_head(
     """Fit the head to the features of the backbone, which stays as it is; returns what the fit showed.
 
     Adam, at a learning rate that falls along a cosine; it is larger for very small features and smaller for large ones.
-    At least one pass over the features is made, whatever `steps`.
+    At least 20 passes over features in memory are made, else one, whatever `steps`.
 
     Args:
         network: left in evaluation mode.
@@ -137,7 +139,7 @@ def fit_head(
     model = group.wrap_ddp(HeadTerms(network.head, agreement=objective.agreement > 0))
     source = _FeatureSource(network, batches, amp, objective.agreement > 0)
     source.keep(memory // group.local_size, group, progress)
-    steps = max(steps, source.views * len(batches.plan()))
+    steps = max(steps, source.views * len(batches.plan()) * (_LEAST_PASSES if source.is_kept else 1))
     parameters = [each for each in network.head.parameters() if each.requires_grad]
     rate = _RATE * min(max(source.rms, _RMS_BOUNDS[0]), _RMS_BOUNDS[1]) / source.rms
     optimizer = torch.optim.Adam(parameters, lr=rate)
@@ -178,6 +180,11 @@ class _FeatureSource:
         self._first_pass: Iterator[_Features] = iter(())
         self.views, self.rms, self.images, self.seconds = 1, 1.0, 0, 0.0
         self.pooled: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the features are in memory."""
+        return self._kept is not None
 
     def keep(self, memory: int, group: ProcessGroup, progress: Progress) -> None:
         """Keep the features of as many views as fit into `memory` bytes of every process, perhaps of none."""

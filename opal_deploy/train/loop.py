@@ -256,7 +256,7 @@ class _TrainingRun:
         slots = f"{head.prototypes_per_class} prototypes per class" if head.anchors else f"head {head.kind}"
         steps = ""
         if options.head_steps and not started:
-            steps = f"the head fitted to the frozen network in {options.head_steps} steps"
+            steps = f"the head fitted to the frozen network in {options.head_steps} steps or more"
             if not self.epochs:
                 return f"training {options.backbone}{where}, {origin}, {slots}: {steps}"
             steps += ", then "

@@ -70,7 +70,7 @@ class RecipeOverrides(Options):
     head_steps: Annotated[
         int | None,
         Option(
-            "Steps that fit the head to the frozen network before fine-tuning; 0: none.",
+            "Steps that fit the head to the frozen network before fine-tuning, 20 passes at least; 0: none.",
             min=0, default="600 (grounded), 0 (paper)", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
