@@ -27,7 +27,7 @@ from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import pinned_noise, random_batches, rotate_inputs, time_repeats, time_stages
 from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.runtime.engine_session import EngineSession
-from opal_deploy.runtime.onnx_session import CPU, CUDA, OnnxSession, translate_errors
+from opal_deploy.runtime.onnx_session import CPU, CUDA, OnnxSession, prepare_input, translate_errors
 
 SweepKind = Literal["latency", "throughput"]
 # with "1" in this variable CUDA ends every kernel before the host goes on
@@ -193,7 +193,7 @@ def _profile_onnx(loaded: LoadedTarget, path: Path, session: OnnxSession, batch:
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
         with translate_errors(batch):
             profiled = onnxruntime.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
-            images = session.prepare_input(random_batches(1, batch, session.metadata.input_size)[0])
+            images = prepare_input(random_batches(1, batch, session.metadata.input_size)[0], session.metadata)
             for _ in range(_WARM_UP + _RUNS):
                 profiled.run(None, {"images": images})
             events = json.loads(Path(profiled.end_profiling()).read_text(encoding="utf-8"))

@@ -319,8 +319,7 @@ def _load_openvino(path: Path, setup: Setup) -> LoadedTarget:
 
     setup.check_fits()
     session = OpenvinoSession(path, device=setup.device, threads=setup.threads)
-    version = session.description.split()[1]
-    target = _describe(path, session.metadata, "openvino", version, "cpu", "as OpenVINO chooses", "")
+    target = _describe(path, session.metadata, "openvino", session.version, "cpu", "as OpenVINO chooses", "")
     return LoadedTarget(session, target, session.threads)
 
 

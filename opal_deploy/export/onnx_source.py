@@ -23,7 +23,7 @@ from opal_deploy.export.graph_edit import producers, with_outputs
 from opal_deploy.export.images import SAMPLE_SIZES, Pixels, choose_images
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.logs import WarningLine
-from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.onnx_session import OnnxSession, prepare_input
 from opal_deploy.runtime.verification import verify_test_vectors
 
 
@@ -142,7 +142,7 @@ def margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pix
     runner = onnxruntime.InferenceSession(attention.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def find(pixels: Pixels) -> FloatArray:
-        (cells,) = runner.run(None, {"images": session.prepare_input(pixels)})
+        (cells,) = runner.run(None, {"images": prepare_input(pixels, session.metadata)})
         return _relative_margin(cells.reshape(*cells.shape[:2], -1))
 
     return find

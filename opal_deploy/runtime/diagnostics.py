@@ -207,30 +207,27 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
     return RuntimeStatus(name, version, gpu=True)
 
 
-def _inspect_torch() -> RuntimeStatus:
-    version = installed_version("torch")
+def _inspect_special(name: str, extra: str, purpose: str, users: str) -> RuntimeStatus:
+    """Return the status of a runtime that `infer` does not choose by itself; `users` need it."""
+    version = installed_version(name)
     if version is None:
-        problem = "not installed; training, exporting and checkpoints need it"
-        return RuntimeStatus("torch", None, problem=problem, advice=install_command("train,export"))
-    return RuntimeStatus("torch", version, problem="for training, exporting and checkpoints")
-
-
-def _inspect_openvino() -> RuntimeStatus:
-    version = installed_version("openvino")
-    if version is None:
-        problem = "not installed; --runtime openvino uses it"
-        return RuntimeStatus("openvino", None, problem=problem, advice=install_command("openvino"))
-    return RuntimeStatus("openvino", version, problem="for --runtime openvino")
+        return RuntimeStatus(name, None, problem=f"not installed; {users}", advice=install_command(extra))
+    return RuntimeStatus(name, version, problem=purpose)
 
 
 def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
     """Return the status of every runtime, installed or not, the most useful first."""
     return [
         *_inspect_onnxruntime(driver),
-        _inspect_openvino(),
+        _inspect_special("openvino", "openvino", "for --runtime openvino", "--runtime openvino uses it"),
         _inspect_tensorrt("tensorrt", "tensorrt", "trt", driver),
         _inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver),
-        _inspect_torch(),
+        _inspect_special(
+            "torch",
+            "train,export",
+            "for training, exporting and checkpoints",
+            "training, exporting and checkpoints need it",
+        ),
     ]
 
 

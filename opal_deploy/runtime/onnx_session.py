@@ -156,7 +156,7 @@ class OnnxSession:
                     f"(opal-deploy export {self._path.name} --trt), or run the fp32 or fp16 file"
                 ) from None
             reason = _find_reason(error)
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise OutOfMemory(f"{self._path}: no room for it ({reason}); free memory there") from None
             if providers[0] != CPU:
                 advice = find_gpu_problem() or "see `opal-deploy doctor`, or use --device cpu"
@@ -167,11 +167,11 @@ class OnnxSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        return self.run_normalised(self.prepare_input(images))
+        return self.run_normalised(prepare_input(images, self.metadata))
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         """See `StagedSession.run_staged`; normalisation by numpy is in none of the stages."""
-        feed = self.prepare_input(images)
+        feed = prepare_input(images, self.metadata)
         start = time.perf_counter()
         outputs = self.run_normalised(feed)
         return outputs, BatchTimes(None, time.perf_counter() - start, None)
@@ -182,12 +182,13 @@ class OnnxSession:
             arrays = self._session.run(list(self.metadata.outputs), {INPUT: images})
         return Outputs.from_arrays(dict(zip(self.metadata.outputs, arrays, strict=True)))
 
-    def prepare_input(self, images: ImageBatch) -> np.ndarray[Any, Any]:
-        """Return the graph's input for images: the images, or float32 [N, 3, H0, W0] normalised."""
-        check_batch(images, self.metadata)
-        if self.metadata.input_kind == "float32":
-            return normalise(images, self.metadata.mean, self.metadata.std)
-        return np.ascontiguousarray(images)
+
+def prepare_input(images: ImageBatch, metadata: Metadata) -> np.ndarray[Any, Any]:
+    """Return an exported graph's input for images: the images, or float32 [N, 3, H0, W0] normalised."""
+    check_batch(images, metadata)
+    if metadata.input_kind == "float32":
+        return normalise(images, metadata.mean, metadata.std)
+    return np.ascontiguousarray(images)
 
 
 @contextlib.contextmanager
@@ -199,7 +200,7 @@ def translate_errors(batch: int) -> Iterator[None]:
         raise
     except Exception as error:  # ONNX Runtime exports no base class of its exceptions
         message = f"ONNX Runtime failed on a batch of {batch} ({_find_reason(error)})"
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise OutOfMemory(f"{message}; use a smaller --batch") from None
         raise StoppedEarly(f"{message}; see `opal-deploy doctor`") from None
 
@@ -210,7 +211,8 @@ def _find_reason(error: Exception) -> str:
     return words[0].strip() if words else first_line(error)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a runtime's error says that memory is full."""
     return isinstance(error, MemoryError) or any(word in str(error).lower() for word in _OUT_OF_MEMORY)
 
 

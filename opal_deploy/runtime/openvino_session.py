@@ -11,13 +11,12 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs, check_tensors
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, first_line, require
-from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.devices import available_cpus, parse_device
-from opal_deploy.runtime.session import ImageBatch, check_batch
+from opal_deploy.runtime.onnx_session import is_out_of_memory, prepare_input
+from opal_deploy.runtime.session import ImageBatch
 
 _REDUCTIONS = {"ReduceSum", "ReduceMean", "ReduceMax", "ReduceL2"}
 _ARITHMETIC = {"Add", "Subtract", "Multiply", "Divide"}
-_OUT_OF_MEMORY = ("bad_alloc", "bad allocation", "out of memory", "failed to allocate")
 
 
 class OpenvinoSession:
@@ -27,6 +26,7 @@ class OpenvinoSession:
 
     Attributes:
         threads: of a batch.
+        version: of OpenVINO.
         batch_invariant: see `OnnxSession`; OpenVINO chooses kernels by the batch's size.
     """
 
@@ -71,20 +71,17 @@ class OpenvinoSession:
         except RuntimeError as error:
             raise ArtifactError(f"{path}: OpenVINO refuses it ({first_line(error)}); export it again") from None
         self._request = compiled.create_infer_request()
-        version = openvino.__version__.partition("-")[0]
-        self.description = f"OpenVINO {version} on CPU, {self.threads} threads, {self.metadata.precision}"
+        self.version: str = openvino.__version__.partition("-")[0]
+        self.description = f"OpenVINO {self.version} on CPU, {self.threads} threads, {self.metadata.precision}"
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        check_batch(images, self.metadata)
-        feed: np.ndarray[Any, Any] = np.ascontiguousarray(images)
-        if self.metadata.input_kind == "float32":
-            feed = normalise(images, self.metadata.mean, self.metadata.std)
+        feed = prepare_input(images, self.metadata)
         try:
             values = self._request.infer({INPUT: feed}, share_inputs=True)
         except RuntimeError as error:
             message = f"OpenVINO failed on a batch of {len(images)} ({first_line(error)})"
-            if any(word in str(error).lower() for word in _OUT_OF_MEMORY):
+            if is_out_of_memory(error):
                 raise OutOfMemory(f"{message}; use a smaller --batch") from None
             raise StoppedEarly(f"{message}; see `opal-deploy doctor`") from None
         return Outputs.from_arrays({name: values[name] for name in self.metadata.outputs})
