@@ -108,12 +108,11 @@ class Calibration:
         if self.temperature is None:
             return f"not calibrated: {self.reason}"
         assert self.ece is not None
-        other = "" if self.ece_uncalibrated is None else f"; {self.ece_uncalibrated:.1%} at temperature 1"
         perfect = "" if self.ece_perfect is None else f", where exact probabilities would show {self.ece_perfect:.1%}"
         right = "" if self.accuracy is None else f", accuracy {self.accuracy:.1%}"
         return (
             f"temperature {self.temperature:.4g}, fitted on {self.images:,} {self.split} images{right}: expected "
-            f"calibration error {self.ece:.1%} on images left out of the fit{perfect}{other}"
+            f"calibration error {self.ece:.1%} on images left out of the fit{perfect}"
         )
 
 

@@ -82,10 +82,11 @@ class DataSet:
 
     def describe(self) -> str:
         """Return a line of text: what the folder was read as, and the sizes of the splits."""
+        splits = {"training": self.train, "validation": self.val, "test": self.test}
+        counts = ", ".join(f"{len(samples):,} {name}" for name, samples in splits.items() if samples)
         return (
-            f"{self.layout} from {self.root}: {pluralize(self.num_classes, 'class', 'classes')}, "
-            f"{pluralize(len(self.train), 'training image', 'training images')}, "
-            f"{len(self.val):,} validation, {len(self.test):,} test{', cropped to their boxes' if self.crop else ''}"
+            f"{self.layout} from {self.root}: {pluralize(self.num_classes, 'class', 'classes')}, {counts or 'no'} "
+            f"images{', cropped to their boxes' if self.crop else ''}"
         )
 
     def summary(self) -> dict[str, Any]:

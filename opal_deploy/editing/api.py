@@ -108,7 +108,7 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     if out is not None:
         edited = _describe_edited(path, metadata, drop, restore, data, effect, options)
         _write(path, kind, edited, out, options)
-        _log_lost(out, metadata, options)
+        _log_lost(out, metadata, edited, options)
     page = None if options.page is None else Path(options.page)
     if page is not None and data is not None:
         from opal_deploy.editing.page import write_page
@@ -123,9 +123,10 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     )  # fmt: skip
 
 
-def _log_lost(out: Path, parent: Metadata, options: EditOptions) -> None:
+def _log_lost(out: Path, parent: Metadata, edited: Metadata, options: EditOptions) -> None:
     """Log which options no longer work, since what they need was measured of the model before the edit."""
-    lost = [*(["--unknown 5%", "drift"] if parent.baseline else []), *(["--min-margin 5%"] if parent.risk else [])]
+    lost = ["--unknown 5%", "drift"] if parent.baseline and not edited.baseline else []
+    lost += ["--min-margin 5%"] if parent.risk and not edited.risk else []
     if lost:
         again = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", str(out), "--split", "val", "--record"])
         options.log(f"{out}: its parent's baseline is not its own; before {', '.join(lost)}: {again}")
@@ -188,7 +189,10 @@ def _describe_edited(
     effect: Effect | None,
     options: EditOptions,
 ) -> Metadata:
-    """Return the metadata of the edited model: its slots, what was done, and nothing that only its parent was."""
+    """Return the metadata of the edited model: its slots, what was done, and nothing that only its parent was.
+
+    Calibration, risk and baseline are its own where `data` has the images that training set aside.
+    """
     head = {**metadata.head, "dropped": sorted({*metadata.dropped, *drop} - {*restore})}
     edit: dict[str, Any] = {
         "dropped": [name_slot(channel, metadata) for channel in drop],
@@ -208,13 +212,15 @@ def _describe_edited(
             "data": str(options.data), "split": options.split, "images": len(effect.labels),
             "accuracy": [before, after], "gained": effect.gained, "lost": effect.lost, "p_value": effect.p_value,
         }  # fmt: skip
-        if options.split == "val" and calibration is not None:
-            calibration = data.calibrate(replace(metadata, head=head).class_map)
-    return replace(
+    edited = replace(
         metadata, head=head, edits=(*metadata.edits, edit), evaluation={}, baseline={}, risk={},
         calibration={} if calibration is None else calibration.to_dict(),
         training={name: value for name, value in metadata.training.items() if name != "metrics"},
     )  # fmt: skip
+    if data is None or not data.set_aside:
+        return edited
+    known = metadata.known_baseline
+    return data.measure(edited, known.background if known else 0)
 
 
 def _write(path: Path, kind: ModelKind, edited: Metadata, out: Path, options: EditOptions) -> None:
@@ -232,5 +238,11 @@ def _write(path: Path, kind: ModelKind, edited: Metadata, out: Path, options: Ed
     from opal_deploy.model import checkpoint
 
     changed = checkpoint.with_dropped_slots(checkpoint.load(path), edited.dropped)
-    calibration = Calibration.from_dict(edited.calibration)
-    checkpoint.save(out, replace(changed, edits=edited.edits, calibration=calibration), overwrite=options.overwrite)
+    measured = replace(
+        changed,
+        edits=edited.edits,
+        metrics={"val_risk": edited.risk} if edited.risk else {},
+        calibration=Calibration.from_dict(edited.calibration),
+        baseline=edited.known_baseline,
+    )
+    checkpoint.save(out, measured, overwrite=options.overwrite)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.files import ModelKind
-from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import FloatArray, IntArray
+from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
 from opal_deploy.datasets.background import list_background
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.editing.options import EditOptions
-from opal_deploy.editing.scores import Scores
+from opal_deploy.editing.scores import Scores, drop_slots
 from opal_deploy.evaluation.annotations import Annotations
+from opal_deploy.evaluation.baseline import baseline_of
 from opal_deploy.evaluation.calibration import calibrate
-from opal_deploy.evaluation.inputs import read_inputs
+from opal_deploy.evaluation.inputs import has_validation_images, read_inputs
+from opal_deploy.evaluation.metrics import margins
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
+from opal_deploy.statistics import compute_risk_curve
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class ScoredData:
         annotations: objects and parts; may be empty.
         background: scores float32 [n, K] of images without an object; None without any.
         root: the data set's folder.
+        ood_scores: float32 [N]; None where the model computes none.
+        set_aside: whether the images are those that training set aside.
     """
 
     scores: Scores
@@ -45,15 +48,32 @@ class ScoredData:
     annotations: Annotations
     background: FloatArray | None
     root: Path
+    ood_scores: FloatArray | None = None
+    set_aside: bool = False
 
     @property
     def metadata(self) -> Metadata:
         """The model's metadata."""
         return self.scores.metadata
 
-    def calibrate(self, class_map: ClassMap) -> Calibration:
-        """Return the calibration of the model with this map, fitted on the images."""
-        return calibrate(self.scores.logits(class_map).astype(np.float32), self.scores.labels)
+    def measure(self, edited: Metadata, background: int) -> Metadata:
+        """Return the edited model's metadata with what validation images tell: calibration, risk and baseline.
+
+        Args:
+            background: number of background images among the model's neighbours.
+        """
+        scores, labels = self.scores.values, self.scores.labels
+        logits = np.empty((len(labels), 0), np.float32)
+        outputs = drop_slots(Outputs(logits, self.cells, scores, ood_score=self.ood_scores), edited)
+        assert outputs.scores is not None
+        best_two = margins(outputs.logits, outputs.scores, edited.class_map, edited.epsilon)
+        risk = compute_risk_curve(best_two, outputs.logits.argmax(axis=1) == labels)
+        return replace(
+            edited,
+            calibration=calibrate(outputs.logits, labels).to_dict(),
+            risk={"split": "val", **risk.summary()},
+            baseline=baseline_of(outputs, edited, background).to_dict(),
+        )
 
 
 def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOptions, restore: list[int]) -> ScoredData:
@@ -80,7 +100,8 @@ def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOpt
         ).outputs.scores
     return ScoredData(
         Scores(session.metadata, outputs.scores, measured.labels), outputs.argmax, inputs.samples, measured.geometries,
-        inputs.annotations, background, inputs.data.root,
+        inputs.annotations, background, inputs.data.root, outputs.ood_score,
+        has_validation_images(metadata, inputs, reading),
     )  # fmt: skip
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import onnx
 
 from opal_deploy.artifact import test_vectors
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.opal_head import compute_logits
-from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.editing.scores import drop_slots
 from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.exporter import stage_onnx
@@ -67,10 +65,4 @@ def write_edited_onnx(path: Path, edited: Metadata, out: Path, options: ExportOp
 
 def _drop(reference: Reference, metadata: Metadata) -> Reference:
     """Return the reference of the model with the slots of `metadata`."""
-    scores = reference.outputs.scores
-    if scores is None:
-        raise ValueError("a model without scores has no slots to drop")
-    class_map = metadata.class_map
-    logits = compute_logits(scores, class_map, metadata.distance, metadata.epsilon).astype(np.float32)
-    masked = scores * class_map.kept_prototypes.astype(np.float32)
-    return replace(reference, outputs=Outputs(logits, argmax=reference.outputs.argmax, scores=masked))
+    return replace(reference, outputs=drop_slots(reference.outputs, metadata))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,24 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.opal_head import compute_logits
-from opal_deploy.artifact.outputs import DoubleArray, FloatArray
+from opal_deploy.artifact.outputs import DoubleArray, FloatArray, Outputs
 from opal_deploy.editing.drops import SlotName, check_drops, parse_slots
 
 # values of an array of intermediate results
 _CHUNK = 4_000_000
+
+
+def drop_slots(outputs: Outputs, metadata: Metadata) -> Outputs:
+    """Return the outputs of the model with the slots of `metadata`, from those of its parent.
+
+    Raises:
+        ValueError: the parent has no scores.
+    """
+    if outputs.scores is None:
+        raise ValueError("a model without scores has no slots to drop")
+    class_map = metadata.class_map
+    logits = compute_logits(outputs.scores, class_map, metadata.distance, metadata.epsilon).astype(np.float32)
+    return replace(outputs, logits=logits, scores=outputs.scores * class_map.kept_prototypes.astype(np.float32))
 
 
 @dataclass(frozen=True)

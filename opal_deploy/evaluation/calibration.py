@@ -190,23 +190,16 @@ def evaluate_calibration(
 
 def format_calibration(figures: CalibrationFigures, metadata: Metadata) -> Iterator[str]:
     """Yield the calibration of a model in a line or two."""
-    plain = figures.uncalibrated
-    at_one = f"{_format_error(plain)} at temperature 1, NLL {plain.nll:.4f}"
-    if figures.calibrated is None:
+    error = figures.calibrated
+    if error is None:
         why = describe_calibration(metadata.calibration) if figures.fitted is None else figures.fitted.describe()
         yield f"calibration: {why}"
-        yield f"expected calibration error on {figures.images:,} images: {at_one}"
         return
-    error = figures.calibrated
     yield (
-        f"expected calibration error {_format_error(error)} at the model's temperature {error.temperature:.4g} "
-        f"(perfectly calibrated: {error.ece_perfect:.1%}), NLL {error.nll:.4f}; mean probability "
-        f"{error.mean_probability:.1%}, accuracy {figures.accuracy:.1%} on {figures.images:,} images; {at_one}"
+        f"expected calibration error {error.ece:.1%} [{100 * error.low:.1f}, {100 * error.high:.1f}] (perfectly "
+        f"calibrated: {error.ece_perfect:.1%}); mean probability {error.mean_probability:.1%}, accuracy "
+        f"{figures.accuracy:.1%} on {figures.images:,} images"
     )
-
-
-def _format_error(error: CalibrationError) -> str:
-    return f"{error.ece:.1%} [{100 * error.low:.1f}, {100 * error.high:.1f}]"
 
 
 @dataclass(frozen=True)

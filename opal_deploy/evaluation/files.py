@@ -315,8 +315,8 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
     The graph, weights or engine stay as they are.
 
     Args:
-        changes: values of `evaluation`, `calibration` and `baseline`, and for a checkpoint also of `receptive_field`
-            and `neighbours`; others stay as they are.
+        changes: values of `evaluation`, `calibration`, `baseline` and `risk`, and for a checkpoint also of
+            `receptive_field` and `neighbours`; others stay as they are.
 
     Raises:
         ArtifactError: the file is damaged or not one of ours.
@@ -330,6 +330,7 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
             evaluation=changes.get("evaluation", metadata.evaluation),
             calibration=changes.get("calibration", metadata.calibration),
             baseline=changes.get("baseline", metadata.baseline),
+            risk={"split": "val", **changes["risk"]} if "risk" in changes else metadata.risk,
         )
 
     if kind == "onnx":

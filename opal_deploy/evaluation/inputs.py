@@ -102,6 +102,15 @@ def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOpt
     return select_inputs(data_set, options)
 
 
+def has_validation_images(metadata: Metadata, inputs: EvaluationInputs, options: EvaluateOptions) -> bool:
+    """Return whether images and crops are those that training set aside, as far as the model's record tells."""
+    data = metadata.training.get("data")
+    # the model may have been trained on some of another set of validation images
+    same_images = not isinstance(data, dict) or data.get("val") in (None, len(inputs.samples))
+    same_crop = metadata.crop == (inputs.data.crop if options.boxes else None)
+    return options.split == "val" and same_images and same_crop
+
+
 def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> None:
     """Check that a model has the outputs and the evidence that the options need.
 

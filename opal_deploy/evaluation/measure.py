@@ -20,7 +20,13 @@ from opal_deploy.evaluation.faithfulness import (
     max_forward_passes,
     measure_faithfulness,
 )
-from opal_deploy.evaluation.inputs import EvaluatedModel, EvaluationInputs, check_model, read_inputs
+from opal_deploy.evaluation.inputs import (
+    EvaluatedModel,
+    EvaluationInputs,
+    check_model,
+    has_validation_images,
+    read_inputs,
+)
 from opal_deploy.evaluation.metrics import measure_agreement
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.pointing import PointingGame, format_game, play_pointing_game
@@ -79,11 +85,13 @@ def measure_models(models: Sequence[EvaluatedModel], data: Path, options: Evalua
                 "calibration": measured["calibration"].get("fitted"),
                 "baseline": None if result.baseline is None else result.baseline.to_dict(),
                 "neighbours": None if result.neighbours is None else result.neighbours.to_dict(),
+                # a baseline is measured on the images that training set aside, which a risk needs, too
+                "risk": None if result.baseline is None else result.evaluation.evaluation.risk,
             }
             changed = {name: value for name, value in changes.items() if value is not None}
             options.log(files.record_measurements(result.path, changed))
             if result.baseline is not None:
-                for line in describe_supported_rates(result.metadata.risk, result.baseline):
+                for line in describe_supported_rates(changed["risk"], result.baseline):
                     options.log(line)
     if out is not None:
         write_json(out / files.EVALUATION, documents[0] if len(documents) == 1 else documents)
@@ -175,13 +183,7 @@ class _ModelMeasurement:
         return figures
 
     def _has_validation_images(self) -> bool:
-        """Whether the images and crops are those that training set aside, as far as its record tells."""
-        inputs, metadata = self.inputs, self.session.metadata
-        data = metadata.training.get("data")
-        # the model may have been trained on some of another set of validation images
-        same_images = not isinstance(data, dict) or data.get("val") in (None, len(inputs.samples))
-        same_crop = metadata.crop == (inputs.data.crop if self.options.boxes else None)
-        return self.options.split == "val" and same_images and same_crop
+        return has_validation_images(self.session.metadata, self.inputs, self.options)
 
     def _measure_baseline(self, evaluation: EvaluationResult) -> tuple[Baseline | None, Neighbours | None]:
         """Return the baseline on validation images; for a checkpoint without neighbours, or for others, fit these."""

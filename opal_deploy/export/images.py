@@ -89,7 +89,7 @@ class ImagePool:
         if self.place is None:
             return f"{len(splits)} generated creatures"
         parts = ", ".join(f"{number} {split}" for split, number in Counter(splits).items() if split)
-        return f"{len(splits)} photographs of {self.place}{f' ({parts})' if parts else ''}"
+        return f"{len(splits)} images from {self.place}{f' ({parts})' if parts else ''}"
 
     def _draw(self) -> Iterator[tuple[Pixels, str, str]]:
         for number in range(MAX_CREATURES):

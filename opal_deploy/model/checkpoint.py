@@ -117,7 +117,7 @@ def with_dropped_slots(checkpoint: Checkpoint, dropped: tuple[int, ...]) -> Chec
 
 
 def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> None:
-    """Write `evaluation`, `calibration` and the like into a checkpoint of our format; everything else stays.
+    """Write `evaluation`, `calibration`, `risk` and the like into a checkpoint of our format; everything else stays.
 
     Raises:
         CheckpointError: the file is not a checkpoint of our format.
@@ -126,8 +126,14 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> None:
     document = backbones.load_torch_file(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not an opal-deploy checkpoint; only those can store an evaluation")
-    training = without_folders(document.get("training") or {})
-    _write(path, {**document, "training": training, **changes})
+    metrics, risk = document.get("metrics") or {}, {"val_risk": changes["risk"]} if "risk" in changes else {}
+    changed = {
+        **document,
+        "training": without_folders(document.get("training") or {}),
+        "metrics": {**metrics, **risk},
+        **{name: value for name, value in changes.items() if name != "risk"},
+    }
+    _write(path, changed)
 
 
 def _write(path: Path, document: dict[str, Any], *, replace: bool = True) -> None:

@@ -111,7 +111,7 @@ def test_checkpoint_and_export_agree_in_one_table_and_a_list(folder, model, opal
     assert not {"test_top5", "prototype_consistency", "part_purity", "unavailable"} & exported.keys()
 
     first = printed.stderr.splitlines()[0]
-    assert first == f"read as imagefolder from {folder}: 4 classes, 12 training images, 12 validation, 12 test"
+    assert first == f"read as imagefolder from {folder}: 4 classes, 12 training, 12 validation, 12 test images"
     header, *rows = printed.stderr.splitlines()[-3:]
     # a metric that no model has gets no column
     assert header.split() == ["model", "top-1", "macro", "F1", "loss", "collapse"]

@@ -19,7 +19,7 @@ from opal_deploy.evaluation.session import prepared_batches
 from opal_deploy.export.api import export_model
 from opal_deploy.model import checkpoint
 from opal_deploy.model.checkpoint import save
-from opal_deploy.runtime.select import open_sessions
+from opal_deploy.runtime.select import open_sessions, read_model_metadata
 from opal_deploy.synthetic import example_images
 
 
@@ -113,6 +113,24 @@ def test_the_temperature_is_fitted_again_on_validation_images_or_marked_as_the_p
     fitted = checkpoint.load(tmp_path / "fitted.pt").calibration
     expected = calibrate(logits, result.scores.labels).temperature
     assert (fitted.images, fitted.split, fitted.temperature) == (51, "val", pytest.approx(expected, rel=1e-4))
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".onnx"])
+def test_risk_and_baseline_are_those_that_the_edited_model_measures(files, names, tmp_path, suffix):
+    out, lines = tmp_path / f"edited{suffix}", []
+    keywords = {"device": "cpu", "threads": 1}
+    model, data = files / f"model{suffix}", files / "data"
+    edit_model(model, drop=[(names[0], 1)], data=data, out=out, log=lines.append, **keywords)
+    edited = read_model_metadata(out)
+    measured = evaluate_model(out, data, split="val", record=True, log=print, **keywords)
+    recorded = read_model_metadata(out)
+    assert edited.risk["aurc"] == pytest.approx(recorded.risk["aurc"])
+    assert edited.risk["error"] == pytest.approx(1 - measured.evaluation.evaluation.accuracy)
+    baseline, again = edited.known_baseline, recorded.known_baseline
+    assert baseline.classes == again.classes
+    for name, quantiles in again.quantiles.items():
+        np.testing.assert_allclose(baseline.quantiles[name], quantiles, rtol=1e-3, atol=1e-5, err_msg=name)
+    assert not any("not its own" in line for line in lines)
 
 
 def test_diff_says_what_was_edited_and_counts_slots_of_only_one_model(files, names, tmp_path, opal):

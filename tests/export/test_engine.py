@@ -146,7 +146,7 @@ class TestAnEngineThatIsThere:
         assert reused.path.stat().st_mtime_ns == before
         followed = check_engine(reused.path)
         assert followed.onnx["sha256"] == onnx_file.read_metadata(again.with_name("ckpt.fp16.onnx")).file_sha256
-        assert followed.metadata.verification["image_set"] == "12 photographs of images"
+        assert followed.metadata.verification["image_set"] == "12 images from images"
         # and with what was measured of its evidence since
         texts = dict.fromkeys(("when", "opal_deploy", "model", "data", "split"), "x")
         evaluation = {**texts, "images": 60, "accuracy": 0.9}

@@ -38,7 +38,7 @@ def _trained_on(data, fp32):
 
 def test_the_models_own_validation_images_come_first_and_others_fill_up(trained):
     images = choose_images(trained, ExportOptions(), calibrate=False).verification.first(64)
-    assert images.description == "64 photographs of beetles (12 validation, 8 test, 44 training)"
+    assert images.description == "64 images from beetles (12 validation, 8 test, 44 training)"
     assert [Path(name).parts[-3] for name in images.names[:21]] == ["val"] * 12 + ["test"] * 8 + ["train"]
     assert images.pixels.shape == (64, *trained.input_size, 3)
     # a model that names its data set, and a run's folder that says where it is
@@ -52,9 +52,9 @@ def test_the_models_own_validation_images_come_first_and_others_fill_up(trained)
 
 def test_int8_is_calibrated_on_training_images_and_judged_on_others(trained):
     choice = choose_images(trained, ExportOptions(), calibrate=True)
-    assert choice.calibration.description == "80 photographs of beetles (80 training)"
+    assert choice.calibration.description == "80 images from beetles (80 training)"
     judges = choice.verification.first(576)
-    assert judges.description == "20 photographs of beetles (12 validation, 8 test)"
+    assert judges.description == "20 images from beetles (12 validation, 8 test)"
     assert not set(judges.names) & set(choice.calibration.names)
 
 
@@ -77,7 +77,7 @@ def test_photographs_are_cropped_to_the_boxes_that_the_model_was_trained_on(fp32
     data = read_dataset(cub_mini)
     choice = choose_images(_trained_on(data, fp32), ExportOptions(), calibrate=False, torchvision=False)
     images = choice.verification.first(64)
-    assert images.description == "64 photographs of cub_mini (60 validation, 4 test)"
+    assert images.description == "64 images from cub_mini (60 validation, 4 test)"
     assert {Path(name) for name in images.names[:60]} == {sample.path for sample in data.val}
     whole = choose_images(
         _trained_on(data, fp32), ExportOptions(images=cub_mini / "images"), calibrate=False

@@ -117,8 +117,9 @@ FINDING_KINDS: Final[Mapping[str, FindingKind]] = {
     ),
     "one_place": FindingKind(
         "slots that mostly choose the same cell",
-        "Look at their patches: if they show a border, a caption or background, crop or mask it in the training images "
-        "and train again. To test whether answers depend on it: opal-deploy evaluate DATA --model MODEL --faithfulness",
+        "Objects that stand in one place explain it. If their patches show a border, a caption or background, let "
+        "`opal-deploy edit MODEL --data DATA --suggest` judge them and say what dropping them changes; train again with "
+        "--keep-off to make them look elsewhere.",
     ),
     "shares_its_cell": FindingKind(
         "slots that rarely have a cell of their own",
