@@ -35,6 +35,8 @@ BLANK_DIGEST = "0" * 64
 Evidence = Literal["exact", "map", "none"]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 InputKind = Literal["uint8", "float32"]
+# uint8 for processors, int8 for TensorRT
+Activations = Literal["uint8", "int8"]
 
 # outputs of a graph that lists only its best classes; see `artifact.outputs.TopOutputs`
 TOP_OUTPUTS = ("top_classes", "top_logits", "top_scores", "top_cells", "score_norm")
@@ -175,6 +177,12 @@ class Metadata:
         """Return those of some outputs that the graph has, each with its name in the graph."""
         here = with_current_names({name: name for name in self.outputs})
         return {name: here[name] for name in names if name in here}
+
+    @property
+    def int8_activations(self) -> Activations | None:
+        """The type of an int8 graph's activations; None in other precisions."""
+        # version 0.1.0 has int8 only, and does not say so
+        return self.exporter.get("activations", "int8") if self.precision == "int8" else None
 
     def has_output(self, name: str) -> bool:
         """Return whether the graph has an output, whatever version named it."""

@@ -30,8 +30,9 @@ from opal_deploy.export.checkpoint_source import CheckpointSource, ExportGraph, 
 from opal_deploy.export.exporter import export
 from opal_deploy.export.files import EngineTargets, plan_targets
 from opal_deploy.export.images import Pixels
+from opal_deploy.export.int8 import to_int8
 from opal_deploy.export.options import ExportOptions
-from opal_deploy.export.precision import to_bf16, to_fp16, to_int8
+from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.model import backbones
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
@@ -196,7 +197,7 @@ def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
     metadata = replace(
         network.metadata,
         outputs=network.graph.output_names,
-        exporter={"torch": torch.__version__},
+        exporter={"torch": torch.__version__, "activations": "uint8"},
         precision=precision,  # type: ignore[arg-type]  # checked above
         verification={"skipped": "made to be timed"},
     )

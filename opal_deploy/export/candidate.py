@@ -16,9 +16,9 @@ from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import UsageError
 from opal_deploy.export.graph_edit import add_top_outputs
 from opal_deploy.export.images import ImagePool, Pixels, VerificationImages, run_in_batches
+from opal_deploy.export.int8 import refinements, store_weights, to_int8
 from opal_deploy.export.options import ExportOptions
-from opal_deploy.export.precision import refinements, to_bf16, to_fp16, to_int8
-from opal_deploy.logs import Log, log_line
+from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.runtime.gates import Rounding
 
 
@@ -127,8 +127,10 @@ class ExportSource(Protocol):
         ...
 
 
-def convert_precision(candidate: ExportCandidate, precision: Precision, log: Log = log_line) -> ExportCandidate:
+def convert_precision(candidate: ExportCandidate, precision: Precision, options: ExportOptions) -> ExportCandidate:
     """Return a float32 candidate with its body in another precision; its reference stays the same.
+
+    int8 is made for processors, or with `trt` for TensorRT.
 
     Raises:
         ArtifactError: a weight is beyond the precision's range.
@@ -140,26 +142,33 @@ def convert_precision(candidate: ExportCandidate, precision: Precision, log: Log
     if precision == "int8":
         if candidate.calibration is None:
             raise ValueError("int8 needs a candidate with calibration images")
-        log(f"Calibrating int8 on {candidate.calibration.description}")
-        model = to_int8(candidate.model, candidate.calibration.pixels, metadata)
-        exporter = {**metadata.exporter, "calibrated_on": candidate.calibration.description}
+        described = candidate.calibration.description
+        options.log(f"Calibrating int8 on {described}")
+        activations = options.int8_activations
+        model = to_int8(
+            candidate.model, candidate.calibration.pixels, metadata, activations=activations, threads=options.threads
+        )
+        exporter = {**metadata.exporter, "calibrated_on": described, "activations": activations}
         metadata = replace(metadata, exporter=exporter)
     else:
         model = to_fp16(candidate.model) if precision == "fp16" else to_bf16(candidate.model)
     return replace(candidate, model=model, metadata=metadata, compare_in_float64=None, baseline=candidate.model)
 
 
-def refine_precision(candidate: ExportCandidate) -> Iterator[ExportCandidate]:
+def refine_precision(candidate: ExportCandidate, threads: int | None = None) -> Iterator[ExportCandidate]:
     """Yield candidates to try in turn until one passes its gate: the given one, then what is closer to its reference.
 
     An int8 candidate computes more and more in float32; the file's metadata tells what is quantised. Of the other
     precisions there is only the given one.
     """
-    if candidate.metadata.precision != "int8":
+    baseline, calibration = candidate.baseline, candidate.calibration
+    if candidate.metadata.precision != "int8" or baseline is None or calibration is None:
         yield candidate
         return
-    for quantised, model in refinements(candidate.model):
+    for quantised, model in refinements(candidate.model, baseline, calibration.pixels, candidate.metadata, threads):
         metadata = replace(candidate.metadata, exporter={**candidate.metadata.exporter, "quantised": quantised})
+        if metadata.int8_activations == "uint8":
+            model = store_weights(model)
         yield replace(candidate, model=model, metadata=metadata)
 
 

@@ -78,10 +78,15 @@ def export(source: ExportSource, targets: ExportTargets, options: ExportOptions 
                 if candidate is None or precision in kept:
                     staged.append(StagedOnnx(ExportedOnnx(path, kept[precision], None, kept=True), path))
                     continue
-                converted = convert_precision(candidate, precision, options.log)
+                converted = convert_precision(candidate, precision, options)
                 staged.append(_stage_first_to_pass(stack, converted, path, options))
             built_from, name = staged[-1].temporary, staged[-1].exported.path.name
         elif isinstance(source, OnnxSource):
+            if source.origin.int8_activations == "uint8":
+                raise UsageError(
+                    f"{source.path}: made for processors (uint8 activations), which TensorRT does not take; export the "
+                    "checkpoint with --trt --precision int8"
+                )
             source.verify(options)
             built_from, name = source.path, source.path.name
         else:
@@ -97,7 +102,7 @@ def _stage_first_to_pass(
 ) -> StagedOnnx:
     """Stage a candidate, or the first of its refinements that passes its gate; if none does, raise the last error."""
     refused: VerificationError | None = None
-    for attempt in refine_precision(candidate):
+    for attempt in refine_precision(candidate, options.threads):
         if refused is not None:
             options.log(f"Refused: {refused}")
             options.log(f"Trying again, quantised: {attempt.metadata.exporter['quantised']}")
@@ -256,6 +261,7 @@ def _describe_file(metadata: Metadata) -> dict[str, Any]:
         "outputs": ["attention" in metadata.outputs, metadata.has_output("ood_score"), metadata.top_k],
         "images": exporter.get("images"),
         "calibration images": exporter.get("calibrate"),
+        "activations": metadata.int8_activations,
         "verification": not metadata.unverified,
         "versions": [exporter.get(name) for name in ("opal_deploy", "onnx", "onnxruntime")],
     }
@@ -270,6 +276,7 @@ def _describe_request(source: ExportSource, precision: Precision, options: Expor
         "outputs": [options.attention, origin.has_output("ood_score"), options.listed_classes],
         "images": None if options.images is None else str(options.images),
         "calibration images": None if options.calibrate is None else str(options.calibrate),
+        "activations": options.int8_activations if precision == "int8" else None,
         "verification": options.verify and not origin.unverified,
         "versions": [__version__, onnx.__version__, onnxruntime.__version__],
     }

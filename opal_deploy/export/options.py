@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from opal_deploy.artifact.documents import Distance
 from opal_deploy.artifact.engine_file import BatchRange
-from opal_deploy.artifact.metadata import InputKind, Precision
+from opal_deploy.artifact.metadata import Activations, InputKind, Precision
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, Progress, log_line
 from opal_deploy.options import Option, Options, StrPath, Threads, default_of, flag_of, option_fields, parse_size
@@ -254,6 +254,11 @@ class ExportOptions(WebOptions, TritonOptions, EngineExportOptions):
         StrPath | None,
         Option("Folder; gets a page that runs the model in the visitor's browser.", panel=_WEB, cli=Path),
     ] = None
+
+    @property
+    def int8_activations(self) -> Activations:
+        """The type of the activations that int8 gets."""
+        return "int8" if self.trt else "uint8"
 
     def changed(self, declared_by: type[Options] | None = None, *, but: Sequence[str] = ()) -> str:
         """Return the flags of all options, or those of a base class, that do not have their default values."""

@@ -134,9 +134,12 @@ class OnnxSession:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if providers[0] != CPU:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        elif self.metadata.int8_activations == "uint8":
+            # on processors without VNNI, kernels of uint8 and int8 add up in 16 bits and saturate; those of uint8 and
+            # uint8, which this takes there, do not
+            options.add_session_config_entry("session.x64quantprecision", "1")
         elif self.metadata.precision == "int8":
-            # on processors without VNNI the fused int8 kernels add up in 16 bits and saturate; plain quantise and
-            # dequantise nodes around float32 operations give the results of exact int8 arithmetic everywhere
+            # the fused kernels are slower than float32 around quantise and dequantise nodes
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         try:
             # its own fallback to the CPU prints on stdout, where records go
