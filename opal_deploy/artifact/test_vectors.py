@@ -47,6 +47,12 @@ class Reference:
         margin = None if self.top2_margin is None else self.top2_margin[start:stop]
         return Reference(self.images[start:stop], self.outputs.rows(start, stop), margin)
 
+    def repeat(self, count: int) -> Reference:
+        """Return a reference of `count` images, these in turn."""
+        rows = [row % len(self.images) for row in range(count)]
+        margin = None if self.top2_margin is None else self.top2_margin[rows]
+        return Reference(self.images[rows], self.outputs.take(rows), margin)
+
     @staticmethod
     def concatenate(parts: Sequence[Reference]) -> Reference:
         """Return one reference for consecutive batches of one model."""

@@ -97,7 +97,7 @@ def verify(target: StrPath, model: StrPath | None, options: VerifyOptions) -> Ve
 def _verify_model(path: Path, options: VerifyOptions) -> Verification:
     from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
     from opal_deploy.runtime.select import open_sessions
-    from opal_deploy.runtime.verification import verify_test_vectors
+    from opal_deploy.runtime.verification import verify_test_vectors, wide_batch
 
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; expected an exported model or results.jsonl")
@@ -107,7 +107,12 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
     sha256 = check_sha256(path, expected) if expected is not None else compute_sha256(path)
     session = open_sessions(path, device=options.device, threads=options.threads, runtime=options.runtime)[0]
     comparison = verify_test_vectors(session, str(path))
-    log(f"{path}: {comparison.images} test vectors reproduced in {session.description}")
+    wide = ""
+    if model_kind(path) == "onnx":
+        batch = wide_batch(session.metadata)
+        verify_test_vectors(session, str(path), batch)
+        wide = f", also {batch} at once"
+    log(f"{path}: {comparison.images} test vectors reproduced in {session.description}{wide}")
     if comparison.max_cosine is not None:
         log(
             f"Largest differences: logit {comparison.max_logit:.2g}, cosine {comparison.max_cosine:.2g}, "

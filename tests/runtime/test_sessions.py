@@ -21,13 +21,14 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
+from opal_deploy.runtime import openvino_session
 from opal_deploy.runtime.cuda_options import parse_cuda_options
 from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
 from opal_deploy.runtime.openvino_session import OpenvinoSession
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.torch_session import TorchSession, torch_device
-from opal_deploy.runtime.verification import compare_outputs, verify_test_vectors
+from opal_deploy.runtime.verification import compare_outputs, verify_test_vectors, wide_batch
 from opal_deploy.synthetic import example_images
 from tests.builders import export_onnx
 
@@ -113,6 +114,16 @@ class TestOpenvino:
     def test_a_form_that_it_computes_wrongly_is_refused(self):
         with pytest.raises(ArtifactError, match=r"\A.*0\.1\.0/model\.onnx: an earlier export, .*; export it again\Z"):
             OpenvinoSession(GOLDEN / "model.onnx")
+
+    def test_only_a_batch_larger_than_the_classes_shows_what_it_computes_wrongly(self, monkeypatch):
+        monkeypatch.setattr(openvino_session, "_check_form", lambda model: None)
+        session = OpenvinoSession(GOLDEN / "model.onnx", threads=1)
+        batch = wide_batch(session.metadata)
+        assert session.metadata.num_classes == 3
+        assert batch == 7
+        verify_test_vectors(session, "the file", 3)
+        with pytest.raises(VerificationError, match=r"the file does not reproduce .*, 7 at once: a logit differs"):
+            verify_test_vectors(session, "the file", batch)
 
     def test_what_it_does_not_run_is_one_line(self, tiny, tmp_path):
         with pytest.raises(UsageError, match=r"\A.*model\.bf16\.onnx: bf16 is for engines; .*\Z"):
