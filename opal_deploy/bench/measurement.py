@@ -18,14 +18,14 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
+from opal_deploy.artifact.documents import check_document
 from opal_deploy.artifact.files import read_text
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.model.config import HeadKind
 from opal_deploy.runtime.devices import available_cpus, read_driver
 
@@ -183,10 +183,9 @@ class Measurement:
         if (schema := raw.get("schema") if isinstance(raw, dict) else None) != SCHEMA:
             raise UsageError(f"{origin}: schema {schema!r} found, {SCHEMA} expected; {_EXPECTED}")
         try:
-            parsed: Measurement = _parse(Measurement, raw, "line")
-        except ValueError as error:
+            return check_document(raw, Measurement, "line")
+        except ArtifactError as error:
             raise UsageError(f"{origin}: not a measurement: {error}; measure again") from None
-        return parsed
 
 
 def head_name(head: Mapping[str, Any]) -> str:
@@ -241,35 +240,6 @@ def _list_files(path: Path) -> list[Path]:
     if not (files := sorted(path.glob("*.jsonl"))):
         raise UsageError(f"{path}: a folder without *.jsonl; {_EXPECTED}")
     return files
-
-
-def _parse(expected: Any, value: Any, name: str) -> Any:
-    """Return a value of JSON as the type that a field expects; unknown keys of objects are ignored.
-
-    Raises:
-        ValueError: another type, a missing field or a number that is not finite; the message names the field.
-    """
-    origin, arguments = get_origin(expected), get_args(expected)
-    if is_dataclass(expected) and isinstance(value, dict):
-        hints = get_type_hints(expected)
-        for each in fields(expected):
-            if each.name not in value and each.default is each.default_factory is MISSING:
-                raise ValueError(f"{name}.{each.name} is missing")
-        known = {key: _parse(hints[key], each, f"{name}.{key}") for key, each in value.items() if key in hints}
-        return expected(**known)  # type: ignore[operator]  # a class, not an object
-    if origin is dict and isinstance(value, dict):
-        return {key: _parse(arguments[1], each, f"{name}.{key}") for key, each in value.items()}
-    if origin is tuple and isinstance(value, list) and (arguments[1] is Ellipsis or len(value) == len(arguments)):
-        return tuple(_parse(arguments[0], each, name) for each in value)
-    if origin in (Union, UnionType):
-        for each in arguments:
-            with contextlib.suppress(ValueError):
-                return _parse(each, value, name)
-    if expected is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
-        return float(value)
-    if expected in (Any, type(value)) or (origin is Literal and value in arguments):
-        return value
-    raise ValueError(f"{name} is {str(value)[:40]!r}, expected {expected if arguments else expected.__name__}")
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import typer
 
 from opal_deploy.artifact.files import read_json, write_json
 from opal_deploy.cli.console import print_message, progress
-from opal_deploy.errors import UsageError, install_command
+from opal_deploy.errors import UsageError, install_command, is_installed
 
 MARKER = "demo.json"
 
@@ -167,7 +167,8 @@ class Demo:
 
 def print_own_folder() -> None:
     """Print the command that trains on the user's own photographs."""
-    print_message(f"\nNow your own folder, photos/<class>/*.jpg (training needs: {install_command('all-cpu')}):")
+    needs = "" if is_installed("torch") else f" (training needs: {install_command('all-cpu')})"
+    print_message(f"\nNow your own folder, photos/<class>/*.jpg{needs}:")
     print_message("  opal-deploy train photos/ --out runs/mine")
 
 
