@@ -287,7 +287,7 @@ def _is_dequantised(made_by: dict[str, onnx.NodeProto], name: str) -> bool:
     return name in made_by and made_by[name].op_type == "DequantizeLinear"
 
 
-class _CalibrationReader(CalibrationDataReader):  # type: ignore[misc]
+class _CalibrationReader(CalibrationDataReader):  # type: ignore[misc]  # ONNX Runtime has no types
     """The calibration images as inputs of the graph, in batches."""
 
     def __init__(self, pixels: Pixels, metadata: Metadata) -> None:
