@@ -88,13 +88,15 @@ def start_slowly(infer):
 
 def test_a_worker_that_is_killed_costs_no_record(infer, one_process, start_slowly):
     start, hurry = start_slowly
-    process = start("two", "--explain")
+    # three times the images: more than both workers do before they wait
+    options = ("in", "in", "--explain")
+    process = start("two", *options)
     psutil.Process(process.pid).children()[0].kill()
     hurry()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 3, stderr
     assert "A worker process was ended by SIGKILL; its " in stderr
-    assert infer.files("two") == infer.files(one_process("--explain"))
+    assert infer.files("two") == infer.files(one_process(*options))
     assert infer.summary("two")["processes"]["lost"] == 1
 
 
