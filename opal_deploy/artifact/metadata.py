@@ -34,7 +34,7 @@ BLANK_DIGEST = "0" * 64
 
 Evidence = Literal["exact", "map", "none"]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
-InputKind = Literal["uint8", "float32"]
+InputKind = Literal["uint8", "float32", "image"]
 # uint8 for processors, int8 for TensorRT
 Activations = Literal["uint8", "int8"]
 
@@ -90,7 +90,7 @@ class Metadata:
         grid: (H, W) of the feature map.
         input_size: (H0, W0) in pixels.
         input_kind: `uint8`: `images` is uint8 [N, H0, W0, 3], RGB, and normalisation is in the graph;
-            `float32`: [N, 3, H0, W0], already normalised.
+            `float32`: [N, 3, H0, W0], already normalised; `image`: as `uint8`, but of any size, resized in the graph.
         mean, std: of pixels scaled to [0, 1], per channel R, G, B.
         resize: how an image becomes H0 x W0; `squash-bilinear`: antialiased bilinear, aspect ratio not kept.
         crop: `boxes` where training images were cropped to annotated boxes first, else None.
@@ -335,4 +335,12 @@ def check_all_outputs(metadata: Metadata, model: str, use: str) -> None:
         raise UsageError(
             f"{model}: outputs only the best {metadata.top_k} classes, and {use} needs all; export one with all "
             f"outputs: opal-deploy export {source}{precision}"
+        )
+
+
+def check_fixed_size(metadata: Metadata, model: str, use: str) -> None:
+    """Raise UsageError for a model that takes images of any size, which `use` cannot run."""
+    if metadata.input_kind == "image":
+        raise UsageError(
+            f"{model}: it takes images of any size, and {use} those of one; export the checkpoint without --input image"
         )

@@ -108,7 +108,9 @@ class LoadedTarget:
         """Return the description of the timed region, with `depth` batches in flight, for `Measurement.timed`."""
         where = "on the device" if self.target.device != "cpu" else "in the graph"
         memory = "host memory" if self.target.device == "cpu" else "page-locked host memory"
-        normalised = f"normalised {where}" if self.metadata.input_kind == "uint8" else "normalised by numpy on the host"
+        normalised = (
+            f"normalised {where}" if self.metadata.input_kind != "float32" else "normalised by numpy on the host"
+        )
         calls = "one call of the session" if depth == 1 else f"batches with {depth} in flight, each"
         return (
             f"{calls}: from a uint8 batch [N, H0, W0, 3] in {memory}, "
@@ -340,7 +342,7 @@ def _describe(
     source: Path | NamedNetwork, metadata: Metadata, runtime: str, version: str, device: str, layout: str, options: str
 ) -> Target:
     """Return the description of a model; `layout` is that of the convolutions."""
-    images = "uint8 NHWC" if metadata.input_kind == "uint8" else "float32 NCHW"
+    images = "float32 NCHW" if metadata.input_kind == "float32" else "uint8 NHWC"
     return Target(
         source.name, metadata.backbone, head_name(metadata.head), runtime, version, _with_gpu_name(device),
         metadata.precision, f"{images}; convolutions {layout}", metadata.input_size, metadata.num_classes,

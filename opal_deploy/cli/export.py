@@ -83,6 +83,13 @@ def _print_onnx(exported: ExportedOnnx) -> None:
             f"Verified on {metadata.verification['image_set']}: largest differences: logit {comparison.max_logit:.2g}"
             + _describe_evidence(comparison, metadata.precision)
         )
+        if (resizing := metadata.verification.get("resizing")) is not None:
+            equal = resizing["block_cells"] - resizing["block_cells_different"]
+            cells = f"; {equal} of {resizing['block_cells']} cells equal" if resizing["block_cells"] else ""
+            print_message(
+                f"Resized in the graph instead of before it: largest difference of a logit {resizing['max_logit']:.2g}"
+                + cells
+            )
     megabytes = exported.path.stat().st_size / 1e6
     print_message(f"Wrote {exported.path} ({megabytes:.1f} MB, {metadata.precision}, evidence {metadata.evidence})")
 

@@ -106,9 +106,11 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
 
     rows, cols = metadata.grid
     height, width = metadata.input_size
-    layout = (
-        f"[N, {height}, {width}, 3] RGB" if metadata.input_kind == "uint8" else f"[N, 3, {height}, {width}] normalised"
-    )
+    layout = {
+        "uint8": f"[N, {height}, {width}, 3] RGB",
+        "float32": f"[N, 3, {height}, {width}] normalised",
+        "image": f"uint8 RGB of any size, resized to [N, {height}, {width}, 3] in the graph",
+    }[metadata.input_kind]
     crop = "; images cropped to boxes first" if metadata.crop == "boxes" else ""
     source, report, made = metadata.source, metadata.verification, metadata.exporter
     assumed = f"; assumed {source['assumed']}" if source.get("assumed") else ""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opal_deploy.artifact.files import model_kind
+from opal_deploy.artifact.metadata import check_fixed_size
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.export.files import EngineTargets, ExportResult, plan_targets
 from opal_deploy.export.options import (
@@ -123,9 +124,11 @@ def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
 
     export_source = _open_source(source, options)
     if options.trt:
+        check_fixed_size(export_source.origin, str(source), "TensorRT")
         targets = plan_targets(export_source, options.precision, engines=_choose_engines(source, options))
         return export(export_source, targets, options)
     if repository is not None:
+        check_fixed_size(export_source.origin, str(source), "Triton")
         check_repository(repository, export_source, options)
     out = None if options.out is None else Path(options.out)
     result = export(export_source, plan_targets(export_source, options.precision, out=out), options)
@@ -146,6 +149,8 @@ def _check_options(source: Path, options: ExportOptions) -> None:
         raise UsageError("--top-k: only for --outputs topk; add that")
     if options.precision != "int8" and options.calibrate is not None:
         raise UsageError("--calibrate: only int8 is calibrated; add --precision int8")
+    if options.input == "image" and (options.trt or options.triton is not None):
+        raise UsageError("--input image: TensorRT and Triton take images of one size; leave it out")
     if model_kind(source) == "onnx" and (changed := options.changed(CheckpointOptions)):
         raise UsageError(f"{source}: {changed}: fixed in an ONNX file")
 

@@ -19,6 +19,7 @@ from opal_deploy.export.images import ImagePool, Pixels, VerificationImages, run
 from opal_deploy.export.int8 import refinements, store_weights, to_int8
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.precision import to_bf16, to_fp16
+from opal_deploy.export.resizing import with_resizing
 from opal_deploy.runtime.gates import Rounding
 
 
@@ -187,6 +188,15 @@ def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
     model = add_top_outputs(candidate.model, metadata.class_map, k)
     outputs = (*metadata.outputs, *TOP_OUTPUTS)
     return replace(candidate, model=model, metadata=replace(metadata, outputs=outputs, top_k=k))
+
+
+def with_image_input(candidate: ExportCandidate) -> ExportCandidate:
+    """Return a candidate that takes images of any size, of one that takes uint8; others are returned as they are."""
+    metadata = candidate.metadata
+    if metadata.input_kind != "uint8":
+        return candidate
+    model = with_resizing(candidate.model, metadata.input_size)
+    return replace(candidate, model=model, metadata=replace(metadata, input_kind="image"))
 
 
 def drop_other_outputs(candidate: ExportCandidate) -> ExportCandidate:

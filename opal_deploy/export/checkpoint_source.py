@@ -21,7 +21,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.artifact.metadata import Metadata, Precision
+from opal_deploy.artifact.metadata import InputKind, Metadata, Precision
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import UsageError
@@ -73,11 +73,13 @@ class CheckpointSource:
         """
         description = self.origin
         options.log(f"Tracing {description.backbone}, {description.num_classes} classes")
+        # resizing is added to the traced graph
+        kind: InputKind = "float32" if options.input == "float32" else "uint8"
         graph = ExportGraph(
-            self.checkpoint.network, options.input, description.mean, description.std, attention=options.attention
+            self.checkpoint.network, kind, description.mean, description.std, attention=options.attention
         )
         model = trace(graph)
-        metadata = replace(description, input_kind=options.input, outputs=graph.output_names)
+        metadata = replace(description, input_kind=kind, outputs=graph.output_names)
         session = TorchSession(self.checkpoint, device="cpu")
         choice = choose_images(metadata, options, calibrate="int8" in precisions, model=self.path)
         sample = SampledReference(choice.verification, session.run_reference)
@@ -88,7 +90,7 @@ class CheckpointSource:
             options.log(f"Comparing the graph with the network in float64 on {len(few)} images")
             exact = session.run_float64(few)
             in_float32 = [run_in_batches(run, few, Outputs.concatenate) for run in session.float32_runs]
-            graph_input = few if options.input == "uint8" else normalise(few, metadata.mean, metadata.std)
+            graph_input = few if kind == "uint8" else normalise(few, metadata.mean, metadata.std)
             return Float64Comparison(
                 Rounding.between(exact, [run_in_float64(candidate, graph_input)], metadata),
                 Rounding.between(exact, in_float32, metadata),

@@ -27,6 +27,7 @@ from opal_deploy.export.candidate import (
     convert_precision,
     drop_other_outputs,
     refine_precision,
+    with_image_input,
     with_top_classes,
 )
 from opal_deploy.export.engine import stage_engines
@@ -109,6 +110,8 @@ def _stage_first_to_pass(
         listed = options.listed_classes
         try:
             selected = attempt if listed is None else with_top_classes(attempt, listed)
+            if options.input == "image":
+                selected = with_image_input(selected)
             return stack.enter_context(stage_onnx(selected, path, options))
         except VerificationError as error:
             refused = error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from opal_deploy.artifact.files import without_folders
 from opal_deploy.artifact.metadata import Metadata
@@ -51,11 +52,15 @@ class Photograph:
 
 @dataclass(frozen=True)
 class VerificationImages:
-    """Images resized for a model: uint8 [N, H0, W0, 3], RGB, the path of each (or what it is), and all in words."""
+    """Images resized for a model: uint8 [N, H0, W0, 3], RGB, the path of each (or what it is), and all in words.
+
+    `read_original` returns the image of this number as the model's crop leaves it, not resized.
+    """
 
     pixels: Pixels
     names: tuple[str, ...]
     description: str
+    read_original: Callable[[int], Image.Image] = field(repr=False, compare=False)
 
 
 class ImagePool:
@@ -72,6 +77,7 @@ class ImagePool:
         self.place = place
         self._pixels: list[Pixels] = []
         self._names: list[str] = []
+        self._photographs: list[Photograph] = []
         self._splits: list[str] = []
         self._unread = self._draw() if place is None else self._decode(photographs)
 
@@ -83,13 +89,22 @@ class ImagePool:
             self._splits.append(split)
         kept = self._pixels[:count]
         stacked = np.stack(kept) if kept else np.empty((0, *self.input_size, 3), np.uint8)
-        return VerificationImages(stacked, tuple(self._names[:count]), self._describe(self._splits[:count]))
+        return VerificationImages(stacked, tuple(self._names[:count]), self._describe(self._splits[:count]), self._read)
 
     def _describe(self, splits: Sequence[str]) -> str:
         if self.place is None:
             return f"{len(splits)} generated creatures"
         parts = ", ".join(f"{number} {split}" for split, number in Counter(splits).items() if split)
         return f"{len(splits)} images from {self.place}{f' ({parts})' if parts else ''}"
+
+    def _read(self, number: int) -> Image.Image:
+        """Return image `number` in its own size; a creature larger than the model's input, and of another shape."""
+        if self.place is None:
+            height, width = self.input_size
+            return Image.fromarray(draw_example(number, height * 3 // 2, width * 2))
+        photograph = self._photographs[number]
+        image = decode(photograph.sample.path)
+        return image.crop(compute_geometry(image, photograph.sample.box).crop)
 
     def _draw(self) -> Iterator[tuple[Pixels, str, str]]:
         for number in range(MAX_CREATURES):
@@ -103,6 +118,7 @@ class ImagePool:
                 pixels = to_input(image, compute_geometry(image, box), self.input_size)
             except ImageError:
                 continue
+            self._photographs.append(photograph)
             yield pixels, str(path), photograph.split
 
 

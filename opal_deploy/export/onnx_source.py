@@ -122,7 +122,9 @@ class OnnxSource:
 
     def _check_interface(self, options: ExportOptions) -> None:
         removed = not options.ood_score and self.metadata.has_output("ood_score")
-        if options.attention or removed or options.input != self.metadata.input_kind:
+        own = self.metadata.input_kind
+        other_input = options.input != own and (own, options.input) != ("uint8", "image")
+        if options.attention or removed or other_input:
             raise UsageError(f"{self.path}: inputs and outputs are fixed in an ONNX file; export the checkpoint again")
 
     def _verify_vectors(self, options: ExportOptions) -> OnnxSession:

@@ -172,9 +172,13 @@ class OnnxOptions(CheckpointOptions, CommonOptions):
             cli=Path,
         ),
     ] = None
-    input: Annotated[InputKind, Option("uint8: NHWC, normalised in the graph; float32: NCHW, already normalised.")] = (
-        "uint8"
-    )
+    input: Annotated[
+        InputKind,
+        Option(
+            "uint8: NHWC, normalised in the graph; image: the same, of any size, resized in the graph; float32: NCHW, "
+            "already normalised."
+        ),
+    ] = "uint8"
     outputs: Annotated[
         Literal["attention", "topk"] | None,
         Option(

@@ -20,7 +20,9 @@ from opal_deploy.errors import VerificationError
 from opal_deploy.export.candidate import ExportCandidate
 from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, with_outputs
 from opal_deploy.export.images import BATCHES, SAMPLE_SIZES, Pixels, run_in_batches
+from opal_deploy.export.onnx_source import margin_finder
 from opal_deploy.export.precision import simulate_low_precision
+from opal_deploy.export.resizing import RESIZING_GATE, compare_resizing
 from opal_deploy.logs import Log, log_line
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.gates import GATES
@@ -117,16 +119,24 @@ def verify_candidate(
         judged = replace(candidate, images=images, reference=reference)
         if comparison and metadata.top_k is not None:
             comparison = replace(comparison, failures=find_selection_errors(outputs, metadata))
+        resizing = None
+        if comparison and metadata.input_kind == "image":
+            log(f"Comparing the graph's resizing with Pillow's on {candidate.images.description}, in their own sizes")
+            resizing = compare_resizing(session, candidate.images, margin_finder(_runnable_model(candidate), session))
+            problems = [f"resized in the graph, {failure}" for failure in resizing.failures]
+            comparison = replace(comparison, failures=(*comparison.failures, *problems))
         if comparison and simulated:
             verify_test_vectors(session, "the graph with emulated rounding")
     how = " emulated: rounded after every operation" if simulated else ""
-    document = {
+    document: dict[str, Any] = {
         "reference": candidate.reference_name,
         "candidate": session.description + how,
         "image_set": images.description,
         "batches": list(BATCHES),
         "gate": gate.to_dict(),
     }
+    if resizing is not None:
+        document["resizing"] = {**resizing.to_dict(), "gate": RESIZING_GATE.to_dict()}
     if in_float64 is not None:
         document["float64"] = {name: asdict(part) for name, part in in_float64._asdict().items()}
     document |= {**comparison.to_dict(), "worst_image": Path(images.names[comparison.worst]).name}

@@ -17,7 +17,7 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import check_engine
 from opal_deploy.artifact.files import compute_sha256, model_kind
-from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.metadata import Metadata, check_fixed_size
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.predict.explain_tensors import EXPLAIN_SUFFIX
 from opal_deploy.predict.types import InferenceOptions
@@ -155,6 +155,7 @@ def _read_tensor_model(path: Path) -> TensorModel:
         return _read_engine(path)
     metadata = onnx_file.read_metadata(path)
     onnx_file.check_digest(path, metadata)
+    check_fixed_size(metadata, str(path), "Triton")
     if metadata.precision == "bf16":
         raise UsageError(
             f"{path}: ONNX Runtime has no bfloat16 convolutions; build an engine from it where Triton will run "

@@ -1,0 +1,126 @@
+"""Files that take images of any size: resizing becomes part of the graph, and is compared with the pipeline's.
+
+The operator Resize with `antialias` would be one node, which ONNX Runtime computes right. But OpenVINO 2026.4 does not
+antialias, and is off by up to 102 of 255. Two matrix products are right in both. Their weights, which the graph
+computes from the image's size, are Pillow's bilinear filter: a triangle of max(1, size / new size) pixels to each side.
+As in Pillow the width comes first, and each pass rounds to whole numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper, parser
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import INPUT, Outputs
+from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.export.images import Pixels, VerificationImages
+from opal_deploy.preprocess.geometry import compute_geometry
+from opal_deploy.preprocess.resize import to_input
+from opal_deploy.runtime.gates import GATES
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.verification import Comparison, compare_outputs
+
+# a pixel that differs by 1 of 255 moves outputs less than half precision does, but for the logits of a network's own
+# classifier, which have no bound
+RESIZING_GATE = replace(GATES["fp16"], logit=GATES["int8"].logit)
+_PREFIX, _RESIZED = "resize_", "resized"
+# weights, float32 [new size, size], of each pixel of an axis in each new pixel
+_WEIGHTS = """
+    AXIS_count = Gather <axis = 0> (shape, AXIS_number)
+    AXIS_range = Range (zero, AXIS_count, step)
+    AXIS_places = Cast <to = 1> (AXIS_range)
+    AXIS_centres = Add (AXIS_places, half)
+    AXIS_size = Cast <to = 1> (AXIS_count)
+    AXIS_scale = Div (AXIS_size, AXIS_new_size)
+    AXIS_targets = Mul (AXIS_new_centres, AXIS_scale)
+    AXIS_offsets = Sub (AXIS_centres, AXIS_targets)
+    AXIS_support = Max (AXIS_scale, one)
+    AXIS_relative = Div (AXIS_offsets, AXIS_support)
+    AXIS_distances = Abs (AXIS_relative)
+    AXIS_height = Sub (one, AXIS_distances)
+    AXIS_triangle = Relu (AXIS_height)
+    AXIS_total = ReduceSum <keepdims = 1> (AXIS_triangle, last_axis)
+    AXIS_weights = Div (AXIS_triangle, AXIS_total)"""
+_GRAPH = f"""resizing (uint8[N, height, width, 3] images) => (uint8[N, rows, columns, 3] resized) {{
+    shape = Shape (images)
+    {_WEIGHTS.replace("AXIS", "row")}
+    {_WEIGHTS.replace("AXIS", "column")}
+    planes = Transpose <perm = [0, 3, 1, 2]> (images)
+    values = Cast <to = 1> (planes)
+    across = Transpose <perm = [1, 0]> (column_weights)
+    narrow = MatMul (values, across)
+    narrow_half = Add (narrow, half)
+    narrowed = Floor (narrow_half)
+    low = MatMul (row_weights, narrowed)
+    low_half = Add (low, half)
+    lowered = Floor (low_half)
+    interleaved = Transpose <perm = [0, 2, 3, 1]> (lowered)
+    resized = Cast <to = 2> (interleaved)
+}}"""
+
+
+def with_resizing(model: onnx.ModelProto, size: tuple[int, int]) -> onnx.ModelProto:
+    """Return a copy of a model whose input is uint8 [N, height, width, 3] of any size instead of [N, H0, W0, 3].
+
+    An image of `size` = (H0, W0) pixels is not changed at all. The model has opset 13 or later.
+    """
+    changed = copy.deepcopy(model)
+    for node in changed.graph.node:
+        node.input[:] = [_RESIZED if name == INPUT else name for name in node.input]
+    body, graph = list(changed.graph.node), parser.parse_graph(_GRAPH)
+    for node in graph.node:
+        node.input[:], node.output[:] = map(_own_name, node.input), map(_own_name, node.output)
+        node.name = node.output[0]
+    del changed.graph.node[:]
+    changed.graph.node.extend([*graph.node, *body])
+    changed.graph.initializer.extend(
+        numpy_helper.from_array(value, _own_name(name)) for name, value in _constants(size).items()
+    )
+    del changed.graph.input[:]
+    changed.graph.input.extend(graph.input)
+    return changed
+
+
+def _own_name(name: str) -> str:
+    return name if name in (INPUT, _RESIZED) else _PREFIX + name
+
+
+def _constants(size: tuple[int, int]) -> dict[str, NDArray[Any]]:
+    constants: dict[str, NDArray[Any]] = {
+        "half": np.array(0.5, np.float32), "one": np.array(1, np.float32), "zero": np.array(0), "step": np.array(1),
+        "last_axis": np.array([1]),
+    }  # fmt: skip
+    for number, (axis, new) in enumerate(zip(("row", "column"), size, strict=True), start=1):
+        constants[f"{axis}_number"] = np.array(number)
+        constants[f"{axis}_new_size"] = np.array(new, np.float32)
+        constants[f"{axis}_new_centres"] = (np.arange(new, dtype=np.float32) + np.float32(0.5))[:, None]
+    return constants
+
+
+def compare_resizing(
+    session: OnnxSession, images: VerificationImages, find_margin: Callable[[Pixels], Any] | None
+) -> Comparison:
+    """Compare what a graph of `with_resizing` answers on whole images with its answers where the pipeline resized them.
+
+    Args:
+        session: on the graph.
+        images: as many as are to be compared.
+        find_margin: see `onnx_source.margin_finder`.
+    """
+    metadata: Metadata = session.metadata
+    resized, computed = [], []
+    for number in range(len(images.names)):
+        image = images.read_original(number)
+        resized.append(to_input(image, compute_geometry(image), metadata.input_size))
+        computed.append(session.run_normalised(np.asarray(image)[None]))
+    pixels = np.stack(resized)
+    reference = Reference(pixels, session.run(pixels), None if find_margin is None else find_margin(pixels))
+    return compare_outputs(reference, Outputs.concatenate(computed), metadata, RESIZING_GATE)

@@ -1,0 +1,93 @@
+"""The programs of "Without this package", as they stand: they answer and explain a picture as `infer` does."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+import opal_deploy
+from opal_deploy.synthetic import draw_example
+from tests.browser import CHROMIUM, ORT_WEB, needs_chromium, needs_ort_web
+from tests.builders import build_checkpoint, export_onnx
+
+PAGE = (Path(__file__).parents[2] / "docs/howto/any-runtime.md").read_text("utf-8")
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") and Path("/usr/include/stb/stb_image.h").is_file()), reason="no g++, or no libstb-dev"
+)
+
+
+def program(language):
+    return re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, opal):
+    """A folder with the files that the page's programs read, and a picture."""
+    folder = tmp_path_factory.mktemp("programs")
+    export_onnx(build_checkpoint(), folder / "best.onnx", input="image")
+    described = opal("inspect", folder / "best.onnx", "--json").stdout
+    (folder / "best.json").write_text(described)
+    (folder / "labels.txt").write_text("\n".join(json.loads(described)["metadata"]["class_names"]))
+    Image.fromarray(draw_example(3, 150, 211)).save(folder / "picture.png")
+    return folder
+
+
+def check(printed, folder):
+    label, *slots = printed.splitlines()
+    record = opal_deploy.load(folder / "best.onnx").explain(folder / "picture.png").record
+    assert label == record.prediction.label
+    assert len(slots) == len(record.evidence)
+    for slot, evidence in zip(slots, sorted(record.evidence, key=lambda slot: slot.slot), strict=True):
+        score, *box = map(float, slot.split())
+        assert score == pytest.approx(evidence.score, abs=0.01)
+        assert box == pytest.approx(evidence.box, abs=0.06)
+
+
+def test_python(folder):
+    arguments = [sys.executable, "-c", program("python"), "picture.png"]
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    check(done.stdout, folder)
+
+
+@needs_compiler
+def test_cpp(folder):
+    openvino = pytest.importorskip("openvino").__path__[0]
+    metadata = json.loads((folder / "best.json").read_text())["metadata"]
+    (rows, columns), slots = metadata["grid"], metadata["prototypes_per_class"]
+    code = program("cpp").replace("rows = 14, columns = 14, slots = 5", f"{rows = }, {columns = }, {slots = }")
+    (folder / "explain.cpp").write_text(code)
+    command = re.search(r"^\$ (g\+\+ .*)$", PAGE, re.MULTILINE)[1]
+    subprocess.run(["sh", "-c", command], cwd=folder, env={"PATH": "/usr/bin:/bin", "OPENVINO": openvino}, check=True)
+    done = subprocess.run(["./explain", "picture.png"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    check(done.stdout, folder)
+
+
+@pytest.mark.browser
+@needs_chromium
+@needs_ort_web
+def test_javascript(folder):
+    (folder / "explain.mjs").write_text(program("javascript"))
+    (folder / "index.html").write_text('<input type="file">')
+
+    def serve(route):
+        name = route.request.url.rpartition("/")[2]
+        own = folder / (name or "index.html")
+        route.fulfill(path=own if own.is_file() else ORT_WEB / "dist" / name)
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.route("**", serve)
+        page.goto("http://localhost/")
+        page.locator("input").set_input_files(folder / "picture.png")
+        code = "async (input) => (await import('/explain.mjs')).explain(input.files[0])"
+        check(page.locator("input").evaluate(code), folder)
+        browser.close()
