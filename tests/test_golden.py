@@ -44,6 +44,12 @@ def test_every_model_that_a_cpu_runs_reproduces_its_vectors_and_the_records_of_t
         assert (done["records"], done["checked"]) == (3, 3), name
 
 
+def test_a_graph_becomes_one_of_another_precision_with_other_inputs_and_outputs(call):
+    options = ("--precision", "fp16", "--outputs", "topk", "--input", "image", "--threads", "1")
+    check(call("export", "model.onnx", *options, "--out", "new.onnx"))
+    check(call("verify", "new.onnx", *CPU))
+
+
 def test_a_signed_run_is_verified_converted_and_compared(call):
     model = ("--model", "model.onnx", *CPU)
     done = check(call("verify", "run", *model, "--all", "--public-key", "public.pem", "--json"))

@@ -30,7 +30,7 @@ from opal_deploy.export.float64 import run_in_float64
 from opal_deploy.export.graph_edit import BODY_INPUT, BODY_OUTPUT
 from opal_deploy.export.images import SAMPLE_SIZES, choose_images, run_in_batches
 from opal_deploy.export.options import ExportOptions
-from opal_deploy.export.portable import make_portable
+from opal_deploy.export.portable import IR_VERSION, OPSET, make_portable
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.graph import InferenceGraph
 from opal_deploy.preprocess.resize import normalise
@@ -38,9 +38,6 @@ from opal_deploy.runtime.gates import Rounding
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import test_vector_images
 
-OPSET = 20
-# onnx 1.23 writes IR 14 by default, which ONNX Runtime 1.31 rejects
-IR_VERSION = 10
 # ONNX files are protobuf messages; one file without external data cannot be larger
 MAX_BYTES = (1 << 31) - 1
 _PREFIX = "traced_"

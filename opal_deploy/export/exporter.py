@@ -41,6 +41,7 @@ from opal_deploy.export.files import (
 )
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.portable import to_file_opset
 from opal_deploy.export.verification import verification_error, verify_candidate
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
@@ -112,6 +113,7 @@ def _stage_first_to_pass(
             selected = attempt if listed is None else with_top_classes(attempt, listed)
             if options.input == "image":
                 selected = with_image_input(selected)
+            selected = replace(selected, model=to_file_opset(selected.model))
             return stack.enter_context(stage_onnx(selected, path, options))
         except VerificationError as error:
             refused = error

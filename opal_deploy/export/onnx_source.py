@@ -22,6 +22,7 @@ from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.graph_edit import producers, with_outputs
 from opal_deploy.export.images import SAMPLE_SIZES, Pixels, choose_images
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.portable import from_file_opset
 from opal_deploy.logs import WarningLine
 from opal_deploy.runtime.onnx_session import OnnxSession, prepare_input
 from opal_deploy.runtime.verification import verify_test_vectors
@@ -73,7 +74,7 @@ class OnnxSource:
         choice = choose_images(
             self.metadata, options, calibrate="int8" in precisions, torchvision=False, model=self.path
         )
-        model = onnx.load(self.path)
+        model = from_file_opset(onnx.load(self.path))
         find_margin = margin_finder(model, session)
 
         def run(pixels: Pixels) -> Reference:

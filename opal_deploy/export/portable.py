@@ -1,10 +1,24 @@
-"""Forms of operators that runtimes other than ONNX Runtime compute right, too."""
+"""Forms of operators that many runtimes know and compute right.
+
+Graphs are traced and changed at opset 18, and become files at opset 17 (IR version 8) where it has their operators:
+most converters and older runtimes know that one. Between the two, reductions differ: axes are an input from 18 on.
+"""
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import defs, helper, numpy_helper
+
+# of graphs while they are changed, and of files
+OPSET, FILE_OPSET = 18, 17
+# that of opset 17; onnx 1.23 writes 14 by default, which ONNX Runtime 1.31 rejects
+IR_VERSION = 8
+_REDUCTIONS = tuple(
+    f"Reduce{kind}" for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+)
 
 
 def make_portable(graph: onnx.GraphProto) -> None:
@@ -24,10 +38,7 @@ def make_portable(graph: onnx.GraphProto) -> None:
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
-    used = {name for node in nodes for name in node.input}
-    constants = [each for each in graph.initializer if each.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(constants)
+    _drop_unused_constants(graph)
 
 
 def _norm_as_product(graph: onnx.GraphProto, node: onnx.NodeProto, width: int) -> list[onnx.NodeProto]:
@@ -57,3 +68,79 @@ def _round_down(node: onnx.NodeProto, shape: list[int]) -> None:
     left = [size + pads[axis] + pads[axis + 2] - kernel[axis] for axis, size in enumerate(shape[2:])]
     if all(size % stride == 0 for size, stride in zip(left, strides, strict=True)):
         attributes["ceil_mode"].i = 0
+
+
+def to_file_opset(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model of OPSET at FILE_OPSET; any other, or one with an operator that is newer, as it is."""
+    if _opset(model) != OPSET:
+        return model
+    changed = copy.deepcopy(model)
+    constants = {each.name: numpy_helper.to_array(each) for each in changed.graph.initializer}
+    for node in changed.graph.node:
+        if node.op_type in _REDUCTIONS and len(node.input) > 1:
+            axes = constants[node.input.pop()]
+            node.attribute.append(helper.make_attribute("axes", axes.tolist()))
+            _drop_attribute(node, "noop_with_empty_axes")
+        if node.op_type == "Split":
+            # without sizes, parts are equal
+            _drop_attribute(node, "num_outputs")
+        if node.op_type == "Reshape" and 0 not in constants.get(node.input[1], [0]):
+            # it says what a 0 means
+            _drop_attribute(node, "allowzero")
+        if not _is_in(FILE_OPSET, node):
+            return model
+    _drop_unused_constants(changed.graph)
+    _set_opset(changed, FILE_OPSET)
+    return changed
+
+
+def from_file_opset(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model of FILE_OPSET at OPSET; any other as it is."""
+    if _opset(model) != FILE_OPSET:
+        return model
+    changed = copy.deepcopy(model)
+    for node in changed.graph.node:
+        axes = next((each.ints for each in node.attribute if each.name == "axes"), None)
+        if node.op_type in _REDUCTIONS and axes is not None:
+            name = f"{node.output[0]}_axes"
+            changed.graph.initializer.append(numpy_helper.from_array(np.array(axes, np.int64), name))
+            _drop_attribute(node, "axes")
+            node.input.append(name)
+        if node.op_type == "Split" and len(node.input) == 1:
+            node.attribute.append(helper.make_attribute("num_outputs", len(node.output)))
+    _set_opset(changed, OPSET)
+    return changed
+
+
+def _is_in(version: int, node: onnx.NodeProto) -> bool:
+    """Return whether an opset has a node's operator with these attributes and inputs."""
+    if node.domain not in ("", "ai.onnx"):
+        return True
+    try:
+        schema = defs.get_schema(node.op_type, version)
+    except defs.SchemaError:
+        return False
+    return len(node.input) <= schema.max_input and {each.name for each in node.attribute} <= set(schema.attributes)
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    return int(max(each.version for each in model.opset_import if each.domain in ("", "ai.onnx")))
+
+
+def _set_opset(model: onnx.ModelProto, version: int) -> None:
+    for each in model.opset_import:
+        if each.domain in ("", "ai.onnx"):
+            each.version = version
+
+
+def _drop_attribute(node: onnx.NodeProto, name: str) -> None:
+    kept = [each for each in node.attribute if each.name != name]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+
+
+def _drop_unused_constants(graph: onnx.GraphProto) -> None:
+    used = {name for node in graph.node for name in node.input}
+    constants = [each for each in graph.initializer if each.name in used]
+    del graph.initializer[:]
+    graph.initializer.extend(constants)

@@ -28,7 +28,7 @@ from opal_deploy.errors import ArtifactError
 from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, producers, projection_input
 
 # convolutions take bfloat16 from this opset on; no other operator of our graphs changed
-_BF16_OPSET = 22
+_BF16_OPSET, _BF16_IR_VERSION = 22, 10
 _NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 # operators that move values without changing them
 _EXACT = {
@@ -72,6 +72,7 @@ def to_bf16(model: onnx.ModelProto) -> onnx.ModelProto:
     for opset in cast.opset_import:
         if opset.domain in ("", "ai.onnx"):
             opset.version = max(opset.version, _BF16_OPSET)
+    cast.ir_version = max(cast.ir_version, _BF16_IR_VERSION)
     return cast
 
 

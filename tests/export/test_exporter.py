@@ -15,6 +15,7 @@ from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.files import plan_targets
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.portable import from_file_opset
 from opal_deploy.model.config import PLAIN_CLASSIFIER
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
@@ -30,7 +31,7 @@ def fp16(fp32, write_onnx, tmp_path_factory):
 @pytest.fixture
 def compared(fp32, tmp_path):
     """Return the path of `c.onnx` as `--argmax compare` of earlier versions wrote it, without ArgMax."""
-    model, metadata = onnx.load(fp32), onnx_file.read_metadata(fp32)
+    model, metadata = from_file_opset(onnx.load(fp32)), onnx_file.read_metadata(fp32)
     nodes, num_cells = model.graph.node, metadata.grid[0] * metadata.grid[1]
     (argmax,) = [node for node in nodes if node.op_type == "ArgMax"]
     (cast,) = [node for node in nodes if "argmax" in node.output]

@@ -61,7 +61,7 @@ class TestGraph:
         before, model = quantised
         assert list(before.graph.input) == list(model.graph.input)
         assert list(before.graph.output) == list(model.graph.output)
-        assert model.ir_version == 10
+        assert model.ir_version == 8
         onnx.checker.check_model(model, full_check=True)
         made_by = {name: node for node in model.graph.node for name in node.output}
         inputs = [
