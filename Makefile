@@ -19,12 +19,17 @@ TRITON_INSTALLED := $(TRITON_VENV)/.installed
 GPU_STUBS_VENV := .venv-gpu-stubs
 GPU_STUBS_INSTALLED := $(GPU_STUBS_VENV)/.installed
 
+# runtimes in which nothing here runs a model, but users do; everything else comes from .venv, and `oldest` in front of it is
+# an ONNX Runtime of 2023
+RUNTIMES_VENV := .venv-runtimes
+RUNTIMES_INSTALLED := $(RUNTIMES_VENV)/.installed
+
 # ONNX Runtime Web, which `export --web` copies and tests run in Chromium, and axe, which looks for what keeps people with
 # disabilities from using a page
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
-.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-all check docs format clean
+.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-all check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +39,7 @@ help:
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
 	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
 	@echo "make ort-web   ONNX Runtime Web by npm, and axe, for the tests of pages (170 MB)"
+	@echo "make test-runtimes  exported files in twelve runtimes, compared with the table in the documentation (8 minutes)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
@@ -70,6 +76,22 @@ $(GPU_STUBS_INSTALLED): $(INSTALLED)
 
 gpu-stubs-venv: $(GPU_STUBS_INSTALLED)
 
+$(RUNTIMES_INSTALLED): $(INSTALLED)
+	@$(BIN)/python -m venv --clear --without-pip $(RUNTIMES_VENV)
+	@echo "Installing other runtimes into $(RUNTIMES_VENV) (1 GB)"
+	@$(BIN)/python -m pip --python $(RUNTIMES_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	  MNN iree-base-compiler iree-base-runtime opencv-python-headless tract onnx2torch \
+	  apache-tvm apache-tvm-ffi cloudpickle decorator psutil
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --target $(RUNTIMES_VENV)/oldest \
+	  'onnxruntime==1.15.0' 'numpy<2'
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(RUNTIMES_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@touch $@
+
+# ARGUMENTS=--write writes the table in docs/reference/runtimes.md
+test-runtimes: $(RUNTIMES_INSTALLED) $(ORT_WEB_INSTALLED)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/runtimes/compare.py $(ARGUMENTS)
+
 $(ORT_WEB_INSTALLED): opal_deploy/web/site.py | $(INSTALLED)
 	@npm install --silent --no-audit --no-fund --no-save --prefix $(ORT_WEB) \
 	  "$$($(BIN)/python -c 'from opal_deploy.web.site import ORT_WEB; print(ORT_WEB)')" axe-core@4.11.0
@@ -91,6 +113,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED) $(GPU_STUBS_INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/gpu_stubs
 	$(GPU_STUBS_VENV)/bin/python -m pytest tests/gpu_stubs
+	@$(MAKE) --no-print-directory test-runtimes
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

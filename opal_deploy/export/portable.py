@@ -59,7 +59,8 @@ def _norm_as_product(graph: onnx.GraphProto, node: onnx.NodeProto, width: int) -
 def _round_down(node: onnx.NodeProto, shape: list[int]) -> None:
     """Clear `ceil_mode`, with which IREE 3.13 pools wrongly, where the stride divides what the kernel leaves."""
     attributes = {attribute.name: attribute for attribute in node.attribute}
-    if not attributes.get("ceil_mode") or len(shape) != 4 or "auto_pad" in attributes or "dilations" in attributes:
+    padded_by_name = "auto_pad" in attributes and attributes["auto_pad"].s != b"NOTSET"
+    if "ceil_mode" not in attributes or len(shape) != 4 or padded_by_name or "dilations" in attributes:
         return
     kernel, pads, strides = (
         list(attributes[name].ints) if name in attributes else default

@@ -21,6 +21,7 @@ from opal_deploy.export.images import choose_images
 from opal_deploy.export.int8 import quantised_layers, refinements, to_int8
 from opal_deploy.export.options import EngineOptions, ExportOptions
 from opal_deploy.model.checkpoint import build_metadata
+from opal_deploy.runtime.openvino_session import OpenvinoSession
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 from opal_deploy.synthetic import example_images
 from tests.builders import build_checkpoint, export_onnx
@@ -175,8 +176,12 @@ class TestImages:
         assert path.stat().st_size < 0.4 * export_onnx(checkpoint, tmp_path / "c.onnx").path.stat().st_size
 
     @pytest.mark.data
-    def test_a_file_for_processors_is_no_engine(self, cub_mini, tmp_path):
+    def test_a_file_for_processors_runs_in_openvino_and_is_no_engine(self, cub_mini, tmp_path):
         checkpoint, path = build_checkpoint("resnet18", size=(64, 64)), tmp_path / "c.int8.onnx"
         export_onnx(checkpoint, path, "int8", calibrate=cub_mini / "images", verify=False)
         with pytest.raises(UsageError, match=r"uint8 activations\), which TensorRT does not take"):
             export_engines(path, builder=TENSORRT_RTX, target="sm80")
+        # more images than classes: OpenVINO has read constants by the image's place in the batch
+        session, images = OpenvinoSession(path, threads=1), example_images(9, 64, 64)
+        alone = [session.run(images[number][None]).logits[0] for number in range(9)]
+        np.testing.assert_allclose(session.run(images).logits, alone, atol=1e-4)
