@@ -75,8 +75,8 @@ def _tropical(blocks: Tensor, anchors: Tensor) -> Tensor:
 def _sum_slots(values: Tensor) -> Tensor:
     """Return the sums [N, C] over the slots of [N, C, m], as a product with ones.
 
-    OpenVINO 2026.4 fuses a sum over slots with the arithmetic that follows, and reads what should be a constant per class,
-    or in int8 files a plain number, by the image's place in the batch.
+    OpenVINO 2026.4 fuses a sum over slots with the arithmetic that follows, and reads what should be a constant per
+    class, or in int8 files a plain number, by the image's place in the batch.
     """
     return (values @ values.new_ones(values.shape[2], 1)).squeeze(2)
 

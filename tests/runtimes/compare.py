@@ -109,7 +109,9 @@ def judge(kind, expected, actual, error):
         else:
             logit = max(logit, float(np.abs(found.astype(np.float64) - values).max()))
     most, share = KINDS[kind]
-    return f"{logit:.0e}".replace("e-0", "e-").replace("0e+00", "0") if logit <= most and cells <= share else "**wrong**"
+    if logit > most or cells > share:
+        return "**wrong**"
+    return f"{logit:.0e}".replace("e-0", "e-").replace("0e+00", "0")
 
 
 def main():
