@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +44,9 @@ from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.portable import to_file_opset
 from opal_deploy.export.verification import verification_error, verify_candidate
+from opal_deploy.logs import WarningLine
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.verification import verify_test_vectors
+from opal_deploy.runtime.verification import verify_test_vectors, wide_batch
 from opal_deploy.triton.repository import Repository
 
 NOT_VERIFIED = "exported with --no-verify"
@@ -157,7 +159,20 @@ def stage_onnx(candidate: ExportCandidate, path: Path, options: ExportOptions) -
         if options.verify and metadata.precision != "bf16":
             # the very bytes that are about to get the name: digest, metadata and test vectors
             verify_test_vectors(OnnxSession(temporary, device="cpu", threads=options.threads), path.name)
+        if options.verify and metadata.int8_activations == "uint8" and find_spec("openvino") is not None:
+            _check_in_openvino(temporary, path.name, options)
         yield StagedOnnx(ExportedOnnx(path, replace(metadata, file_sha256=digest), comparison), temporary)
+
+
+def _check_in_openvino(temporary: Path, name: str, options: ExportOptions) -> None:
+    """Warn where OpenVINO, for which int8 files are made, does not reproduce the test vectors of one."""
+    from opal_deploy.runtime.openvino_session import OpenvinoSession
+
+    try:
+        session = OpenvinoSession(temporary, threads=options.threads)
+        verify_test_vectors(session, name, wide_batch(session.metadata))
+    except (ArtifactError, VerificationError) as error:
+        options.log(WarningLine(str(error)))
 
 
 def _describe_exporter(candidate: ExportCandidate, options: ExportOptions) -> dict[str, Any]:

@@ -158,17 +158,21 @@ class TestImages:
         assert len({path.parent for path in judged}) == 10
 
     @pytest.mark.data
-    def test_a_network_that_int8_ruins_is_quantised_less(self, cub_mini, tmp_path):
+    def test_a_network_that_int8_ruins_is_quantised_less(self, cub_mini, tmp_path, monkeypatch):
         checkpoint = build_checkpoint("resnet18", size=(64, 64))
         norms = {name: each for name, each in checkpoint.network.named_modules() if name.endswith("layer1.0.bn1")}
         (norm,) = norms.values()
         # one channel sets the range, and its values leave few steps for the others
         norm.weight.data[0] *= 30
         path, messages = tmp_path / "c.int8.onnx", []
+        # a fault that only the check in OpenVINO sees
+        run = OpenvinoSession.run
+        monkeypatch.setattr(OpenvinoSession, "run", lambda session, images: run(session, images[::-1]))
         written = export_onnx(checkpoint, path, "int8", calibrate=cub_mini / "images", log=messages.append)
         refused = next(line for line in messages if line.startswith("Refused"))
         assert re.search(r"at least 97 % must.*worst on .*\.jpg, where .* is furthest off", refused)
         assert messages[messages.index(refused) + 1] == "Trying again, quantised: 17 of 19 layers"
+        assert messages[-1].startswith("c.int8.onnx does not reproduce its own test vectors in OpenVINO 20")
         layers = len(quantised_layers(onnx.load(path)))
         assert layers == 17
         assert written.metadata.exporter["quantised"] == f"{layers} of 19 layers, sums in float32"
