@@ -7,6 +7,7 @@ most converters and older runtimes know that one. Between the two, reductions di
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,19 +23,24 @@ _REDUCTIONS = tuple(
 
 
 def make_portable(graph: onnx.GraphProto) -> None:
-    """Rewrite the norm and the average pooling of a traced graph in place; the graph has the shapes of its values.
+    """Rewrite norms, sums and average pooling of a traced graph in place; the graph has the shapes of its values.
 
-    The embedding's norm changes by rounding only, everything else not at all.
+    The embedding's norm and sums over slots change by rounding only, everything else not at all.
     """
     described = (*graph.input, *graph.value_info, *graph.output)
     shapes = {value.name: [size.dim_value for size in value.type.tensor_type.shape.dim] for value in described}
+    constants = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
     nodes = []
     for node in graph.node:
-        if node.op_type == "ReduceL2" and len(shapes.get(node.input[0], ())) == 2:
-            nodes += _norm_as_product(graph, node, shapes[node.input[0]][1])
+        shape = shapes.get(node.input[0], []) if node.input else []
+        if node.op_type == "ReduceL2" and len(shape) == 2:
+            nodes += _norm_as_product(graph, node, shape[1])
+            continue
+        if node.op_type == "ReduceSum" and len(shape) == 3 and _sums_last_axis(node, constants):
+            nodes += _sum_as_product(graph, node, *shape[1:])
             continue
         if node.op_type == "AveragePool":
-            _round_down(node, shapes.get(node.input[0], []))
+            _round_down(node, shape)
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
@@ -53,6 +59,27 @@ def _norm_as_product(graph: onnx.GraphProto, node: onnx.NodeProto, width: int) -
         helper.make_node("Mul", [node.input[0], node.input[0]], [squares], name=squares),
         helper.make_node("MatMul", [squares, ones], [sums], name=sums),
         helper.make_node("Sqrt", [sums], [node.output[0]], name=node.name),
+    ]
+
+
+def _sums_last_axis(node: onnx.NodeProto, constants: dict[str, np.ndarray[Any, Any]]) -> bool:
+    """Return whether a ReduceSum of three axes leaves the first two."""
+    keeps = next((each.i for each in node.attribute if each.name == "keepdims"), 1)
+    return not keeps and len(node.input) == 2 and constants.get(node.input[1], np.array(0)).tolist() in ([2], [-1])
+
+
+def _sum_as_product(graph: onnx.GraphProto, node: onnx.NodeProto, rows: int, width: int) -> list[onnx.NodeProto]:
+    """Return nodes that compute the sums [N, rows] over the last axis of x [N, rows, width], as x 1.
+
+    OpenVINO 2026.4 fuses a sum over slots with the arithmetic that follows, and reads what should be a constant per
+    class, or in int8 files a plain number, by the image's place in the batch.
+    """
+    ones, shape, sums = (f"{node.output[0]}_{part}" for part in ("ones", "shape", "column"))
+    graph.initializer.append(numpy_helper.from_array(np.ones((width, 1), np.float32), ones))
+    graph.initializer.append(numpy_helper.from_array(np.array([-1, rows]), shape))
+    return [
+        helper.make_node("MatMul", [node.input[0], ones], [sums], name=sums),
+        helper.make_node("Reshape", [sums, shape], [node.output[0]], name=node.name),
     ]
 
 

@@ -37,25 +37,25 @@ def epsilon_tensor(tensor: Tensor, value: float) -> Tensor:
 
 def _l2(blocks: Tensor, anchors: Tensor) -> Tensor:
     # |z - a|^2 = 2 - 2 <z, a> for unit vectors (paper, Sec. 3.4); slightly negative near saturation, hence the clamp
-    cosine = _sum_slots(blocks * anchors)
+    cosine = (blocks * anchors).sum(2)
     return (2.0 - 2.0 * cosine).clamp_min(TINY).sqrt()
 
 
 def _l1(blocks: Tensor, anchors: Tensor) -> Tensor:
-    outside = _sum_outside(_sum_slots(blocks.abs()))
-    return outside + _sum_slots((blocks - anchors).abs())
+    outside = _sum_outside(blocks.abs().sum(2))
+    return outside + (blocks - anchors).abs().sum(2)
 
 
 def _l3(blocks: Tensor, anchors: Tensor) -> Tensor:
-    outside = _sum_outside(_sum_slots(blocks.abs().pow(3)))
-    return (outside + _sum_slots((blocks - anchors).abs().pow(3))).clamp_min(TINY).pow(1.0 / 3.0)
+    outside = _sum_outside(blocks.abs().pow(3).sum(2))
+    return (outside + (blocks - anchors).abs().pow(3).sum(2)).clamp_min(TINY).pow(1.0 / 3.0)
 
 
 def _kl(blocks: Tensor, log_anchors: Tensor) -> Tensor:
     # sum z (log(z + e) - log(a + e)): the first term is the same for all classes, the second takes two values
     entropy = (blocks * (blocks + epsilon_tensor(blocks, KL_EPSILON)).log()).sum((1, 2)).unsqueeze(1)
-    outside = _sum_outside(_sum_slots(blocks))
-    return entropy - _sum_slots(blocks * log_anchors) - outside * math.log(KL_EPSILON)
+    outside = _sum_outside(blocks.sum(2))
+    return entropy - (blocks * log_anchors).sum(2) - outside * math.log(KL_EPSILON)
 
 
 def _linf(blocks: Tensor, anchors: Tensor) -> Tensor:
@@ -70,15 +70,6 @@ def _tropical(blocks: Tensor, anchors: Tensor) -> Tensor:
     largest = torch.maximum(_largest_outside(highest), inside.amax(2))
     smallest = torch.minimum(-_largest_outside(-lowest), inside.amin(2))
     return largest - smallest
-
-
-def _sum_slots(values: Tensor) -> Tensor:
-    """Return the sums [N, C] over the slots of [N, C, m], as a product with ones.
-
-    OpenVINO 2026.4 fuses a sum over slots with the arithmetic that follows, and reads what should be a constant per
-    class, or in int8 files a plain number, by the image's place in the batch.
-    """
-    return (values @ values.new_ones(values.shape[2], 1)).squeeze(2)
 
 
 def _sum_outside(per_class: Tensor) -> Tensor:
