@@ -20,7 +20,7 @@ from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.graph_edit import with_class_map
 from opal_deploy.export.images import SAMPLE_SIZES, Pixels, choose_images
-from opal_deploy.export.onnx_source import margin_finder
+from opal_deploy.export.onnx_source import reference_runner
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
@@ -39,11 +39,10 @@ def write_edited_onnx(path: Path, edited: Metadata, out: Path, options: ExportOp
     session = OnnxSession(path, device="cpu", threads=options.threads)
     verify_test_vectors(session, str(path))
     model = onnx.load(path)
-    find_margin = margin_finder(model, session)
+    answer = reference_runner(model, session)
 
     def run(pixels: Pixels) -> Reference:
-        margin = None if find_margin is None else find_margin(pixels)
-        return _drop(Reference(pixels, session.run(pixels), margin), edited)
+        return _drop(answer(pixels), edited)
 
     choice = choose_images(edited, options, calibrate=False, torchvision=False)
     sample = SampledReference(choice.verification, run)

@@ -42,7 +42,7 @@ from opal_deploy.export.files import (
 )
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions
-from opal_deploy.export.portable import to_file_opset
+from opal_deploy.export.portable import opset_of, to_file_opset
 from opal_deploy.export.verification import verification_error, verify_candidate
 from opal_deploy.logs import WarningLine
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -184,7 +184,7 @@ def _describe_exporter(candidate: ExportCandidate, options: ExportOptions) -> di
         "opal_deploy": __version__,
         "onnx": onnx.__version__,
         "onnxruntime": onnxruntime.__version__,
-        "opset": max(o.version for o in candidate.model.opset_import if o.domain in ("", "ai.onnx")),
+        "opset": opset_of(candidate.model),
         "ir_version": candidate.model.ir_version,
         **{name: str(folder) for name, folder in folders.items() if folder is not None},
     }

@@ -75,12 +75,7 @@ class OnnxSource:
             self.metadata, options, calibrate="int8" in precisions, torchvision=False, model=self.path
         )
         model = from_file_opset(onnx.load(self.path))
-        find_margin = margin_finder(model, session)
-
-        def run(pixels: Pixels) -> Reference:
-            return Reference(pixels, session.run(pixels), None if find_margin is None else find_margin(pixels))
-
-        sample = SampledReference(choice.verification, run)
+        sample = SampledReference(choice.verification, reference_runner(model, session))
         images, reference = sample.first(SAMPLE_SIZES[0])
         doubt = self.metadata.unverified
         return ExportCandidate(
@@ -135,7 +130,20 @@ class OnnxSource:
         return session
 
 
-def margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pixels], FloatArray] | None:
+def reference_runner(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pixels], Reference]:
+    """Return a function from uint8 [n, H0, W0, 3] to the reference that a graph is in ONNX Runtime.
+
+    `session` runs the graph `model`.
+    """
+    find_margin = _margin_finder(model, session)
+
+    def run(pixels: Pixels) -> Reference:
+        return Reference(pixels, session.run(pixels), None if find_margin is None else find_margin(pixels))
+
+    return run
+
+
+def _margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pixels], FloatArray] | None:
     """Return a function from uint8 [n, H0, W0, 3] to `Reference.top2_margin`, float32 [n, K]; None without cells."""
     if "argmax" not in session.metadata.outputs:
         return None

@@ -100,7 +100,7 @@ def _round_down(node: onnx.NodeProto, shape: list[int]) -> None:
 
 def to_file_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of a model of OPSET at FILE_OPSET; any other, or one with an operator that is newer, as it is."""
-    if _opset(model) != OPSET:
+    if opset_of(model) != OPSET:
         return model
     changed = copy.deepcopy(model)
     constants = {each.name: numpy_helper.to_array(each) for each in changed.graph.initializer}
@@ -118,13 +118,13 @@ def to_file_opset(model: onnx.ModelProto) -> onnx.ModelProto:
         if not _is_in(FILE_OPSET, node):
             return model
     _drop_unused_constants(changed.graph)
-    _set_opset(changed, FILE_OPSET)
+    set_opset(changed, FILE_OPSET)
     return changed
 
 
 def from_file_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of a model of FILE_OPSET at OPSET; any other as it is."""
-    if _opset(model) != FILE_OPSET:
+    if opset_of(model) != FILE_OPSET:
         return model
     changed = copy.deepcopy(model)
     for node in changed.graph.node:
@@ -136,7 +136,7 @@ def from_file_opset(model: onnx.ModelProto) -> onnx.ModelProto:
             node.input.append(name)
         if node.op_type == "Split" and len(node.input) == 1:
             node.attribute.append(helper.make_attribute("num_outputs", len(node.output)))
-    _set_opset(changed, OPSET)
+    set_opset(changed, OPSET)
     return changed
 
 
@@ -151,11 +151,13 @@ def _is_in(version: int, node: onnx.NodeProto) -> bool:
     return len(node.input) <= schema.max_input and {each.name for each in node.attribute} <= set(schema.attributes)
 
 
-def _opset(model: onnx.ModelProto) -> int:
+def opset_of(model: onnx.ModelProto) -> int:
+    """Return the opset of ONNX's own operators."""
     return int(max(each.version for each in model.opset_import if each.domain in ("", "ai.onnx")))
 
 
-def _set_opset(model: onnx.ModelProto, version: int) -> None:
+def set_opset(model: onnx.ModelProto, version: int) -> None:
+    """Declare another opset of ONNX's own operators."""
     for each in model.opset_import:
         if each.domain in ("", "ai.onnx"):
             each.version = version

@@ -26,6 +26,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.errors import ArtifactError
 from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, producers, projection_input
+from opal_deploy.export.portable import opset_of, set_opset
 
 # convolutions take bfloat16 from this opset on; no other operator of our graphs changed
 _BF16_OPSET, _BF16_IR_VERSION = 22, 10
@@ -69,9 +70,7 @@ def to_bf16(model: onnx.ModelProto) -> onnx.ModelProto:
         ArtifactError: the graph does not name its body.
     """
     cast = _cast_body(model, BF16, projection_input(model.graph))
-    for opset in cast.opset_import:
-        if opset.domain in ("", "ai.onnx"):
-            opset.version = max(opset.version, _BF16_OPSET)
+    set_opset(cast, max(opset_of(cast), _BF16_OPSET))
     cast.ir_version = max(cast.ir_version, _BF16_IR_VERSION)
     return cast
 

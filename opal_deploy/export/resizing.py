@@ -19,10 +19,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper, parser
 
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.export.images import Pixels, VerificationImages
+from opal_deploy.export.images import Pixels, VerificationImages, run_in_batches
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.runtime.gates import GATES
@@ -106,21 +105,19 @@ def _constants(size: tuple[int, int]) -> dict[str, NDArray[Any]]:
 
 
 def compare_resizing(
-    session: OnnxSession, images: VerificationImages, find_margin: Callable[[Pixels], Any] | None
+    session: OnnxSession, images: VerificationImages, run: Callable[[Pixels], Reference]
 ) -> Comparison:
     """Compare what a graph of `with_resizing` answers on whole images with its answers where the pipeline resized them.
 
     Args:
         session: on the graph.
         images: as many as are to be compared.
-        find_margin: see `onnx_source.margin_finder`.
+        run: returns the reference that the same graph is on uint8 [n, H0, W0, 3].
     """
-    metadata: Metadata = session.metadata
     resized, computed = [], []
     for number in range(len(images.names)):
         image = images.read_original(number)
-        resized.append(to_input(image, compute_geometry(image), metadata.input_size))
+        resized.append(to_input(image, compute_geometry(image), session.metadata.input_size))
         computed.append(session.run_normalised(np.asarray(image)[None]))
-    pixels = np.stack(resized)
-    reference = Reference(pixels, session.run(pixels), None if find_margin is None else find_margin(pixels))
-    return compare_outputs(reference, Outputs.concatenate(computed), metadata, RESIZING_GATE)
+    reference = run_in_batches(run, np.stack(resized), Reference.concatenate)
+    return compare_outputs(reference, Outputs.concatenate(computed), session.metadata, RESIZING_GATE)

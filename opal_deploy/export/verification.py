@@ -20,7 +20,7 @@ from opal_deploy.errors import VerificationError
 from opal_deploy.export.candidate import ExportCandidate
 from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, with_outputs
 from opal_deploy.export.images import BATCHES, SAMPLE_SIZES, Pixels, run_in_batches
-from opal_deploy.export.onnx_source import margin_finder
+from opal_deploy.export.onnx_source import reference_runner
 from opal_deploy.export.precision import simulate_low_precision
 from opal_deploy.export.resizing import RESIZING_GATE, compare_resizing
 from opal_deploy.logs import Log, log_line
@@ -122,7 +122,9 @@ def verify_candidate(
         resizing = None
         if comparison and metadata.input_kind == "image":
             log(f"Comparing the graph's resizing with Pillow's on {candidate.images.description}, in their own sizes")
-            resizing = compare_resizing(session, candidate.images, margin_finder(_runnable_model(candidate), session))
+            resizing = compare_resizing(
+                session, candidate.images, reference_runner(_runnable_model(candidate), session)
+            )
             problems = [f"resized in the graph, {failure}" for failure in resizing.failures]
             comparison = replace(comparison, failures=(*comparison.failures, *problems))
         if comparison and simulated:

@@ -40,7 +40,7 @@ def tensor_config(name: str, model: TensorModel) -> str:
     warmup = "".join(_warmup(size, pixels) for size in sorted({1, *sizes}))
     return "".join([
         _header(name, model.backend, batch.max),
-        "# RGB; normalisation is in the graph\n" if metadata.input_kind != "float32" else "# RGB, already normalised\n",
+        "# RGB; normalisation is in the graph\n" if metadata.input_kind == "uint8" else "# RGB, already normalised\n",
         _tensor("input", INPUT, *_type(pixels)),
         *(_tensor("output", output, *_type(spec), _describe_output(output, spec)) for output, spec in specs.items()),
         f"dynamic_batching {{\n  preferred_batch_size: {sizes}\n{_QUEUE}}}\n",
