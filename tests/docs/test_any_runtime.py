@@ -1,4 +1,4 @@
-"""The programs of "Without this package", as they stand: they answer and explain a picture as `infer` does."""
+"""The programs of docs/howto/any-runtime.md, as they stand, answer and explain an image as `infer` does."""
 
 import json
 import re
@@ -28,19 +28,19 @@ def program(language):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, opal):
-    """A folder with the files that the page's programs read, and a picture."""
+    """A folder with the files that the page's programs read, and an image."""
     folder = tmp_path_factory.mktemp("programs")
     export_onnx(build_checkpoint(), folder / "best.onnx", input="image")
     described = opal("inspect", folder / "best.onnx", "--json").stdout
     (folder / "best.json").write_text(described)
     (folder / "labels.txt").write_text("\n".join(json.loads(described)["metadata"]["class_names"]))
-    Image.fromarray(draw_example(3, 150, 211)).save(folder / "picture.png")
+    Image.fromarray(draw_example(3, 150, 211)).save(folder / "image.png")
     return folder
 
 
 def check(printed, folder):
     label, *slots = printed.splitlines()
-    record = opal_deploy.load(folder / "best.onnx").explain(folder / "picture.png").record
+    record = opal_deploy.load(folder / "best.onnx").explain(folder / "image.png").record
     assert label == record.prediction.label
     assert len(slots) == len(record.evidence)
     for slot, evidence in zip(slots, sorted(record.evidence, key=lambda slot: slot.slot), strict=True):
@@ -50,7 +50,7 @@ def check(printed, folder):
 
 
 def test_python(folder):
-    arguments = [sys.executable, "-c", program("python"), "picture.png"]
+    arguments = [sys.executable, "-c", program("python"), "image.png"]
     done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     check(done.stdout, folder)
@@ -65,7 +65,7 @@ def test_cpp(folder):
     (folder / "explain.cpp").write_text(code)
     command = re.search(r"^\$ (g\+\+ .*)$", PAGE, re.MULTILINE)[1]
     subprocess.run(["sh", "-c", command], cwd=folder, env={"PATH": "/usr/bin:/bin", "OPENVINO": openvino}, check=True)
-    done = subprocess.run(["./explain", "picture.png"], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(["./explain", "image.png"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     check(done.stdout, folder)
 
@@ -87,7 +87,7 @@ def test_javascript(folder):
         page = browser.new_page()
         page.route("**", serve)
         page.goto("http://localhost/")
-        page.locator("input").set_input_files(folder / "picture.png")
+        page.locator("input").set_input_files(folder / "image.png")
         code = "async (input) => (await import('/explain.mjs')).explain(input.files[0])"
         check(page.locator("input").evaluate(code), folder)
         browser.close()

@@ -147,6 +147,7 @@ def main(runtime, folder):
                     raise RuntimeError(f"{len(values)} of {len(names)} outputs for {count} images")
                 for name, value in zip(names, values, strict=True):
                     arrays[f"{kind}/{count}/{name}"] = np.asarray(value)
+        # each runtime has its own; the table says which
         except Exception as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
             errors[kind] = f"{type(error).__name__}: {lines[0][:200]}"
