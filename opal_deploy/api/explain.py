@@ -161,7 +161,7 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: Exp
     with atomic_write(path) as temporary:
         temporary.write_bytes(sheet.encode(path.suffix.lower().lstrip(".")))
     content = sheet.content
-    facts = [f"{content.describe_answer()}, cosine {format_number(content.predicted.cosine)}"]
+    facts = [f"{content.describe_answer()}, {content.predicted.match}"]
     if content.margin is not None:
         facts.append(f"margin {format_number(content.margin)}")
     if (probability := result.record.prediction.calibrated_probability) is not None:

@@ -1,7 +1,8 @@
 """The class map: which prototypes speak for which class, with what weight, and each class's bias.
 
-A prototype is a channel of the scores [N, P]. A class's slots are its channels in ascending order, numbered from 0. The
-class's total is the weighted sum of its slots' values, plus its bias, and every slot contributes its part of that sum.
+A prototype is a channel of the scores [N, P]. A class's slots are its channels, ascending, numbered from 0. Where
+classes share prototypes, a slot's number is its channel, and one without weight is no slot. The class's total is the
+weighted sum of its slots' values, plus its bias, and every slot contributes its part of that sum.
 
 OPAL's map is one case (`ClassMap.blocks`): class c has the channels c*m ... c*m+m-1, no bias, and weights of length 1,
 its anchor (paper, Eq. 1). On an embedding its totals are cosines. Other heads share prototypes among classes, with
@@ -57,9 +58,14 @@ class ClassMap:
     @staticmethod
     def from_matrix(weights: DoubleArray, biases: DoubleArray) -> ClassMap:
         """Return the map of weights [C, P], whose zeros are no slots, and biases [C]."""
-        classes, prototypes = np.nonzero(weights)
-        offsets = np.searchsorted(classes, np.arange(len(weights) + 1))
-        return ClassMap(weights.shape[1], offsets, prototypes, weights[classes, prototypes].astype(np.float64), biases)
+        count, size = weights.shape
+        return ClassMap(
+            size,
+            np.arange(count + 1) * size,
+            np.tile(np.arange(size), count),
+            weights.ravel().astype(np.float64),
+            biases,
+        )
 
     @property
     def num_classes(self) -> int:
@@ -103,15 +109,26 @@ class ClassMap:
 
     @cached_property
     def kept(self) -> NDArray[np.bool_]:
-        """Whether a slot exists and was not dropped: bool [C, S]."""
-        kept: NDArray[np.bool_] = self.listed & self.kept_prototypes[self.channel_table]
+        """Whether a slot exists, has a weight and was not dropped: bool [C, S]."""
+        kept: NDArray[np.bool_] = self._has_weight & self.kept_prototypes[self.channel_table]
         return kept
+
+    @cached_property
+    def _has_weight(self) -> NDArray[np.bool_]:
+        has_weight: NDArray[np.bool_] = self.listed & (self.strengths[self.entries] != 0)
+        return has_weight
 
     @cached_property
     def counts(self) -> LongArray:
         """The number of slots that each class has left, m_c: int64 [C]."""
         counts: LongArray = self.kept.sum(axis=1)
         return counts
+
+    @cached_property
+    def silenced(self) -> NDArray[np.bool_]:
+        """Whether all slots of a class were dropped: bool [C]."""
+        silenced: NDArray[np.bool_] = (self.counts == 0) & self._has_weight.any(axis=1)
+        return silenced
 
     @cached_property
     def weights(self) -> DoubleArray:
@@ -158,7 +175,8 @@ class ClassMap:
 
     def owners(self, channel: int) -> list[tuple[int, int]]:
         """Return (class, slot) of every class that a channel speaks for."""
-        return [self.locate(int(entry)) for entry in np.flatnonzero(self.prototypes == channel)]
+        speaks = (self.prototypes == channel) & (self.strengths != 0)
+        return [self.locate(int(entry)) for entry in np.flatnonzero(speaks)]
 
     def with_dropped(self, channels: Iterable[int]) -> ClassMap:
         """Return the map in which these channels and no others are dropped."""

@@ -21,6 +21,10 @@ from opal_deploy.errors import ArtifactError
 T = TypeVar("T")
 
 Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
+# `softmax`: PIP-Net; `distance`: ProtoPNet; see `artifact.heads`
+HeadKind = Literal["opal", "softmax", "distance"]
+# of a distance head, from a squared distance d: log((d + 1) / (d + epsilon)), exp(-sqrt(d)), or -d
+Similarity = Literal["log", "exp", "negative"]
 LARGEST = sys.float_info.max
 # finite, unlike JSON's NaN and 1e400
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
@@ -36,11 +40,34 @@ SHORT.maxlevel, SHORT.maxtuple, SHORT.maxlist, SHORT.maxdict, SHORT.maxstring = 
 
 
 class Head(Struct):
-    """The configuration of a head, see `model.config.HeadConfig`."""
+    """The configuration of a head: OPAL's, see `model.config.HeadConfig`, or a linear one's, see `LinearHeadConfig`."""
 
-    distance: Distance
-    epsilon: Number
+    distance: Distance | None = None
+    epsilon: Number | None = None
     dropped: tuple[Count, ...] = ()
+    kind: HeadKind = "opal"
+    similarity: Similarity | None = None
+    threshold: Number = 0.0
+
+    def __post_init__(self) -> None:
+        needed = {"opal": ("distance", "epsilon"), "distance": ("similarity", "epsilon"), "softmax": ()}[self.kind]
+        if missing := [name for name in needed if getattr(self, name) is None]:
+            raise ValueError(f"Object missing required field `{missing[0]}`")
+
+
+class PackedArray(Struct):
+    """An array, see `artifact.arrays`."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    zlib: str
+
+
+class ClassWeights(Struct):
+    """A linear head's weights [C, P] and biases [C], float32."""
+
+    weights: PackedArray
+    biases: PackedArray
 
 
 class Verification(Struct):

@@ -7,6 +7,7 @@ An ONNX file has the document in its `metadata_props` under the key `opal`, an e
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 from msgspec import Meta, Struct
 
 from opal_deploy.artifact import documents
-from opal_deploy.artifact.documents import SHORT, AtLeastOne, Distance, Number, check_document, check_values
+from opal_deploy.artifact.documents import SHORT, AtLeastOne, Distance, HeadKind, Number, check_document, check_values
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, without_folders
 from opal_deploy.artifact.measurements import Calibration, EffectiveField, ReceptiveField
 from opal_deploy.errors import ArtifactError, UsageError
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SCHEMA = 1
+# 1: OPAL's head; 2: a linear head, with `class_weights`, which versions up to 0.1 would take for OPAL's
+SCHEMA: Literal[1] = 1
+LINEAR_SCHEMA: Literal[2] = 2
 METADATA_KEY = "opal"
 # stands in `file_sha256` while the digest is computed
 BLANK_DIGEST = "0" * 64
@@ -50,6 +53,7 @@ _FORMER_NAMES = {"strangeness": "ood_score", "max_strangeness": "unknown"}
 DISTANCES: tuple[str, ...] = get_args(Distance)
 # these bound what is allocated before the graph is opened and compared
 Prototypes = Annotated[int, Meta(ge=1, le=10_000)]
+_MOST_PROTOTYPES = 1_000_000
 Side = Annotated[int, Meta(ge=1, le=1 << 16)]
 _Names = Annotated[tuple[str, ...], Meta(min_length=1)]
 Channels = Annotated[tuple[Number, ...], Meta(min_length=3, max_length=3)]
@@ -65,6 +69,7 @@ class _Documents(Struct):
     """The declared parts of the metadata's documents; one that is empty counts as missing."""
 
     head: documents.Head
+    class_weights: documents.ClassWeights | None = None
     training: documents.Training | None = None
     verification: documents.Verification | None = None
     risk: documents.Risk | None = None
@@ -81,8 +86,9 @@ class Metadata:
 
     Attributes:
         class_names: C names, in the order of the logits.
-        prototypes_per_class: m.
-        head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon, dropped.
+        prototypes_per_class: m; of a linear head, whose classes share them, the number of prototypes.
+        head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon, dropped; of a linear
+            head its kind and what that needs (`documents.Head`).
         evidence: `exact` (a slot's score comes from one cell), `map` (attention maps, no single cell) or `none`.
         backbone: torchvision's name of the backbone.
         keep_layers: whether the backbone reaches its stride with all of its layers, some of them with stride 1, instead
@@ -111,6 +117,7 @@ class Metadata:
         outputs: names of the graph's outputs, in order.
         top_k: number of classes that the graph lists in `TOP_OUTPUTS`; None where it outputs all.
         file_sha256: digest of the file with this field blanked; see `artifact.onnx_file`.
+        class_weights: of a linear head: weights [C, P] and biases [C], float32 (`artifact.arrays`); else empty.
         unknown: keys of the document that this version does not know, kept where the document is written again.
     """
 
@@ -142,7 +149,8 @@ class Metadata:
     keep_layers: bool = False
     top_k: AtLeastOne | None = None
     file_sha256: str = BLANK_DIGEST
-    schema: int = SCHEMA
+    schema: Literal[1, 2] = SCHEMA
+    class_weights: dict[str, Any] = field(default_factory=dict)
     unknown: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -152,8 +160,21 @@ class Metadata:
 
     @property
     def num_prototypes(self) -> int:
-        """The number of prototypes, K = C * m."""
-        return self.num_classes * self.prototypes_per_class
+        """The number of prototypes, K = C * m, or P of a linear head."""
+        if self.is_opal:
+            return self.num_classes * self.prototypes_per_class
+        return int(self.class_weights["weights"]["shape"][1])
+
+    @property
+    def head_kind(self) -> HeadKind:
+        """The kind of the head."""
+        kind: HeadKind = self.head.get("kind", "opal")
+        return kind
+
+    @property
+    def is_opal(self) -> bool:
+        """Whether the head is OPAL's; else its logits are W s + b (`artifact.heads`)."""
+        return self.head_kind == "opal"
 
     @property
     def dropped(self) -> tuple[int, ...]:
@@ -162,11 +183,30 @@ class Metadata:
 
     @cached_property
     def class_map(self) -> ClassMap:
-        """The map from classes to prototypes."""
+        """The map from classes to prototypes.
+
+        Raises:
+            ArtifactError: a linear head's weights are damaged.
+        """
         # needs numpy, which the command line does without
         from opal_deploy.artifact.class_map import ClassMap
 
+        if not self.is_opal:
+            from opal_deploy.artifact.arrays import unpack_array
+
+            try:
+                weights, biases = (unpack_array(self.class_weights[name]) for name in ("weights", "biases"))
+            except (ValueError, zlib.error) as error:
+                raise ArtifactError(f"its class weights are damaged ({error}); export it again") from None
+            return ClassMap.from_matrix(weights, biases.astype(float)).with_dropped(self.dropped)
         return ClassMap.blocks(self.num_classes, self.prototypes_per_class, self.dropped)
+
+    def describe_head(self, dropped: str = "") -> str:
+        """Return the head in a few words; `dropped` says how many slots it lacks."""
+        if self.is_opal:
+            return f"m = {self.prototypes_per_class}{dropped}, distance {self.distance}"
+        found = {"softmax": "channels of a softmax", "distance": f"distances, {self.head.get('similarity')}"}
+        return f"{self.num_prototypes} shared prototypes{dropped} ({found[self.head_kind]})"
 
     @property
     def max_top(self) -> int:
@@ -211,13 +251,13 @@ class Metadata:
 
     @property
     def distance(self) -> str:
-        """The head's distance: l1, l2, l3, linf, kl or tropical."""
-        return str(self.head["distance"])
+        """OPAL's distance: l1, l2, l3, linf, kl or tropical; empty for linear heads."""
+        return str(self.head.get("distance") or "")
 
     @property
     def epsilon(self) -> float:
-        """The addend to the embedding's norm: z = s / (|s| + epsilon)."""
-        return float(self.head["epsilon"])
+        """The addend to the embedding's norm, z = s / (|s| + epsilon); of a distance head that of its logarithm."""
+        return float(self.head.get("epsilon", 0.0))
 
     @property
     def temperature(self) -> float | None:
@@ -285,9 +325,9 @@ class Metadata:
             raise ArtifactError(f"{origin}: its opal metadata is not valid JSON ({error}); export it again") from None
         if not isinstance(raw, dict):
             raise ArtifactError(f"{origin}: its opal metadata is not a JSON object; export it again")
-        if raw.get("schema") != SCHEMA:
+        if raw.get("schema") not in (SCHEMA, LINEAR_SCHEMA):
             raise ArtifactError(
-                f"{origin}: metadata schema {raw.get('schema')!r} found, {SCHEMA} expected; "
+                f"{origin}: metadata schema {raw.get('schema')!r} found, {SCHEMA} or {LINEAR_SCHEMA} expected; "
                 "use the opal-deploy version that wrote it, or export again"
             )
         if missing := sorted(_REQUIRED - raw.keys()):
@@ -307,6 +347,18 @@ class Metadata:
 
     def _check(self) -> None:
         """Raise ArtifactError for fields that do not fit each other."""
+        if self.is_opal and self.schema != SCHEMA:
+            raise ArtifactError(f"metadata schema {self.schema!r} found with OPAL's head, {SCHEMA} expected")
+        if not self.is_opal:
+            shapes = [self.class_weights.get(name, {}).get("shape", ()) for name in ("weights", "biases")]
+            if (
+                self.schema != LINEAR_SCHEMA
+                or [len(shape) for shape in shapes] != [2, 1]
+                or not 0 < shapes[0][1] <= _MOST_PROTOTYPES
+            ):
+                raise ArtifactError(f"a head of kind {self.head_kind} needs schema {LINEAR_SCHEMA} and class_weights")
+            if (shapes[0][0], shapes[1][0]) != (self.num_classes, self.num_classes):
+                raise ArtifactError(f"class_weights are of {shapes[0][0]} classes, the model of {self.num_classes}")
         listed = [name for name in TOP_OUTPUTS if name in self.outputs]
         if len(listed) != (0 if self.top_k is None else len(TOP_OUTPUTS)) or not (listed or "logits" in self.outputs):
             raise ArtifactError(f"outputs {', '.join(self.outputs)} are not those of a model with top_k {self.top_k!r}")
@@ -318,7 +370,7 @@ class Metadata:
             raise ArtifactError(
                 f"dropped {SHORT.repr(self.dropped)} is not a list of its {self.num_prototypes} channels"
             )
-        if self.dropped and not self.class_map.counts.all():
+        if self.dropped and self.class_map.silenced.any():
             raise ArtifactError("a class has no slot left")
 
 

@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from opal_deploy.artifact.arrays import pack_array, unpack_array
 from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.artifact.outputs import OUTPUT_SPECS, FloatArray, Outputs
 from opal_deploy.errors import ArtifactError
 
-# the metadata may come from anywhere: an array's size is bounded before it is decompressed
-_MAX_BYTES = 256 * 1024 * 1024
 _STORED = tuple(name for name, spec in OUTPUT_SPECS.items() if spec.in_test_vectors)
 _MARGIN = "top2_margin"
 
@@ -69,7 +68,7 @@ def pack(reference: Reference) -> dict[str, Any]:
     arrays = {name: getattr(reference.outputs, name) for name in _STORED} | {_MARGIN: reference.top2_margin}
     return {
         "images": [_encode_png(image) for image in reference.images],
-        **{name: _encode_array(array) for name, array in arrays.items() if array is not None},
+        **{name: pack_array(array) for name, array in arrays.items() if array is not None},
     }
 
 
@@ -85,7 +84,7 @@ def unpack(document: dict[str, Any], origin: str) -> Reference:
         document = with_current_names(document)
         images = np.stack([_decode_png(text) for text in document["images"]])
         arrays: dict[str, Any] = {
-            name: _decode_array(document[name]) for name in (*_STORED, _MARGIN) if name in document
+            name: unpack_array(document[name]) for name in (*_STORED, _MARGIN) if name in document
         }
         margin = arrays.pop(_MARGIN, None)
         outputs = Outputs(**arrays)
@@ -102,18 +101,3 @@ def _encode_png(image: NDArray[np.uint8]) -> str:
 
 def _decode_png(text: str) -> NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"))
-
-
-def _encode_array(array: NDArray[Any]) -> dict[str, Any]:
-    little_endian = array.astype(array.dtype.newbyteorder("<"))
-    data = base64.b64encode(zlib.compress(little_endian.tobytes(), 9)).decode()
-    return {"dtype": array.dtype.name, "shape": list(array.shape), "zlib": data}
-
-
-def _decode_array(document: dict[str, Any]) -> NDArray[Any]:
-    dtype = np.dtype(document["dtype"])
-    if dtype.name not in ("float32", "int32", "float16"):
-        raise ValueError(f"dtype {dtype.name}")
-    inflater = zlib.decompressobj()
-    data = inflater.decompress(base64.b64decode(document["zlib"]), _MAX_BYTES)
-    return np.frombuffer(data, dtype.newbyteorder("<")).reshape(document["shape"]).astype(dtype)

@@ -117,7 +117,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     quantised = made.get("quantised")
     metrics = metadata.training.get("metrics", {})
     dropped = _count_dropped(metadata.dropped)
-    head = f"m = {metadata.prototypes_per_class}{dropped}, distance {metadata.distance}"
+    head = metadata.describe_head(dropped)
     if metadata.evidence == "none":
         head = "its own classifier" if metadata.head.get("plain") else "a dense layer"
     lines = [
@@ -142,7 +142,8 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         lines.append(("risk", _format_risk(metadata.risk)))
     lines.append(("calibration", describe_calibration(metadata.calibration)))
     if metadata.evidence == "exact":
-        lines += list_evaluation(metadata.evaluation, path, export_of=metadata.find_checkpoint(path))
+        if metadata.is_opal:
+            lines += list_evaluation(metadata.evaluation, path, export_of=metadata.find_checkpoint(path))
         lines += _describe_baseline(metadata.baseline)
     lines += _describe_receptive_field(metadata.receptive_field, metadata.input_size)
     if made:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from opal_deploy.artifact.files import ModelKind
+from opal_deploy.artifact.heads import find_values
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
 from opal_deploy.datasets.background import list_background
@@ -66,7 +67,7 @@ class ScoredData:
         logits = np.empty((len(labels), 0), np.float32)
         outputs = drop_slots(Outputs(logits, self.cells, scores, ood_score=self.ood_scores), edited)
         assert outputs.scores is not None
-        best_two = margins(outputs.logits, outputs.scores, edited.class_map, edited.epsilon)
+        best_two = margins(outputs.logits, find_values(outputs.scores, edited), edited.class_map)
         risk = compute_risk_curve(best_two, outputs.logits.argmax(axis=1) == labels)
         return replace(
             edited,

@@ -37,6 +37,10 @@ def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> l
         if not slash and _is_index(number, metadata.num_prototypes):
             _append(channels, int(number), given)
             continue
+        if not metadata.is_opal:
+            raise UsageError(
+                f"{given}: classes share prototypes; give a prototype's number, 0 to {metadata.num_prototypes - 1}"
+            )
         if not slash:
             raise UsageError(f"{given}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
         if label not in metadata.class_names:
@@ -65,7 +69,9 @@ def _append(channels: list[int], channel: int, given: str) -> None:
 
 
 def name_slot(channel: int, metadata: Metadata) -> str:
-    """Return a slot as `parse_slots` reads it: the first class's, if several share the channel."""
+    """Return a slot as `parse_slots` reads it; a prototype that classes share by its number."""
+    if not metadata.is_opal:
+        return str(channel)
     class_id, slot = metadata.class_map.owners(channel)[0]
     label = metadata.class_names[class_id]
     return f"{label}/{slot}" if metadata.class_names.count(label) == 1 else str(channel)
@@ -77,9 +83,9 @@ def check_drops(drop: Sequence[int], restore: Sequence[int], metadata: Metadata)
         for channel in channels:
             if (channel in metadata.dropped) == dropped:
                 raise UsageError(f"{name_slot(channel, metadata)} {problem}; leave it out")
-    left = metadata.class_map.drop(drop).counts
-    if not left.all():
-        label = metadata.class_names[int(left.argmin())]
+    silenced = metadata.class_map.drop(drop).silenced
+    if silenced.any():
+        label = metadata.class_names[int(silenced.argmax())]
         raise UsageError(
             f"{label} would have no slot left and could never be answered; keep one, or train without the class"
         )

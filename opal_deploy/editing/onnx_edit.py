@@ -49,7 +49,7 @@ def write_edited_onnx(path: Path, edited: Metadata, out: Path, options: ExportOp
     images, reference = sample.first(SAMPLE_SIZES[0])
     vectors = test_vectors.unpack(edited.test_vectors, str(path))
     candidate = ExportCandidate(
-        with_class_map(model, edited.class_map, edited.distance),
+        with_class_map(model, edited),
         edited,
         reference,
         images,

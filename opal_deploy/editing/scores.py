@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.heads import compute_logits, drop_scores
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.opal_head import compute_logits
 from opal_deploy.artifact.outputs import DoubleArray, FloatArray, Outputs
 from opal_deploy.editing.drops import SlotName, check_drops, parse_slots
 
@@ -32,9 +32,8 @@ def drop_slots(outputs: Outputs, metadata: Metadata) -> Outputs:
     """
     if outputs.scores is None:
         raise ValueError("a model without scores has no slots to drop")
-    class_map = metadata.class_map
-    logits = compute_logits(outputs.scores, class_map, metadata.distance, metadata.epsilon).astype(np.float32)
-    return replace(outputs, logits=logits, scores=outputs.scores * class_map.kept_prototypes.astype(np.float32))
+    logits = compute_logits(outputs.scores, metadata.class_map, metadata).astype(np.float32)
+    return replace(outputs, logits=logits, scores=drop_scores(outputs.scores, metadata))
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Scores:
         rows = max(1, _CHUNK // self.values.shape[1])
         return np.concatenate(
             [
-                compute_logits(part, class_map, self.metadata.distance, self.metadata.epsilon)
+                compute_logits(part, class_map, self.metadata)
                 for part in np.split(self.values, range(rows, len(self.values), rows))
             ]
         )
@@ -143,6 +142,16 @@ class Scores:
         """
         class_map = self.metadata.class_map if class_map is None else class_map
         before = self.predict(class_map)
+        if not self.metadata.is_opal:
+            for channel in np.unique(class_map.prototypes).tolist():
+                left = class_map.drop([channel])
+                if (
+                    class_map.kept_prototypes[channel]
+                    and (among is None or channel in among)
+                    and not left.silenced.any()
+                ):
+                    yield channel, Effect(before, self.predict(left), self.labels)
+            return
         tried = [
             (class_id, [each for each in class_map.channels(class_id).tolist() if among is None or each in among])
             for class_id in np.flatnonzero(class_map.counts > 1).tolist()

@@ -21,8 +21,8 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact import engine_file, onnx_file
 from opal_deploy.artifact.class_map import find_margins
 from opal_deploy.artifact.files import atomic_write, compute_sha256, model_kind, write_json
+from opal_deploy.artifact.heads import find_values
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.opal_head import embedding
 from opal_deploy.artifact.outputs import compute_probabilities
 from opal_deploy.datasets.samples import DataSet, Sample, display_path
 from opal_deploy.errors import UsageError
@@ -246,7 +246,7 @@ def _prediction_rows(
     cosines_and_margins: Iterable[Sequence[str | float]] = itertools.repeat(("", ""))
     if scores is not None:
         best, class_map = ranked[:, :2], metadata.class_map
-        cosines = class_map.totals(class_map.take(embedding(scores, metadata.epsilon), best), best)
+        cosines = class_map.totals(class_map.take(find_values(scores, metadata), best), best)
         cosines_and_margins = zip(cosines[:, 0].tolist(), find_margins(cosines).tolist(), strict=True)
     probabilities = None
     if (temperature := metadata.temperature) is not None:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import ClassMap, find_margins
+from opal_deploy.artifact.heads import find_totals
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.opal_head import cosines, embedding
 from opal_deploy.artifact.outputs import Outputs, find_largest
 from opal_deploy.datasets.samples import describe_never_predicted
 from opal_deploy.statistics import Mean, compute_risk_curve
@@ -32,17 +32,15 @@ def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: in
     return float((best == labels[:, None]).any(axis=1).mean())
 
 
-def margins(
-    logits: NDArray[np.float32], scores: NDArray[np.float32], class_map: ClassMap, epsilon: float
-) -> NDArray[np.float64]:
-    """Return the cosine of the predicted class minus that of the runner-up by logit, float64 [N].
+def margins(logits: NDArray[np.float32], values: NDArray[np.float64], class_map: ClassMap) -> NDArray[np.float64]:
+    """Return the total of the predicted class minus that of the runner-up by logit, float64 [N].
 
     Args:
         logits: [N, C], C at least 2.
-        scores: [N, K].
+        values: [N, K], see `heads.find_values`.
     """
     best = find_largest(logits, 2)
-    return find_margins(class_map.totals(class_map.take(embedding(scores, epsilon), best), best))
+    return find_margins(class_map.totals(class_map.take(values, best), best))
 
 
 def collapse_per_image(
@@ -213,8 +211,8 @@ def measure_agreement(first: tuple[Outputs, Metadata], second: tuple[Outputs, Me
     same_class = float((predicted == b.logits.argmax(axis=1)).mean())
     same_cells, largest_difference = None, None
     if a.scores is not None and b.scores is not None:
-        a_cosines = cosines(a.scores, a_map, a_metadata.epsilon)
-        b_cosines = cosines(b.scores, b_map, b_metadata.epsilon)
+        a_cosines = find_totals(a.scores, a_metadata)
+        b_cosines = find_totals(b.scores, b_metadata)
         largest_difference = float(np.abs(a_cosines - b_cosines).max())
     comparable = a_metadata.grid == b_metadata.grid and np.array_equal(a_map.channel_table, b_map.channel_table)
     if comparable and a.argmax is not None and b.argmax is not None:

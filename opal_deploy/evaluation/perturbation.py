@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
+from opal_deploy.artifact.heads import find_totals
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.opal_head import cosines
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.options import Fill
@@ -57,7 +57,7 @@ class Perturber:
             outputs = self._run_batch(np.stack([image for image, _ in group]))
             if outputs.scores is None:
                 raise ValueError("a model without slots has no cosines")
-            values = cosines(outputs.scores, metadata.class_map, metadata.epsilon)
+            values = find_totals(outputs.scores, metadata)
             predicted = outputs.logits.argmax(axis=1)
             for row, (_, class_id) in enumerate(group):
                 yield float(values[row, class_id]), bool(predicted[row] == class_id)

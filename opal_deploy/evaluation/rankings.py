@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.heads import find_values
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.opal_head import embedding
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
@@ -52,7 +52,7 @@ def evidence_cells(class_id: int, outputs: Outputs, row: int, metadata: Metadata
     if outputs.scores is None or outputs.argmax is None:
         raise ValueError("a model without slots has no cells")
     channels, slots = metadata.class_map.channels(class_id), metadata.class_map.slots(class_id)
-    z = embedding(outputs.scores[row : row + 1], metadata.epsilon)[0, channels]
+    z = find_values(outputs.scores[row : row + 1], metadata)[0, channels]
     parts = z * metadata.class_map.weights[class_id, slots]
     sums: dict[int, float] = {}
     for cell, part in zip(outputs.argmax[row, channels].tolist(), parts.tolist(), strict=True):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.heads import find_values
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import Sample
@@ -89,7 +90,7 @@ def evaluate_session(
     collapse, top2_margins = None, None
     if outputs.argmax is not None and outputs.scores is not None:
         collapse = collapse_per_image(outputs.argmax, labels, metadata.class_map)
-        top2_margins = margins(outputs.logits, outputs.scores, metadata.class_map, metadata.epsilon)
+        top2_margins = margins(outputs.logits, find_values(outputs.scores, metadata), metadata.class_map)
     evaluation = compute_metrics(outputs.logits, labels, collapse, top2_margins)
     part_figures = meter.figures(outputs.scores, outputs.argmax, geometries) if meter else None
     return EvaluationResult(evaluation, part_figures, labels, outputs, geometries, top2_margins)

@@ -170,11 +170,11 @@ def _open_source(source: Path, options: ExportOptions) -> ExportSource:
     names = checkpoints.read_class_names(Path(options.classes)) if options.classes else None
     size = (options.size, options.size) if isinstance(options.size, int) else options.size or (224, 224)
     assumptions = Assumptions(options.distance, options.pooling, options.cws, size, options.crop)
-    checkpoint = checkpoints.load(source, class_names=names, assumptions=assumptions)
+    checkpoint = checkpoints.load(source, class_names=names, assumptions=assumptions, arch=options.arch)
     assumed = checkpoint.source.get("assumed")
     if assumed is not None:
         settings = ", ".join(f"{key} {value}" for key, value in assumed.items())
-        options.log(f"Assumed, since the authors' format does not record it: {settings}")
+        options.log(f"Assumed, since the checkpoint does not record it: {settings}")
     elif changed := replace(options, classes=None).changed(CheckpointOptions):
         raise UsageError(f"{source}: {changed}: recorded in the checkpoint; only for the authors' checkpoints")
     if not options.ood_score:

@@ -20,7 +20,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.artifact.class_map import ClassMap
-from opal_deploy.artifact.metadata import TOP_OUTPUTS
+from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
 from opal_deploy.artifact.opal_head import head_constant
 from opal_deploy.errors import ArtifactError
 
@@ -29,6 +29,8 @@ BODY_INPUT = "normalised"
 BODY_OUTPUT = "projected"  # `model.graph.PROJECTED`, without importing torch
 # the head's constants, by their names in the network (`model.head`)
 ANCHORS, KEPT = "network.head.anchors", "network.head.kept"
+# of a linear head (`model.linear_head`)
+CLASS_WEIGHTS = "network.head.class_weights"
 # a taken class is never the best again; logits are far above this
 _LOWEST = float(np.finfo(np.float32).min)
 _PREFIX = "select_"
@@ -90,17 +92,23 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
     return changed
 
 
-def with_class_map(model: onnx.ModelProto, class_map: ClassMap, distance: str) -> onnx.ModelProto:
-    """Return a copy of a model with an exact head that has this map: the constants of `model.head` are replaced.
+def with_class_map(model: onnx.ModelProto, metadata: Metadata) -> onnx.ModelProto:
+    """Return a copy of a model with an exact head that has this map: the constants of its head are replaced.
 
     Raises:
         ArtifactError: the graph does not have the constants, since another version exported it.
     """
-    changed = copy.deepcopy(model)
+    changed, class_map = copy.deepcopy(model), metadata.class_map
     constants = {each.name: each for each in changed.graph.initializer}
+    if not metadata.is_opal:
+        if CLASS_WEIGHTS not in constants:
+            raise ArtifactError("its graph has no constant for the class weights; export the checkpoint again")
+        matrix = np.ascontiguousarray(class_map.matrix.T, np.float32)
+        constants[CLASS_WEIGHTS].CopyFrom(numpy_helper.from_array(matrix, CLASS_WEIGHTS))
+        return changed
     if ANCHORS not in constants:
         raise ArtifactError("its graph has no constant for the anchors; export the checkpoint again, and edit that")
-    values = {ANCHORS: head_constant(class_map, distance), KEPT: class_map.kept_prototypes[:, None]}
+    values = {ANCHORS: head_constant(class_map, metadata.distance), KEPT: class_map.kept_prototypes[:, None]}
     for name, value in values.items():
         if name in constants:
             # version 0.1.0 has them without the last axis

@@ -17,7 +17,7 @@ from opal_deploy.options import Option, Options, StrPath, Threads, default_of, f
 from opal_deploy.records.decision import Decision
 
 _ENGINES = "TensorRT engines (--trt)"
-_AUTHORS = "Checkpoints of the OPAL authors, which do not record these"
+_AUTHORS = "Checkpoints of other code, which do not record these"
 _WEB = "Static site for browsers (--web)"
 _TRITON = "Triton model repository (--triton)"
 # buffers for the largest batch stay allocated on the device and in page-locked memory
@@ -134,6 +134,14 @@ class CheckpointOptions(Options):
     size: Annotated[
         int | tuple[int, int] | None,
         Option("Input size in pixels: 224, or HEIGHTxWIDTH.", default="224", panel=_AUTHORS, cli=str, parse=parse_size),
+    ] = None
+    arch: Annotated[
+        str | None,
+        Option(
+            "Another prototype network: pipnet:NET, protopnet:NET, or CaBRNet's model_arch.yml.",
+            default="an OPAL network",
+            panel=_AUTHORS,
+        ),
     ] = None
     crop: Annotated[Literal["boxes"] | None, Option("Training images were cropped to boxes.", panel=_AUTHORS)] = None
 

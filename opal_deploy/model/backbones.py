@@ -14,10 +14,10 @@ import copy
 import itertools
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,9 +58,9 @@ class Backbone(nn.Module):
         features: Tensor = self.body(images)[_OUTPUT]
         return features
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy with each layer in the original's mode; torchvision puts copies into training mode."""
-        copied = Backbone.__new__(Backbone)
+        copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         copied.body.train(self.body.training)  # chooses the graph too
@@ -135,6 +135,34 @@ def build(
         full, {cut.node: _OUTPUT}, tracer_kwargs=library.tracer_options(), suppress_diff_warning=True
     )
     return Backbone(name, body, cut.num_features, cut.stride)
+
+
+def build_with_strides(name: str, layer: str | None, stride_of: Callable[[str, nn.Conv2d], int]) -> Backbone:
+    """Build a torchvision network that ends at a layer, with other strides and random weights.
+
+    Args:
+        name: torchvision's name.
+        layer: the name of a module; None: all layers before the global pooling.
+        stride_of: the new stride of a convolution, given its name and itself, the same for both axes.
+
+    Raises:
+        UsageError: no such network or layer.
+    """
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    full = torchvision_backbones.build_network(name)
+    for path, module in full.named_modules():
+        if isinstance(module, nn.Conv2d):
+            module.stride = (stride_of(path, module),) * 2
+    try:
+        body = create_feature_extractor(
+            full, {layer or _find_cut(name, None).node: _OUTPUT}, suppress_diff_warning=True
+        )
+    except ValueError:
+        raise UsageError(f"{name} has no layer {layer!r}") from None
+    # padding aside, the number of cells grows by one per stride
+    sizes = [body.eval()(torch.zeros(1, 3, size, size))[_OUTPUT].shape for size in (256, 512)]
+    return Backbone(name, body, sizes[0][1], 256 // (sizes[1][2] - sizes[0][2]))
 
 
 def build_classifier(

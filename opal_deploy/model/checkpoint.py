@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from opal_deploy._version import __version__
+from opal_deploy.artifact.arrays import pack_array
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.documents import check_checkpoint
 from opal_deploy.artifact.files import atomic_write, compute_sha256, without_folders
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
-from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.metadata import LINEAR_SCHEMA, Metadata
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import authors_checkpoint, backbones
+from opal_deploy.model import authors_checkpoint, backbones, prototype_checkpoint
 from opal_deploy.model.authors_checkpoint import Assumptions
 from opal_deploy.model.config import NetworkConfig, find_unknown_settings
+from opal_deploy.model.linear_head import LinearNetwork
 from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.receptive_field import compute_receptive_field
@@ -147,13 +149,20 @@ def _write(path: Path, document: dict[str, Any], *, replace: bool = True) -> Non
             raise OSError("disk full?") from None
 
 
-def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assumptions | None = None) -> Checkpoint:
-    """Read a checkpoint in our format or the authors'.
+def load(
+    path: Path,
+    *,
+    class_names: list[str] | None = None,
+    assumptions: Assumptions | None = None,
+    arch: str | None = None,
+) -> Checkpoint:
+    """Read a checkpoint in our format, the authors', or of another prototype network.
 
     Args:
         path: a `.pt` or `.pth` file.
-        class_names: C names that replace those in the file; an authors' checkpoint has none.
+        class_names: C names that replace those in the file; only ours has any.
         assumptions: for an authors' checkpoint; None means the paper's values.
+        arch: the architecture of another prototype network, see `prototype_checkpoint`; None: it is an OPAL network.
 
     Raises:
         CheckpointError: neither format, or its keys, shapes or class names do not fit together.
@@ -164,7 +173,9 @@ def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assum
     raw = backbones.load_torch_file(path)
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a checkpoint or a state dict, found {type(raw).__name__}")
-    if raw.get("format") == FORMAT:
+    if arch is not None:
+        checkpoint = _load_prototypes(path, raw, class_names, arch, (assumptions or Assumptions()).input_size)
+    elif raw.get("format") == FORMAT:
         checkpoint = _load_ours(path, raw, class_names)
     elif raw and all(isinstance(value, Tensor) for value in raw.values()):
         checkpoint = _load_authors(path, raw, class_names, assumptions or Assumptions())
@@ -263,6 +274,19 @@ def _load_authors(
     )
 
 
+def _load_prototypes(
+    path: Path, raw: dict[str, Any], class_names: list[str] | None, arch: str, input_size: tuple[int, int]
+) -> Checkpoint:
+    network = prototype_checkpoint.load_network(path, raw, arch, input_size)
+    assumed: dict[str, Any] = {"arch": Path(arch).name, "input_size": list(input_size)}
+    count = network.config.num_classes
+    if class_names is None:
+        class_names, assumed = [f"class {i}" for i in range(count)], {**assumed, "class_names": "numbered"}
+    return Checkpoint(
+        network, _check_class_names(path, class_names, count), source={"format": "prototypes", "assumed": assumed}
+    )
+
+
 def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> None:
     """Load a state dict strictly; one error names every wrong key."""
     shapes = backbones.get_shapes(network.state_dict())
@@ -289,10 +313,15 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
     # curves have a field of their own, or stay in the checkpoint
     metrics = {name: value for name, value in checkpoint.metrics.items() if not isinstance(value, dict)}
     risk = checkpoint.metrics.get("val_risk")
+    linear: dict[str, Any] = {}
+    if isinstance(network, LinearNetwork):
+        linear = {"schema": LINEAR_SCHEMA, "class_weights": {
+            "weights": pack_array(network.weights.numpy()), "biases": pack_array(network.biases.numpy()),
+        }}  # fmt: skip
     receptive_field = checkpoint.receptive_field or compute_receptive_field(network.backbone, network.config.input_size)
     return Metadata(
         class_names=tuple(checkpoint.class_names),
-        prototypes_per_class=head.prototypes_per_class,
+        prototypes_per_class=network.most_slots,
         head=head.to_dict(),
         evidence=head.evidence,
         backbone=network.config.backbone,
@@ -311,4 +340,5 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         baseline=checkpoint.baseline.to_dict() if checkpoint.baseline else {},
         keep_layers=network.config.keep_layers,
         outputs=network.list_outputs(),
+        **linear,
     )

@@ -7,13 +7,14 @@ pixels.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import UNSET
 
-from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.class_map import find_margins
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import PER_IMAGE, Outputs
 from opal_deploy.preprocess.geometry import Geometry
@@ -37,6 +38,8 @@ class FramePlace(NamedTuple):
     time: float | None
 
 
+# slots that a record of a linear head lists; a class may have thousands
+MOST_LISTED = 10
 # the outputs of one number per image that are fields of a record
 RECORDED_OUTPUTS = tuple(name for name in PER_IMAGE if name in Answered.__struct_fields__)
 
@@ -75,20 +78,22 @@ def build_records(
     if metadata.evidence == "exact":
         geometries = [image.geometry for image in images]
         evidence = find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms)
-        all_slots = _build_slots(evidence, metadata.class_map, slot_names or {})
+        all_slots = _build_slots(evidence, metadata, slot_names or {})
     columns = {name: array.tolist() for name, array in outputs.per_image().items()}
+    totals = None if metadata.is_opal or best.totals is None else best.totals[:, 0]
+    margins = None if best.totals is None else find_margins(best.totals)
     records = []
     for number, (image, answers, slots) in enumerate(
         zip(images, _build_answers(best, metadata), all_slots, strict=False)
     ):
-        first, second = answers[0].cosine, answers[1].cosine if len(answers) > 1 else None
-        margin = None if first is None or second is None else first - second
+        margin = None if margins is None or np.isnan(margins[number]) else float(margins[number])
         values = {"margin": margin, **{name: column[number] for name, column in columns.items()}}
         status, reason = decision.judge(values, answers[0].class_id, slots, metadata)
         record = Answered(
             **_begin(image.name, image.image_index, image.digests, image.frame), status=status,
             width=image.geometry.width, height=image.geometry.height, prediction=answers[0], margin=margin,
             reason=reason or None, top=answers[:top], evidence=slots, label=image.label,
+            **({} if totals is None else _describe_rest(float(totals[number]), answers[0], slots, metadata)),
             **{name: values[name] for name in RECORDED_OUTPUTS if name in values},
         )  # fmt: skip
         records.append(record)
@@ -101,16 +106,21 @@ def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, metadata
     Raises:
         ValueError: the model's evidence is not `exact`, or it does not list this class.
     """
-    return next(
-        _build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata.class_map, {})
-    )
+    return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata, {}))
+
+
+def _describe_rest(total: float, answer: Answer, slots: Sequence[Slot], metadata: Metadata) -> dict[str, Any]:
+    """Return what a linear head's contributions lack to the logit: the sum of those not listed, and the bias."""
+    bias = float(metadata.class_map.biases[answer.class_id])
+    return {"rest": math.fsum([total, -bias, *(-(slot.contribution or 0.0) for slot in slots)]), "bias": bias}
 
 
 def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[tuple[Answer, ...]]:
     labels = metadata.class_names
     unknown = itertools.repeat(itertools.repeat(None))
     all_cosines, all_probabilities = (
-        unknown if values is None else values.tolist() for values in (best.cosines, best.probabilities)
+        unknown if values is None else values.tolist()
+        for values in (best.totals if metadata.is_opal else None, best.probabilities)
     )
     columns = best.class_ids.tolist(), best.logits.tolist(), all_cosines, all_probabilities
     for answers in zip(*columns, strict=False):
@@ -128,20 +138,42 @@ def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[tuple[Answe
         )
 
 
-def _build_slots(evidence: SlotEvidence, class_map: ClassMap, names: SlotNames) -> Iterator[tuple[Slot, ...]]:
+def _build_slots(evidence: SlotEvidence, metadata: Metadata, names: SlotNames) -> Iterator[tuple[Slot, ...]]:
     no_parts = itertools.repeat(itertools.repeat(None))
-    all_parts = no_parts if evidence.contributions is None else evidence.contributions.tolist()
-    tables = (table[evidence.class_ids] for table in (class_map.kept, class_map.channel_table))
-    arrays = (evidence.class_ids, *tables, evidence.cells, evidence.scores, evidence.boxes)
-    for class_id, kept, *columns, parts in zip(*(array.tolist() for array in arrays), all_parts, strict=False):
+    listed = metadata.class_map.kept[evidence.class_ids]
+    numbers = np.broadcast_to(np.arange(listed.shape[1]), listed.shape)
+    columns: list[Any] = [metadata.class_map.channel_table[evidence.class_ids], evidence.cells, evidence.scores,
+                          evidence.boxes, evidence.contributions]  # fmt: skip
+    if not metadata.is_opal:
+        numbers, listed = _find_strongest(evidence.contributions, listed)
+        rows = np.arange(len(numbers))[:, None]
+        columns = [column[rows, numbers] for column in columns]
+    *arrays, parts = columns
+    all_parts = no_parts if parts is None else parts.tolist()
+    arrays = [evidence.class_ids, listed, numbers, *arrays]
+    for class_id, here, *values, own in zip(*(array.tolist() for array in arrays), all_parts, strict=False):
         yield tuple([
             Slot(
                 slot=slot, channel=channel, cell=tuple(cell), score=score, contribution=part, box=tuple(box),
                 name=names.get((class_id, slot)),
             )
-            for slot, (channel, cell, score, box, part) in enumerate(zip(*columns, parts, strict=False))
-            if kept[slot]
+            for is_listed, slot, channel, cell, score, box, part in zip(here, *values, own, strict=False)
+            if is_listed
         ])  # fmt: skip
+
+
+def _find_strongest(contributions: Any, kept: Any) -> tuple[Any, Any]:
+    """Return the slots that a record of a linear head lists, int64 [N, k], and whether each is one, bool [N, k].
+
+    These are the MOST_LISTED slots whose contributions are furthest from 0, the first of them first; slots that
+    contribute nothing are left out, but for one where all do.
+    """
+    strength = np.where(kept, np.abs(contributions), -1.0)
+    numbers = np.argsort(-strength, axis=1, kind="stable")[:, :MOST_LISTED]
+    ordered = np.take_along_axis(strength, numbers, axis=1)
+    listed = ordered > 0
+    listed[:, 0] |= ordered[:, 0] == 0
+    return numbers, listed
 
 
 def error_record(

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.heads import find_contributions, find_norms
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.opal_head import contributions, embedding_norms
 from opal_deploy.artifact.outputs import DoubleArray, Outputs, compute_probabilities, find_largest
 from opal_deploy.preprocess.geometry import Geometry, cell_boxes
 
@@ -26,15 +26,16 @@ class TopClasses:
     Attributes:
         class_ids: int64 [N, k].
         logits: float64 [N, k], the float32 values exactly.
-        cosines: float64 [N, k], in [-1, 1]; None without anchors.
-        norms: float64 [N], norms of the scores, see `embedding_norms`; None without anchors.
+        totals: float64 [N, k], what contributions add up to: cosines in [-1, 1], or a linear head's logits; None
+            without evidence.
+        norms: float64 [N], see `heads.find_norms`; None without evidence.
         probabilities: float64 [N, k], calibrated; None if the model has no temperature, or outputs only its best
             classes.
     """
 
     class_ids: NDArray[np.int64]
     logits: DoubleArray
-    cosines: DoubleArray | None = None
+    totals: DoubleArray | None = None
     norms: DoubleArray | None = None
     probabilities: DoubleArray | None = None
 
@@ -47,7 +48,7 @@ class SlotEvidence:
         class_ids: int64 [N].
         cells: int64 [N, m, 2], (row, col) of each slot's maximum.
         scores: float64 [N, m], the float32 values exactly.
-        contributions: float64 [N, m], see `opal_head.contributions`; None if the distance is not a sum over slots.
+        contributions: float64 [N, m], see `heads.find_contributions`; None if the distance is not a sum over slots.
         boxes: float64 [N, m, 4], (x0, y0, x1, y1) of the cells in pixels of the whole oriented images.
     """
 
@@ -73,8 +74,8 @@ def find_top_classes(outputs: Outputs, metadata: Metadata, k: int) -> TopClasses
             return TopClasses(class_ids, logits.astype(np.float64), probabilities=probabilities)
         scores = metadata.class_map.take(outputs.scores, class_ids)
     norms = _compute_norms(outputs, metadata)
-    cosines = metadata.class_map.totals(scores / norms[:, None, None], class_ids)
-    return TopClasses(class_ids, logits.astype(np.float64), cosines, norms, probabilities)
+    totals = metadata.class_map.totals(scores / norms[:, None, None], class_ids)
+    return TopClasses(class_ids, logits.astype(np.float64), totals, norms, probabilities)
 
 
 def find_evidence(
@@ -103,18 +104,20 @@ def find_evidence(
         class_ids,
         np.stack([rows, cols], axis=2),
         scores,
-        contributions(scores / norms[:, None], class_ids, metadata.class_map, metadata.distance),
+        find_contributions(scores / norms[:, None], class_ids, metadata),
         cell_boxes([geometry.crop for geometry in geometries], rows, cols, metadata.grid),
     )
 
 
 def _compute_norms(outputs: Outputs, metadata: Metadata) -> DoubleArray:
-    """Return |s| + epsilon, float64 [N]."""
-    if outputs.top is not None:
+    """Return what scores are divided by, float64 [N], see `heads.find_norms`."""
+    if outputs.top is not None and metadata.is_opal:
         norms: DoubleArray = outputs.top.norm.astype(np.float64) + metadata.epsilon
         return norms
+    if outputs.top is not None:
+        return np.ones(len(outputs))
     assert outputs.scores is not None
-    return embedding_norms(outputs.scores, metadata.epsilon)
+    return find_norms(outputs.scores, metadata)
 
 
 def _take_slots(

@@ -24,8 +24,8 @@ def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
     """
     best = find_top_classes(outputs, metadata, 2)
     count = len(outputs)
-    # exact evidence has anchors
-    assert best.cosines is not None
+    # exact evidence has totals
+    assert best.totals is not None
     assert best.norms is not None
     # boxes are not used
     geometries = [Geometry.whole(*metadata.input_size[::-1])] * count
@@ -36,8 +36,8 @@ def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
     flat = evidence.cells[..., 0] * metadata.grid[1] + evidence.cells[..., 1]
     return Observations(
         evidence.class_ids,
-        best.cosines[:, 0],
-        find_margins(best.cosines),
+        best.totals[:, 0],
+        find_margins(best.totals),
         best.norms,
         share_cells(flat, kept),
         unknown if outputs.ood_score is None else outputs.ood_score.astype(np.float64),

@@ -66,7 +66,8 @@ class Slot(Struct, frozen=True, omit_defaults=True):
         Number | None,
         Meta(
             description="Contributions add up to the cosine (l2), to the class's share of the distance (l1, kl) or of "
-            "its cube (l3). null if the distance has no such sum."
+            "its cube (l3). null if the distance has no such sum. Heads that share prototypes: weight times score, of "
+            "either sign."
         ),
     ]
     box: Annotated[
@@ -158,8 +159,8 @@ class Answered(_Image[AnswerStatus], frozen=True, kw_only=True):
     margin: Annotated[
         Number | None,
         Meta(
-            description="Cosine of the predicted class minus that of the runner-up; null if the model has no anchors "
-            "or only one class."
+            description="Cosine of the predicted class minus that of the runner-up, or logit for heads that share "
+            "prototypes; null if the model has no evidence or only one class."
         ),
     ]
     ood_score: Annotated[
@@ -176,10 +177,19 @@ class Answered(_Image[AnswerStatus], frozen=True, kw_only=True):
     evidence: Annotated[
         tuple[Slot, ...],
         Meta(
-            description="Slots of the predicted class, in order; only if each slot's score comes from one cell.",
+            description="Slots of the predicted class, in order; only if each slot's score comes from one cell. Heads "
+            "that share prototypes: the ten whose contributions are furthest from 0, the first of them first.",
             min_length=1,
         ),
     ] = ()
+    rest: Annotated[
+        Number | None,
+        Meta(
+            description="Heads that share prototypes: sum of the contributions that are not listed. Contributions, "
+            "rest and bias add up to the logit."
+        ),
+    ] = None
+    bias: Annotated[Number | None, Meta(description="Heads that share prototypes: the class's bias.")] = None
     label: _Label = None
     overlay: Annotated[str | None, Meta(description="The overlay's file, relative to the run's folder.")] = None
     sheet: Annotated[str | None, Meta(description="The evidence sheet's file, relative to the run's folder.")] = None

@@ -185,7 +185,7 @@ def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> 
     """Return the (name, value) pairs at the head of the report."""
     head = [
         ("Model", f"{path.name}: {metadata.backbone}, {metadata.num_classes} classes, "
-         f"{metadata.prototypes_per_class} slots per class, distance {metadata.distance}"),
+         f"{metadata.describe_head()}"),
         ("Runtime", runtime),
     ]  # fmt: skip
     if metadata.file_sha256.strip("0"):

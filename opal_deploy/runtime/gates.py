@@ -24,13 +24,15 @@ from typing import Any, cast
 
 import numpy as np
 
+from opal_deploy.artifact.heads import find_totals, to_distances
 from opal_deploy.artifact.metadata import Metadata, with_current_names
-from opal_deploy.artifact.opal_head import cosines
 from opal_deploy.artifact.outputs import PER_IMAGE, FloatArray, Outputs, tolerances
 from opal_deploy.statistics import share_bounds
 
 # a runtime's kernels may round this many times as much as PyTorch's; one layer in half precision is hundreds of times
 _RUNTIME_FACTOR = 32
+# squared distances of a distance head under which its logarithm is steep
+_NEAR_ZERO = 1e-2
 # cells whose best value leads by less than this are near ties: lower precisions may choose the other cell
 NEAR_TIE = 1e-2
 
@@ -143,13 +145,14 @@ class Rounding:
 
 
 def _difference(exact: Outputs, other: Outputs, metadata: Metadata) -> tuple[float, float, float, float]:
-    expected = exact.logits.astype(np.float64)
-    relative = np.abs(expected - other.logits) / np.maximum(1.0, np.abs(expected))
+    expected, slack = exact.logits.astype(np.float64), logit_slack(exact, metadata, GATES["fp32"].score)
+    relative = np.maximum(np.abs(expected - other.logits) - slack, 0.0) / np.maximum(1.0, np.abs(expected))
     logit = float(np.where(np.abs(expected) > 1e-2, relative, 0.0).max())
     if exact.scores is None or other.scores is None:
         return 0.0, 0.0, 0.0, logit
-    scores = np.abs(exact.scores.astype(np.float64) - other.scores)
-    cosine = np.abs(compute_cosines(exact, metadata) - compute_cosines(other, metadata))
+    scores = score_differences(exact, other, metadata)
+    cosine = np.abs(compute_totals(exact, metadata) - compute_totals(other, metadata))
+    cosine = np.maximum(cosine - slack / total_scale(metadata), 0.0)
     relative_score = scores / np.maximum(np.abs(exact.scores), 1e-30)
     return float(cosine.max()), float(scores.max()), float(relative_score.max()), logit
 
@@ -205,6 +208,37 @@ class Agreement:
         return self.high < self.required
 
 
-def compute_cosines(outputs: Outputs, metadata: Metadata) -> Any:
-    """Return the cosines [N, C], float64, that follow from the scores."""
-    return cosines(cast(FloatArray, outputs.scores), metadata.class_map, metadata.epsilon)
+def compute_totals(outputs: Outputs, metadata: Metadata) -> Any:
+    """Return the totals [N, C], float64, that follow from the scores: cosines, or logits relative to their scale."""
+    totals = find_totals(cast(FloatArray, outputs.scores), metadata)
+    return totals / total_scale(metadata)
+
+
+def total_scale(metadata: Metadata) -> float:
+    """Return what totals are divided by to be compared with a gate's `cosine`: 1, or the scale of a linear head's.
+
+    That scale is what all of a class's weights together add to its logit per unit of score, at least 1.
+    """
+    if metadata.is_opal:
+        return 1.0
+    return max(1.0, float(np.abs(metadata.class_map.matrix).sum(axis=1).max()))
+
+
+def logit_slack(exact: Outputs, metadata: Metadata, score: float) -> Any:
+    """Return by how much logits may differ because of distances that differ by `score`, float64 [N, C].
+
+    Only prototypes whose distance is near 0 count, where the logarithm of a distance head is steep; 0 for other heads.
+    """
+    if metadata.head_kind != "distance" or metadata.head["similarity"] != "log":
+        return np.zeros_like(exact.logits, np.float64)
+    distances = to_distances(cast(FloatArray, exact.scores), metadata)
+    steep = np.where(distances < _NEAR_ZERO, 1.0 / (distances + metadata.epsilon), 0.0)
+    return score * steep @ np.abs(metadata.class_map.matrix).T
+
+
+def score_differences(exact: Outputs, other: Outputs, metadata: Metadata) -> Any:
+    """Return the differences of the scores, float64 [N, K]; of a distance head, of the distances they come from."""
+    before, after = cast(FloatArray, exact.scores), cast(FloatArray, other.scores)
+    if metadata.head_kind == "distance":
+        return np.abs(to_distances(before, metadata) - to_distances(after, metadata))
+    return np.abs(before.astype(np.float64) - after)

@@ -27,7 +27,15 @@ from opal_deploy.artifact.outputs import (
 )
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import VerificationError
-from opal_deploy.runtime.gates import NEAR_TIE, Agreement, Gate, compute_cosines
+from opal_deploy.runtime.gates import (
+    NEAR_TIE,
+    Agreement,
+    Gate,
+    compute_totals,
+    logit_slack,
+    score_differences,
+    total_scale,
+)
 from opal_deploy.runtime.session import Session
 
 # float32 logits do not tell classes apart that are nearer than this, even where both sides' scores are the same
@@ -39,7 +47,8 @@ class Comparison:
     """The differences between a candidate and the reference over `images` images; true if the candidate passed.
 
     Attributes:
-        max_cosine, max_logit, max_score: largest absolute differences (None where the model has no such output).
+        max_cosine, max_logit, max_score: largest absolute differences (None where the model has no such output); of a
+            linear head `max_cosine` is that of the logits relative to their scale, see `gates.total_scale`.
         max_others: largest absolute differences of the outputs of one number per image, by name.
         cells, cells_tied, cells_different: of all K channels of all images: compared, left out as ties, different.
         block_cells, block_cells_different: the same within the reference's predicted class, ties left out.
@@ -99,7 +108,7 @@ def compare_outputs(
             failures=tuple(f for f in messages if f),
         )  # fmt: skip
     comparison = _compare_evidence(
-        reference, candidate, compute_cosines(candidate, metadata), candidate.logits.argmax(1), metadata, gate,
+        reference, candidate, compute_totals(candidate, metadata), candidate.logits.argmax(1), metadata, gate,
         confidence=confidence,
     )  # fmt: skip
     return _compare_others(comparison, expected, candidate, gate)
@@ -123,14 +132,14 @@ def _compare_top(reference: Reference, top: TopOutputs, metadata: Metadata, gate
     """Compare the listed classes; all others count as equal, and none of their cells as compared."""
     expected, class_map = reference.outputs, metadata.class_map
     place = np.arange(len(expected))[:, None], top.classes
-    logits, after = expected.logits.copy(), compute_cosines(expected, metadata)
+    logits, after = expected.logits.copy(), compute_totals(expected, metadata)
     scores, argmax = cast(FloatArray, expected.scores).copy(), cast(IntArray, expected.argmax).copy()
     listed = np.zeros(scores.shape, np.bool_)
     logits[place] = top.logits
     channels = np.arange(len(expected))[:, None, None], class_map.channel_table[top.classes]
     scores[channels], argmax[channels], listed[channels] = top.scores, top.cells, True
-    norms = top.norm.astype(np.float64) + metadata.epsilon
-    after[place] = class_map.totals(top.scores / norms[:, None, None], top.classes)
+    norms = top.norm.astype(np.float64) + metadata.epsilon if metadata.is_opal else np.ones(len(logits))
+    after[place] = class_map.totals(top.scores / norms[:, None, None], top.classes) / total_scale(metadata)
     comparison = _compare_evidence(
         reference, Outputs(logits, argmax, scores), after, top.classes[:, 0], metadata, gate, listed
     )
@@ -166,15 +175,16 @@ def _compare_evidence(
     listed: Any = True,
     confidence: float | None = None,
 ) -> Comparison:
-    """Compare outputs with scores: of all classes, with cosines `after` [N, C] and predicted classes [N].
+    """Compare outputs with scores: of all classes, with totals `after` [N, C] and predicted classes [N].
 
     Only the cells of the channels `listed`, bool [N, K], are compared; True: all.
     """
     expected = reference.outputs
-    logit, logit_failure = _logits(expected.logits, candidate.logits, gate)
-    score = float(np.abs(cast(FloatArray, expected.scores) - cast(FloatArray, candidate.scores)).max())
-    before = compute_cosines(expected, metadata)
-    distance = np.abs(before - after).max(axis=1)
+    slack = logit_slack(expected, metadata, gate.score)
+    logit, logit_failure = _logits(expected.logits, candidate.logits, gate, slack)
+    score = float(score_differences(expected, candidate, metadata).max())
+    before = compute_totals(expected, metadata)
+    distance = np.maximum(np.abs(before - after) - slack / total_scale(metadata), 0.0).max(axis=1)
     cosine = float(distance.max())
     cells, moved = _cells(reference, candidate, metadata, gate, listed)
     agreement = None
@@ -229,9 +239,10 @@ def _invalid_classes(classes: IntArray, num_classes: int) -> bool:
     return bool((ordered < 0).any() or (ordered >= num_classes).any() or (np.diff(ordered, axis=1) == 0).any())
 
 
-def _logits(expected: FloatArray, candidate: FloatArray, gate: Gate) -> tuple[float, str]:
+def _logits(expected: FloatArray, candidate: FloatArray, gate: Gate, slack: Any = 0.0) -> tuple[float, str]:
+    """Return the largest difference, and what is wrong with it; differences up to `slack` [N, C] are allowed."""
     comparable = np.abs(expected) > 1e-2  # the root magnifies rounding near zero
-    difference = np.where(comparable, np.abs(expected - candidate), 0.0)
+    difference = np.where(comparable, np.maximum(np.abs(expected - candidate) - slack, 0.0), 0.0)
     relative = float((difference / np.maximum(1.0, np.abs(expected))).max())
     failure = (
         "" if relative <= gate.logit else f"a logit differs by {relative:.3g} (relative), more than {gate.logit:g}"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.opal_head import embedding
 from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, compute_metrics, margins
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.head import OpalHead
@@ -308,7 +309,7 @@ def predict(
                 cells = outputs.argmax.gather(1, channels).cpu().numpy()
             if outputs.scores is not None:
                 scores = outputs.scores.float().cpu().numpy()
-                batch_margins = margins(logits, scores, class_map, config.head.epsilon)
+                batch_margins = margins(logits, embedding(scores, config.head.epsilon), class_map)
             parts.append(LabelledOutputs(logits, labels.numpy(), cells, batch_margins))
             done += len(labels)
             progress(done, len(batches.images), "evaluating")

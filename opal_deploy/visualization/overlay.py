@@ -37,12 +37,13 @@ from opal_deploy.visualization.style import (
 COSINE = "contribution to the cosine"
 DISTANCE = "share of the distance (smaller is closer)"
 SCORE = "score"
-MEANINGS = (COSINE, DISTANCE, SCORE)
+LOGIT = "contribution to the logit"
+MEANINGS = (COSINE, DISTANCE, SCORE, LOGIT)
 
 NO_EVIDENCE = "No evidence boxes: this model's answers do not come from single cells."
 FIELD_NOTE = "Solid: the cell where a score was read. Dashed: its effective receptive field."
 
-_HEADINGS = {COSINE: "contribution", DISTANCE: "distance share", SCORE: ""}
+_HEADINGS = {COSINE: "contribution", DISTANCE: "distance share", SCORE: "", LOGIT: "contribution"}
 
 # a smaller side under _MIN_SIDE is enlarged to about _ENLARGED_SIDE, the longer side to at most _MAX_SIDE
 _MIN_SIDE, _ENLARGED_SIDE, _MAX_SIDE = 160, 256, 1600
@@ -75,7 +76,7 @@ class Bar:
 
 
 def build_bars(record: Answered) -> tuple[str, list[Bar]]:
-    """Return the meaning of the bars of a record's evidence (COSINE, DISTANCE or SCORE), and a bar per slot.
+    """Return the meaning of the bars of a record's evidence, one of MEANINGS, and a bar per slot.
 
     All bars of a record share one scale. For contributions to the cosine a full bar is at least 1/m: if all bars are
     full, the cosine is 1. For scores it is 1. Bars of negative values point left from a common zero.
@@ -86,6 +87,8 @@ def build_bars(record: Answered) -> tuple[str, list[Bar]]:
     else:
         is_cosine = adds_up(record.evidence, record.prediction.cosine)
         meaning, values, full = (COSINE, known, 1.0 / len(known)) if is_cosine else (DISTANCE, known, 0.0)
+        if record.rest is not None:
+            meaning = LOGIT
     ends = bar_ends(values, full)
     return meaning, [
         Bar(slot.slot, value, slot.score, *end) for slot, value, end in zip(record.evidence, values, ends, strict=True)
@@ -244,10 +247,12 @@ def format_facts(record: Answered) -> str:
     """Return class, cosine and margin in one line, or the logit if the model has no cosine."""
     prediction = record.prediction
     name = f"class {prediction.class_id}"
-    if prediction.cosine is None:
-        return f"{name}, logit {format_number(prediction.logit)}"
+    logit = f"{name}, logit {format_number(prediction.logit)}"
+    if prediction.cosine is None and record.margin is None:
+        return logit
     margin = format_number(record.margin).replace("–", "-")
-    return f"{name}, cosine {format_number(prediction.cosine)}, margin {margin}"
+    match = logit if prediction.cosine is None else f"{name}, cosine {format_number(prediction.cosine)}"
+    return f"{match}, margin {margin}"
 
 
 class _Legend:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from opal_deploy.records.record import Answered, Slot
+from opal_deploy.visualization.style import format_number
 
 # cosine and contributions are float64 sums of the same values in different orders
 _SUM_TOLERANCE: Final = 1e-9
@@ -64,9 +65,14 @@ def describe_answer(record: Answered) -> list[str]:
             reached += _part(slot)
     if named:
         sentences.append(f"{_join(named)}.")
+    if record.rest is not None:
+        parts = math.fsum(_part(slot) for slot in record.evidence)
+        values = [format_number(value) for value in (parts, record.prediction.logit, record.rest, record.bias)]
+        sentences.append("The slots listed add {} to the logit {}, all others {}, the class's bias {}.".format(*values))
     if record.margin is not None and len(record.top) > 1:
         runner_up, margin = record.top[1].label, record.margin
-        start = "Close call: the" if margin < WORDS["close"] else "The"
+        # logits have no common scale
+        start = "Close call: the" if margin < WORDS["close"] and record.rest is None else "The"
         text = f"{start} runner-up, {runner_up}, is {abs(margin):.3f} {'behind' if margin >= 0 else 'ahead'}"
         if ranked[1:]:
             # a slot that scores 0 leaves the order of all other totals as it is

@@ -28,15 +28,18 @@ def test_anchors_are_orthonormal_and_a_class_has_a_contiguous_block():
 
 
 def test_prototypes_may_be_shared_and_a_class_may_have_none():
-    assert (SHARED.num_classes, SHARED.max_slots) == (4, 3)
-    assert SHARED.sizes.tolist() == [2, 3, 1, 0]
+    assert (SHARED.num_classes, SHARED.max_slots) == (4, 5)
+    assert SHARED.counts.tolist() == [2, 3, 1, 0]
     np.testing.assert_array_equal(SHARED.matrix, WEIGHTS)
-    assert (SHARED.owners(1), SHARED.owners(2)) == ([(0, 0), (1, 1)], [(2, 0)])
-    assert (SHARED.channels(1).tolist(), SHARED.slot_of(1, 4), SHARED.locate(4)) == ([0, 1, 4], 2, (1, 2))
+    # a shared prototype has the same number in every class
+    assert (SHARED.owners(1), SHARED.owners(2)) == ([(0, 1), (1, 1)], [(2, 2)])
+    assert (SHARED.channels(1).tolist(), SHARED.slot_of(1, 4), SHARED.locate(9)) == ([0, 1, 4], 4, (1, 4))
     # weights that are not of unit length stay what they are, and a prototype goes for all of its classes
     without = SHARED.drop([1])
     np.testing.assert_array_equal(without.matrix, WEIGHTS * [1, 0, 1, 1, 1])
-    assert (without.slots(0), without.slots(1), without.counts.tolist()) == ([1], [0, 2], [1, 2, 1, 0])
+    assert (without.slots(1), without.counts.tolist()) == ([0, 4], [1, 2, 1, 0])
+    assert not without.silenced.any()
+    assert without.drop([2]).silenced.tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize("class_map", [ClassMap.blocks(4, 5), ClassMap.blocks(2, 3, (0, 4)), SHARED, SHARED.drop([1])])

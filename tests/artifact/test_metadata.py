@@ -51,7 +51,8 @@ def test_its_repr_is_short_whatever_it_holds():
 
 
 ADDED_LATER = {
-    "risk", "calibration", "edits", "evaluation", "receptive_field", "baseline", "keep_layers", "top_k"
+    "risk", "calibration", "edits", "evaluation", "receptive_field", "baseline", "keep_layers", "top_k",
+    "class_weights",
 }  # fmt: skip
 
 

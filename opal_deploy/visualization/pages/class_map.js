@@ -14,12 +14,12 @@ function readClassMap({ num_prototypes: size, offsets, prototypes, strengths, bi
   }
   /** The slots of a class that are left: {slot, channel, weight}. */
   const slots = (classId) => Array.from(weights.subarray(...classes[classId]), (weight, slot) =>
-    ({ slot, channel: prototypes[offsets[classId] + slot], weight })).filter(({ channel }) => kept[channel]);
+    ({ slot, channel: prototypes[offsets[classId] + slot], weight })).filter(({ channel, weight }) => kept[channel] && weight);
   /** The number of a slot among those of all classes. */
   const entry = (classId, slot) => offsets[classId] + slot;
   /** [class, slot] of every class that a channel speaks for. */
   const owners = (channel) => prototypes.flatMap((own, entry) => {
-    if (own !== channel) return [];
+    if (own !== channel || !strengths[entry]) return [];
     const classId = classes.findIndex(([, stop]) => entry < stop);
     return [[classId, entry - offsets[classId]]];
   });

@@ -49,10 +49,12 @@ const evidence = (() => {
   }
 
   const COSINE = "contribution to the cosine", DISTANCE = "share of the distance (smaller is closer)", SCORE = "score";
+  const LOGIT = "contribution to the logit";
 
   /** What the bars of a record's evidence show, as build_bars of overlay.py finds it. */
-  function findMeaning({ evidence: slots, prediction, meaning }) {
+  function findMeaning({ evidence: slots, prediction, meaning, rest }) {
     if (meaning) return meaning;
+    if (rest !== undefined && rest !== null) return LOGIT;
     if (slots.some((slot) => slot.contribution === null)) return SCORE;
     const sum = slots.reduce((total, slot) => total + slot.contribution, 0);
     return prediction.cosine !== null && Math.abs(sum - prediction.cosine) <= 1e-9 ? COSINE : DISTANCE;
@@ -93,8 +95,13 @@ const evidence = (() => {
       reached += slot.contribution;
     }
     if (named.length) sentences.push(`${join(named)}.`);
+    const shared = record.rest !== undefined && record.rest !== null;
+    if (shared) {
+      const values = [sum(record.evidence), record.prediction.logit, record.rest, record.bias].map(number);
+      sentences.push(`The slots listed add ${values[0]} to the logit ${values[1]}, all others ${values[2]}, the class's bias ${values[3]}.`);
+    }
     if (margin !== null && top.length > 1) {
-      const start = margin < WORDS.close ? "Close call: the" : "The", runnerUp = top[1].label;
+      const start = margin < WORDS.close && !shared ? "Close call: the" : "The", runnerUp = top[1].label;
       let text = `${start} runner-up, ${runnerUp}, is ${number(Math.abs(margin))} ${margin >= 0 ? "behind" : "ahead"}`;
       if (ranked.length > 1) {
         const answer = margin > ranked[0].contribution ? "the same" : runnerUp;
@@ -129,7 +136,7 @@ const evidence = (() => {
   function evidenceTable(record, decorate, least = 0) {
     const slots = record.evidence, meaning = findMeaning(record), scores = meaning !== SCORE;
     const values = slots.map((slot) => scores ? slot.contribution : slot.score);
-    const full = { [COSINE]: 1 / slots.length, [DISTANCE]: 0, [SCORE]: 1 }[meaning];
+    const full = { [COSINE]: 1 / slots.length, [DISTANCE]: 0, [SCORE]: 1, [LOGIT]: 0 }[meaning];
     const high = Math.max(full, least, ...values, 1e-9), low = Math.min(0, ...values), scale = 100 / (high - low);
     const rows = slots.map((slot, i) => {
       const start = (Math.min(0, values[i]) - low) * scale, stop = (Math.max(0, values[i]) - low) * scale;

@@ -92,6 +92,7 @@ class Card:
         ]  # fmt: skip
         own = {name: getattr(self, name) for name in ("top", "fields", "overlay", "sheet", "overlay_width", "undrawn")}
         return {
+            "rest": record.rest, "bias": record.bias,
             "cosine": self.is_cosine, "size": [record.width, record.height], "drawn": self.drawn, "slots": slots,
             "meaning": MEANINGS.index(build_bars(record)[0]), "flag": describe_status(record),
             "probability": _round(record.prediction.calibrated_probability), **own,

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,14 @@ from opal_deploy.visualization.overlay import bar_ends, describe_boxes
 from opal_deploy.visualization.sentences import describe_answer, headline
 from opal_deploy.visualization.style import format_number
 
-Meaning = Literal["cosine", "distance", "score"]
+Meaning = Literal["cosine", "distance", "score", "logit"]
 # distances whose contributions are parts of the distance, or of a power of it
 _PART_DISTANCES = ("l1", "l3", "kl")
 HEADINGS = {
     "cosine": "contribution of each slot to the cosine",
     "distance": "share of each slot in the distance",
     "score": "score of each slot",
+    "logit": "contribution of the strongest slots to the logit",
 }
 _SUMS = {"l2": "cosine", "l3": "share of the cubed distance"}
 
@@ -81,8 +82,9 @@ class ClassView:
 
     Attributes:
         logit: minus the distance to the class's anchor.
-        cosine: <z, a_c>.
-        slots: strongest first: by contribution to the cosine, else by score.
+        cosine: <z, a_c>; None for heads that share prototypes.
+        slots: strongest first: by contribution to the cosine, by its distance from 0 for heads that share prototypes,
+            else by score.
         total: sum of the slots' contributions; None if the distance has none.
         distinct_cells: number of different cells that the slots chose.
     """
@@ -90,7 +92,7 @@ class ClassView:
     class_id: int
     label: str
     logit: float
-    cosine: float
+    cosine: float | None
     slots: tuple[SlotView, ...]
     total: float | None
     distinct_cells: int
@@ -99,6 +101,11 @@ class ClassView:
     def name(self) -> str:
         """The label; the class's number if the label is blank."""
         return self.label.strip() or f"class {self.class_id}"
+
+    @property
+    def match(self) -> str:
+        """How well the image matches the class: its cosine, or its logit."""
+        return f"logit {format_number(self.logit)}" if self.cosine is None else f"cosine {format_number(self.cosine)}"
 
     def describe_places(self) -> str:
         """Return a sentence on the number of cells that the slots chose."""
@@ -189,13 +196,17 @@ class SheetContent:
 
     def label_sum(self, view: ClassView) -> str:
         """Return what the bars of a class add up to; empty if they have no sum."""
+        if self.meaning == "logit":
+            return "sum of these"
         return "" if view.total is None else f"sum = {_SUMS.get(self.distance, 'share of the distance')}"
 
     def explain_figures(self, *, fields: bool = False) -> list[str]:
         """Return sentences on how to read boxes and bars; `fields`: receptive fields are drawn on the photographs."""
+        measure = "The cosine says how well the image matches a class: 1 is a perfect match."
+        if self.meaning == "logit":
+            measure = "The logit says how well the image matches a class, compared with the other classes."
         sentences = [
-            "The cosine says how well the image matches a class: 1 is a perfect match."
-            + (" The margin is the lead over the runner-up." if self.runner_up is not None else ""),
+            measure + (" The margin is the lead over the runner-up." if self.runner_up is not None else ""),
             "A cell is named by its row and column, from 0, 0 at the upper left.",
         ]
         if self.crop != (0, 0, self.width, self.height):
@@ -248,11 +259,11 @@ class SheetContent:
 
     def describe(self) -> str:
         """Return everything that the sheet says, in one paragraph."""
-        first = f"Predicted {self.describe_answer()}, cosine {format_number(self.predicted.cosine)}"
+        first = f"Predicted {self.describe_answer()}, {self.predicted.match}"
         if self.runner_up is not None:
             first += (
                 f", margin {format_number(self.margin)} over the runner-up {self.runner_up.label}, "
-                f"cosine {format_number(self.runner_up.cosine)}"
+                f"{self.runner_up.match}"
             )
         parts = [f"{first}.", *self.sentences, *self.cautions(), self.predicted.describe_places()]
         for view in self.views:
@@ -305,8 +316,10 @@ def build_sheet_content(
     meaning: Meaning = "cosine" if metadata.distance == "l2" else "score"
     if metadata.distance in _PART_DISTANCES:
         meaning = "distance"
+    if not metadata.is_opal:
+        meaning = "logit"
     # a class whose bars all reach 1/m has cosine 1; scores lie in [0, 1]
-    full = {"cosine": 1.0 / min(map(len, evidence)), "distance": 0.0, "score": 1.0}[meaning]
+    full = {"cosine": 1.0 / min(map(len, evidence)), "score": 1.0}.get(meaning, 0.0)
     ends = iter(bar_ends([_value(slot, meaning) for slots in evidence for slot in slots], full))
     predicted, *others = (
         _build_view(answer, slots, list(itertools.islice(ends, len(slots))), meaning, outputs, names or {}, metadata)
@@ -330,6 +343,10 @@ def _value(slot: Slot, meaning: Meaning) -> float:
     return slot.score if meaning == "score" or slot.contribution is None else slot.contribution
 
 
+def _strength(view: SlotView, meaning: Meaning) -> float:
+    return {"cosine": view.value, "logit": abs(view.value)}.get(meaning, view.score)
+
+
 def _build_view(
     answer: Answer,
     slots: Sequence[Slot],
@@ -350,11 +367,8 @@ def _build_view(
         for slot, cell, end in zip(slots, cells, ends, strict=True)
     ]  # fmt: skip
     # parts of a distance do not separate strong from weak slots: that of kl is not even monotone in the score
-    by_value = meaning == "cosine"
-    views.sort(key=lambda view: (-(view.value if by_value else view.score), view.slot))
+    views.sort(key=lambda view: (-_strength(view, meaning), view.slot))
     total = None if meaning == "score" else math.fsum(view.value for view in views)
-    # models with evidence have anchors, and so a cosine for every class
-    cosine = cast(float, answer.cosine)
     return ClassView(
-        answer.class_id, answer.label, answer.logit, cosine, tuple(views), total, len(set(cells))
+        answer.class_id, answer.label, answer.logit, answer.cosine, tuple(views), total, len(set(cells))
     )  # fmt: skip

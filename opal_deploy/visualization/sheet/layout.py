@@ -144,10 +144,11 @@ class _Page(Canvas):
         if self.form.stacked:
             self.y += 26
         middle = self.y + 16
-        share = min(max(view.cosine, 0.0), 1.0)
-        self.shapes.append(Rect(left, middle - 8, right - left, 16, TRACK))
-        self.shapes.append(Rect(left, middle - 8, round((right - left) * share), 16, _BAR))
-        self.text(right + 12, middle + 6, f"cosine {format_number(view.cosine)}")
+        if view.cosine is not None:
+            share = min(max(view.cosine, 0.0), 1.0)
+            self.shapes.append(Rect(left, middle - 8, right - left, 16, TRACK))
+            self.shapes.append(Rect(left, middle - 8, round((right - left) * share), 16, _BAR))
+        self.text(right + 12, middle + 6, view.match)
         self.y += 32
 
     def _margin(self, number: str, middle: int) -> None:

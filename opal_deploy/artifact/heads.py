@@ -1,0 +1,72 @@
+"""What the scores of a head mean: values per prototype, each class's total, the contributions to it, and logits.
+
+OPAL's values are its embedding, its totals cosines; its logits are minus a distance that follows (`opal_head`).
+Linear heads, as of PIP-Net and ProtoPNet, have the scores themselves as values, and their totals are the logits:
+W s + b, with W and b of the class map. Every function takes the metadata, which says which head it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact import opal_head
+from opal_deploy.artifact.class_map import ClassMap, DoubleArray
+from opal_deploy.artifact.metadata import Metadata
+
+
+def find_norms(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
+    """Return what an image's scores [N, P] are divided by to get values: float64 [N]; 1 for linear heads."""
+    return opal_head.embedding_norms(scores, metadata.epsilon) if metadata.is_opal else np.ones(len(scores))
+
+
+def find_values(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
+    """Return the values of scores [N, P]: float64 [N, P]."""
+    values: DoubleArray = scores / find_norms(scores, metadata)[:, None]
+    return values
+
+
+def find_totals(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
+    """Return the total of every class for scores [N, P], float64 [N, C]: cosines, or the logits of linear heads."""
+    return metadata.class_map.all_totals(find_values(scores, metadata))
+
+
+def find_contributions(values: NDArray[Any], class_ids: NDArray[np.integer], metadata: Metadata) -> DoubleArray | None:
+    """Return what each slot of a class contributes, float64 [N, S], from their values [N, S] and classes [N].
+
+    Contributions of linear heads add up, with the class's bias, to the logit; see `opal_head.contributions` for OPAL's.
+    """
+    class_map = metadata.class_map
+    if metadata.is_opal:
+        return opal_head.contributions(values, class_ids, class_map, metadata.distance)
+    return class_map.contributions(values, class_ids)
+
+
+def compute_logits(scores: NDArray[np.float32], class_map: ClassMap, metadata: Metadata) -> DoubleArray:
+    """Return the logits that scores [N, P] have with this map, which need not be the model's: float64 [N, C]."""
+    if metadata.is_opal:
+        return opal_head.compute_logits(scores, class_map, metadata.distance, metadata.epsilon)
+    return class_map.all_totals(scores.astype(np.float64))
+
+
+def drop_scores(scores: NDArray[np.float32], metadata: Metadata) -> NDArray[np.float32]:
+    """Return the scores [N, P] without dropped slots: OPAL's become 0, linear heads only lose their weights."""
+    return scores * metadata.class_map.kept_prototypes.astype(np.float32) if metadata.is_opal else scores
+
+
+def to_distances(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
+    """Return the squared distances, float64, that the scores of a `distance` head come from.
+
+    Near distance 0 a score changes by thousands of times as much as its distance, so that gates compare distances.
+    """
+    epsilon, values = metadata.epsilon, scores.astype(np.float64)
+    if metadata.head["similarity"] == "log":
+        powers = np.exp(values)
+        distances: DoubleArray = np.maximum((1 - epsilon * powers) / np.maximum(powers - 1, 1e-12), 0.0)
+        return distances
+    if metadata.head["similarity"] == "exp":
+        roots: DoubleArray = np.log(np.maximum(values, 1e-30))
+        return roots**2
+    return -values

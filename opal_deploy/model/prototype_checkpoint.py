@@ -1,0 +1,256 @@
+"""Checkpoints of other prototype networks, as `export --arch` reads them: PIP-Net, ProtoPNet, and CaBRNet's of both.
+
+    pipnet:NET       the file that PIP-Net's own code saves: `model_state_dict` with `module._net.*`,
+                     `module._add_on.0.*` and `module._classification.*`; NET as its option --net: convnext_tiny_26, ...
+    protopnet:NET    the state dict of ProtoPNet's own code: `features.*`, `add_on_layers.*`, `prototype_vectors` and
+                     `last_layer.weight`; NET as torchvision calls it: resnet34, vgg19, ...
+    FILE.yml         CaBRNet's model_arch.yml, beside its model_state.pth: `extractor.*` and `classifier.*`
+
+None of them records the input size; like the authors' format they have no class names. Facts on the formats are from
+github.com/M-Nauta/PIPNet, github.com/cfchen-duke/ProtoPNet and CaBRNet 1.2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opal_deploy.errors import CheckpointError, UsageError
+from opal_deploy.model import backbones
+from opal_deploy.model.backbones import Backbone
+from opal_deploy.model.linear_head import LinearHead, LinearHeadConfig, LinearNetwork, LinearNetworkConfig
+
+# PIP-Net ignores scores under this at inference; CaBRNet's PIP-Net does not
+_PIPNET_THRESHOLD = 0.1
+# of the logarithm, in ProtoPNet's code
+_PROTOPNET_EPSILON = 1e-4
+# the channels above which PIP-Net's ConvNeXts keep stride 1, by the name of the network
+_PIPNET_CHANNELS = {"convnext_tiny_26": 100, "convnext_tiny_13": 300}
+# CaBRNet's names of similarities, and ours
+_SIMILARITIES = {
+    "ProtoPNetSimilarity": "log", "LegacyProtoPNetSimilarity": "log",
+    "ProtoTreeSimilarity": "exp", "LegacyProtoTreeSimilarity": "exp",
+}  # fmt: skip
+_ADD_ONS = ("Conv2d", "BatchNorm2d", "ReLU", "Sigmoid", "Identity")
+_REASONS = {
+    "ProtoPoolClassifier": "its scores subtract the similarity of the mean distance, so no single cell is the evidence",
+    "ProtoTreeClassifier": "its answer is a product along the paths of a tree, not a sum over prototypes",
+}
+
+
+class _Parts(NamedTuple):
+    """What a format gives: the backbone, add-on layers, the head, and the stored tensors by our names of modules."""
+
+    backbone: Backbone
+    backbone_name: str
+    add_on: nn.Module
+    config: LinearHeadConfig
+    weights: Tensor
+    biases: Tensor | None
+    prototypes: Tensor | None
+    state: dict[str, Tensor]
+
+
+def load_network(path: Path, raw: Mapping[str, Any], arch: str, input_size: tuple[int, int]) -> LinearNetwork:
+    """Return the network of a checkpoint that `backbones.load_torch_file` read.
+
+    Args:
+        path: named in errors.
+        raw: the file's content.
+        arch: see this module.
+        input_size: (H0, W0) in pixels.
+
+    Raises:
+        CheckpointError: the file's keys or shapes are not those of the format.
+        UsageError: no such architecture, or one whose answers are no weighted sum of single cells' scores.
+    """
+    kind, _, name = arch.partition(":")
+    state = raw.get("model_state_dict", raw)
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{path}: no state dict (found {', '.join(sorted(map(str, raw))[:5])}); see --arch")
+    state = {str(key).removeprefix("module."): value for key, value in state.items()}
+    try:
+        if kind in ("pipnet", "protopnet") and name:
+            parts = (_read_pipnet if kind == "pipnet" else _read_protopnet)(name, state)
+        elif Path(arch).suffix in (".yml", ".yaml"):
+            parts = _read_cabrnet(Path(arch), state)
+        else:
+            raise UsageError(f"--arch {arch}: expected pipnet:NET, protopnet:NET, or CaBRNet's model_arch.yml")
+    except KeyError as error:
+        raise CheckpointError(f"{path}: its state dict has no {error.args[0]}, which --arch {arch} has") from None
+    holder = nn.ModuleDict({"body": parts.backbone.body, "add_on": parts.add_on})
+    shapes = backbones.get_shapes(parts.state)
+    if errors := backbones.describe_key_errors(backbones.get_shapes(holder.state_dict()), shapes):
+        raise CheckpointError(f"{path} does not fit --arch {arch}: {errors}")
+    holder.load_state_dict({key: value.float() for key, value in parts.state.items()}, strict=False)
+    head = LinearHead(parts.config, parts.add_on, parts.weights, parts.biases, parts.prototypes)
+    config = LinearNetworkConfig(parts.backbone_name, len(parts.weights), input_size, parts.config)
+    network = LinearNetwork(config, parts.backbone, head).eval()
+    _check_head(path, network)
+    return network
+
+
+def _check_head(path: Path, network: LinearNetwork) -> None:
+    """Raise CheckpointError unless the head's tensors fit each other."""
+    head: Any = network.head
+    with torch.no_grad():
+        projected = head.projection(network.backbone.eval()(torch.zeros(1, 3, *network.config.input_size)))
+    is_distance = head.config.kind == "distance"
+    found = tuple(head.prototypes.shape) if is_distance else projected.shape[1]
+    expected = (head.num_prototypes, projected.shape[1], 1, 1) if is_distance else head.num_prototypes
+    if found != expected:
+        raise CheckpointError(f"{path}: prototypes of shape {found} found, {expected} expected by its last layer")
+
+
+def _read_pipnet(name: str, state: dict[str, Tensor]) -> _Parts:
+    network, channels = name.removesuffix("_26").removesuffix("_13"), _PIPNET_CHANNELS.get(name)
+
+    def stride_of(path: str, layer: nn.Conv2d) -> int:
+        stride = int(layer.stride[0])
+        if channels is None:
+            # its ResNets: the last two stages have stride 1
+            return 1 if path.startswith(("layer3", "layer4")) else stride
+        return 1 if stride == 2 and layer.in_channels > channels else stride
+
+    if channels is None and not name.startswith("resnet"):
+        raise UsageError(f"--arch pipnet:{name}: expected one of PIP-Net's networks: resnet50, convnext_tiny_26, ...")
+    network = name.removesuffix("_inat") if channels is None else network
+    backbone = backbones.build_with_strides(network, None, stride_of)
+    add_on = _add_on_of(state, "_add_on.", sigmoid=False)
+    return _Parts(
+        backbone, network, add_on, LinearHeadConfig("softmax", threshold=_PIPNET_THRESHOLD),
+        torch.relu(state["_classification.weight"]), state.get("_classification.bias"), None,
+        {**_take(state, "_net.", "body."), **_take(state, "_add_on.", "add_on.")},
+    )  # fmt: skip
+
+
+def _read_protopnet(name: str, state: dict[str, Tensor]) -> _Parts:
+    backbone = backbones.build_with_strides(name, None, lambda _, layer: int(layer.stride[0]))
+    return _Parts(
+        backbone, name, _add_on_of(state, "add_on_layers.", sigmoid=True),
+        LinearHeadConfig("distance", similarity="log", epsilon=_PROTOPNET_EPSILON),
+        state["last_layer.weight"], state.get("last_layer.bias"), state["prototype_vectors"],
+        {**_take(state, "features.", "body."), **_take(state, "add_on_layers.", "add_on.")},
+    )  # fmt: skip
+
+
+def _add_on_of(state: dict[str, Tensor], prefix: str, *, sigmoid: bool) -> nn.Module:
+    """Return convolutions of the stored shapes with ReLUs between, and a sigmoid after the last or nothing."""
+    weights = {
+        int(match[1]): tensor
+        for key, tensor in state.items()
+        if (match := re.fullmatch(prefix + r"(\d+)\.weight", key))
+    }
+    layers: list[nn.Module] = []
+    for index in range(max(weights, default=-1) + 1):
+        if index in weights:
+            outputs, inputs, *kernel = weights[index].shape
+            layers.append(nn.Conv2d(inputs, outputs, (kernel[0], kernel[1])))
+        else:
+            layers.append(nn.ReLU())
+    return nn.Sequential(*layers, *([nn.Sigmoid()] if sigmoid and layers else []))
+
+
+def _read_cabrnet(path: Path, state: dict[str, Tensor]) -> _Parts:
+    document = _read_yaml(path)
+    try:
+        extractor, classifier = document["extractor"], document["classifier"]
+        base, kind = extractor["backbone"], str(classifier["name"])
+        pipelines = [value for key, value in extractor.items() if key != "backbone" and "source_layer" in value]
+        # the form of earlier versions names the layer beside the network
+        pipeline = (
+            {"source_layer": base["layer"], "add_on": extractor.get("add_on")} if "layer" in base else pipelines[0]
+        )
+        stride_of = _stride_divider(base.get("postprocess") or {}, path)
+        backbone = backbones.build_with_strides(str(base["arch"]).lower(), str(pipeline["source_layer"]), stride_of)
+        add_on = _build_add_on(pipeline.get("add_on") or {}, backbone.num_features, path)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: not a model_arch.yml of CaBRNet with one extracted layer ({error!r})") from None
+    if kind not in ("PIPNetClassifier", "ProtoPNetClassifier"):
+        reason = _REASONS.get(kind, "only PIPNetClassifier and ProtoPNetClassifier are known")
+        raise UsageError(f"{path}: {kind} cannot be exported: {reason}")
+    weights, prototypes = state["classifier.last_layer.weight"], None
+    config = LinearHeadConfig("softmax")
+    if kind == "PIPNetClassifier":
+        weights = torch.relu(weights)
+    else:
+        config, prototypes = _similarity(document.get("similarity"), path), state["classifier.prototypes"]
+    return _Parts(
+        backbone, backbone.name, add_on, config, weights, state.get("classifier.last_layer.bias"), prototypes,
+        {**_take(state, "extractor.convnet.", "body."), **_take(state, "extractor.add_on.", "add_on.")},
+    )  # fmt: skip
+
+
+def _similarity(document: Any, path: Path) -> LinearHeadConfig:
+    """Return a distance head with one of CaBRNet's similarities; ProtoPNet's where none is named."""
+    document = document or {}
+    name = document.get("name", "LegacyProtoPNetSimilarity")
+    if name not in _SIMILARITIES:
+        raise UsageError(f"{path}: similarity {name} cannot be exported; known are {', '.join(_SIMILARITIES)}")
+    if _SIMILARITIES[name] == "exp":
+        log_probabilities = (document.get("params") or document).get("log_probabilities", False)
+        if log_probabilities or name.startswith("Legacy"):
+            raise UsageError(f"{path}: similarity {name} with these settings cannot be exported")
+        return LinearHeadConfig("distance", similarity="exp")
+    params = document.get("params") or document
+    return LinearHeadConfig(
+        "distance", similarity="log", epsilon=float(params.get("stability_factor", _PROTOPNET_EPSILON))
+    )
+
+
+def _stride_divider(postprocess: Mapping[str, Any], path: Path) -> Callable[[str, nn.Conv2d], int]:
+    """Return the strides of CaBRNet's `stride_divider`, or unchanged ones."""
+    if unknown := postprocess.keys() - {"stride_divider"}:
+        raise UsageError(f"{path}: postprocess {', '.join(sorted(unknown))} cannot be exported")
+    divider = postprocess.get("stride_divider") or {"ratio": 1, "min_channels": 0}
+    ratio, channels = int(divider["ratio"]), int(divider["min_channels"])
+
+    def stride_of(_: str, layer: nn.Conv2d) -> int:
+        stride = int(layer.stride[0])
+        return stride // ratio if layer.in_channels > channels and stride >= ratio else stride
+
+    return stride_of
+
+
+def _build_add_on(document: Mapping[str, Any], channels: int, path: Path) -> nn.Module:
+    """Return CaBRNet's add-on layers, named as in its state dict."""
+    layers: dict[str, nn.Module] = {}
+    for name, layer in document.items():
+        if name == "init_mode":
+            continue
+        if layer["type"] not in _ADD_ONS:
+            raise UsageError(
+                f"{path}: add-on layer {layer['type']} cannot be exported; known are {', '.join(_ADD_ONS)}"
+            )
+        settings = dict(layer.get("params") or {})
+        if layer["type"] == "Conv2d":
+            settings["in_channels"] = settings.get("in_channels") or channels
+            channels = settings["out_channels"]
+        layers[str(name)] = getattr(nn, layer["type"])(**settings)
+    sequence = nn.Sequential()
+    for name, layer in layers.items():
+        sequence.add_module(name, layer)
+    return sequence
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        line = " ".join(str(error).split())
+        raise UsageError(f"--arch {path}: not a readable YAML file ({line})") from None
+    if not isinstance(document, dict):
+        raise UsageError(f"--arch {path}: expected CaBRNet's model_arch.yml, found {type(document).__name__}")
+    return document
+
+
+def _take(state: dict[str, Tensor], prefix: str, new: str) -> dict[str, Tensor]:
+    """Return the tensors whose keys begin with a prefix, with another."""
+    return {new + key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
