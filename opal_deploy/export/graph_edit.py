@@ -85,10 +85,16 @@ def projection_input(graph: onnx.GraphProto) -> str:
 
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
-    """Return a copy of a model whose outputs are these values, whatever their types."""
-    changed = copy.deepcopy(model)
-    del changed.graph.output[:]
-    changed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    """Return a copy of a model whose outputs are these values, whatever their types, without nodes that none needs."""
+    changed, wanted = copy.deepcopy(model), list(names)
+    needed = nodes_of(changed.graph, wanted)
+    nodes = [node for node in changed.graph.node if node.output[0] in needed]
+    read = {name for node in nodes for name in node.input}
+    constants = [each for each in changed.graph.initializer if each.name in read]
+    del changed.graph.node[:], changed.graph.initializer[:], changed.graph.output[:]
+    changed.graph.node.extend(nodes)
+    changed.graph.initializer.extend(constants)
+    changed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted)
     return changed
 
 

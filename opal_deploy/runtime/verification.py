@@ -266,8 +266,12 @@ def _cells(
     untied = (margin >= gate.tie) & listed
     unequal = expected.argmax != candidate.argmax
     differs = unequal & untied
-    in_block = np.zeros(unequal.shape, np.bool_)
-    np.put_along_axis(in_block, metadata.class_map.channel_table[expected.logits.argmax(axis=1)], True, axis=1)
+    in_block, class_map = np.zeros(unequal.shape, np.bool_), metadata.class_map
+    predicted = expected.logits.argmax(axis=1)
+    np.put_along_axis(in_block, class_map.channel_table[predicted], True, axis=1)
+    if not metadata.is_opal and expected.scores is not None:
+        # of shared prototypes those that contribute
+        in_block = class_map.kept[predicted] & (expected.scores > 0)
     counts = {
         "cells": int(untied.sum()),
         "cells_tied": int(((margin < gate.tie) & listed).sum()),

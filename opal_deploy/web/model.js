@@ -21,10 +21,24 @@ export async function run(pixels) {
   };
 }
 
-/** Every class's cosine without the slots that are off (and those dropped for good), and the norm of the scores. */
-export function computeCosines(scores, off) {
-  const map = readClassMap(model.class_map, off), norm = map.norm(scores, metadata.head.epsilon);
-  return { cosines: map.totals(scores, norm), norm };
+/** Whether classes share prototypes, so that totals are logits and not cosines (`artifact/heads.py`). */
+export const isShared = () => (metadata.head.kind ?? "opal") !== "opal";
+
+/** Every class's total without the slots that are off (and those dropped for good), and what scores are divided by. */
+export function computeTotals(scores, off) {
+  const map = readClassMap(model.class_map, off), norm = isShared() ? 1 : map.norm(scores, metadata.head.epsilon);
+  return { totals: map.totals(scores, norm), norm };
+}
+
+/** A class in a record: its cosine, or its logit where classes share prototypes. */
+export const describeClass = (classId, total) =>
+  ({ label: labels[classId], cosine: isShared() ? null : total, logit: total });
+
+/** What the listed slots of a class lack to its logit, where classes share prototypes; nothing elsewhere. */
+export function findRest(classId, total, slots) {
+  if (!isShared()) return {};
+  const bias = model.class_map.biases[classId];
+  return { rest: total - bias - slots.reduce((sum, { contribution }) => sum + contribution, 0), bias };
 }
 
 /** The classes, best first; of equal values the lowest class first. */
@@ -40,13 +54,19 @@ function softmax(logits, temperature) {
 /** The slots of a class that are left without those that are off, with their boxes in a picture of this crop. */
 export function findSlots(classId, { scores, cells }, norm, off, [x0, y0, x1, y1]) {
   const [rows, cols] = metadata.grid, w = (x1 - x0) / cols, h = (y1 - y0) / rows;
-  return readClassMap(model.class_map, off).slots(classId).map(({ slot, channel, weight }) => {
+  const kept = readClassMap(model.class_map, isShared() ? new Set() : off).slots(classId);
+  const slots = kept.map(({ slot, channel, weight }) => {
     const row = Math.floor(cells[channel] / cols), col = cells[channel] % cols;
     return {
       slot, channel, cell: [row, col], score: scores[channel], contribution: scores[channel] / norm * weight,
       box: [x0 + col * w, y0 + row * h, x0 + (col + 1) * w, y0 + (row + 1) * h],
     };
   });
+  if (!isShared()) return slots;
+  // as `records/build.py`: those whose contributions are furthest from 0, the first of them first
+  const strength = ({ contribution }) => Math.abs(contribution);
+  return slots.sort((a, b) => strength(b) - strength(a) || a.slot - b.slot).slice(0, model.most_listed)
+    .filter((slot, place) => (place === 0 || slot.contribution) && !off.has(slot.channel));
 }
 
 /** The rule that decides the status of an image with these quantities, as `records/decision.py`; undefined: ok. */
@@ -88,14 +108,14 @@ function describeOodScore(score, limit, classId, slots) {
 
 /** The record, in the form of `infer`. */
 export function buildRecord(picture, outputs) {
-  const { cosines, norm } = computeCosines(outputs.scores, new Set());
+  const { totals, norm } = computeTotals(outputs.scores, new Set());
   const order = rank(outputs.logits), { temperature } = model;
   const probabilities = temperature ? softmax(outputs.logits, temperature) : null;
   const answer = (classId) => ({
-    class_id: classId, label: labels[classId], logit: outputs.logits[classId], cosine: cosines[classId],
+    class_id: classId, label: labels[classId], logit: outputs.logits[classId], cosine: isShared() ? null : totals[classId],
     ...(probabilities && { calibrated_probability: probabilities[classId] }),
   });
-  const margin = findMargin(cosines, order);
+  const margin = findMargin(totals, order);
   const evidence = findSlots(order[0], outputs, norm, new Set(), picture.crop);
   const rule = judge({ margin, ...outputs.perImage });
   const recorded = Object.entries(outputs.perImage).filter(([name]) => model.recorded_outputs.includes(name));
@@ -104,7 +124,7 @@ export function buildRecord(picture, outputs) {
     width: picture.width, height: picture.height, prediction: answer(order[0]),
     margin, ...Object.fromEntries(recorded),
     ...(rule?.quantity === "ood_score" && { reason: describeOodScore(outputs.perImage.ood_score, rule.limit, order[0], evidence) }),
-    top: order.slice(0, 5).map(answer), evidence,
+    top: order.slice(0, 5).map(answer), evidence, ...findRest(order[0], totals[order[0]], evidence),
   };
 }
 
@@ -115,6 +135,13 @@ const fromBase64 = (text) => Uint8Array.from(atob(text), (character) => characte
 async function unpack({ zlib }, Type) {
   const stream = new Blob([fromBase64(zlib)]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Type(await new Response(stream).arrayBuffer());
+}
+
+/** A score, or the squared distance that it comes from: near 0 the score's logarithm is too steep to compare. */
+function comparable(score) {
+  const { similarity, epsilon } = metadata.head;
+  if (similarity === "exp") return Math.log(Math.max(score, 1e-30)) ** 2;
+  return similarity === "log" ? Math.max((1 - epsilon * Math.exp(score)) / Math.max(Math.expm1(score), 1e-12), 0) : score;
 }
 
 /** Run the test vectors; throws where an output is not PyTorch's. */
@@ -140,7 +167,7 @@ async function verify() {
     }
     outputs.cells.forEach((cell, channel) => {
       const place = index * classMap.size + channel;
-      if (Math.abs(outputs.scores[channel] - scores[place]) > gate.score) throw new Error("a score is not PyTorch's");
+      if (Math.abs(comparable(outputs.scores[channel]) - comparable(scores[place])) > gate.score) throw new Error("a score is not PyTorch's");
       if (margins[place] < gate.tie) return;
       compared += 1;
       equal += cell === cells[place];
@@ -180,7 +207,7 @@ export async function start() {
   metadata = readMetadata(bytes);
   labels = metadata.class_names;
   classMap = readClassMap(model.class_map);
-  if (classMap.size !== labels.length * metadata.prototypes_per_class)
+  if (classMap.size !== (isShared() ? 1 : labels.length) * metadata.prototypes_per_class)
     throw new Error("model.json and model.onnx are of different models: copy the whole folder to the server again");
   let refused = "";
   if (model.runtimes.webgpu) {

@@ -1,6 +1,8 @@
 // The page: takes pictures, shows answers and their evidence, and lets people try them.
 import { createFrame } from "./crop.js";
-import { buildRecord, classMap, computeCosines, findSlots, judge, labels, metadata, model, rank, run, start } from "./model.js";
+import {
+  buildRecord, classMap, computeTotals, describeClass, findRest, findSlots, isShared, judge, labels, metadata, model, rank, run, start,
+} from "./model.js";
 import { openPicture, readPicture } from "./pictures.js";
 import { cover } from "./pixels.js";
 
@@ -48,6 +50,7 @@ function addSwitch(row, slot, classId, isLast) {
   box.dataset.switch = slot.channel;
   box.addEventListener("change", () => {
     off[box.checked ? "delete" : "add"](slot.channel);
+    current.seen.add(classId);
     showAnswer();
     document.querySelector(`[data-switch="${slot.channel}"]`)?.focus();
   });
@@ -58,32 +61,35 @@ function addSwitch(row, slot, classId, isLast) {
   if (patches.length) row.children[1].append(el("div", { class: "patches" }, ...patches));
 }
 
-/** Return a class with its slots; the contributions of those that are left add up to the cosine. */
-function buildClass(classId, cosine, norm, left, longest) {
+/** Return a class with its slots; the contributions of those that are left add up to its total. */
+function buildClass(classId, total, norm, left, longest) {
   const parts = new Map(left.map((slot) => [slot.channel, slot.contribution]));
   const slots = slotsOf(classId, new Set(), norm).map((slot) => ({ ...slot, contribution: parts.get(slot.channel) ?? 0 }));
-  const table = evidence.evidenceTable({ evidence: slots, prediction: { cosine }, top: classId === current.record.prediction.class_id && [] },
+  const prediction = describeClass(classId, total), rest = findRest(classId, total, left);
+  const table = evidence.evidenceTable({ evidence: slots, prediction, ...rest, top: classId === current.record.prediction.class_id && [] },
     (slot, row) => addSwitch(row, slot, classId, left.length === 1), longest);
   return el("section", { class: "class" }, el("h3", null, labels[classId]),
-    el("p", { class: "soft" }, `cosine ${number(cosine)}`), table);
+    el("p", { class: "soft" }, describeMatch(prediction)), table);
 }
+
+const describeMatch = ({ cosine, logit }) => cosine === null ? `logit ${number(logit)}` : `cosine ${number(cosine)}`;
 
 const quote = (text) => /^[\w./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\"'\"'")}'`;
 
 function showAnswer() {
   const { outputs, off, record, picture } = current;
-  const { cosines, norm } = computeCosines(outputs.scores, off);
+  const { totals, norm } = computeTotals(outputs.scores, off);
   // without a switch the order is that of the logits, to their last bit
-  const order = off.size ? rank(cosines) : rank(outputs.logits);
+  const order = off.size ? rank(totals) : rank(outputs.logits);
   const [first, second] = order, was = record.prediction.class_id;
   // classes with a switched slot stay, so that it can be switched on again
-  const touched = [...off].flatMap(classMap.owners);
+  const touched = isShared() ? [...current.seen].map((classId) => [classId]) : [...off].flatMap(classMap.owners);
   const classes = [...new Set([first, second, was, ...touched.map(([classId]) => classId)])].filter((classId) => classId !== undefined);
   const [left, ...others] = classes.map((classId) => slotsOf(classId, off, norm));
   const shown = off.size ? {
-    width: picture.width, height: picture.height, status: record.status === "unknown" ? "unknown" : judge({ margin: findMargin(cosines, order) })?.status ?? "ok",
-    prediction: { label: labels[first], cosine: cosines[first] }, margin: findMargin(cosines, order),
-    top: order.slice(0, 2).map((classId) => ({ label: labels[classId], cosine: cosines[classId] })), evidence: left,
+    width: picture.width, height: picture.height, status: record.status === "unknown" ? "unknown" : judge({ margin: findMargin(totals, order) })?.status ?? "ok",
+    prediction: describeClass(first, totals[first]), ...findRest(first, totals[first], left), margin: findMargin(totals, order),
+    top: order.slice(0, 2).map((classId) => describeClass(classId, totals[classId])), evidence: left,
   } : record;
   const unsure = judge({ margin: shown.margin });
   byId("flag").textContent = record.status === "unknown" ? `Unknown: ${record.reason}`
@@ -97,8 +103,9 @@ function showAnswer() {
   evidence.drawBoxes(byId("boxes"), left, picture.width, picture.height, { others: others.flat(), record: shown });
   const longest = Math.max(...[left, ...others].flat().map((slot) => slot.contribution));
   byId("classes").replaceChildren(...classes.map((classId, i) =>
-    buildClass(classId, cosines[classId], norm, [left, ...others][i], longest)));
-  const drops = touched.map(([classId, slot]) => `--drop ${quote(`${labels[classId]}/${slot}`)}`);
+    buildClass(classId, totals[classId], norm, [left, ...others][i], longest)));
+  const drops = isShared() ? [...off].map((channel) => `--drop ${channel}`)
+    : touched.map(([classId, slot]) => `--drop ${quote(`${labels[classId]}/${slot}`)}`);
   byId("permanent").hidden = !off.size;
   byId("command").textContent = `opal-deploy edit ${quote(model.source)} ${drops.join(" ")}`;
   byId("record").textContent = JSON.stringify(record, null, 2);
@@ -108,7 +115,7 @@ function showAnswer() {
 /** Answer for the shown picture's input. */
 async function answer(picture, input) {
   const outputs = await run(input);
-  current = { picture, outputs, off: new Set(), record: buildRecord(picture, outputs) };
+  current = { picture, outputs, off: new Set(), seen: new Set(), record: buildRecord(picture, outputs) };
   showAnswer();
   return current.record;
 }
@@ -203,8 +210,8 @@ async function answerPart(marks, crop, said) {
   const { picture, record, before = record.prediction } = current;
   const input = await readPicture(marks, crop, inputSize());
   await answer({ ...picture, crop }, input);
-  const { label, cosine } = current.record.prediction;
-  say(`${said}: ${label}, cosine ${number(cosine)}; before: ${before.label}, ${number(before.cosine)}.`);
+  const after = current.record.prediction;
+  say(`${said}: ${after.label}, ${describeMatch(after)}; before: ${before.label}, ${number(before.cosine ?? before.logit)}.`);
   return before;
 }
 
@@ -267,8 +274,8 @@ canvas.addEventListener("pointerup", () => {
 });
 byId("brush").addEventListener("change", () => canvas.classList.toggle("brush", byId("brush").checked));
 byId("cover").addEventListener("click", () => {
-  const { cosines, norm } = computeCosines(current.outputs.scores, current.off);
-  const slots = slotsOf(current.off.size ? rank(cosines)[0] : current.record.prediction.class_id, current.off, norm);
+  const { totals, norm } = computeTotals(current.outputs.scores, current.off);
+  const slots = slotsOf(current.off.size ? rank(totals)[0] : current.record.prediction.class_id, current.off, norm);
   const marks = slots.map(({ box }) => ({ rect: box }));
   paint(marks);
   answerCovered(marks);

@@ -36,7 +36,7 @@ from opal_deploy.errors import ArtifactError, ImageError, UsageError
 from opal_deploy.predict.setup import fingerprint_model
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
-from opal_deploy.records.build import RECORDED_OUTPUTS
+from opal_deploy.records.build import MOST_LISTED, RECORDED_OUTPUTS
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.run.sheets import load_atlas
 from opal_deploy.runtime.gates import Gate
@@ -251,6 +251,7 @@ class Site:
             "temperature": metadata.temperature,
             "per_image": metadata.find_outputs(PER_IMAGE),
             "recorded_outputs": RECORDED_OUTPUTS,
+            "most_listed": MOST_LISTED,
             "decision": self.decision.resolve(path, metadata).to_rules(),
             "runtimes": {
                 provider: dict(zip(("script", "wasm"), map(_served_name, _ORT_FILES[provider]), strict=True))
@@ -331,7 +332,7 @@ def _replace_files(folder: Path, new: Path) -> int:
 def _check_model(path: Path, metadata: Metadata) -> None:
     wanted = {
         "evidence exact": metadata.evidence == "exact",
-        "distance l2": metadata.distance == "l2",
+        "distance l2": metadata.distance == "l2" or not metadata.is_opal,
         "precision fp32": metadata.precision == "fp32",
         "input uint8": metadata.input_kind == "uint8",
         "all classes as outputs": metadata.top_k is None,
