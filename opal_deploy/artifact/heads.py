@@ -16,6 +16,9 @@ from opal_deploy.artifact import opal_head
 from opal_deploy.artifact.class_map import ClassMap, DoubleArray
 from opal_deploy.artifact.metadata import Metadata
 
+# slots that a record of a linear head lists; a class may have thousands
+MOST_LISTED = 10
+
 
 def find_norms(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
     """Return what an image's scores [N, P] are divided by to get values: float64 [N]; 1 for linear heads."""
@@ -70,3 +73,21 @@ def to_distances(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray
         roots: DoubleArray = np.log(np.maximum(values, 1e-30))
         return roots**2
     return -values
+
+
+def find_strongest(contributions: Any, kept: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the slots that a record of a linear head lists, int64 [N, k], and whether each is one, bool [N, k].
+
+    These are the MOST_LISTED slots whose contributions are furthest from 0, the first of them first; slots that
+    contribute nothing are left out, but for one where all do.
+
+    Args:
+        contributions: float64 [N, S], of one class per image.
+        kept: bool [N, S], whether the class has the slot.
+    """
+    strength = np.where(kept, np.abs(contributions), -1.0)
+    numbers = np.argsort(-strength, axis=1, kind="stable")[:, :MOST_LISTED]
+    ordered = np.take_along_axis(strength, numbers, axis=1)
+    listed: NDArray[np.bool_] = ordered > 0
+    listed[:, 0] |= ordered[:, 0] == 0
+    return numbers, listed

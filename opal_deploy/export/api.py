@@ -107,7 +107,8 @@ def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
     source = Path(source)
     if not source.is_file():
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an exported ONNX file")
-    kind = model_kind(source)
+    # PIP-Net's files have no suffix
+    kind = "checkpoint" if options.arch is not None else model_kind(source)
     repository, site = _open_repository(options), _open_site(options)
     target = repository or site
     as_is = (kind == "onnx" and options.precision is None) or (kind == "engine" and repository is not None)
@@ -151,13 +152,13 @@ def _check_options(source: Path, options: ExportOptions) -> None:
         raise UsageError("--calibrate: only int8 is calibrated; add --precision int8")
     if options.input == "image" and (options.trt or options.triton is not None):
         raise UsageError("--input image: TensorRT and Triton take images of one size; leave it out")
-    if model_kind(source) == "onnx" and (changed := options.changed(CheckpointOptions)):
+    if options.arch is None and model_kind(source) == "onnx" and (changed := options.changed(CheckpointOptions)):
         raise UsageError(f"{source}: {changed}: fixed in an ONNX file")
 
 
 def _open_source(source: Path, options: ExportOptions) -> ExportSource:
     """Return the source; what an authors' checkpoint does not record is taken from the options."""
-    if model_kind(source) == "onnx":
+    if options.arch is None and model_kind(source) == "onnx":
         from opal_deploy.export.onnx_source import OnnxSource
 
         return OnnxSource(source)

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import UNSET
 
 from opal_deploy.artifact.class_map import find_margins
+from opal_deploy.artifact.heads import find_strongest
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import PER_IMAGE, Outputs
 from opal_deploy.preprocess.geometry import Geometry
@@ -38,8 +39,6 @@ class FramePlace(NamedTuple):
     time: float | None
 
 
-# slots that a record of a linear head lists; a class may have thousands
-MOST_LISTED = 10
 # the outputs of one number per image that are fields of a record
 RECORDED_OUTPUTS = tuple(name for name in PER_IMAGE if name in Answered.__struct_fields__)
 
@@ -145,7 +144,7 @@ def _build_slots(evidence: SlotEvidence, metadata: Metadata, names: SlotNames) -
     columns: list[Any] = [metadata.class_map.channel_table[evidence.class_ids], evidence.cells, evidence.scores,
                           evidence.boxes, evidence.contributions]  # fmt: skip
     if not metadata.is_opal:
-        numbers, listed = _find_strongest(evidence.contributions, listed)
+        numbers, listed = find_strongest(evidence.contributions, listed)
         rows = np.arange(len(numbers))[:, None]
         columns = [column[rows, numbers] for column in columns]
     *arrays, parts = columns
@@ -160,20 +159,6 @@ def _build_slots(evidence: SlotEvidence, metadata: Metadata, names: SlotNames) -
             for is_listed, slot, channel, cell, score, box, part in zip(here, *values, own, strict=False)
             if is_listed
         ])  # fmt: skip
-
-
-def _find_strongest(contributions: Any, kept: Any) -> tuple[Any, Any]:
-    """Return the slots that a record of a linear head lists, int64 [N, k], and whether each is one, bool [N, k].
-
-    These are the MOST_LISTED slots whose contributions are furthest from 0, the first of them first; slots that
-    contribute nothing are left out, but for one where all do.
-    """
-    strength = np.where(kept, np.abs(contributions), -1.0)
-    numbers = np.argsort(-strength, axis=1, kind="stable")[:, :MOST_LISTED]
-    ordered = np.take_along_axis(strength, numbers, axis=1)
-    listed = ordered > 0
-    listed[:, 0] |= ordered[:, 0] == 0
-    return numbers, listed
 
 
 def error_record(

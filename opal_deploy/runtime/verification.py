@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from opal_deploy.artifact import test_vectors
+from opal_deploy.artifact.heads import find_contributions, find_strongest
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
 from opal_deploy.artifact.outputs import (
     OUTPUT_SPECS,
@@ -268,10 +269,12 @@ def _cells(
     differs = unequal & untied
     in_block, class_map = np.zeros(unequal.shape, np.bool_), metadata.class_map
     predicted = expected.logits.argmax(axis=1)
-    np.put_along_axis(in_block, class_map.channel_table[predicted], True, axis=1)
-    if not metadata.is_opal and expected.scores is not None:
-        # of shared prototypes those that contribute
-        in_block = class_map.kept[predicted] & (expected.scores > 0)
+    if metadata.is_opal or expected.scores is None:
+        np.put_along_axis(in_block, class_map.channel_table[predicted], True, axis=1)
+    else:
+        # of shared prototypes those that a record lists
+        parts = find_contributions(expected.scores, predicted, metadata)
+        np.put_along_axis(in_block, *find_strongest(parts, class_map.kept[predicted]), axis=1)
     counts = {
         "cells": int(untied.sum()),
         "cells_tied": int(((margin < gate.tie) & listed).sum()),

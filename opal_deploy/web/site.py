@@ -29,6 +29,7 @@ from PIL import Image
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.heads import MOST_LISTED
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import PER_IMAGE
 from opal_deploy.datasets.samples import list_images
@@ -36,7 +37,7 @@ from opal_deploy.errors import ArtifactError, ImageError, UsageError
 from opal_deploy.predict.setup import fingerprint_model
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
-from opal_deploy.records.build import MOST_LISTED, RECORDED_OUTPUTS
+from opal_deploy.records.build import RECORDED_OUTPUTS
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.run.sheets import load_atlas
 from opal_deploy.runtime.gates import Gate

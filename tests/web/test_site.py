@@ -24,6 +24,8 @@ from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import to_record
 from opal_deploy.synthetic import example_images
 from tests.browser import AXE, CHROMIUM, ORT_WEB, find_violations, needs_chromium, needs_ort_web
+from tests.cli.calls import check
+from tests.export.test_other_heads import Theirs
 from tests.records.test_schema import validator
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -124,6 +126,33 @@ class TestPage:
             for key in one.keys() & {"cosine", "logit", "score", "contribution"}:
                 assert answer.pop(key) == pytest.approx(one.pop(key), abs=1e-5)
             assert answer == one
+
+    @pytest.mark.parametrize("kind", ["pip", "proto"])
+    def test_shared_prototypes_are_answered_listed_and_switched_off(self, visit, tmp_path, opal, kind):
+        Theirs(kind).save_cabrnet(tmp_path)
+        arguments = ("--arch", "model_arch.yml", "--size", "96", "--threads", "1")
+        check(opal("export", "model_state.pth", *arguments, cwd=tmp_path))
+        model, path = tmp_path / "model_state.onnx", tmp_path / "picture.png"
+        opal_deploy.export_web(model, tmp_path / "site", ort_web=ORT_WEB, threads=1, log=lambda text: None)
+        Image.fromarray(example_images(1, 96, 96)[0]).save(path)
+        page = visit(tmp_path / "site")
+        expect(page.locator("#checked")).to_contain_text("cells as in PyTorch")
+        record, expected = ask(page, path), opal_deploy.load(model, device="cpu", threads=1).explain(path)
+        validator(strict=True).validate(record)
+        assert [slot["channel"] for slot in record["evidence"]] == [slot["channel"] for slot in expected["evidence"]]
+        assert [slot["cell"] for slot in record["evidence"]] == [list(slot["cell"]) for slot in expected["evidence"]]
+        for name in ("margin", "rest", "bias"):
+            assert record[name] == pytest.approx(expected[name], abs=1e-5), name
+        assert record["prediction"]["cosine"] is None
+        expect(page.locator("#figures")).to_contain_text("The slots listed add")
+        strongest = record["evidence"][0]["channel"]
+        page.locator(f'[data-switch="{strongest}"]').first.click()
+        expect(page.locator("#command")).to_contain_text(f"--drop {strongest}")
+        # the answer without it is that of the edited file
+        check(opal("edit", model, "--drop", strongest, "--reason", "x", "--out", tmp_path / "e.onnx", "--threads", "1"))
+        edited = opal_deploy.load(tmp_path / "e.onnx", device="cpu", threads=1).explain(path)
+        expect(page.locator("#label")).to_contain_text(edited["prediction"]["label"])
+        expect(page.locator("#figures")).to_contain_text(f"{edited['prediction']['logit']:.3f}".lstrip("-"))
 
     def test_pictures_are_resized_as_pillow_does_it(self, site, visit):
         page = visit(site)
