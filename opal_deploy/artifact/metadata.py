@@ -236,10 +236,10 @@ class Metadata:
     def find_checkpoint(self, path: Path) -> str | None:
         """Return the checkpoint that the file `path` was exported from, with its folder if it lies there.
 
-        None for a checkpoint. Figures belong there: recorded in an exported file, they change its digest, by which
-        records name it.
+        None for a checkpoint, and for a linear head, whose checkpoint has no place for figures. Figures belong there:
+        recorded in an exported file, they change its digest, by which records name it.
         """
-        if path.suffix in CHECKPOINT_SUFFIXES:
+        if path.suffix in CHECKPOINT_SUFFIXES or not self.is_opal:
             return None
         beside = path.with_name(self.checkpoint_name)
         return str(beside) if beside.is_file() else self.checkpoint_name

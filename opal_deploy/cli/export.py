@@ -24,7 +24,8 @@ def export(
     source: Annotated[
         Path,
         typer.Argument(
-            help="Checkpoint (.pt, .pth), ours or the authors', or exported .onnx file; for --triton also an .engine."
+            help="Checkpoint (.pt, .pth), ours or the authors', or with --arch of another prototype network, or exported "
+            ".onnx file; for --triton also an .engine."
         ),
     ],
     options: ExportOptions,

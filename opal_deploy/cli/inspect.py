@@ -142,8 +142,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         lines.append(("risk", _format_risk(metadata.risk)))
     lines.append(("calibration", describe_calibration(metadata.calibration)))
     if metadata.evidence == "exact":
-        if metadata.is_opal:
-            lines += list_evaluation(metadata.evaluation, path, export_of=metadata.find_checkpoint(path))
+        lines += list_evaluation(metadata.evaluation, path, export_of=metadata.find_checkpoint(path))
         lines += _describe_baseline(metadata.baseline)
     lines += _describe_receptive_field(metadata.receptive_field, metadata.input_size)
     if made:

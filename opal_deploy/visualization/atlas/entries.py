@@ -267,30 +267,33 @@ def format_counts(counts: Mapping[str, int], limit: int = 3) -> str:
 
 
 def list_findings(
-    class_id: int, label: str, slots: Sequence[SlotStatistics], images_of: int | None = None
+    class_id: int, label: str, slots: Mapping[int, SlotStatistics], images_of: int | None = None, *, shared: bool = False
 ) -> list[Finding]:
     """Return the findings about one class, slot by slot.
 
     Args:
+        slots: the statistics of each slot that the class has left.
         images_of: the number of images with this label; None if no labels are known.
+        shared: whether classes share prototypes, of which a record lists the strongest; there are none about slots.
     """
-    if not slots[0].images:
+    images = max((statistics.images for statistics in slots.values()), default=0)
+    if not images:
         if images_of == 0:
             return [Finding("not_shown", class_id, None, 0.0, f"{label}: no images, and never predicted")]
         shown = "" if images_of is None else f", although {count_of(images_of, 'image has', 'images have')} this label"
         return [Finding("never_predicted", class_id, None, 0.0, f"{label}: never predicted{shown}")]
-    if slots[0].images < MIN_IMAGES:
+    if images < MIN_IMAGES or shared:
         return []
     findings = []
 
     def add(kind: str, slot: int, value: float, message: str) -> None:
         findings.append(Finding(kind, class_id, slot, value, f"{label}, slot {slot}: {message}"))
 
-    parts = [statistics.mean_contribution for statistics in slots]
+    parts = [statistics.mean_contribution for statistics in slots.values()]
     known = [part for part in parts if part is not None]
     equal_part = sum(known) / len(known) if len(known) == len(slots) else 0.0
-    for slot, (statistics, part) in enumerate(zip(slots, parts, strict=True)):
-        own_cell, share, images = statistics.own_cell, statistics.top_cell_share, statistics.images
+    for (slot, statistics), part in zip(slots.items(), parts, strict=True):
+        own_cell, share = statistics.own_cell, statistics.top_cell_share
         if len(slots) > 1 and own_cell is not None and own_cell < MIN_OWN_CELL_SHARE:
             add("shares_its_cell", slot, own_cell, f"has its own cell in only {own_cell:.0%} of {images} images")
         if part is not None and equal_part > 0 and part < MIN_EQUAL_PART * equal_part:

@@ -95,8 +95,9 @@ def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any],
         for slot in slots:
             patches = tuple(_write_candidate(candidate, root) for candidate in collector.best(class_id, slot))
             entries[class_id, slot] = SlotEntry(class_id, slot, collector.statistics(class_id, slot), patches)
-        statistics = [entries[class_id, slot].statistics for slot in slots]
-        findings += list_findings(class_id, label, statistics, shown[label] if shown else None)
+        statistics = {slot: entries[class_id, slot].statistics for slot in slots}
+        images_of = shown[label] if shown else None
+        findings += list_findings(class_id, label, statistics, images_of, shared=not metadata.is_opal)
     return Atlas(
         root, {**model, **collector.describe_model()}, metadata.class_names, dict(data), collector.top, entries,
         tuple(findings), collector.count_cells(), labels,

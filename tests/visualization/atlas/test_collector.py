@@ -166,7 +166,7 @@ WELL, LITTLE, ONE_PLACE = statistics(), statistics(part=0.01), statistics(share=
 
 @pytest.mark.parametrize(("images_of", "kind"), [(None, "never_predicted"), (2, "never_predicted"), (0, "not_shown")])
 def test_a_class_that_no_image_shows_is_nothing_to_act_on(images_of, kind):
-    (finding,) = list_findings(0, "oak", [SlotStatistics(0)] * 2, images_of)
+    (finding,) = list_findings(0, "oak", dict.fromkeys(range(2), SlotStatistics(0)), images_of)
     assert finding.kind == kind
     assert FINDING_KINDS[kind].actionable == (kind == "never_predicted")
 
@@ -191,4 +191,4 @@ def test_a_class_that_no_image_shows_is_nothing_to_act_on(images_of, kind):
     ids=["well", "shares", "little", "one place", "several", "few images", "never", "no sum", "single", "half"],
 )
 def test_the_to_do_list_names_what_does_not_do_its_part(slots, findings):
-    assert [f"{finding.kind} {finding.slot}" for finding in list_findings(0, "oak", slots)] == findings
+    assert [f"{finding.kind} {finding.slot}" for finding in list_findings(0, "oak", dict(enumerate(slots)))] == findings
