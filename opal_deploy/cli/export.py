@@ -24,7 +24,7 @@ def export(
     source: Annotated[
         Path,
         typer.Argument(
-            help="Checkpoint (.pt, .pth), ours or the authors', or with --arch of another prototype network, or exported "
+            help="Checkpoint: ours, the OPAL authors', or with --arch another prototype network's. Or an exported "
             ".onnx file; for --triton also an .engine."
         ),
     ],

@@ -148,6 +148,9 @@ def _check_options(source: Path, options: ExportOptions) -> None:
         raise UsageError(f"{changed}: only for engines; add --trt")
     if options.top_k != ExportOptions().top_k and options.outputs != "topk":
         raise UsageError("--top-k: only for --outputs topk; add that")
+    opal = [name for name in ("distance", "pooling", "cws") if getattr(options, name) is not None]
+    if options.arch is not None and opal:
+        raise UsageError(f"{', '.join(map(flag_of, opal))}: of OPAL's head, and --arch names another; leave it out")
     if options.precision != "int8" and options.calibrate is not None:
         raise UsageError("--calibrate: only int8 is calibrated; add --precision int8")
     if options.input == "image" and (options.trt or options.triton is not None):

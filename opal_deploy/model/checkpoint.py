@@ -174,7 +174,7 @@ def load(
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a checkpoint or a state dict, found {type(raw).__name__}")
     if arch is not None:
-        checkpoint = _load_prototypes(path, raw, class_names, arch, (assumptions or Assumptions()).input_size)
+        checkpoint = _load_prototypes(path, raw, class_names, arch, assumptions or Assumptions())
     elif raw.get("format") == FORMAT:
         checkpoint = _load_ours(path, raw, class_names)
     elif raw and all(isinstance(value, Tensor) for value in raw.values()):
@@ -275,15 +275,18 @@ def _load_authors(
 
 
 def _load_prototypes(
-    path: Path, raw: dict[str, Any], class_names: list[str] | None, arch: str, input_size: tuple[int, int]
+    path: Path, raw: dict[str, Any], class_names: list[str] | None, arch: str, assumptions: Assumptions
 ) -> Checkpoint:
-    network = prototype_checkpoint.load_network(path, raw, arch, input_size)
-    assumed: dict[str, Any] = {"arch": Path(arch).name, "input_size": list(input_size)}
+    network = prototype_checkpoint.load_network(path, raw, arch, assumptions.input_size)
+    assumed: dict[str, Any] = {"arch": Path(arch).name, "input_size": list(assumptions.input_size)}
     count = network.config.num_classes
     if class_names is None:
         class_names, assumed = [f"class {i}" for i in range(count)], {**assumed, "class_names": "numbered"}
     return Checkpoint(
-        network, _check_class_names(path, class_names, count), source={"format": "prototypes", "assumed": assumed}
+        network,
+        _check_class_names(path, class_names, count),
+        crop=assumptions.crop,
+        source={"format": "prototypes", "assumed": assumed},
     )
 
 

@@ -193,11 +193,11 @@ def _similarity(document: Any, path: Path) -> LinearHeadConfig:
     if name not in _SIMILARITIES:
         raise UsageError(f"{path}: similarity {name} cannot be exported; known are {', '.join(_SIMILARITIES)}")
     if _SIMILARITIES[name] == "exp":
-        log_probabilities = (document.get("params") or document).get("log_probabilities", False)
+        log_probabilities = (document.get("params") or {}).get("log_probabilities", False)
         if log_probabilities or name.startswith("Legacy"):
             raise UsageError(f"{path}: similarity {name} with these settings cannot be exported")
         return LinearHeadConfig("distance", similarity="exp")
-    params = document.get("params") or document
+    params = document.get("params") or {}
     return LinearHeadConfig(
         "distance", similarity="log", epsilon=float(params.get("stability_factor", _PROTOPNET_EPSILON))
     )

@@ -30,11 +30,12 @@ def _normalise(images: np.ndarray) -> torch.Tensor:
 class Theirs:
     """A network as CaBRNet builds it, with random weights: a body, add-on layers, a head; and its answers."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, stage: str = "stage3") -> None:
         torch.manual_seed(1)
-        full = get_model(NET, weights=None).eval()
-        self.body = nn.Sequential(full.conv1, full.maxpool, full.stage2, full.stage3)
-        self.keys = {f"{name}.{key}": value for name in ("conv1", "stage2", "stage3")
+        full, stages = get_model(NET, weights=None).eval(), ("stage2", "stage3")[: 1 + (stage == "stage3")]
+        self.stage, channels = stage, {"stage2": 48, "stage3": 96}[stage]
+        self.body = nn.Sequential(full.conv1, full.maxpool, *(getattr(full, name) for name in stages))
+        self.keys = {f"{name}.{key}": value for name in ("conv1", *stages)
                      for key, value in getattr(full, name).state_dict().items()}  # fmt: skip
         # features of images differ, as after training
         layers = [layer for layer in self.body.modules() if isinstance(layer, nn.BatchNorm2d)]
@@ -45,9 +46,9 @@ class Theirs:
             self.body(_normalise(example_images(32, SIDE, SIDE)))
         for layer in layers:
             layer.eval()
-        self.kind, width = kind, 96 if kind == "pip" else 16
+        self.kind, width = kind, channels if kind == "pip" else 16
         self.add_on = nn.Sequential() if kind == "pip" else nn.Sequential(
-            nn.Conv2d(96, 16, 1), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.Sigmoid()
+            nn.Conv2d(channels, 16, 1), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.Sigmoid()
         )  # fmt: skip
         self.count = width if kind == "pip" else 3 * CLASSES
         self.prototypes = torch.rand(self.count, 16, 1, 1)
@@ -81,7 +82,7 @@ class Theirs:
         document = {
             "extractor": {
                 "backbone": {"arch": NET, "weights": "None"},
-                "convnet": {"source_layer": "stage3", **({} if self.kind == "pip" else {"add_on": layers})},
+                "convnet": {"source_layer": self.stage, **({} if self.kind == "pip" else {"add_on": layers})},
             },
             "classifier": {"name": name, "module": "x", "params": {"num_classes": CLASSES}, **changes},
             "similarity": {"name": "ProtoPNetSimilarity"},
@@ -207,6 +208,27 @@ def test_protopnet_s_own_state_dict_is_read_and_its_pickled_module_is_not(tmp_pa
     error = one_line(opal("export", "module.pth", "--arch", "protopnet:resnet18", *OPTIONS, cwd=tmp_path))
     assert "holds a Python object" in error
     assert "torch.save(model.state_dict()" in error
+
+
+def test_prototypes_that_are_cells_of_the_images_pass_the_gate(tmp_path, opal):
+    theirs, images = Theirs("proto"), example_images(64, SIDE, SIDE)
+    with torch.no_grad():
+        cells = theirs.add_on(theirs.body(_normalise(images)))
+    # as ProtoPNet's projection onto training images leaves them: distance 0, where the logarithm is steep
+    theirs.prototypes = cells[: theirs.count, :, 2, 3, None, None].clone()
+    theirs.save_cabrnet(tmp_path)
+    check(opal("export", "model_state.pth", "--arch", "model_arch.yml", *OPTIONS, cwd=tmp_path))
+    scores = OnnxSession(tmp_path / "model_state.onnx", device="cpu", threads=1).run(images).scores
+    assert scores.max() > np.log(1e4) - 0.5
+    # a wrong addend in the logarithm does not
+    document = yaml.safe_load((tmp_path / "model_arch.yml").read_text())
+    document["similarity"]["params"] = {"stability_factor": 1e-3}
+    (tmp_path / "other.yml").write_text(yaml.safe_dump(document, sort_keys=False))
+    check(opal("export", "model_state.pth", "--arch", "other.yml", *OPTIONS, "--out", "other.onnx", cwd=tmp_path))
+    other = OnnxSession(tmp_path / "other.onnx", device="cpu", threads=1).run(images).scores
+    assert other.max() == pytest.approx(np.log(1e3), abs=0.5)
+    error = one_line(opal("export", "model_state.pth", "--arch", "other.yml", "--distance", "l1", cwd=tmp_path))
+    assert "--distance: of OPAL's head" in error
 
 
 @pytest.mark.parametrize(

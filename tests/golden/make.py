@@ -36,7 +36,7 @@ FOLDER = Path(__file__).parent / __version__
 SIDE = 64
 CPU = ("--device", "cpu", "--threads", "1")
 # models that a CPU runs, each with the records of its answers; bf16 needs a GPU
-RUNNABLE = ("model.pt", "model.onnx", "model.fp16.onnx", "model.int8.onnx", "early.onnx")
+RUNNABLE = ("model.pt", "model.onnx", "model.fp16.onnx", "model.int8.onnx", "early.onnx", "pip.onnx", "proto.onnx")
 # keys that files of the first versions of schema 1 lack
 ADDED_LATER = (
     "risk", "calibration", "edits", "evaluation", "receptive_field", "baseline", "keep_layers", "top_k"
@@ -80,6 +80,17 @@ def make_models(folder: Path) -> None:
     copy(folder / "model.onnx", folder / "early.onnx")
     onnx_file.rewrite_metadata(folder / "early.onnx", EarlyMetadata(**vars(metadata)))
     make_sidecar(folder / "model.engine", metadata)
+    make_other_heads(folder)
+
+
+def make_other_heads(folder: Path) -> None:
+    """Write the files of a PIP-Net and a ProtoPNet of CaBRNet's, whose body has 2,600 parameters."""
+    from tests.export.test_other_heads import Theirs
+
+    for kind in ("pip", "proto"):
+        Theirs(kind, stage="stage2").save_cabrnet(folder)
+        arguments = ("--arch", "model_arch.yml", "--size", str(SIDE), "--threads", "1", "--out", f"{kind}.onnx")
+        opal(folder, "export", "model_state.pth", *arguments)
 
 
 def make_sidecar(engine: Path, metadata: Metadata) -> None:

@@ -267,7 +267,12 @@ def format_counts(counts: Mapping[str, int], limit: int = 3) -> str:
 
 
 def list_findings(
-    class_id: int, label: str, slots: Mapping[int, SlotStatistics], images_of: int | None = None, *, shared: bool = False
+    class_id: int,
+    label: str,
+    slots: Mapping[int, SlotStatistics],
+    images_of: int | None = None,
+    *,
+    shared: bool = False,
 ) -> list[Finding]:
     """Return the findings about one class, slot by slot.
 
