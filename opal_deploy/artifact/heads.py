@@ -27,13 +27,14 @@ def find_norms(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
 
 def find_values(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
     """Return the values of scores [N, P]: float64 [N, P]."""
-    values: DoubleArray = scores / find_norms(scores, metadata)[:, None]
-    return values
+    return opal_head.embedding(scores, metadata.epsilon) if metadata.is_opal else scores.astype(np.float64)
 
 
 def find_totals(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
     """Return the total of every class for scores [N, P], float64 [N, C]: cosines, or the logits of linear heads."""
-    return metadata.class_map.all_totals(find_values(scores, metadata))
+    if metadata.is_opal:
+        return opal_head.cosines(scores, metadata.class_map, metadata.epsilon)
+    return metadata.class_map.all_totals(scores.astype(np.float64))
 
 
 def find_contributions(values: NDArray[Any], class_ids: NDArray[np.integer], metadata: Metadata) -> DoubleArray | None:

@@ -8,6 +8,7 @@ import torch
 
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.opal_head import embedding
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.evaluation.metrics import (
     ClassCounts,
@@ -96,7 +97,7 @@ def test_margins_are_those_of_the_records():
     records = build_records([ImageInfo("x", Geometry.whole(8, 8))] * 20, outputs, metadata)
 
     expected = [record.margin for record in records]
-    assert margins(logits, scores, metadata.class_map, 1e-8).tolist() == expected
+    assert margins(logits, embedding(scores, 1e-8), metadata.class_map).tolist() == expected
 
 
 LOGITS = np.array([[-0.1, -0.5], [-0.6, -0.2]], np.float32)

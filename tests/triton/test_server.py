@@ -33,7 +33,7 @@ def server(exact_model, edited_model, opal, tmp_path_factory):
     metadata["test_vectors"]["images"].reverse()
     path.write_text(json.dumps(metadata))
     path = repository / "newer_explain/1/metadata.json"
-    path.write_text(path.read_text("utf-8").replace('"schema": 1', '"schema": 2'))
+    path.write_text(path.read_text("utf-8").replace('"schema": 1', '"schema": 3'))
     with run_server(
         repository, ["opal", "opal_explain", "other", "other_explain", "edited", "edited_explain"], folder
     ) as running:
@@ -135,7 +135,7 @@ def test_a_model_that_is_not_the_exported_one_answers_nothing(server, make_pictu
 def test_metadata_of_another_version_is_refused_when_the_model_is_loaded(server):
     with (
         server.client(grpc) as client,
-        pytest.raises(grpc.InferenceServerException, match="schema 2 found, 1 expected"),
+        pytest.raises(grpc.InferenceServerException, match="schema 3 found, 1 or 2 expected"),
     ):
         client.load_model("newer_explain")
 
