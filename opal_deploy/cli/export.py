@@ -69,7 +69,13 @@ def _print_next(metadata: Metadata, path: Path, model: str) -> None:
     from opal_deploy.datasets.boxes import format_box_option
 
     boxes = f" {format_box_option(metadata.training, path)}" if metadata.crop == "boxes" else ""
-    print_message(f"Next: opal-deploy infer images/{explain}{model}{boxes}")
+    runtime = ""
+    if metadata.int8_activations == "uint8":
+        runtime = " --runtime openvino"
+        print_message(
+            "OpenVINO runs int8 files of this kind faster than ONNX Runtime: pip install 'opal-deploy[openvino]'"
+        )
+    print_message(f"Next: opal-deploy infer images/{explain}{model}{boxes}{runtime}")
 
 
 def _print_onnx(exported: ExportedOnnx) -> None:

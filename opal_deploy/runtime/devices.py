@@ -14,6 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from opal_deploy.errors import UsageError
@@ -47,6 +48,16 @@ _EXPECTED = "expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"
 def available_cpus() -> int:
     """Return the number of CPUs that this process may use: its affinity, not the machine's count."""
     return len(available_cpu_ids())
+
+
+def has_vnni(path: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the processor multiplies int8 without saturation (VNNI or AMX); False where that is not known."""
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()
+    except OSError:  # not on macOS and Windows
+        return False
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return not {"avx512_vnni", "avx_vnni", "amx_int8"}.isdisjoint(flags)
 
 
 def available_cpu_ids() -> set[int]:

@@ -29,7 +29,7 @@ from opal_deploy.errors import (
     require,
 )
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime.devices import available_cpus, find_gpu_problem, parse_device, read_driver
+from opal_deploy.runtime.devices import available_cpus, find_gpu_problem, has_vnni, parse_device, read_driver
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 
 if TYPE_CHECKING:
@@ -135,9 +135,10 @@ class OnnxSession:
         if providers[0] != CPU:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         elif self.metadata.int8_activations == "uint8":
-            # on processors without VNNI, kernels of uint8 and int8 add up in 16 bits and saturate; those of uint8 and
-            # uint8, which this takes there, do not
-            options.add_session_config_entry("session.x64quantprecision", "1")
+            # without VNNI, kernels of uint8 and int8 add up in 16 bits and saturate; those of uint8 and uint8 do not,
+            # but take twice as long where there is VNNI
+            if not has_vnni():
+                options.add_session_config_entry("session.x64quantprecision", "1")
         elif self.metadata.precision == "int8":
             # the fused kernels are slower than float32 around quantise and dequantise nodes
             options.add_session_config_entry("session.disable_quant_qdq", "1")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from opal_deploy.runtime.devices import Driver, Gpu, GpuSensors, NvmlError, read_driver
+from opal_deploy.runtime.devices import Driver, Gpu, GpuSensors, NvmlError, has_vnni, read_driver
 
 H200 = Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0))
 
@@ -97,3 +97,19 @@ def test_the_gpu_is_the_one_that_cuda_counts(answer, monkeypatch, visible, opene
     found = answer()
     GpuSensors(1)
     assert found == [opened]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("processor : 0\nflags\t\t: fpu avx2 avx512f avx512_vnni\n", True),
+        ("flags : avx2 avx_vnni\n", True),
+        ("flags : avx2 avx512f\nnote : avx512_vnni\n", False),
+        ("Features : asimd i8mm\n", False),
+        (None, False),
+    ],
+)
+def test_a_processor_with_vnni_is_told_by_its_flags(tmp_path, text, expected):
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert has_vnni(tmp_path / "cpuinfo") is expected
