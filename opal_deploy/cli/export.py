@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,9 +73,8 @@ def _print_next(metadata: Metadata, path: Path, model: str) -> None:
     runtime = ""
     if metadata.int8_activations == "uint8":
         runtime = " --runtime openvino"
-        print_message(
-            "OpenVINO runs int8 files of this kind faster than ONNX Runtime: pip install 'opal-deploy[openvino]'"
-        )
+        if find_spec("openvino") is None:
+            print_message("OpenVINO runs int8 files for processors fastest: pip install 'opal-deploy[openvino]'")
     print_message(f"Next: opal-deploy infer images/{explain}{model}{boxes}{runtime}")
 
 
