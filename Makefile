@@ -24,12 +24,16 @@ GPU_STUBS_INSTALLED := $(GPU_STUBS_VENV)/.installed
 RUNTIMES_VENV := .venv-runtimes
 RUNTIMES_INSTALLED := $(RUNTIMES_VENV)/.installed
 
+# CaBRNet, whose PIP-Net and ProtoPNet the exported files are compared with; everything else comes from .venv
+CABRNET_VENV := .venv-cabrnet
+CABRNET_INSTALLED := $(CABRNET_VENV)/.installed
+
 # ONNX Runtime Web, which `export --web` copies and tests run in Chromium, and axe, which looks for what keeps people with
 # disabilities from using a page
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
-.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-all check docs format clean
+.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +43,7 @@ help:
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
 	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
 	@echo "make ort-web   ONNX Runtime Web by npm, and axe, for the tests of pages (170 MB)"
+	@echo "make test-cabrnet   exported PIP-Net and ProtoPNet files, compared with CaBRNet itself (5 minutes)"
 	@echo "make test-runtimes  exported files in twelve runtimes, compared with the table in the documentation (8 minutes)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
@@ -92,6 +97,18 @@ $(RUNTIMES_INSTALLED): $(INSTALLED)
 test-runtimes: $(RUNTIMES_INSTALLED) $(ORT_WEB_INSTALLED)
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/runtimes/compare.py $(ARGUMENTS)
 
+$(CABRNET_INSTALLED): $(INSTALLED)
+	@$(BIN)/python -m venv --clear --without-pip $(CABRNET_VENV)
+	@$(BIN)/python -m pip --python $(CABRNET_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	  'cabrnet==1.2' loguru thop captum graphviz tqdm gradio onnx_graphsurgeon opencv-python-headless py-cpuinfo optuna \
+	  pacmap zenodo-get
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(CABRNET_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@touch $@
+
+test-cabrnet: $(CABRNET_INSTALLED)
+	PYTHONPATH=. OMP_NUM_THREADS=2 $(CABRNET_VENV)/bin/python tests/cabrnet/compare.py
+
 $(ORT_WEB_INSTALLED): opal_deploy/web/site.py | $(INSTALLED)
 	@npm install --silent --no-audit --no-fund --no-save --prefix $(ORT_WEB) \
 	  "$$($(BIN)/python -c 'from opal_deploy.web.site import ORT_WEB; print(ORT_WEB)')" axe-core@4.11.0
@@ -113,7 +130,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED) $(GPU_STUBS_INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/gpu_stubs
 	$(GPU_STUBS_VENV)/bin/python -m pytest tests/gpu_stubs
-	@$(MAKE) --no-print-directory test-runtimes
+	@$(MAKE) --no-print-directory test-runtimes test-cabrnet
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.errors import CheckpointError, UsageError
+from opal_deploy.errors import CheckpointError, UsageError, require
 from opal_deploy.model import backbones
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.linear_head import LinearHead, LinearHeadConfig, LinearNetwork, LinearNetworkConfig
@@ -239,6 +239,7 @@ def _build_add_on(document: Mapping[str, Any], channels: int, path: Path) -> nn.
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    require("yaml", "export", "--arch FILE.yml", pip_name="pyyaml")
     import yaml
 
     try:
