@@ -29,8 +29,12 @@ DATA = Path(__file__).parents[2].parent / "shared/data"
 BIRDS, WEIGHTS = DATA / "cub_mini", DATA / "weights/resnet18_ktb_small.safetensors"
 SIDE, CLASSES, EPOCHS, BATCH = 224, 10, 2, 16
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CONV = {"type": "Conv2d", "params": {"out_channels": 64, "kernel_size": 1}}
-ADD_ON = {"conv1": CONV, "relu1": {"type": "ReLU"}, "conv2": CONV, "sigmoid1": {"type": "Sigmoid"}}
+ADD_ON = {
+    "conv1": {"type": "Conv2d", "params": {"out_channels": 64, "kernel_size": 1}},
+    "relu1": {"type": "ReLU"},
+    "conv2": {"type": "Conv2d", "params": {"out_channels": 64, "kernel_size": 1}},
+    "sigmoid1": {"type": "Sigmoid"},
+}
 # classifier, its settings, the extracted layer, and settings of the backbone
 NETWORKS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "PIPNet": ({}, {}, {"postprocess": {"stride_divider": {"ratio": 2, "min_channels": 300}}}),
