@@ -23,8 +23,8 @@ T = TypeVar("T")
 Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
 # `softmax`: PIP-Net; `distance`: ProtoPNet; see `artifact.heads`
 HeadKind = Literal["opal", "softmax", "distance"]
-# of a distance head, from a squared distance d: log((d + 1) / (d + epsilon)), exp(-sqrt(d)), or -d
-Similarity = Literal["log", "exp", "negative"]
+# of a distance head, from a squared distance d: log((d + 1) / (d + epsilon)), or exp(-sqrt(d))
+Similarity = Literal["log", "exp"]
 LARGEST = sys.float_info.max
 # finite, unlike JSON's NaN and 1e400
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]

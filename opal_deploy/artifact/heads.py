@@ -1,4 +1,4 @@
-"""What the scores of a head mean: values per prototype, each class's total, the contributions to it, and logits.
+"""From the scores of any head to values per prototype, contributions, totals per class, and logits.
 
 OPAL's values are its embedding, its totals cosines; its logits are minus a distance that follows (`opal_head`).
 Linear heads, as of PIP-Net and ProtoPNet, have the scores themselves as values, and their totals are the logits:
@@ -23,6 +23,11 @@ MOST_LISTED = 10
 def find_norms(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
     """Return what an image's scores [N, P] are divided by to get values: float64 [N]; 1 for linear heads."""
     return opal_head.embedding_norms(scores, metadata.epsilon) if metadata.is_opal else np.ones(len(scores))
+
+
+def to_norms(lengths: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
+    """Return the same as `find_norms` from the scores' lengths |s|, float32 [N], which a graph may output."""
+    return lengths.astype(np.float64) + metadata.epsilon if metadata.is_opal else np.ones(len(lengths))
 
 
 def find_values(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
@@ -70,10 +75,8 @@ def to_distances(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray
         powers = np.exp(values)
         distances: DoubleArray = np.maximum((1 - epsilon * powers) / np.maximum(powers - 1, 1e-12), 0.0)
         return distances
-    if metadata.head["similarity"] == "exp":
-        roots: DoubleArray = np.log(np.maximum(values, 1e-30))
-        return roots**2
-    return -values
+    roots: DoubleArray = np.log(np.maximum(values, 1e-30))
+    return roots**2
 
 
 def find_strongest(contributions: Any, kept: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

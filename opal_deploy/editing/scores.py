@@ -142,20 +142,14 @@ class Scores:
         """
         class_map = self.metadata.class_map if class_map is None else class_map
         before = self.predict(class_map)
-        if not self.metadata.is_opal:
-            for channel in np.unique(class_map.prototypes).tolist():
-                left = class_map.drop([channel])
-                if (
-                    class_map.kept_prototypes[channel]
-                    and (among is None or channel in among)
-                    and not left.silenced.any()
-                ):
-                    yield channel, Effect(before, self.predict(left), self.labels)
-            return
         tried = [
             (class_id, [each for each in class_map.channels(class_id).tolist() if among is None or each in among])
             for class_id in np.flatnonzero(class_map.counts > 1).tolist()
         ]
+        if not self.metadata.is_opal:
+            # a shared prototype once, and not where it is another class's last
+            shared = sorted({channel for _, channels in tried for channel in channels})
+            tried = [(0, [channel for channel in shared if not class_map.drop([channel]).silenced.any()])]
         find = self._answers_without_norm if self.metadata.distance == "l2" else self._answers_from_logits
         for channel, after in find(class_map, [(class_id, channels) for class_id, channels in tried if channels]):
             yield channel, Effect(before, after, self.labels)

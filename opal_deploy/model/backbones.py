@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,9 +58,9 @@ class Backbone(nn.Module):
         features: Tensor = self.body(images)[_OUTPUT]
         return features
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
         """Return a copy with each layer in the original's mode; torchvision puts copies into training mode."""
-        copied = type(self).__new__(type(self))
+        copied = Backbone.__new__(Backbone)
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         copied.body.train(self.body.training)  # chooses the graph too

@@ -264,21 +264,26 @@ def _load_authors(
     config, state, assumed = authors_checkpoint.parse(path, raw, assumptions)
     network = OpalNetwork(config)
     _load_state(path, network, state)
-    if class_names is None:
-        class_names, assumed = [f"class {i}" for i in range(config.num_classes)], {**assumed, "class_names": "numbered"}
-    return Checkpoint(
-        network,
-        _check_class_names(path, class_names, config.num_classes),
-        crop=assumptions.crop,
-        source={"format": "authors", "assumed": assumed},
-    )
+    return _describe_foreign(path, network, class_names, assumptions, "authors", assumed)
 
 
 def _load_prototypes(
     path: Path, raw: dict[str, Any], class_names: list[str] | None, arch: str, assumptions: Assumptions
 ) -> Checkpoint:
     network = prototype_checkpoint.load_network(path, raw, arch, assumptions.input_size)
-    assumed: dict[str, Any] = {"arch": Path(arch).name, "input_size": list(assumptions.input_size)}
+    assumed = {"arch": Path(arch).name, "input_size": list(assumptions.input_size)}
+    return _describe_foreign(path, network, class_names, assumptions, "prototypes", assumed)
+
+
+def _describe_foreign(
+    path: Path,
+    network: OpalNetwork,
+    class_names: list[str] | None,
+    assumptions: Assumptions,
+    file_format: str,
+    assumed: dict[str, Any],
+) -> Checkpoint:
+    """Return the checkpoint of other code, whose classes are numbered where no names are given."""
     count = network.config.num_classes
     if class_names is None:
         class_names, assumed = [f"class {i}" for i in range(count)], {**assumed, "class_names": "numbered"}
@@ -286,7 +291,7 @@ def _load_prototypes(
         network,
         _check_class_names(path, class_names, count),
         crop=assumptions.crop,
-        source={"format": "prototypes", "assumed": assumed},
+        source={"format": file_format, "assumed": assumed},
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.artifact.documents import Count, HeadKind, Number, Similarity
+from opal_deploy.artifact.documents import HeadKind, Number, Similarity
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Channels, Evidence
 from opal_deploy.errors import UsageError
 from opal_deploy.model.backbones import Backbone
@@ -31,14 +31,12 @@ class LinearHeadConfig:
         threshold: softmax: scores below it are 0.
         similarity: distance: how a score follows from a squared distance d, see `documents.Similarity`.
         epsilon: distance: of the logarithm, log((d + 1) / (d + epsilon)).
-        dropped: always empty; `edit` drops prototypes of exported files.
     """
 
     kind: HeadKind
     threshold: Number = 0.0
     similarity: Similarity | None = None
     epsilon: Number = 0.0
-    dropped: tuple[Count, ...] = ()
 
     @property
     def evidence(self) -> Evidence:
@@ -131,7 +129,7 @@ class LinearHead(nn.Module):
 
     def _to_scores(self, closeness: Tensor) -> Tensor:
         """Return the scores of a closeness; increasing, so that the maximum stays where it is."""
-        if self.config.kind == "softmax" or self.config.similarity == "negative":
+        if self.config.kind == "softmax":
             return closeness
         if self.config.similarity == "exp":
             return torch.exp(-torch.sqrt(-closeness))

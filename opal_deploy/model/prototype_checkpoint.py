@@ -44,7 +44,7 @@ _REASONS = {
 
 
 class _Parts(NamedTuple):
-    """What a format gives: the backbone, add-on layers, the head, and the stored tensors by our names of modules."""
+    """The parts of a network that a checkpoint gives; `state` has its tensors under `body.*` and `add_on.*`."""
 
     backbone: Backbone
     backbone_name: str
@@ -99,7 +99,7 @@ def _check_head(path: Path, network: LinearNetwork) -> None:
     """Raise CheckpointError unless the head's tensors fit each other."""
     head: Any = network.head
     with torch.no_grad():
-        projected = head.projection(network.backbone.eval()(torch.zeros(1, 3, *network.config.input_size)))
+        projected = head.projection(torch.zeros(1, network.backbone.num_features, 1, 1))
     is_distance = head.config.kind == "distance"
     found = tuple(head.prototypes.shape) if is_distance else projected.shape[1]
     expected = (head.num_prototypes, projected.shape[1], 1, 1) if is_distance else head.num_prototypes
@@ -162,7 +162,7 @@ def _read_cabrnet(path: Path, state: dict[str, Tensor]) -> _Parts:
         extractor, classifier = document["extractor"], document["classifier"]
         base, kind = extractor["backbone"], str(classifier["name"])
         pipelines = [value for key, value in extractor.items() if key != "backbone" and "source_layer" in value]
-        # the form of earlier versions names the layer beside the network
+        # earlier versions of CaBRNet name the layer under `backbone`
         pipeline = (
             {"source_layer": base["layer"], "add_on": extractor.get("add_on")} if "layer" in base else pipelines[0]
         )

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import ClassMap
-from opal_deploy.artifact.heads import find_contributions, find_norms
+from opal_deploy.artifact.heads import find_contributions, find_norms, to_norms
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import DoubleArray, Outputs, compute_probabilities, find_largest
 from opal_deploy.preprocess.geometry import Geometry, cell_boxes
@@ -111,11 +111,8 @@ def find_evidence(
 
 def _compute_norms(outputs: Outputs, metadata: Metadata) -> DoubleArray:
     """Return what scores are divided by, float64 [N], see `heads.find_norms`."""
-    if outputs.top is not None and metadata.is_opal:
-        norms: DoubleArray = outputs.top.norm.astype(np.float64) + metadata.epsilon
-        return norms
     if outputs.top is not None:
-        return np.ones(len(outputs))
+        return to_norms(outputs.top.norm, metadata)
     assert outputs.scores is not None
     return find_norms(outputs.scores, metadata)
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from opal_deploy.artifact import test_vectors
-from opal_deploy.artifact.heads import find_contributions, find_strongest
+from opal_deploy.artifact.heads import find_contributions, find_strongest, to_norms
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
 from opal_deploy.artifact.outputs import (
     OUTPUT_SPECS,
@@ -139,7 +139,7 @@ def _compare_top(reference: Reference, top: TopOutputs, metadata: Metadata, gate
     logits[place] = top.logits
     channels = np.arange(len(expected))[:, None, None], class_map.channel_table[top.classes]
     scores[channels], argmax[channels], listed[channels] = top.scores, top.cells, True
-    norms = top.norm.astype(np.float64) + metadata.epsilon if metadata.is_opal else np.ones(len(logits))
+    norms = to_norms(top.norm, metadata)
     after[place] = class_map.totals(top.scores / norms[:, None, None], top.classes) / total_scale(metadata)
     comparison = _compare_evidence(
         reference, Outputs(logits, argmax, scores), after, top.classes[:, 0], metadata, gate, listed

@@ -168,10 +168,9 @@ def test_a_prototype_is_dropped_for_all_classes_at_once(exported, opal):
     assert "classes share prototypes; give a prototype's number" in error
 
 
+@pytest.mark.parametrize("exported", ["pip"], indirect=True)
 def test_pip_net_s_own_file_ignores_weak_scores(exported, tmp_path, opal):
-    theirs, folder = exported
-    if theirs.kind != "pip":
-        pytest.skip("PIP-Net's format")
+    _, folder = exported
     metadata = onnx_file.read_metadata(folder / "model_state.onnx")
     assert metadata.head["threshold"] == 0.0
     torch.manual_seed(2)
