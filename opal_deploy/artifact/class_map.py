@@ -114,6 +114,12 @@ class ClassMap:
         return kept
 
     @cached_property
+    def supporting(self) -> NDArray[np.bool_]:
+        """Whether a slot speaks for its class, with a positive weight: bool [C, S]."""
+        supporting: NDArray[np.bool_] = self.kept & (self.strengths[self.entries] > 0)
+        return supporting
+
+    @cached_property
     def _has_weight(self) -> NDArray[np.bool_]:
         has_weight: NDArray[np.bool_] = self.listed & (self.strengths[self.entries] != 0)
         return has_weight

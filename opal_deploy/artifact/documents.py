@@ -21,9 +21,9 @@ from opal_deploy.errors import ArtifactError
 T = TypeVar("T")
 
 Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
-# `softmax`: PIP-Net; `distance`: ProtoPNet; see `artifact.heads`
-HeadKind = Literal["opal", "softmax", "distance"]
-# of a distance head, from a squared distance d: log((d + 1) / (d + epsilon)), or exp(-sqrt(d))
+# `softmax`: PIP-Net; `distance`: ProtoPNet; `cosine`: ProtoPNet with cosines; see `model.linear_head`
+HeadKind = Literal["opal", "softmax", "distance", "cosine"]
+# of a distance head, from a squared distance d: log((d + 1) / (d + epsilon)), or exp(-sqrt(d + epsilon))
 Similarity = Literal["log", "exp"]
 LARGEST = sys.float_info.max
 # finite, unlike JSON's NaN and 1e400
@@ -50,7 +50,12 @@ class Head(Struct):
     threshold: Number = 0.0
 
     def __post_init__(self) -> None:
-        needed = {"opal": ("distance", "epsilon"), "distance": ("similarity", "epsilon"), "softmax": ()}[self.kind]
+        needed = {
+            "opal": ("distance", "epsilon"),
+            "distance": ("similarity", "epsilon"),
+            "cosine": ("epsilon",),
+            "softmax": (),
+        }[self.kind]
         if missing := [name for name in needed if getattr(self, name) is None]:
             raise ValueError(f"Object missing required field `{missing[0]}`")
 

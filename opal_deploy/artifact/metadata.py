@@ -206,7 +206,7 @@ class Metadata:
         if self.is_opal:
             return f"m = {self.prototypes_per_class}{dropped}, distance {self.distance}"
         found = {"softmax": "channels of a softmax", "distance": f"distances, {self.head.get('similarity')}"}
-        return f"{self.num_prototypes} shared prototypes{dropped} ({found[self.head_kind]})"
+        return f"{self.num_prototypes} shared prototypes{dropped} ({found.get(self.head_kind, 'cosines')})"
 
     @property
     def max_top(self) -> int:
@@ -256,7 +256,7 @@ class Metadata:
 
     @property
     def epsilon(self) -> float:
-        """The addend to the embedding's norm, z = s / (|s| + epsilon); of a distance head that of its logarithm."""
+        """The addend to the embedding's norm, z = s / (|s| + epsilon); of other heads see `LinearHeadConfig`."""
         return float(self.head.get("epsilon", 0.0))
 
     @property

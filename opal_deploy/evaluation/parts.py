@@ -151,9 +151,9 @@ class PartMeter:
             crops = np.array([geometry.crop for geometry in geometries], dtype=np.float64)
             points, visible = self._parts.input_points(_INPUT_SIZE[0], crops), self._parts.visible
             purities = purity_by_channel(scores, argmax, metadata.grid, points, visible, self._parts.names)
-            purities = purities[metadata.class_map.kept_prototypes]
+            purities = purities[(metadata.class_map.matrix > 0).any(axis=0)]
             purity, purity_std = 100.0 * float(purities.mean()), 100.0 * float(purities.std())
-        prototypes = int(metadata.class_map.counts[np.unique(labels)].sum()) if consistency is not None else 0
+        prototypes = int(metadata.class_map.supporting[np.unique(labels)].sum()) if consistency is not None else 0
         return PartFigures(consistency, stability, purity, purity_std, prototypes, len(labels), dict(self.unavailable))
 
     def _hits(self, first: int, outputs: Outputs) -> NDArray[np.bool_]:
@@ -267,8 +267,8 @@ def peak_locations(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.int
     Args:
         maps: float32 [N, m, H, W].
     """
-    # numpy's argmax promises the first of equal maxima
-    flat = upsample(maps, size).reshape(*maps.shape[:2], -1).argmax(axis=2)
+    # numpy's argmax promises the first of equal maxima; one image at a time, since classes may share 2,000 prototypes
+    flat = np.array([upsample(each[None], size)[0].reshape(len(each), -1).argmax(axis=1) for each in maps])
     return np.stack([flat // size, flat % size], axis=2)
 
 
@@ -299,7 +299,8 @@ def prototype_consistency(
 ) -> float:
     """Return the percentage, 0 ... 100, of prototypes that hit one part on at least 80 % of their class's images.
 
-    The share is over the images on which the part is visible. Classes without images and dropped slots do not count.
+    The share is over the images on which the part is visible. Classes without images, dropped slots and
+    those that speak against their class do not count.
 
     Args:
         hit: [N, m, P], on each image the prototypes of its own class.
@@ -310,7 +311,7 @@ def prototype_consistency(
         of_class = labels == label
         seen = np.maximum(visible[of_class].sum(axis=0), 1)  # [P]; 0 of 0 is 0
         shares = hit[of_class].sum(axis=0) / seen  # [m, P]
-        scores.append((shares >= CONSISTENT).any(axis=1)[class_map.kept[label]])
+        scores.append((shares >= CONSISTENT).any(axis=1)[class_map.supporting[label]])
     consistent = np.concatenate(scores)
     return 100.0 * int(consistent.sum()) / len(consistent)
 
@@ -325,7 +326,7 @@ def prototype_stability(
         labels: [N].
     """
     same = (clean == noisy).all(axis=2)  # [N, m]
-    shares = [same[labels == label].mean(axis=0)[class_map.kept[label]] for label in np.unique(labels)]
+    shares = [same[labels == label].mean(axis=0)[class_map.supporting[label]] for label in np.unique(labels)]
     return 100.0 * float(np.concatenate(shares).mean())
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +32,13 @@ _PIPNET_THRESHOLD = 0.1
 _PROTOPNET_EPSILON = 1e-4
 # the channels above which PIP-Net's ConvNeXts keep stride 1, by the name of the network
 _PIPNET_CHANNELS = {"convnext_tiny_26": 100, "convnext_tiny_13": 300}
-# CaBRNet's names of similarities, and ours
+# CaBRNet's similarities: the head that each gives, with its own stability factor
 _SIMILARITIES = {
-    "ProtoPNetSimilarity": "log", "LegacyProtoPNetSimilarity": "log",
-    "ProtoTreeSimilarity": "exp", "LegacyProtoTreeSimilarity": "exp",
-}  # fmt: skip
+    "ProtoPNetSimilarity": LinearHeadConfig("distance", similarity="log", epsilon=_PROTOPNET_EPSILON),
+    "LegacyProtoPNetSimilarity": LinearHeadConfig("distance", similarity="log", epsilon=_PROTOPNET_EPSILON),
+    "ProtoTreeSimilarity": LinearHeadConfig("distance", similarity="exp", epsilon=1e-14),
+    "CosineSimilarity": LinearHeadConfig("cosine", epsilon=1e-8),
+}
 _ADD_ONS = ("Conv2d", "BatchNorm2d", "ReLU", "Sigmoid", "Identity")
 _REASONS = {
     "ProtoPoolClassifier": "its scores subtract the similarity of the mean distance, so no single cell is the evidence",
@@ -100,9 +103,9 @@ def _check_head(path: Path, network: LinearNetwork) -> None:
     head: Any = network.head
     with torch.no_grad():
         projected = head.projection(torch.zeros(1, network.backbone.num_features, 1, 1))
-    is_distance = head.config.kind == "distance"
-    found = tuple(head.prototypes.shape) if is_distance else projected.shape[1]
-    expected = (head.num_prototypes, projected.shape[1], 1, 1) if is_distance else head.num_prototypes
+    has_vectors = head.config.kind != "softmax"
+    found = tuple(head.prototypes.shape) if has_vectors else projected.shape[1]
+    expected = (head.num_prototypes, projected.shape[1], 1, 1) if has_vectors else head.num_prototypes
     if found != expected:
         raise CheckpointError(f"{path}: prototypes of shape {found} found, {expected} expected by its last layer")
 
@@ -187,20 +190,15 @@ def _read_cabrnet(path: Path, state: dict[str, Tensor]) -> _Parts:
 
 
 def _similarity(document: Any, path: Path) -> LinearHeadConfig:
-    """Return a distance head with one of CaBRNet's similarities; ProtoPNet's where none is named."""
+    """Return the head with one of CaBRNet's similarities; ProtoPNet's where none is named."""
     document = document or {}
-    name = document.get("name", "LegacyProtoPNetSimilarity")
+    name, params = document.get("name", "LegacyProtoPNetSimilarity"), document.get("params") or {}
     if name not in _SIMILARITIES:
         raise UsageError(f"{path}: similarity {name} cannot be exported; known are {', '.join(_SIMILARITIES)}")
-    if _SIMILARITIES[name] == "exp":
-        log_probabilities = (document.get("params") or {}).get("log_probabilities", False)
-        if log_probabilities or name.startswith("Legacy"):
-            raise UsageError(f"{path}: similarity {name} with these settings cannot be exported")
-        return LinearHeadConfig("distance", similarity="exp")
-    params = document.get("params") or {}
-    return LinearHeadConfig(
-        "distance", similarity="log", epsilon=float(params.get("stability_factor", _PROTOPNET_EPSILON))
-    )
+    if params.get("log_probabilities"):
+        raise UsageError(f"{path}: similarity {name} with log_probabilities cannot be exported")
+    config = _SIMILARITIES[name]
+    return replace(config, epsilon=float(params.get("stability_factor", config.epsilon)))
 
 
 def _stride_divider(postprocess: Mapping[str, Any], path: Path) -> Callable[[str, nn.Conv2d], int]:

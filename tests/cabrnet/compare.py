@@ -1,4 +1,4 @@
-"""Compare exported PIP-Net and ProtoPNet files with CaBRNet itself: `make test-cabrnet` (5 minutes).
+"""Compare exported PIP-Net and ProtoPNet files with CaBRNet itself: `make test-cabrnet` (7 minutes).
 
 CaBRNet builds each network with a ResNet-18 of ImageNet weights; two epochs on photographs of birds train it, with
 CaBRNet's modules and cross-entropy alone, which is enough for weights and scores as in use. Exits with 1 where a logit
@@ -30,21 +30,27 @@ BIRDS, WEIGHTS = DATA / "cub_mini", DATA / "weights/resnet18_ktb_small.safetenso
 SIDE, CLASSES, EPOCHS, BATCH = 224, 10, 2, 16
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ADD_ON = {
+    "init_mode": "PROTOPNET",
     "conv1": {"type": "Conv2d", "params": {"out_channels": 64, "kernel_size": 1}},
     "relu1": {"type": "ReLU"},
     "conv2": {"type": "Conv2d", "params": {"out_channels": 64, "kernel_size": 1}},
     "sigmoid1": {"type": "Sigmoid"},
 }
-# classifier, its settings, the extracted layer, and settings of the backbone
-NETWORKS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "PIPNet": ({}, {}, {"postprocess": {"stride_divider": {"ratio": 2, "min_channels": 300}}}),
-    "ProtoPNet": ({"num_features": 64, "num_proto_per_class": 10}, {"add_on": ADD_ON}, {}),
+VECTORS = {"num_features": 64, "num_proto_per_class": 10, "proto_init_mode": "UNIFORM"}
+# settings of the classifier and of the extracted layer, and the similarity
+NETWORKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "PIPNet": ({}, {}, "None"),
+    "ProtoPNet": (VECTORS, {"add_on": ADD_ON}, "ProtoPNetSimilarity"),
+    "ProtoPNet, exp": (VECTORS, {"add_on": ADD_ON}, "ProtoTreeSimilarity"),
+    "ProtoPNet, cosine": (VECTORS, {"add_on": ADD_ON}, "CosineSimilarity"),
 }
 
 
-def build(name: str, folder: Path) -> Any:
-    """Return CaBRNet's network, after writing its architecture."""
-    settings, layer, backbone = NETWORKS[name]
+def build(name: str, folder: Path, postprocess: dict[str, Any] | None = None) -> Any:
+    """Return CaBRNet's network, after writing its architecture; with other strides if `postprocess` has them."""
+    settings, layer, similarity = NETWORKS[name]
+    name = name.partition(",")[0]
+    backbone = {} if postprocess is None else {"postprocess": postprocess}
     module = f"cabrnet.archs.{name.lower()}"
     params = {"num_classes": CLASSES, **settings}
     document = {
@@ -54,7 +60,7 @@ def build(name: str, folder: Path) -> Any:
         },
         "classifier": {"module": f"{module}.decision", "name": f"{name}Classifier", "params": params},
         "top_arch": {"module": f"{module}.model", "name": name},
-        "similarity": {"name": "ProtoPNetSimilarity"},
+        "similarity": {"name": similarity},
     }
     path = folder / "model_arch.yml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
@@ -133,7 +139,7 @@ def compare(name: str, folder: Path) -> bool:
 
 
 def main() -> None:
-    """Compare both networks."""
+    """Compare all networks."""
     logger.remove()
     passed = []
     for name in NETWORKS:

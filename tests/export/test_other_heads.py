@@ -69,7 +69,7 @@ class Theirs:
                 scores, weights = torch.log((nearest + 1) / (nearest + 1e-4)), self.weights
         return (scores @ weights.T).numpy(), scores.numpy(), where.numpy()
 
-    def save_cabrnet(self, folder, **changes) -> None:
+    def save_cabrnet(self, folder, similarity="ProtoPNetSimilarity", params=None, **changes) -> None:
         """Write model_state.pth and model_arch.yml; `changes` go into the architecture's classifier."""
         state = {f"extractor.convnet.{key}": value for key, value in self.keys.items()}
         for name, layer in zip(("c1", "r1", "c2", "s1"), self.add_on, strict=False):
@@ -85,7 +85,7 @@ class Theirs:
                 "convnet": {"source_layer": self.stage, **({} if self.kind == "pip" else {"add_on": layers})},
             },
             "classifier": {"name": name, "module": "x", "params": {"num_classes": CLASSES}, **changes},
-            "similarity": {"name": "ProtoPNetSimilarity"},
+            "similarity": {"name": similarity, **({"params": params} if params else {})},
         }
         (folder / "model_arch.yml").write_text(yaml.safe_dump(document, sort_keys=False))
 
@@ -207,6 +207,26 @@ def test_protopnet_s_own_state_dict_is_read_and_its_pickled_module_is_not(tmp_pa
     error = one_line(opal("export", "module.pth", "--arch", "protopnet:resnet18", *OPTIONS, cwd=tmp_path))
     assert "holds a Python object" in error
     assert "torch.save(model.state_dict()" in error
+
+
+@pytest.mark.parametrize("name", ["ProtoTreeSimilarity", "CosineSimilarity"])
+def test_cabrnet_s_other_similarities_answer_as_their_formulas(name, tmp_path, opal):
+    theirs, images = Theirs("proto"), example_images(12, SIDE, SIDE)
+    theirs.save_cabrnet(tmp_path, name, {"stability_factor": 1e-3})
+    check(opal("export", "model_state.pth", "--arch", "model_arch.yml", *OPTIONS, cwd=tmp_path))
+    with torch.no_grad():
+        cells = theirs.add_on(theirs.body(_normalise(images))).flatten(2)[:, None].double()
+    vectors = theirs.prototypes.flatten(1)[None, :, :, None].double()
+    if name == "CosineSimilarity":
+        maps = (cells * vectors).sum(2) / (cells.norm(dim=2) * vectors.norm(dim=2) + 1e-3)
+    else:
+        maps = torch.exp(-torch.sqrt(((cells - vectors) ** 2).sum(2) + 1e-3))
+    scores, where = maps.max(2)
+    outputs = OnnxSession(tmp_path / "model_state.onnx", device="cpu", threads=1).run(images)
+    np.testing.assert_allclose(outputs.scores, scores, rtol=1e-4)
+    np.testing.assert_allclose(outputs.logits, scores @ theirs.weights.double().T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(outputs.argmax, where)
+    assert onnx_file.read_metadata(tmp_path / "model_state.onnx").head["epsilon"] == 1e-3
 
 
 def test_prototypes_that_are_cells_of_the_images_pass_the_gate(tmp_path, opal):

@@ -5,6 +5,7 @@ The config of the tensor model is the exported one; a stand-in under the name of
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +16,19 @@ from tests.cli.calls import read_results
 from tests.triton.server import needs_tritonserver, run_server
 
 pytestmark = needs_tritonserver
+GOLDEN = Path(__file__).parents[1] / "golden/0.1.0"
+OTHER_HEADS = ("pip", "proto")
 PROTOCOLS = pytest.mark.parametrize("protocol", [http, grpc], ids=["http", "grpc"])
 
 
 @pytest.fixture(scope="module")
 def server(exact_model, edited_model, opal, tmp_path_factory):
-    """A server with the models of `exact_model` and `edited_model`, and two more that must be refused."""
+    """A server with `exact_model`, `edited_model` and golden files of other heads, and two that must be refused."""
     folder = tmp_path_factory.mktemp("triton")
     repository = folder / "models"
     for name, model in (
         ("opal", exact_model), ("other", exact_model), ("newer", exact_model), ("edited", edited_model),
+        *((kind, GOLDEN / f"{kind}.onnx") for kind in OTHER_HEADS),
     ):  # fmt: skip
         assert opal("export", model, "--triton", repository, "--name", name, "--no-verify").returncode == 0
     # as if the tensor model were another one than the one that was exported with it
@@ -34,9 +38,8 @@ def server(exact_model, edited_model, opal, tmp_path_factory):
     path.write_text(json.dumps(metadata))
     path = repository / "newer_explain/1/metadata.json"
     path.write_text(path.read_text("utf-8").replace('"schema": 1', '"schema": 3'))
-    with run_server(
-        repository, ["opal", "opal_explain", "other", "other_explain", "edited", "edited_explain"], folder
-    ) as running:
+    served = [f"{name}{suffix}" for name in ("opal", "other", "edited", *OTHER_HEADS) for suffix in ("", "_explain")]
+    with run_server(repository, served, folder) as running:
         yield running
 
 
@@ -96,13 +99,15 @@ def test_concurrent_clients_get_the_records_of_infer(protocol, server, exact_mod
     assert found == expected
 
 
-def test_an_edited_model_answers_with_the_slots_that_are_left(server, edited_model, make_pictures, tmp_path):
+@pytest.mark.parametrize("name", ["edited", *OTHER_HEADS])
+def test_an_edited_model_and_other_heads_answer_as_in_this_process(name, server, edited_model, make_pictures, tmp_path):
     import opal_deploy
 
     files = [path.read_bytes() for path in make_pictures(tmp_path, 3)]
     with server.client(grpc) as client:
-        found = explain(client, grpc, files, model="edited_explain")
-    assert found == opal_deploy.load(edited_model, threads=1).explain(files)
+        found = explain(client, grpc, files, model=f"{name}_explain")
+    model = edited_model if name == "edited" else GOLDEN / f"{name}.onnx"
+    assert found == opal_deploy.load(model, threads=1).explain(files)
 
 
 def test_images_may_have_no_names_and_boxes(server, exact_model, make_pictures, tmp_path):
