@@ -189,6 +189,22 @@ class Faithfulness(Struct):
     same_cell: dict[str, Number | None]
 
 
+class Flipped(Struct):
+    """The share of answers that changes of one kind in one region flip, see `evaluation.attack`."""
+
+    region: str
+    method: str
+    flipped: Number
+
+
+class Attack(Struct):
+    """What changes of at most `levels` grey levels outside the evidence do."""
+
+    images: Count
+    levels: Count
+    outside: tuple[Flipped, ...]
+
+
 class Evaluation(Struct):
     """The figures of `evaluate --record`, see `artifact.measurements`."""
 
@@ -202,6 +218,7 @@ class Evaluation(Struct):
     boxes: bool | None = None
     pointing_game: PointingGame | None = None
     faithfulness: Faithfulness | None = None
+    attack: Attack | None = None
 
 
 class Metrics(Struct):

@@ -12,10 +12,11 @@ The document `Metadata.evaluation`, without what was not measured:
     accuracy                     0 ... 1
     pointing_game                `object`, `part`, `distinguishing_part`: {mean, low, high, count, random} or null
     faithfulness                 {images, removal: [{fill, changed, changed_random}], same_cell: {change: share}}
+    attack                       {images, levels, margin, steps, outside: [{region, method, flipped}]}
     prototype_consistency, prototype_stability, part_purity
 
 `changed` is the share of images whose predicted class changes without the evidence's cells, `changed_random` without as
-many random foreground cells.
+many random foreground cells. `flipped` is the share of answers that small changes outside the evidence flip.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from msgspec import Meta
 from opal_deploy.artifact.documents import (
     LARGEST,
     AtLeastOne,
+    Attack,
     Count,
     Edit,
     Evaluation,
@@ -266,6 +268,8 @@ def list_evaluation(
     if measured.faithfulness is not None:
         removal = "; ".join(_describe_faithfulness(measured.faithfulness))
     rows = [("where it lies", shares), ("if removed", removal)]
+    if measured.attack is not None:
+        rows.append(("if the rest changes", _describe_attack(measured.attack)))
     field = ReceptiveField.from_dict(receptive_field or {})
     if field is not None and field.effective is not None:
         rows.append(("what a cell sees", f"{field.effective} pixels around its own {field.stride}"))
@@ -285,6 +289,15 @@ def _describe_pointing(game: PointingGame) -> str:
         for share, title in shares
         if share is not None
     )
+
+
+def _describe_attack(attack: Attack) -> str:
+    """Return how many answers flip, per region and kind of change."""
+    shares: dict[str, list[str]] = {}
+    for row in attack.outside:
+        shares.setdefault(row.region, []).append(f"{100 * row.flipped:.0f} % ({row.method})")
+    flipped = ", ".join(f"{region} {' or '.join(parts)}" for region, parts in shares.items())
+    return f"answers that changes of at most {attack.levels} of 255 grey levels flip: {flipped}; {attack.images} images"
 
 
 def _describe_faithfulness(measured: Faithfulness) -> Iterator[str]:

@@ -288,6 +288,14 @@ def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> 
         evaluation["pointing_game"] = {key: value for key, value in game.items() if key != "classes"}
     if measured := document.get("faithfulness"):
         evaluation["faithfulness"] = _summarize_faithfulness(measured)
+    if measured := document.get("attack"):
+        outside = [
+            {"region": row["region"], "method": row["method"], "flipped": 1 - row["kept"]["mean"]}
+            for row in measured["outside"]
+        ]
+        evaluation["attack"] = {key: measured[key] for key in ("images", "levels", "margin", "steps")} | {
+            "outside": outside
+        }
     return evaluation | {key: document[key] for key in _COPIED if document.get(key) is not None}
 
 

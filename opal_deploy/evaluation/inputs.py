@@ -120,6 +120,10 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
     check_all_outputs(metadata, str(path), "`evaluate`")
     if options.faithfulness:
         check_single_cells(metadata, str(path))
+    if options.attack_outside and model_kind(path) != "checkpoint":
+        raise UsageError(f"{path}: --attack-outside follows gradients; give the checkpoint that it was exported from")
+    if options.attack_outside and metadata.evidence == "map":
+        raise UsageError(f"{path}: it averages over all cells (evidence map), so nothing lies outside its evidence")
     if options.target_error is not None and metadata.evidence == "none":
         raise UsageError(f"{path}: it has no prototypes (evidence none), so no margins; leave --target-error out")
     if options.record:

@@ -12,6 +12,7 @@ from opal_deploy.artifact.files import model_kind, write_json
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import files
+from opal_deploy.evaluation.attack import Attack, format_attack, measure_attack
 from opal_deploy.evaluation.baseline import baseline_of, fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import CalibrationFigures, evaluate_calibration, format_calibration
 from opal_deploy.evaluation.faithfulness import (
@@ -167,6 +168,7 @@ class _ModelMeasurement:
             neighbours=neighbours,
             pointing_game=self._play_pointing_game(evaluation),
             faithfulness=self._measure_faithfulness(field) if options.faithfulness else None,
+            attack=self._attack(field) if options.attack_outside else None,
         )
 
     def _log(self, lines: Iterable[str]) -> None:
@@ -273,6 +275,24 @@ class _ModelMeasurement:
         if self.folder is not None:
             files.write_faithfulness(self.folder, faithfulness, escape_name(self.path.name))
         return faithfulness
+
+    def _attack(self, field: ReceptiveField | None) -> Attack:
+        inputs, options = self.inputs, self.options
+        attack = measure_attack(
+            self._load_network(),
+            self.session.metadata,
+            inputs.samples,
+            choose_samples(inputs.samples, options.limit),
+            levels=options.attack_levels,
+            margin=options.attack_margin,
+            steps=options.attack_steps,
+            field=field,
+            boxes=options.boxes,
+            seed=options.seed,
+            progress=self._with_estimate("use --limit or --attack-steps to shorten this"),
+        )
+        self._log(format_attack(attack))
+        return attack
 
     def _with_estimate(self, advice: str | None) -> Progress:
         """Return a progress callback that logs once how long a slow measurement takes, with advice to shorten it."""

@@ -11,6 +11,7 @@ from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import pluralize
+from opal_deploy.evaluation.attack import Attack
 from opal_deploy.evaluation.calibration import CalibrationFigures
 from opal_deploy.evaluation.faithfulness import Faithfulness
 from opal_deploy.evaluation.metrics import (
@@ -43,6 +44,7 @@ class ModelEvaluation:
         receptive_field: of the model's cells; None if unknown.
         pointing_game: whether evidence lies on objects and parts; None if not measured.
         faithfulness: what removing evidence changes; None if not measured.
+        attack: what changes outside the evidence do; None if not measured.
         baseline: of the answers to validation images, for `--record`; None if not measured.
         neighbours: of a checkpoint that had none, as measured for the baseline; None otherwise.
         agreements: path and agreement of each model measured before this one; None if not compared.
@@ -60,6 +62,7 @@ class ModelEvaluation:
     receptive_field: ReceptiveField | None = None
     pointing_game: PointingGame | None = None
     faithfulness: Faithfulness | None = None
+    attack: Attack | None = None
     baseline: Baseline | None = None
     neighbours: Neighbours | None = None
     agreements: Sequence[tuple[Path, Agreement]] | None = None
@@ -88,6 +91,7 @@ class ModelEvaluation:
             "receptive_field": self.receptive_field,
             "pointing_game": self.pointing_game,
             "faithfulness": self.faithfulness,
+            "attack": self.attack,
         }
         document: dict[str, Any] = {
             "model": str(self.path),

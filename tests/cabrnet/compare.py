@@ -80,12 +80,12 @@ def read(split: str) -> tuple[np.ndarray, torch.Tensor]:
     return np.stack(pixels), torch.tensor([int(name.split(".")[0]) - 1 for name in names])
 
 
-def train(network: Any, name: str, pixels: np.ndarray, labels: torch.Tensor) -> None:
+def train(network: Any, name: str, pixels: np.ndarray, labels: torch.Tensor, epochs: int = EPOCHS) -> None:
     """Train all layers with cross-entropy; PIP-Net's logits as its own loss takes them."""
     groups = ((network.extractor, 1e-4), (network.classifier, 3e-3))
     optimizer = torch.optim.Adam([{"params": part.parameters(), "lr": rate} for part, rate in groups])
     network.train()
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for rows in torch.randperm(len(labels)).split(BATCH):
             logits, _ = answer(network, name, pixels[rows.numpy()])
             loss = nn.functional.cross_entropy(torch.log1p(logits**2) if name == "PIPNet" else logits, labels[rows])

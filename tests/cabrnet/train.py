@@ -28,7 +28,7 @@ from PIL import Image
 
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.evaluation.session import prepared_batches
-from tests.cabrnet.compare import BIRDS, MEAN, SIDE, STD, build
+from tests.cabrnet.compare import BIRDS, MEAN, SIDE, STD, build, train
 
 STRIDE = {"stride_divider": {"ratio": 2, "min_channels": 200}}
 PREPROCESS = "cabrnet.core.utils.custom_preprocess"
@@ -172,7 +172,7 @@ def describe_protopnet(epochs: int) -> dict[str, Any]:
             },
         },
         "auxiliary_info": {
-            "loss_coefficients": {"clustering": 0.8, "separability": -0.08, "regularization": 0.0001},
+            "loss_coefficients": {"clustering": 0.08, "separability": -0.008, "regularization": 0.0001},
             "projection_config": {"start_epoch": 9, "frequency": 10, "num_ft_epochs": 5},
         },
     }
@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("network", choices=("PIPNet", "ProtoPNet"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--plain", action="store_true", help="with cross-entropy alone, not with CaBRNet's trainer")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     name, out, epochs = arguments.network, arguments.out, arguments.epochs
@@ -193,6 +194,15 @@ def main() -> None:
     images = out / "images"
     (out / "classes.txt").write_text("\n".join(write_images(images)) + "\n")
     network = build(name, out, STRIDE)
+    if arguments.plain:
+        data_set = read_dataset(BIRDS, needs_validation=True)
+        batches = prepared_batches(data_set.train, (SIDE, SIDE), batch=16)
+        labels = torch.tensor([sample.label for sample in data_set.train])
+        train(network, name, np.concatenate([pixels for pixels, _ in batches]), labels, epochs)
+        (out / "final").mkdir()
+        (out / "model_arch.yml").rename(out / "final/model_arch.yml")
+        torch.save(network.state_dict(), out / "final/model_state.pth")
+        return
     if name == "PIPNet":
         twice, settings = 16, {"shuffle": True, "drop_last": True, "collate_fn": "concat_collate"}
         training = describe_pipnet(epochs, len(list((images / "train").rglob("*.png"))) // twice)
