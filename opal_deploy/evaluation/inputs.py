@@ -118,10 +118,12 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
         UsageError: it lacks some, or its file cannot store an evaluation.
     """
     check_all_outputs(metadata, str(path), "`evaluate`")
-    if options.faithfulness:
-        check_single_cells(metadata, str(path))
-    if options.attack_outside and model_kind(path) != "checkpoint":
-        raise UsageError(f"{path}: --attack-outside follows gradients; give the checkpoint that it was exported from")
+    for flag, given in (("--faithfulness", options.faithfulness), ("--randomise", options.randomise)):
+        if given:
+            check_single_cells(metadata, str(path), flag)
+    needs_network = {"--attack-outside": options.attack_outside, "--randomise": options.randomise}
+    for flag in (flag for flag, given in needs_network.items() if given and model_kind(path) != "checkpoint"):
+        raise UsageError(f"{path}: {flag} needs the checkpoint that it was exported from")
     if options.attack_outside and metadata.evidence == "map":
         raise UsageError(f"{path}: it averages over all cells (evidence map), so nothing lies outside its evidence")
     if options.target_error is not None and metadata.evidence == "none":
@@ -137,14 +139,14 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
             )
 
 
-def check_single_cells(metadata: Metadata, model: str) -> None:
-    """Raise UsageError unless single cells are the model's evidence, so that they can be removed."""
+def check_single_cells(metadata: Metadata, model: str, flag: str) -> None:
+    """Raise UsageError unless single cells are the model's evidence, which an option needs."""
     reasons = {
         "map": "it averages over all cells (evidence map), so no single cell is its evidence",
         "none": "it has no prototypes (evidence none)",
     }
     if metadata.evidence != "exact":
-        raise UsageError(f"{model}: {reasons[metadata.evidence]}; --faithfulness needs a model with evidence exact")
+        raise UsageError(f"{model}: {reasons[metadata.evidence]}; {flag} needs a model with evidence exact")
 
 
 def check_recordable(path: Path, metadata: Metadata) -> None:

@@ -31,6 +31,12 @@ from opal_deploy.evaluation.inputs import (
 from opal_deploy.evaluation.metrics import measure_agreement
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.pointing import PointingGame, format_game, play_pointing_game
+from opal_deploy.evaluation.randomise import (
+    Randomisation,
+    format_randomisation,
+    measure_randomisation,
+    select_annotations,
+)
 from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.evaluation.result import ModelEvaluation, format_curve, format_metrics, format_table, format_threshold
@@ -169,6 +175,7 @@ class _ModelMeasurement:
             pointing_game=self._play_pointing_game(evaluation),
             faithfulness=self._measure_faithfulness(field) if options.faithfulness else None,
             attack=self._attack(field) if options.attack_outside else None,
+            randomisation=self._randomise() if options.randomise else None,
         )
 
     def _log(self, lines: Iterable[str]) -> None:
@@ -293,6 +300,22 @@ class _ModelMeasurement:
         )
         self._log(format_attack(attack))
         return attack
+
+    def _randomise(self) -> Randomisation:
+        inputs, options = self.inputs, self.options
+        chosen = choose_samples(inputs.samples, options.limit)
+        randomisation = measure_randomisation(
+            checkpoint.load(self.path),
+            [inputs.samples[index] for index in chosen],
+            select_annotations(inputs.annotations, chosen),
+            device=options.device,
+            threads=options.threads,
+            boxes=options.boxes,
+            seed=options.seed,
+            progress=self._with_estimate("use --limit to shorten this"),
+        )
+        self._log(format_randomisation(randomisation))
+        return randomisation
 
     def _with_estimate(self, advice: str | None) -> Progress:
         """Return a progress callback that logs once how long a slow measurement takes, with advice to shorten it."""

@@ -70,7 +70,12 @@ class EvaluateOptions(Options):
     attack_levels: Annotated[int, Option("Largest change, in grey levels of 255.", min=1, max=255)] = 6
     attack_margin: Annotated[int, Option("Pixels around a box that stay as they are, too.", min=0)] = 10
     attack_steps: Annotated[int, Option("Gradient steps of the attack.", min=1)] = 20
-    limit: Annotated[int, Option("Images for --faithfulness and --attack-outside, evenly over classes.", min=1)] = 100
+    randomise: Annotated[
+        bool, Option("Shuffle weights from the top: the evidence must lose its hits. For checkpoints.")
+    ] = False
+    limit: Annotated[
+        int, Option("Images for --faithfulness, --attack-outside and --randomise, evenly over classes.", min=1)
+    ] = 100
     fill: Annotated[
         tuple[Fill, ...], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])
     ] = FILLS

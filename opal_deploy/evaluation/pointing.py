@@ -217,17 +217,20 @@ def _part_shares(hits: Sequence[ImageHits]) -> list[PartShare]:
     return sorted(shares, key=lambda share: -share.evidence)
 
 
-def play_pointing_game(result: EvaluationResult, annotations: Annotations, metadata: Metadata) -> PointingGame | None:
+def play_pointing_game(
+    result: EvaluationResult, annotations: Annotations, metadata: Metadata, *, correct_only: bool = True
+) -> PointingGame | None:
     """Return the pointing game of an evaluated model; `annotations` has one entry per image.
 
-    None if no correct prediction has an annotation, or if single cells are not the model's evidence.
+    None if no correct prediction has an annotation, or if single cells are not the model's evidence. Without
+    `correct_only` the label's slots count for wrong predictions, too.
     """
     argmax = result.outputs.argmax
     if metadata.evidence != "exact" or argmax is None:
         return None
     hits, left_out = [], 0
-    correct = result.outputs.logits.argmax(axis=1) == result.labels
-    for number in np.flatnonzero(correct).tolist():
+    counted = (result.outputs.logits.argmax(axis=1) == result.labels) | (not correct_only)
+    for number in np.flatnonzero(counted).tolist():
         annotation, geometry = annotations.images[number], result.geometries[number]
         if not (annotation.has_object or annotation.parts):
             left_out += 1

@@ -23,6 +23,7 @@ from opal_deploy.evaluation.metrics import (
 )
 from opal_deploy.evaluation.parts import PartFigures
 from opal_deploy.evaluation.pointing import PointingGame
+from opal_deploy.evaluation.randomise import Randomisation
 from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.statistics import RiskCurve, Threshold
@@ -45,6 +46,7 @@ class ModelEvaluation:
         pointing_game: whether evidence lies on objects and parts; None if not measured.
         faithfulness: what removing evidence changes; None if not measured.
         attack: what changes outside the evidence do; None if not measured.
+        randomisation: where the evidence lies when weights are shuffled; None if not measured.
         baseline: of the answers to validation images, for `--record`; None if not measured.
         neighbours: of a checkpoint that had none, as measured for the baseline; None otherwise.
         agreements: path and agreement of each model measured before this one; None if not compared.
@@ -63,6 +65,7 @@ class ModelEvaluation:
     pointing_game: PointingGame | None = None
     faithfulness: Faithfulness | None = None
     attack: Attack | None = None
+    randomisation: Randomisation | None = None
     baseline: Baseline | None = None
     neighbours: Neighbours | None = None
     agreements: Sequence[tuple[Path, Agreement]] | None = None
@@ -92,6 +95,7 @@ class ModelEvaluation:
             "pointing_game": self.pointing_game,
             "faithfulness": self.faithfulness,
             "attack": self.attack,
+            "randomisation": self.randomisation,
         }
         document: dict[str, Any] = {
             "model": str(self.path),

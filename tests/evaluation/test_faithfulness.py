@@ -284,7 +284,7 @@ def test_text_plot_and_json_are_complete(measured, tmp_path):
 @pytest.mark.parametrize(("evidence", "why"), [("map", "averages over all cells"), ("none", "has no prototypes")])
 def test_a_model_without_single_cells_is_refused(evidence, why):
     with pytest.raises(UsageError, match=f"m.onnx: it {why}.*needs a model with evidence exact"):
-        check_single_cells(replace(METADATA, evidence=evidence), "m.onnx")
+        check_single_cells(replace(METADATA, evidence=evidence), "m.onnx", "--faithfulness")
 
 
 def test_logits_that_are_not_finite_are_refused(tmp_path):

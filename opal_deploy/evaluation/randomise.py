@@ -1,0 +1,183 @@
+"""Shuffle a network's weights from the top, and see whether its evidence loses its hits (`--randomise`).
+
+After Adebayo et al., "Sanity checks for saliency maps" (NeurIPS 2018): an explanation that stays where it was although
+what the network learned is gone shows the image, not the network. Each tensor's values are permuted, first the head's,
+then those of one stage of the backbone more at a time; batch normalisation's statistics are measured anew, so that
+features keep their scale. The evidence is that of the label's slots, since answers become wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.annotations import Annotations
+from opal_deploy.evaluation.metrics import figures_to_dict, format_columns
+from opal_deploy.evaluation.pointing import PointingGame, Share, play_pointing_game
+from opal_deploy.evaluation.session import evaluate_session, prepared_batches
+from opal_deploy.logs import Progress, no_progress
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.statistics import Mean, mean_with_interval
+
+NOTHING, HEAD = "nothing", "the head"
+# first word of the seeds: a stream of its own
+_STREAM = 16
+# containers that hold a network's stages
+_CONTAINERS = ("features", "stages", "blocks", "layers")
+_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The evidence after some weights were shuffled.
+
+    Attributes:
+        shuffled: the stage that was shuffled last; those before it stay shuffled.
+        accuracy: share of correct answers, 0 ... 1.
+        same_cell: share of the label's slots whose cell is the trained network's.
+        object, part: shares of those cells in the object and on a part, with those of random cells; None if unknown.
+    """
+
+    shuffled: str
+    accuracy: float
+    same_cell: Mean
+    object: Share | None
+    part: Share | None
+
+
+@dataclass(frozen=True)
+class Randomisation:
+    """The figures of `--randomise`, the trained network's first."""
+
+    images: int
+    seed: int
+    stages: list[Stage]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        stages = [
+            figures_to_dict(stage)
+            | {name: share.to_dict() for name, share in (("object", stage.object), ("part", stage.part)) if share}
+            for stage in self.stages
+        ]
+        return {"images": self.images, "seed": self.seed, "stages": stages}
+
+
+def measure_randomisation(
+    loaded: Checkpoint,
+    samples: Sequence[Sample],
+    annotations: Annotations,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    boxes: bool = True,
+    seed: int = 0,
+    progress: Progress = no_progress,
+) -> Randomisation:
+    """Measure the evidence of a network on samples while its weights are shuffled; see this module.
+
+    Args:
+        loaded: with a head whose evidence is single cells; its network's weights are lost.
+        annotations: one per sample.
+
+    Raises:
+        UsageError: an image cannot be used.
+    """
+    network = loaded.network.eval()
+    metadata = TorchSession(loaded, device=device, threads=threads).metadata
+    pixels = np.concatenate(
+        [batch for batch, _ in prepared_batches(samples, metadata.input_size, boxes=boxes, batch=_BATCH)]
+    )
+    rng = np.random.default_rng((_STREAM, seed))
+    groups = [(NOTHING, []), (HEAD, [network.head]), *list_stages(network.backbone.body)]
+    kept = metadata.class_map.kept
+    before, stages = None, []
+    for number, (name, modules) in enumerate(groups):
+        for module in modules:
+            shuffle_weights(module, rng)
+        if name not in (NOTHING, HEAD):
+            inputs = torch.from_numpy(normalise(pixels, metadata.mean, metadata.std))
+            measure_statistics(network.backbone, inputs.to(next(network.parameters()).device))
+        session = TorchSession(loaded, device=device, threads=threads)
+        result = evaluate_session(session, [*samples], boxes=boxes, batch=_BATCH)
+        cells = metadata.class_map.take(np.asarray(result.outputs.argmax), result.labels)
+        before = cells if before is None else before
+        same = [(row == old)[kept[label]].mean() for row, old, label in zip(cells, before, result.labels, strict=True)]
+        game = play_pointing_game(result, annotations, metadata, correct_only=False)
+        stages.append(
+            Stage(name, result.evaluation.accuracy, mean_with_interval(same), *_find_shares(game)),
+        )
+        progress(number + 1, len(groups), "shuffling weights")
+    return Randomisation(len(samples), seed, stages)
+
+
+def _find_shares(game: PointingGame | None) -> tuple[Share | None, Share | None]:
+    return (None, None) if game is None else (game.object, game.part)
+
+
+def list_stages(body: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    """Return the stages of a backbone that have weights, by name, the last one first."""
+    stages: dict[str, list[nn.Module]] = {}
+    for name, module in body.named_children():
+        inner = module.named_children() if name in _CONTAINERS else [("", module)]
+        for number, each in inner:
+            if next(each.parameters(), None) is not None:
+                stages.setdefault(f"{name}.{number}".removesuffix("."), []).append(each)
+    return list(stages.items())[::-1]
+
+
+def shuffle_weights(module: nn.Module, rng: np.random.Generator) -> None:
+    """Permute the values of each parameter among themselves."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            order = torch.from_numpy(rng.permutation(parameter.numel())).to(parameter.device)
+            parameter.copy_(parameter.flatten()[order].reshape(parameter.shape))
+
+
+def measure_statistics(backbone: nn.Module, inputs: torch.Tensor) -> None:
+    """Measure batch normalisation's means and variances anew on normalised images, float32 [n, 3, H0, W0]."""
+    layers = [layer for layer in backbone.modules() if isinstance(layer, _BatchNorm)]
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.reset_running_stats()
+        # the plain mean over batches
+        layer.momentum = None
+        layer.train()
+    with torch.no_grad():
+        for batch in inputs.split(_BATCH) if layers else ():
+            backbone(batch)
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+        layer.eval()
+
+
+def format_randomisation(randomisation: Randomisation) -> Iterator[str]:
+    """Yield a heading and a table with a row per stage."""
+    first = randomisation.stages[0]
+    shares = [(title, name) for title, name in (("in the object", "object"), ("on a part", "part"))
+              if getattr(first, name) is not None]  # fmt: skip
+    chance = ", ".join(f"{title} {getattr(first, name).random:.0%}" for title, name in shares)
+    random = f"; random cells {chance}" if chance else ""
+    yield f"weights shuffled from the top, {randomisation.images} images, cells of the label's slots{random}"
+    rows = [["shuffled", "accuracy", "same cells", *(title for title, _ in shares)]]
+    for number, stage in enumerate(randomisation.stages):
+        hits = [getattr(stage, name).hits for _, name in shares]
+        values = [f"{100 * mean.value:.1f} % ({100 * mean.interval[0]:.0f} to {100 * mean.interval[1]:.0f})"
+                  for mean in (stage.same_cell, *hits)]  # fmt: skip
+        name = f"and {stage.shuffled}" if number > 1 else stage.shuffled
+        rows.append([name, f"{stage.accuracy:.1%}", *values])
+    yield from format_columns(rows)
+
+
+def select_annotations(annotations: Annotations, indices: Sequence[int]) -> Annotations:
+    """Return the annotations of some images."""
+    return replace(annotations, images=[annotations.images[index] for index in indices])
