@@ -118,7 +118,11 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
         UsageError: it lacks some, or its file cannot store an evaluation.
     """
     check_all_outputs(metadata, str(path), "`evaluate`")
-    for flag, given in (("--faithfulness", options.faithfulness), ("--randomise", options.randomise)):
+    for flag, given in (
+        ("--faithfulness", options.faithfulness),
+        ("--randomise", options.randomise),
+        ("--interventions", options.interventions),
+    ):
         if given:
             check_single_cells(metadata, str(path), flag)
     needs_network = {"--attack-outside": options.attack_outside, "--randomise": options.randomise}
@@ -223,6 +227,8 @@ def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInpu
             f"{data_set.root}: no part locations (CUB's parts/part_locs.txt or the generated set's parts.jsonl); "
             "leave --parts out"
         )
+    if options.interventions and not generated:
+        raise UsageError(f"{data_set.root}: --interventions draws creatures; it needs a generated data set (`demo`)")
     use_parts = options.parts is not False
     objects = None if options.annotations is None else Path(options.annotations)
     return EvaluationInputs(

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import model_kind, write_json
 from opal_deploy.artifact.measurements import ReceptiveField
@@ -28,6 +30,7 @@ from opal_deploy.evaluation.inputs import (
     has_validation_images,
     read_inputs,
 )
+from opal_deploy.evaluation.interventions import Interventions, format_interventions, measure_interventions
 from opal_deploy.evaluation.metrics import measure_agreement
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.pointing import PointingGame, format_game, play_pointing_game
@@ -36,6 +39,7 @@ from opal_deploy.evaluation.randomise import (
     format_randomisation,
     measure_randomisation,
     select_annotations,
+    shuffle_weights,
 )
 from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
@@ -50,6 +54,7 @@ from opal_deploy.records.names import escape_name
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.torch_session import TorchSession, torch_device
 from opal_deploy.statistics import Threshold, choose_threshold, compute_risk_curve, smallest_target
+from opal_deploy.synthetic import read_annotations
 
 # a measurement that takes longer than this logs an estimate of its time
 _MAX_SILENT_S = 60.0
@@ -176,6 +181,7 @@ class _ModelMeasurement:
             faithfulness=self._measure_faithfulness(field) if options.faithfulness else None,
             attack=self._attack(field) if options.attack_outside else None,
             randomisation=self._randomise() if options.randomise else None,
+            interventions=self._intervene() if options.interventions else None,
         )
 
     def _log(self, lines: Iterable[str]) -> None:
@@ -316,6 +322,26 @@ class _ModelMeasurement:
         )
         self._log(format_randomisation(randomisation))
         return randomisation
+
+    def _intervene(self) -> Interventions:
+        options, random_head, heat_map = self.options, None, None
+        if model_kind(self.path) == "checkpoint":
+            loaded = checkpoint.load(self.path)
+            shuffle_weights(loaded.network.head, np.random.default_rng(options.seed))
+            random_head = TorchSession(loaded, device=options.device, threads=options.threads)
+            heat_map = GradCam(self._load_network())
+        first = read_annotations(self.inputs.data.root)[0]
+        interventions = measure_interventions(
+            self.session,
+            (first.height, first.width),
+            options.limit,
+            random_head=random_head,
+            heat_map=heat_map,
+            seed=options.seed,
+            progress=self._with_estimate("use --limit to shorten this"),
+        )
+        self._log(format_interventions(interventions))
+        return interventions
 
     def _with_estimate(self, advice: str | None) -> Progress:
         """Return a progress callback that logs once how long a slow measurement takes, with advice to shorten it."""

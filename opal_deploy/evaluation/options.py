@@ -73,8 +73,14 @@ class EvaluateOptions(Options):
     randomise: Annotated[
         bool, Option("Shuffle weights from the top: the evidence must lose its hits. For checkpoints.")
     ] = False
+    interventions: Annotated[
+        bool, Option("Draw generated creatures without some of their parts, and compare the evidence with the effect.")
+    ] = False
     limit: Annotated[
-        int, Option("Images for --faithfulness, --attack-outside and --randomise, evenly over classes.", min=1)
+        int,
+        Option(
+            "Images for --faithfulness, --attack-outside, --randomise and --interventions, evenly over classes.", min=1
+        ),
     ] = 100
     fill: Annotated[
         tuple[Fill, ...], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])

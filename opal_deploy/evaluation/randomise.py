@@ -98,7 +98,11 @@ def measure_randomisation(
         [batch for batch, _ in prepared_batches(samples, metadata.input_size, boxes=boxes, batch=_BATCH)]
     )
     rng = np.random.default_rng((_STREAM, seed))
-    groups = [(NOTHING, []), (HEAD, [network.head]), *list_stages(network.backbone.body)]
+    groups: list[tuple[str, list[nn.Module]]] = [
+        (NOTHING, []),
+        (HEAD, [network.head]),
+        *list_stages(network.backbone.body),
+    ]
     kept = metadata.class_map.kept
     before, stages = None, []
     for number, (name, modules) in enumerate(groups):
@@ -153,8 +157,8 @@ def measure_statistics(backbone: nn.Module, inputs: torch.Tensor) -> None:
         layer.momentum = None
         layer.train()
     with torch.no_grad():
-        for batch in inputs.split(_BATCH) if layers else ():
-            backbone(batch)
+        for first in range(0, len(inputs) if layers else 0, _BATCH):
+            backbone(inputs[first : first + _BATCH])
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
         layer.eval()

@@ -14,6 +14,7 @@ from opal_deploy.datasets.samples import pluralize
 from opal_deploy.evaluation.attack import Attack
 from opal_deploy.evaluation.calibration import CalibrationFigures
 from opal_deploy.evaluation.faithfulness import Faithfulness
+from opal_deploy.evaluation.interventions import Interventions
 from opal_deploy.evaluation.metrics import (
     Agreement,
     Evaluation,
@@ -47,6 +48,7 @@ class ModelEvaluation:
         faithfulness: what removing evidence changes; None if not measured.
         attack: what changes outside the evidence do; None if not measured.
         randomisation: where the evidence lies when weights are shuffled; None if not measured.
+        interventions: whether the evidence names the parts that matter; None if not measured.
         baseline: of the answers to validation images, for `--record`; None if not measured.
         neighbours: of a checkpoint that had none, as measured for the baseline; None otherwise.
         agreements: path and agreement of each model measured before this one; None if not compared.
@@ -66,6 +68,7 @@ class ModelEvaluation:
     faithfulness: Faithfulness | None = None
     attack: Attack | None = None
     randomisation: Randomisation | None = None
+    interventions: Interventions | None = None
     baseline: Baseline | None = None
     neighbours: Neighbours | None = None
     agreements: Sequence[tuple[Path, Agreement]] | None = None
@@ -96,6 +99,7 @@ class ModelEvaluation:
             "faithfulness": self.faithfulness,
             "attack": self.attack,
             "randomisation": self.randomisation,
+            "interventions": self.interventions,
         }
         document: dict[str, Any] = {
             "model": str(self.path),

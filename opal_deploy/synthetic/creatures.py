@@ -295,7 +295,12 @@ def check_size(size: tuple[int, int]) -> None:
 
 
 def draw_creature(
-    species: Species, rng: np.random.Generator, size: tuple[int, int], *, hide: Collection[str] = ()
+    species: Species,
+    rng: np.random.Generator,
+    size: tuple[int, int],
+    *,
+    hide: Collection[str] = (),
+    scene: np.random.Generator | None = None,
 ) -> Creature:
     """Draw a creature of a species.
 
@@ -307,6 +312,7 @@ def draw_creature(
         rng: the source of everything else.
         size: (H, W) in pixels, each at least 32.
         hide: names of parts to leave out, everything else unchanged, to test a classifier without them.
+        scene: the source of the background instead of `rng`, everything else unchanged.
 
     Raises:
         UsageError: the image is too small, or `hide` names an unknown part.
@@ -314,7 +320,9 @@ def draw_creature(
     check_size(size)
     if unknown := set(hide) - set(VARIANTS):
         raise UsageError(f"unknown part to hide: {', '.join(sorted(unknown))}; parts are {', '.join(VARIANTS)}")
-    scene = draw_background(rng, size)
+    background = draw_background(rng, size)
+    if scene is not None:
+        background = draw_background(scene, size)
     appearance = _sample_appearance(rng)
     matrix, shift = _to_pixels(appearance, size)
 
@@ -336,12 +344,12 @@ def draw_creature(
         np.linspace(-1, 1, length, dtype=np.float32)[part] for length, part in zip(size, region, strict=True)
     )
     light = 1 + appearance.light[0] * across + appearance.light[1] * down[:, None]
-    lit = scene[region] * (1 - alpha) + figure * light[..., None]
-    scene[region] = np.clip(lit + 0.5, 0, 255).astype(np.uint8)
+    lit = background[region] * (1 - alpha) + figure * light[..., None]
+    background[region] = np.clip(lit + 0.5, 0, 255).astype(np.uint8)
     foreground = np.zeros(size, dtype=np.bool_)
     foreground[region] = alpha[..., 0] >= 0.5
     return Creature(
-        image=scene,
+        image=background,
         parts={
             part: _part_box(
                 outlines[part], stroke, species.variants[part], part in species.distinguishing, part not in hide

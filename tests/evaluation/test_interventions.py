@@ -1,0 +1,87 @@
+"""Parts taken away: measures of known evidence, and a model whose label is the background."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.interventions import (
+    _SUBSETS,
+    EVIDENCE,
+    PARTS,
+    _compare,
+    format_interventions,
+    measure_interventions,
+    rank_correlation,
+)
+from opal_deploy.model.checkpoint import build_metadata
+from opal_deploy.synthetic.creatures import list_species
+from tests.builders import build_checkpoint
+
+
+def subsets(worth, needed):
+    """Return the logits of all subsets of parts, and whether each keeps the answer."""
+    logits = np.array([sum(worth[part] for part in left) for left in _SUBSETS], np.float32)
+    return logits, np.array([needed <= left for left in _SUBSETS])
+
+
+def test_evidence_that_names_what_is_needed_has_every_measure():
+    worth, needed = (4.0, 3.0, 2.0, 0.1, 0.0), {0, 1}
+    assert _compare(np.array([0.6, 0.4, 0.05, 0.01, 0.0]), *subsets(worth, needed)) == (pytest.approx(1.0), 1, 1, 1)
+
+
+def test_evidence_on_the_other_parts_has_none():
+    # two of the parts have no evidence and share a rank
+    worth, needed = (4.0, 3.0, 2.0, 1.0, 0.0), {0, 1}
+    assert _compare(np.array([0.0, 0.0, 0.1, 0.2, 0.7]), *subsets(worth, needed)) == (
+        pytest.approx(-0.97, abs=0.01),
+        0,
+        0,
+        0,
+    )
+
+
+def test_no_evidence_at_all_is_not_correlated():
+    assert _compare(np.zeros(5), *subsets((4, 3, 2, 1, 0), {0, 1})) == (0.0, 0, 0, 0)
+
+
+def test_equal_values_share_their_rank():
+    assert rank_correlation(np.array([1, 1, 2]), np.array([5, 5, 9])) == pytest.approx(1.0)
+    assert rank_correlation(np.array([3, 1, 2]), np.array([1, 3, 2])) == pytest.approx(-1.0)
+
+
+class Oracle:
+    """A session whose answer is the colour of a corner, or a constant; its evidence is one cell."""
+
+    def __init__(self, by_background):
+        loaded = build_checkpoint(size=(96, 96))
+        names = tuple(kind.name for kind in list_species(4))
+        self.metadata = replace(build_metadata(loaded), class_names=names)
+        self.by_background = by_background
+
+    def run(self, images):
+        count, logits = len(images), np.zeros((len(images), 4), np.float32)
+        answers = images[:, :4, :4].reshape(count, -1, 3).mean(axis=1).astype(int).sum(axis=1) % 4
+        logits[np.arange(count), answers if self.by_background else 0] = 1
+        prototypes = self.metadata.num_prototypes
+        return Outputs(logits, np.zeros((count, prototypes), np.int32), np.ones((count, prototypes), np.float32))
+
+
+@pytest.mark.parametrize(("by_background", "low", "high"), [(False, 1, 1), (True, 0, 0.6)])
+def test_a_label_that_is_the_background_fails(by_background, low, high):
+    found = measure_interventions(Oracle(by_background), (96, 96), 24)
+    assert low <= found.same_answer.value <= high
+    assert [each.method for each in found.explained] == [EVIDENCE]
+    # nothing that is taken away changes the answer
+    assert found.explained[0].deletion.value == 0
+    assert len(list(format_interventions(found))) == 3
+
+
+def test_other_classes_are_refused():
+    oracle = Oracle(by_background=False)
+    oracle.metadata = replace(oracle.metadata, class_names=("Gull", "Tern", "Skua", "Albatross"))
+    with pytest.raises(UsageError, match="the classes are Gull, Tern, Skua"):
+        measure_interventions(oracle, (96, 96), 1)
+    assert len(PARTS) == 5
