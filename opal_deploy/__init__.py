@@ -2,7 +2,7 @@
 
 >>> import opal_deploy
 >>> model = opal_deploy.load("model.onnx")  # doctest: +SKIP
->>> model.explain("bird.jpg").record.prediction.label  # doctest: +SKIP
+>>> model.predict("bird.jpg").record.prediction.label  # doctest: +SKIP
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_importing_costs_neither_numpy_nor_pillow_nor_a_runtime():
 def test_an_onnx_file_needs_no_torch(exact_model, images, hidden):
     statement = "sys.modules.update(torch=None, torchvision=None, onnx=None)\n" if hidden else ""
     statement += (
-        "import opal_deploy\nassert opal_deploy.load(sys.argv[1], device='cpu').explain(sys.argv[2])['status'] == 'ok'"
+        "import opal_deploy\nassert opal_deploy.load(sys.argv[1], device='cpu').predict(sys.argv[2])['status'] == 'ok'"
     )
     loaded = modules_after(statement, str(exact_model), str(images[0]))
     assert "onnxruntime" in loaded
@@ -69,7 +69,7 @@ def as_(kind, path):
 
 @pytest.mark.parametrize("kind", ["path", "str", "bytes", "PIL", "array"])
 def test_images_of_any_kind(model, images, kind):
-    record, expected = model.explain(as_(kind, images[0])), model.explain(images[0])
+    record, expected = model.predict(as_(kind, images[0])), model.predict(images[0])
     if kind not in ("path", "str"):
         expected["image"] = None
     if kind in ("PIL", "array"):
@@ -77,41 +77,41 @@ def test_images_of_any_kind(model, images, kind):
         expected["image_sha256"] = None
     assert record == expected
     # one image is a record, many are a list
-    assert model.explain([as_(kind, images[0])]) == [record]
-    assert model.explain([as_(kind, path) for path in images]) == [model.explain(as_(kind, path)) for path in images]
+    assert model.predict([as_(kind, images[0])]) == [record]
+    assert model.predict([as_(kind, path) for path in images]) == [model.predict(as_(kind, path)) for path in images]
 
 
 def test_no_images_are_an_empty_list_and_a_stack_is_as_many_images(model, images):
-    assert model.explain([]) == []
+    assert model.predict([]) == []
     arrays = [as_("array", path) for path in images]
-    assert model.explain(np.stack(arrays)) == model.explain(arrays)
+    assert model.predict(np.stack(arrays)) == model.predict(arrays)
 
 
 def test_boxes_crop_their_images(model, images):
-    record = model.explain(images[0], boxes=BOX)
+    record = model.predict(images[0], boxes=BOX)
     for slot in record["evidence"]:
         x0, y0, x1, y1 = slot["box"]
         assert 10 <= x0 < x1 <= 70
         assert 20 <= y0 < y1 <= 80
     assert (record["width"], record["height"]) == (96, 96)
-    boxed = [model.explain(images[0]), model.explain(images[1], boxes=BOX)]
-    assert model.explain(images[:2], boxes=[None, BOX]) == boxed
+    boxed = [model.predict(images[0]), model.predict(images[1], boxes=BOX)]
+    assert model.predict(images[:2], boxes=[None, BOX]) == boxed
     for one in ([BOX], list(BOX), np.array([BOX])):
-        assert model.explain(images[0], boxes=one) == record
+        assert model.predict(images[0], boxes=one) == record
     for wrong in ([BOX, BOX], BOX[:3], [BOX[:3]], "box"):
         with pytest.raises(ValueError, match=r"\(x0, y0, x1, y1\)"):
-            model.explain(images[0], boxes=wrong)
+            model.predict(images[0], boxes=wrong)
     for boxes in ([], [None] * 3):
         with pytest.raises(ValueError, match=f"{len(boxes)} boxes for 2 images; give one for each, None for none"):
-            model.explain(images[:2], boxes=boxes)
+            model.predict(images[:2], boxes=boxes)
 
 
 def test_options_of_explain(model, images, tmp_path):
-    assert model.explain(images[0], min_margin=2.0)["status"] == "abstained"
-    assert model.explain(images[0], max_pixels=96 * 96 - 1)["error"]["code"] == "too_many_pixels"
-    assert model.explain(images, batch=1) == model.explain(images, batch=5)
+    assert model.predict(images[0], min_margin=2.0)["status"] == "abstained"
+    assert model.predict(images[0], max_pixels=96 * 96 - 1)["error"]["code"] == "too_many_pixels"
+    assert model.predict(images, batch=1) == model.predict(images, batch=5)
     # an image that cannot be used raises nothing
-    assert model.explain(tmp_path / "none.jpg")["error"]["code"] == "not_found"
+    assert model.predict(tmp_path / "none.jpg")["error"]["code"] == "not_found"
 
 
 def test_records_are_what_the_cli_writes(model, images, exact_model, tmp_path, opal):
@@ -126,11 +126,11 @@ def test_records_are_what_the_cli_writes(model, images, exact_model, tmp_path, o
         record.pop("overlay", None)
         # its place among the inputs of a run
         record.pop("image_index")
-    assert written == model.explain(paths, batch=1)
+    assert written == model.predict(paths, batch=1)
 
 
 def test_a_model_describes_itself_and_other_files_are_refused(model, tmp_path):
-    prediction = model.explain(np.zeros((96, 96, 3), np.uint8))["prediction"]
+    prediction = model.predict(np.zeros((96, 96, 3), np.uint8))["prediction"]
     assert model.names[prediction["class_id"]] == prediction["label"]
     assert list(model.names) == [0, 1, 2, 3]
     assert repr(model).startswith("<opal_deploy.Model shufflenet_v2_x0_5, 4 classes, ONNX Runtime")

@@ -188,7 +188,7 @@ class Explanations(list[Explanation]):
         if model is None:
             return ReportOptions()
         path, metadata = Path((model.path or Path("model")).name), model.metadata
-        facts = report_facts(path, metadata, model.description, f"opal_deploy.load({path.name!r}).explain(...)")
+        facts = report_facts(path, metadata, model.description, f"opal_deploy.load({path.name!r}).predict(...)")
         images = [each["image"] for each in self if each["image"] is not None] or ["images"]
         return ReportOptions(
             facts,

@@ -1,4 +1,4 @@
-"""The public `Model`: `opal_deploy.load(path).explain(images)`."""
+"""The public `Model`: `opal_deploy.load(path).predict(images)`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Model:
         return dict(enumerate(self.metadata.class_names))
 
     @overload
-    def explain(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path
+    def predict(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path
         self,
         images: Source,
         *,
@@ -67,7 +67,7 @@ class Model:
     ) -> Explanation: ...
 
     @overload
-    def explain(
+    def predict(
         self,
         images: Sequence[Source],
         *,
@@ -78,7 +78,7 @@ class Model:
         **thresholds: float | str | None,
     ) -> Explanations: ...
 
-    def explain(
+    def predict(
         self,
         images: Source | Sequence[Source],
         *,
@@ -141,11 +141,11 @@ class Model:
     ) -> Iterator[Explanation]:
         """Yield one record per image, in order, while the next images are decoded; for inputs of any size.
 
-        `top`, `batch`, `max_pixels` and `thresholds` are those of `explain`.
+        `top`, `batch`, `max_pixels` and `thresholds` are those of `predict`.
 
         Args:
             images: a folder, a glob, an archive or their URL, searched as `opal-deploy infer` does; or any iterable of
-                images as `explain` takes them, which may be endless.
+                images as `predict` takes them, which may be endless.
             workers: images decoded in parallel.
 
         Raises:
@@ -249,9 +249,9 @@ class Model:
     ) -> Service:
         """Start a service that classifies images as they arrive, from any thread; see `Service.submit`.
 
-        Close it, or use it as a context manager. `explain` may be called at the same time.
+        Close it, or use it as a context manager. `predict` may be called at the same time.
 
-        `top`, `max_pixels` and `thresholds` are those of `explain`.
+        `top`, `max_pixels` and `thresholds` are those of `predict`.
 
         Args:
             batch: maximum batch size.

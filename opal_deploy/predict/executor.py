@@ -1,4 +1,4 @@
-"""Run batches through sessions while the next images are decoded: the loop of `infer` and `Model.explain`.
+"""Run batches through sessions while the next images are decoded: the loop of `infer` and `Model.predict`.
 
 A decoder pool decodes batches, a thread per session predicts them, and the thread that takes results builds these, all
 in input order. Every queue is bounded, so memory does not grow with the number of images: while no result is taken,

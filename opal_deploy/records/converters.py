@@ -20,7 +20,7 @@ def to_coco(records: Iterable[Record | Mapping[str, Any]], categories: Categorie
     error have no size and are left out; `info` has their number.
 
     Args:
-        records: records, those of `Model.explain` included, or the lines of a results.jsonl.
+        records: records, those of `Model.predict` included, or the lines of a results.jsonl.
         categories: `class`: categories are predicted classes, with class_id + 1 as ID. `slot`: categories are slots,
             with channel + 1 as ID and the class as supercategory. Only those that occur are listed.
     """
@@ -88,7 +88,7 @@ def to_label_studio(records: Iterable[Record | Mapping[str, Any]], prefix: str =
     error is a task without a prediction.
 
     Args:
-        records: records, those of `Model.explain` included, or the lines of a results.jsonl.
+        records: records, those of `Model.predict` included, or the lines of a results.jsonl.
         prefix: text before each image's path, such as `/data/local-files/?d=` for Label Studio's local storage.
     """
     return [_build_task(record, prefix) for record in map(to_record, records)]

@@ -125,7 +125,7 @@ class _Image(Struct, Generic[_StatusT], frozen=True, omit_defaults=True):
         Position | None,
         Meta(
             description="Position among all inputs of the run, from 0, the same in every shard; unique within a run. "
-            "Absent in records of Model.explain."
+            "Absent in records of Model.predict."
         ),
     ] = None
     frame: Annotated[Position | None, Meta(description="Frames of videos: number of frames before this one.")] = None

@@ -43,17 +43,17 @@ def paths(make_pictures, tmp_path):
 
 
 def test_a_record_is_a_plain_dictionary_in_every_respect(model, paths):
-    record, both = model.explain(paths[0]), model.explain(paths)
+    record, both = model.predict(paths[0]), model.predict(paths)
     plain = json.loads(json.dumps(record))
     assert record == plain == copy.deepcopy(record)
-    assert both == [plain, model.explain(paths[1])]
+    assert both == [plain, model.predict(paths[1])]
     assert json.dumps(record) == json.dumps(dict(record))
     assert repr(record) == repr(dict(record))
     assert isinstance(both, list)
 
 
 def test_a_record_has_typed_attributes(model, paths):
-    explanation = model.explain(paths[0])
+    explanation = model.predict(paths[0])
     record = explanation.record
     assert isinstance(record, Answered)
     assert (record.image, record.prediction.label) == (explanation["image"], explanation["prediction"]["label"])
@@ -63,7 +63,7 @@ def test_a_record_has_typed_attributes(model, paths):
 
 
 def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(model, paths):
-    records = model.explain([*paths, paths[0].with_name("none.jpg")])
+    records = model.predict([*paths, paths[0].with_name("none.jpg")])
     first, answer = records[0], records[0]["prediction"]
     assert str(first) == f"{paths[0]}: {answer['label']}, cosine {answer['cosine']:.4f}, margin {first['margin']:.4f}"
     assert str(records).splitlines() == [str(record) for record in records]
@@ -71,7 +71,7 @@ def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(model, paths):
 
 
 def test_a_notebook_shows_the_drawing_and_each_slot_while_the_file_is_the_same(model, paths):
-    record = model.explain(paths[0])
+    record = model.predict(paths[0])
     tags = page(record)
     (image,) = [attributes for tag, attributes in tags if tag == "img"]
     assert (image["src"] or "").startswith("data:image/jpeg;base64,")
@@ -79,7 +79,7 @@ def test_a_notebook_shows_the_drawing_and_each_slot_while_the_file_is_the_same(m
     assert [tag for tag, _ in tags].count("tr") == 1 + len(record["evidence"])
     Image.new("RGB", (96, 96)).save(paths[0])
     assert "img" not in [tag for tag, _ in page(record)]
-    assert "img" in [tag for tag, _ in page(model.explain(Image.new("RGB", (50, 50))))]
+    assert "img" in [tag for tag, _ in page(model.predict(Image.new("RGB", (50, 50))))]
 
 
 @pytest.mark.parametrize("kind", ["path", "bytes", "PIL", "array", "crop"])
@@ -87,7 +87,7 @@ def test_a_record_saves_the_drawings_of_the_commands(model, paths, opal, exact_m
     with Image.open(paths[0]) as image:
         image.load()
     given = {"bytes": paths[0].read_bytes(), "PIL": image, "array": np.asarray(image)}.get(kind, paths[0])
-    record = model.explain(given, boxes=BOX if kind == "crop" else None)
+    record = model.predict(given, boxes=BOX if kind == "crop" else None)
     overlay = record.save_overlay(tmp_path / "new/overlay.jpg")
     assert overlay.read_bytes() == model.draw_overlay(record, tmp_path / "o.jpg", given).read_bytes()
     sheet = record.save_sheet(tmp_path / "sheet.svg").read_text("utf-8")
@@ -99,7 +99,7 @@ def test_a_record_saves_the_drawings_of_the_commands(model, paths, opal, exact_m
 
 
 def test_what_cannot_be_drawn_is_said_in_one_line(model, paths, tmp_path):
-    record, copied = model.explain(paths[0]), copy.deepcopy(model.explain(paths[0]))
+    record, copied = model.predict(paths[0]), copy.deepcopy(model.predict(paths[0]))
     assert pickle.loads(pickle.dumps(record)) == record  # noqa: S301  # our own
     assert copied.save_overlay(tmp_path / "a.jpg").is_file()
     with pytest.raises(UsageError, match="it has no model"):
@@ -113,7 +113,7 @@ def test_what_cannot_be_drawn_is_said_in_one_line(model, paths, tmp_path):
             with pytest.raises(ImageError, match=name):
                 save(tmp_path / "b.png")
     with pytest.raises(ImageError, match="no prediction"):
-        model.explain(tmp_path / "none.png").save_overlay(tmp_path / "c.jpg")
+        model.predict(tmp_path / "none.png").save_overlay(tmp_path / "c.jpg")
 
 
 def test_records_save_the_report_of_infer(model, paths, opal, exact_model, tmp_path):
@@ -124,7 +124,7 @@ def test_records_save_the_report_of_infer(model, paths, opal, exact_model, tmp_p
     assert written == records
     # again, with fewer records, one of which can no longer be drawn
     paths[0].unlink()
-    some = Explanations([*records[:1], model.explain(Image.new("RGB", (50, 50)))])
+    some = Explanations([*records[:1], model.predict(Image.new("RGB", (50, 50)))])
     some[1]["label"] = some[1]["prediction"]["label"]
     text = some.save_report(tmp_path / "out").read_text("utf-8")
     assert f"<title>000.png, explained by {exact_model.name}</title>" in text
@@ -137,7 +137,7 @@ def test_records_save_the_report_of_infer(model, paths, opal, exact_model, tmp_p
 
 
 def test_nothing_from_outside_becomes_markup(model, paths):
-    record = cast(dict[str, Any], {**model.explain(paths[0]), "image": HOSTILE})
+    record = cast(dict[str, Any], {**model.predict(paths[0]), "image": HOSTILE})
     record["prediction"] = {**record["prediction"], "label": HOSTILE}
     record["evidence"][0]["name"] = HOSTILE
     failed = error_record(HOSTILE, "code", HOSTILE)

@@ -44,7 +44,7 @@ def model(exact_model):
 def test_an_asyncio_program_gets_200_records_as_explain_returns_them(model, make_pictures, tmp_path):
     paths = make_pictures(tmp_path, 40)
     paths[17].write_bytes(paths[17].read_bytes()[:200])
-    expected = model.explain(paths)
+    expected = model.predict(paths)
     assert expected[17]["status"] == "error"
 
     async def client(service, first):
@@ -58,7 +58,7 @@ def test_an_asyncio_program_gets_200_records_as_explain_returns_them(model, make
     with model.serve(batch=8) as service:
         boxed = service.submit(paths[0], (10, 20, 70, 80)).result(30)
         assert isinstance(boxed, Explanation)
-        assert boxed == model.explain(paths[0], boxes=(10, 20, 70, 80))
+        assert boxed == model.predict(paths[0], boxes=(10, 20, 70, 80))
         assert service.submit(paths[0].read_bytes()).result(30) == {**expected[0], "image": None}
         found = asyncio.run(program(service))
     assert found == [[expected[(first + step) % 40] for step in range(40)] for first in range(5)]

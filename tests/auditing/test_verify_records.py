@@ -29,7 +29,7 @@ def folder(make_pictures, tmp_path_factory):
 @pytest.fixture(scope="module")
 def records(exact_model, folder):
     paths = sorted(folder.iterdir())
-    return json.loads(json.dumps(opal_deploy.load(exact_model, device="cpu", threads=1).explain(paths, top=3)))
+    return json.loads(json.dumps(opal_deploy.load(exact_model, device="cpu", threads=1).predict(paths, top=3)))
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,7 @@ def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_othe
     assert calibration.temperature == 0.01
     rows = _rows(tmp_path / "out" / "predictions.csv")
     written = [float(row["calibrated_probability"]) for row in rows]
-    records = load(path, threads=1).explain([folder / row["image"] for row in rows])
+    records = load(path, threads=1).predict([folder / row["image"] for row in rows])
     assert written == pytest.approx([record["prediction"]["calibrated_probability"] for record in records], abs=1e-4)
     assert document["calibrated"]["mean_probability"] == pytest.approx(sum(written) / 12)
 
@@ -176,7 +176,7 @@ def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(folder, mod
     assert sum(counts[i][i] for i in range(4)) == round(12 * document["test_accuracy"])
 
     predictions = _rows(out / "predictions.csv")
-    records = load(model, threads=1).explain([folder / row["image"] for row in predictions])
+    records = load(model, threads=1).predict([folder / row["image"] for row in predictions])
     assert len(predictions) == document["test_images"] == 12
     for row, record in zip(predictions, records, strict=True):
         assert row["predicted"] == record["prediction"]["label"]

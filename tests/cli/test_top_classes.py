@@ -43,7 +43,7 @@ def test_photographs_get_the_records_overlays_and_sheets_of_a_file_of_all_output
     checked = opal("verify", tmp_path / "best" / "results.jsonl", "--model", models[0], "--root", tmp_path)
     assert "11 of 11" in checked.stderr, checked.stderr
     # a record asked for more classes than are listed has those that are
-    assert len(opal_deploy.load(models[0], device="cpu").explain(photographs[0], top=4)["top"]) == 3
+    assert len(opal_deploy.load(models[0], device="cpu").predict(photographs[0], top=4)["top"]) == 3
 
 
 def test_what_needs_all_outputs_is_refused_in_a_line(opal, models, make_pictures, tmp_path):

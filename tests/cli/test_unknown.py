@@ -96,7 +96,7 @@ def test_out_of_distribution_images_are_unknown_and_say_why(records, folder, opa
 def test_the_graph_computes_what_the_checkpoint_does(folder, records):
     named = {record["image"]: record["ood_score"] for record in records}
     images = sorted((folder / "in").iterdir())
-    explained = opal_deploy.load(folder / "model.pt", device="cpu", threads=1).explain(images)
+    explained = opal_deploy.load(folder / "model.pt", device="cpu", threads=1).predict(images)
     assert [record["ood_score"] for record in explained] == pytest.approx(list(named.values()), abs=1e-4)
 
 
@@ -150,7 +150,7 @@ def test_images_like_the_background_score_higher(opal, folder, infer, records, b
     assert "kept features of 24 training and 5 background images for --unknown" in done.stderr
     images = sorted((folder / "in").iterdir())
     noise = [image.name for image in images].index("noise.png")
-    more = [each["ood_score"] for each in opal_deploy.load(path, device="cpu", threads=1).explain(images)]
+    more = [each["ood_score"] for each in opal_deploy.load(path, device="cpu", threads=1).predict(images)]
     before = [record["ood_score"] for record in records]
     assert more[noise] - before[noise] > 0.3 > max(np.delete(more, noise) - np.delete(before, noise))
     # a later record keeps it, and the graph computes it

@@ -40,7 +40,7 @@ def folder(tmp_path_factory, opal):
 
 def check(printed, folder):
     label, *slots = printed.splitlines()
-    record = opal_deploy.load(folder / "best.onnx").explain(folder / "image.png").record
+    record = opal_deploy.load(folder / "best.onnx").predict(folder / "image.png").record
     assert label == record.prediction.label
     assert len(slots) == len(record.evidence)
     for slot, evidence in zip(slots, sorted(record.evidence, key=lambda slot: slot.slot), strict=True):

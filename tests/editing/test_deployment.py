@@ -28,7 +28,7 @@ def test_infer_records_the_slots_that_are_left(edited_model, images, tmp_path, o
     done = opal("infer", images[0].parent, "--model", edited_model, "--out", tmp_path / "run", *how)
     assert done.returncode == 0, done.stderr
     records = read_results(tmp_path / "run")
-    expected = opal_deploy.load(edited_model, device="cpu", threads=1).explain(images)
+    expected = opal_deploy.load(edited_model, device="cpu", threads=1).predict(images)
     for record, other in zip(records, expected, strict=True):
         assert sorted(slot["slot"] for slot in record["evidence"]) == LEFT[record["prediction"]["label"]]
         assert [(slot["slot"], slot["box"]) for slot in record["evidence"]] == [

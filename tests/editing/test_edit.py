@@ -59,7 +59,7 @@ def test_records_of_an_edited_model_show_the_slots_that_are_left(files, names, t
     out = tmp_path / "edited.onnx"
     edit_model(files / "model.onnx", drop=[f"{name}/1" for name in names], out=out, threads=1, log=print)
     image = next((files / "data" / "val").glob("*/*.png"))
-    (record,) = load(out, device="cpu").explain([image])
+    (record,) = load(out, device="cpu").predict([image])
     assert [slot["slot"] for slot in record["evidence"]] == [0, 2]
     contributions = [slot["contribution"] for slot in record["evidence"]]
     assert sum(contributions) == pytest.approx(record["prediction"]["cosine"], abs=1e-12)

@@ -47,7 +47,7 @@ def test_the_file_answers_as_the_one_of_fixed_size_does(tmp_path):
     exported = export_onnx(checkpoint, image, input="image")
     assert exported.metadata.verification["resizing"]["images"] == 64
     images = [draw_example(number, 130, 211) for number in range(3)]
-    records = [opal_deploy.load(path).explain(images) for path in (fixed, image)]
+    records = [opal_deploy.load(path).predict(images) for path in (fixed, image)]
     for before, after in zip(*records, strict=True):
         assert (after.record.prediction, after.record.evidence) == (before.record.prediction, before.record.evidence)
     from_onnx = export_onnx(fixed, tmp_path / "again.fp16.onnx", "fp16", input="image")

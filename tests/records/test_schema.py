@@ -101,9 +101,9 @@ def test_records_of_every_model_and_status_fit(exact_model, map_model, linear_mo
     statuses = set()
     for model_path in (exact_model, map_model, linear_model):
         model = opal_deploy.load(model_path, device="cpu", threads=1)
-        found = model.explain([*paths, tmp_path / "none.jpg"])
+        found = model.predict([*paths, tmp_path / "none.jpg"])
         if model_path != linear_model:
-            found += [model.explain(path, min_margin=2.0)]
+            found += [model.predict(path, min_margin=2.0)]
         for record in found:
             written = json.loads(json.dumps(record, allow_nan=False))
             check.validate(written)
@@ -115,7 +115,7 @@ def test_records_of_every_model_and_status_fit(exact_model, map_model, linear_mo
 def test_records_of_odd_images_fit(exact_model, odd_images):
     check = validator(strict=True)
     paths = [path for path in sorted(odd_images.rglob("*")) if path.is_file()]
-    found = opal_deploy.load(exact_model, device="cpu", threads=1).explain(paths, max_pixels=4_000_000)
+    found = opal_deploy.load(exact_model, device="cpu", threads=1).predict(paths, max_pixels=4_000_000)
     for record in found:
         check.validate(json.loads(json.dumps(record, allow_nan=False)))
     assert {"ok", "error"} <= {record["status"] for record in found}

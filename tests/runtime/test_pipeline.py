@@ -149,7 +149,7 @@ def test_images_in_registered_memory_are_copied_from_there(session_and_cuda, exp
 def test_another_thread_may_register_its_memory_while_a_batch_runs(gpu, expected):
     session = gpu.open()
     interval = sys.getswitchinterval()
-    # as two calls of Model.explain do, which share the session
+    # as two calls of Model.predict do, which share the session
     done = threading.Event()
 
     def register_and_unregister():

@@ -46,7 +46,7 @@ def model(tmp_path_factory, pictures):
     path = tmp_path_factory.mktemp("drift") / "model.onnx"
     export_onnx(build_checkpoint(head=HeadConfig(prototypes_per_class=3), size=(96, 96)), path)
     metadata = onnx_file.read_metadata(path)
-    records = opal_deploy.load(path, device="cpu", threads=1).explain(pictures)
+    records = opal_deploy.load(path, device="cpu", threads=1).predict(pictures)
     observed = observe_records([each.record for each in records], metadata.class_map.max_slots, metadata.grid)
     baseline = Baseline.measure(observed, "val", metadata.stride, metadata.class_map)
     onnx_file.rewrite_metadata(path, replace(metadata, baseline=json.loads(json.dumps(baseline.to_dict()))))
@@ -55,7 +55,7 @@ def model(tmp_path_factory, pictures):
 
 @pytest.fixture(scope="module")
 def records(model, pictures):
-    return list(opal_deploy.load(model, device="cpu", threads=1).explain(pictures))
+    return list(opal_deploy.load(model, device="cpu", threads=1).predict(pictures))
 
 
 def _find_rare(records):

@@ -34,7 +34,7 @@ def png(width, height):
 
 
 def test_a_picture_gives_the_record_of_explain(server, picture, exact_model):
-    expected = opal_deploy.load(exact_model, device="cpu", threads=1).explain(picture)
+    expected = opal_deploy.load(exact_model, device="cpu", threads=1).predict(picture)
     expected["model_sha256"] = None
     data = picture.read_bytes()
     body = httpx.post(f"{server.url}/explain", content=data)
@@ -49,7 +49,7 @@ def test_an_edited_model_answers_with_the_slots_that_are_left(serving, edited_mo
     expected = opal_deploy.load(edited_model, device="cpu", threads=1)
     with serving({"edited": expected.sessions[0]}, path=edited_model) as running:
         body = httpx.post(f"{running.url}/explain", content=picture.read_bytes())
-    record = expected.explain(picture)
+    record = expected.predict(picture)
     assert body.json()["evidence"] == record["evidence"]
     assert sorted(slot["slot"] for slot in record["evidence"]) == LEFT[record["prediction"]["label"]]
 

@@ -85,7 +85,7 @@ def test_files_give_the_records_of_explain_and_a_broken_one_an_error_record(
     boxes = np.full((6, 4), np.nan, np.float32)
     boxes[1] = (10, 20, 70, 80)
     model = opal_deploy.load(exact_model, device="cpu", threads=1)
-    expected = model.explain(paths, boxes=[None, (10, 20, 70, 80), *[None] * 4])
+    expected = model.predict(paths, boxes=[None, (10, 20, 70, 80), *[None] * 4])
     found = client.infer(
         "trees_explain",
         [

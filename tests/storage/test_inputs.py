@@ -61,7 +61,7 @@ def test_lists_globs_and_single_objects(photos, s3, exact_model, opal, tmp_path)
     names = [record["image"].removeprefix("s3://photos/") for record in records]
     members = [f"in.zip/in/{name}" for name in ("a/000.png", "a/001.png", "a/broken.jpg", *_B)]
     s3.put_object(Bucket="photos", Key="empty.jpg", Body=b"")
-    (single, empty) = opal_deploy.load(exact_model).explain(["s3://photos/in/b/001.png", "s3://photos/empty.jpg"])
+    (single, empty) = opal_deploy.load(exact_model).predict(["s3://photos/in/b/001.png", "s3://photos/empty.jpg"])
     assert {**records[-1], **single} == records[-1]
     assert empty["error"]["code"] == "empty_file"
     assert names[:3] == ["in/b/002.png", lines[1], "none.jpg"]

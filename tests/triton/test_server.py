@@ -107,7 +107,7 @@ def test_an_edited_model_and_other_heads_answer_as_in_this_process(name, server,
     with server.client(grpc) as client:
         found = explain(client, grpc, files, model=f"{name}_explain")
     model = edited_model if name == "edited" else GOLDEN / f"{name}.onnx"
-    assert found == opal_deploy.load(model, threads=1).explain(files)
+    assert found == opal_deploy.load(model, threads=1).predict(files)
 
 
 def test_images_may_have_no_names_and_boxes(server, exact_model, make_pictures, tmp_path):
@@ -119,7 +119,7 @@ def test_images_may_have_no_names_and_boxes(server, exact_model, make_pictures, 
         found = explain(client, grpc, files, ["a", "", b"c\xff"], [(10, 20, 60, 90), whole, (200, 0, 300, 10)])
         unnamed = explain(client, grpc, files)
 
-    expected = opal_deploy.load(exact_model, threads=1).explain(
+    expected = opal_deploy.load(exact_model, threads=1).predict(
         files, boxes=[(10, 20, 60, 90), None, (200, 0, 300, 10)]
     )
     assert [record.pop("image") for record in found] == ["a", None, "c\\xff"]

@@ -118,7 +118,7 @@ class TestPage:
         profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("XYZ")).tobytes()
         picture.save(path, icc_profile=profile, quality=95, subsampling=0)
         record = ask(page, path)
-        expected = opal_deploy.load(exact_model, device="cpu", threads=1).explain(path)
+        expected = opal_deploy.load(exact_model, device="cpu", threads=1).predict(path)
         assert record.keys() == {*expected, "image_sha256", "model_sha256"}
         validator(strict=True).validate(record)
         assert to_document(to_record(record)).keys() == record.keys()
@@ -137,7 +137,7 @@ class TestPage:
         Image.fromarray(example_images(1, 96, 96)[0]).save(path)
         page = visit(tmp_path / "site")
         expect(page.locator("#checked")).to_contain_text("cells as in PyTorch")
-        record, expected = ask(page, path), opal_deploy.load(model, device="cpu", threads=1).explain(path)
+        record, expected = ask(page, path), opal_deploy.load(model, device="cpu", threads=1).predict(path)
         validator(strict=True).validate(record)
         assert [slot["channel"] for slot in record["evidence"]] == [slot["channel"] for slot in expected["evidence"]]
         assert [slot["cell"] for slot in record["evidence"]] == [list(slot["cell"]) for slot in expected["evidence"]]
@@ -150,7 +150,7 @@ class TestPage:
         expect(page.locator("#command")).to_contain_text(f"--drop {strongest}")
         # the answer without it is that of the edited file
         check(opal("edit", model, "--drop", strongest, "--reason", "x", "--out", tmp_path / "e.onnx", "--threads", "1"))
-        edited = opal_deploy.load(tmp_path / "e.onnx", device="cpu", threads=1).explain(path)
+        edited = opal_deploy.load(tmp_path / "e.onnx", device="cpu", threads=1).predict(path)
         expect(page.locator("#label")).to_contain_text(edited["prediction"]["label"])
         expect(page.locator("#figures")).to_contain_text(f"{edited['prediction']['logit']:.3f}".lstrip("-"))
 
@@ -271,7 +271,7 @@ class TestPage:
         assert drawn == pytest.approx((53, 26, 158, 104), abs=2)
         record = json.loads(page.locator("#record").text_content())
         model = opal_deploy.load(exact_model, device="cpu", threads=1)
-        expected = model.explain(path, boxes=drawn)
+        expected = model.predict(path, boxes=drawn)
         assert record["prediction"]["cosine"] == pytest.approx(expected["prediction"]["cosine"], abs=1e-5)
         assert [slot["box"] for slot in record["evidence"]] == [slot["box"] for slot in expected["evidence"]]
         # drawn again, it is where it was
