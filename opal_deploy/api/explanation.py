@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
 from msgspec.structs import replace
@@ -20,7 +21,7 @@ from opal_deploy.predict.prepare import read_small_file
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.preprocess.geometry import Box
-from opal_deploy.records.lines import to_document
+from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.records.names import find_common_folder, unescape_name
 from opal_deploy.records.record import Answer, Answered, Failed, Problem, Record, Slot, to_record
 from opal_deploy.sources.image import InputImage
@@ -68,6 +69,75 @@ class Explanation(dict[str, Any]):
         """The record with typed attributes, as in `explanation.record.image`; ValueError if a change made it none."""
         return to_record(self)
 
+    @property
+    def answered(self) -> Answered:
+        """The record of an image with an answer.
+
+        Raises:
+            ImageError: the image could not be classified, as the record's `error` says.
+        """
+        record = self.record
+        if isinstance(record, Failed):
+            raise ImageError(record.error.code, f"{record.image or 'the image'}: {record.error.message}")
+        return record
+
+    @property
+    def label(self) -> str:
+        """The predicted class, even of an answer that a threshold refuses, see `status`; raises as `answered`."""
+        return self.answered.prediction.label
+
+    @property
+    def status(self) -> str:
+        """`ok`, `abstained`, `unknown` or `error`."""
+        return self.record.status
+
+    @property
+    def probability(self) -> float | None:
+        """The calibrated probability of the predicted class, 0 ... 1; None where no temperature was fitted."""
+        return self.answered.prediction.calibrated_probability
+
+    @property
+    def margin(self) -> float | None:
+        """The lead over the runner-up, see `Answered.margin`; raises as `answered`."""
+        return self.answered.margin
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The evidence: slots with cell, box, score and contribution; raises as `answered`."""
+        return self.answered.evidence
+
+    @property
+    def boxes(self) -> list[tuple[float, float, float, float]]:
+        """The slots' boxes (x0, y0, x1, y1) in pixels of the whole image; raises as `answered`."""
+        return [slot.box for slot in self.slots]
+
+    def __getattr__(self, name: str) -> Any:
+        # what people try first, from habit
+        known = {
+            "save": "save_overlay(path) or save_sheet(path)", "show": "overlay().show()", "plot": "overlay()",
+            "name": "label", "cls": "label", "evidence": "slots", "prediction": "label, or record.prediction",
+            "conf": "margin, or probability", "confidence": "margin, or probability", "score": "margin",
+            "to_dict": "dict(explanation)",
+        }  # fmt: skip
+        hint = f"; use {known[name]}" if name in known else ""
+        raise AttributeError(f"an Explanation has no {name!r}{hint}")
+
+    def to_json(self) -> str:
+        """Return the record as a line of results.jsonl."""
+        return to_json_line(dict(self)).decode().rstrip("\n")
+
+    def overlay(self) -> Image.Image:
+        """Return the image with the evidence drawn over it, RGB.
+
+        Raises:
+            ImageError: there is no prediction, or the image was not kept, is gone or has changed.
+        """
+        return self._draw()
+
+    def sheet(self) -> Image.Image:
+        """Return the evidence sheet, RGB; the model runs again. Raises as `save_sheet`."""
+        return Image.open(io.BytesIO(self._encode_sheet("sheet.png"))).convert("RGB")
+
     def save_overlay(self, path: StrPath) -> Path:
         """Draw the evidence over the image, as `opal-deploy infer --explain` does, and return the path.
 
@@ -93,6 +163,9 @@ class Explanation(dict[str, Any]):
             ImageError: as for `save_overlay`.
             UsageError: the record has no model, its evidence is not single cells, or the file cannot be written.
         """
+        return save_bytes(path, self._encode_sheet(path, narrow=narrow))
+
+    def _encode_sheet(self, path: StrPath, *, narrow: bool = False) -> bytes:
         origin = self._origin
         if origin is None:
             raise UsageError("the record was copied or read, so it has no model; use Model.draw_sheet(image, path)")
@@ -100,7 +173,7 @@ class Explanation(dict[str, Any]):
         record = self.record
         source = unescape_name(record.image or "") if origin.image is None else origin.image
         request = InputImage(record.image, source, origin.box, record.label)
-        return save_bytes(path, origin.model.encode_sheet(request, path, origin.options, narrow=narrow))
+        return origin.model.encode_sheet(request, path, origin.options, narrow=narrow)
 
     def _load_image(self) -> Image.Image:
         if self._origin is None:
@@ -137,6 +210,22 @@ class Explanation(dict[str, Any]):
 
 class Explanations(list[Explanation]):
     """Records of several images; equal to the plain list. Also made from any of them: `Explanations(records[:9])`."""
+
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> Explanation: ...
+
+    @overload
+    def __getitem__(self, index: slice, /) -> Explanations: ...
+
+    def __getitem__(self, index: SupportsIndex | slice, /) -> Explanation | Explanations:
+        # without the slice's type a report could not be saved
+        return Explanations(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
+
+    def to_coco(self) -> dict[str, Any]:
+        """Return `opal_deploy.to_coco` of the records."""
+        from opal_deploy.records.converters import to_coco
+
+        return to_coco(self)
 
     def to_pandas(self, rows: Rows = "images") -> Any:
         """Return `opal_deploy.to_pandas` of the records."""

@@ -13,8 +13,11 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy.api.explanation import Explanation, Explanations, Origin, load_record_image, save_bytes
+from opal_deploy.artifact.drops import SlotName, check_drops, parse_slots
 from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.heads import drop_slots
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.options import RuntimeName
 from opal_deploy.predict.executor import predict_stream
@@ -25,7 +28,7 @@ from opal_deploy.records.decision import THRESHOLDS, Decision
 from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Failed, Record, to_record
 from opal_deploy.runtime.select import open_sessions
-from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.session import ImageBatch, Session
 from opal_deploy.sources.image import InputImage
 
 if TYPE_CHECKING:
@@ -53,6 +56,34 @@ class Model:
     def names(self) -> dict[int, str]:
         """The label of each class by its id, the index of its logit, as in `class_id` and `label` of a record."""
         return dict(enumerate(self.metadata.class_names))
+
+    def __getattr__(self, name: str) -> Any:
+        # what people try first, from habit
+        known = {"classes": "names", "class_names": "names", "explain": "predict", "infer": "predict", "run": "predict"}
+        hint = f"; use {known[name]}" if name in known else ""
+        raise AttributeError(f"a Model has no {name!r}{hint}")
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        """Raise TypeError: the method is `predict`."""
+        raise TypeError("a Model is not a function; use model.predict(images)")
+
+    def without(self, *slots: SlotName) -> Model:
+        """Return this model without some slots, to try what `edit` would do: nothing is computed again or written.
+
+        Answers are exact: a dropped slot changes no other score. The result has no file and no thresholds by rates,
+        since its validation figures are not known. `edit_model` writes such a model.
+
+        Args:
+            slots: `CLASS/SLOT`, such as `Gull/2`, or (class, number); the number of a prototype that classes share.
+
+        Raises:
+            UsageError: no such slot, it is dropped already, or a class would have none left.
+        """
+        channels = parse_slots(slots, self.metadata, "without")
+        check_drops(channels, [], self.metadata)
+        if self.metadata.top_k is not None or "scores" not in self.metadata.outputs:
+            raise UsageError("without: the model's outputs are not all classes and scores; load the file it came from")
+        return Model([_Reduced(session, channels) for session in self.sessions])
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path
@@ -109,7 +140,10 @@ class Model:
 
         Raises:
             ValueError: not boxes, or not as many as images. StoppedEarly: the device was lost.
+            UsageError: a folder or a pattern, which `stream` takes, or a threshold that the model cannot have.
         """
+        if isinstance(images, str | os.PathLike) and (name := os.fspath(images)) and _names_several(name):
+            raise UsageError(f"{name}: a folder or a pattern; use model.stream({name!r})")
         one = isinstance(images, str | bytes | os.PathLike | Image.Image) or (
             isinstance(images, np.ndarray) and images.ndim < 4
         )
@@ -288,6 +322,21 @@ class Model:
         return f"<opal_deploy.Model {metadata.backbone}, {metadata.num_classes} classes, {self.description}>"
 
 
+class _Reduced:
+    """A session whose answers are those without some slots."""
+
+    def __init__(self, session: Session, channels: Sequence[int]) -> None:
+        metadata = session.metadata
+        head = {**metadata.head, "dropped": sorted({*metadata.dropped, *channels})}
+        self.metadata = replace(metadata, head=head, evaluation={}, baseline={}, risk={}, calibration={})
+        self.device, self.description = session.device, f"{session.description}, slots left out"
+        self._session = session
+
+    def run(self, images: ImageBatch) -> Outputs:
+        """See `Session.run`."""
+        return drop_slots(self._session.run(images), self.metadata)
+
+
 def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
     """Return a box or None per image; `one`: a single image was given; raise ValueError if they do not fit."""
     if boxes is None:
@@ -299,6 +348,11 @@ def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
         expected = "one, (x0, y0, x1, y1)" if one else "one for each, None for none"
         raise ValueError(f"{len(entries)} boxes for {images} {'image' if images == 1 else 'images'}; give {expected}")
     return [None if entry is None else _parse_box(entry) for entry in entries]
+
+
+def _names_several(name: str) -> bool:
+    pattern = any(sign in name for sign in "*?[") and "://" not in name
+    return Path(name).is_dir() or (pattern and not Path(name).exists())
 
 
 def _parse_box(box: object) -> Box:

@@ -7,6 +7,7 @@ W s + b, with W and b of the class map. Every function takes the metadata, which
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact import opal_head
 from opal_deploy.artifact.class_map import ClassMap, DoubleArray
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
 
 # slots that a record of a linear head lists; a class may have thousands
 MOST_LISTED = 10
@@ -63,6 +65,18 @@ def compute_logits(scores: NDArray[np.float32], class_map: ClassMap, metadata: M
 def drop_scores(scores: NDArray[np.float32], metadata: Metadata) -> NDArray[np.float32]:
     """Return the scores [N, P] without dropped slots: OPAL's become 0, linear heads only lose their weights."""
     return scores * metadata.class_map.kept_prototypes.astype(np.float32) if metadata.is_opal else scores
+
+
+def drop_slots(outputs: Outputs, metadata: Metadata) -> Outputs:
+    """Return the outputs of the model with the slots of `metadata`, from those of its parent.
+
+    Raises:
+        ValueError: the parent has no scores.
+    """
+    if outputs.scores is None:
+        raise ValueError("a model without scores has no slots to drop")
+    logits = compute_logits(outputs.scores, metadata.class_map, metadata).astype(np.float32)
+    return replace(outputs, logits=logits, scores=drop_scores(outputs.scores, metadata))
 
 
 def to_distances(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from opal_deploy.artifact.files import ModelKind
-from opal_deploy.artifact.heads import find_values
+from opal_deploy.artifact.heads import drop_slots, find_values
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
 from opal_deploy.datasets.background import list_background
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.editing.options import EditOptions
-from opal_deploy.editing.scores import Scores, drop_slots
+from opal_deploy.editing.scores import Scores
 from opal_deploy.evaluation.annotations import Annotations
 from opal_deploy.evaluation.baseline import baseline_of
 from opal_deploy.evaluation.calibration import calibrate

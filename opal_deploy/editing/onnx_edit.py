@@ -12,9 +12,9 @@ from pathlib import Path
 import onnx
 
 from opal_deploy.artifact import test_vectors
+from opal_deploy.artifact.heads import drop_slots
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.editing.scores import drop_slots
 from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.exporter import stage_onnx

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from opal_deploy.editing.drops import SlotName
+from opal_deploy.artifact.drops import SlotName
 from opal_deploy.evaluation.options import EvaluateOptions, Split
 from opal_deploy.logs import Log, Progress, log_line, no_progress
 from opal_deploy.options import (

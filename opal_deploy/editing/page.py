@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from opal_deploy.artifact.drops import name_slot
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.editing.data import ScoredData
-from opal_deploy.editing.drops import name_slot
 from opal_deploy.editing.options import EditOptions
 from opal_deploy.editing.scores import Effect
 from opal_deploy.editing.suggestions import Suggestion

@@ -9,31 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import ClassMap
-from opal_deploy.artifact.heads import compute_logits, drop_scores
+from opal_deploy.artifact.drops import SlotName, check_drops, parse_slots
+from opal_deploy.artifact.heads import compute_logits
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import DoubleArray, FloatArray, Outputs
-from opal_deploy.editing.drops import SlotName, check_drops, parse_slots
+from opal_deploy.artifact.outputs import DoubleArray, FloatArray
 
 # values of an array of intermediate results
 _CHUNK = 4_000_000
-
-
-def drop_slots(outputs: Outputs, metadata: Metadata) -> Outputs:
-    """Return the outputs of the model with the slots of `metadata`, from those of its parent.
-
-    Raises:
-        ValueError: the parent has no scores.
-    """
-    if outputs.scores is None:
-        raise ValueError("a model without scores has no slots to drop")
-    logits = compute_logits(outputs.scores, metadata.class_map, metadata).astype(np.float32)
-    return replace(outputs, logits=logits, scores=drop_scores(outputs.scores, metadata))
 
 
 @dataclass(frozen=True)

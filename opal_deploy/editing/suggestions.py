@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.drops import name_slot
 from opal_deploy.editing.data import ScoredData
-from opal_deploy.editing.drops import name_slot
 from opal_deploy.editing.scores import Effect
 from opal_deploy.editing.sources import compare_groups, group_by_source, read_sources
 

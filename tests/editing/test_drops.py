@@ -2,8 +2,8 @@
 
 import pytest
 
+from opal_deploy.artifact.drops import name_slot, parse_slots
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.editing.drops import name_slot, parse_slots
 from opal_deploy.errors import UsageError
 
 

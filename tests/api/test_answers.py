@@ -1,0 +1,82 @@
+"""What a Python user tries first: typed answers, slices, a model without slots, and errors that name the right word."""
+
+import json
+
+import numpy as np
+import pytest
+
+import opal_deploy
+from opal_deploy.errors import ImageError, UsageError
+
+
+@pytest.fixture(scope="module")
+def model(exact_model):
+    return opal_deploy.load(exact_model, device="cpu", threads=1)
+
+
+@pytest.fixture
+def paths(make_pictures, tmp_path):
+    return make_pictures(tmp_path, 4)
+
+
+def test_an_answer_has_typed_attributes_and_pictures(model, paths):
+    answers = model.predict([*paths, paths[0].with_name("none.png")])
+    first = answers[0]
+    assert (first.label, first.status, first.margin) == (
+        first["prediction"]["label"],
+        "ok",
+        pytest.approx(first["margin"]),
+    )
+    assert [slot.box for slot in first.slots] == first.boxes
+    assert first.probability is None
+    assert json.loads(first.to_json()) == json.loads(json.dumps(first))
+    assert first.overlay().mode == "RGB"
+    assert first.sheet().mode == "RGB"
+    assert answers[-1].status == "error"
+    with pytest.raises(ImageError, match=r"none\.png"):
+        answers[-1].label  # noqa: B018
+    assert isinstance(answers[1:3], opal_deploy.Explanations)
+    assert answers[1:3] == answers.copy()[1:3]
+    assert len(answers[:2].to_coco()["images"]) == 2
+
+
+def test_a_model_without_slots_answers_as_the_edited_file(model, exact_model, paths, tmp_path):
+    label = model.names[0]
+    reduced = model.without(f"{label}/0", (model.names[1], 1))
+    edited = tmp_path / "edited.onnx"
+    opal_deploy.edit_model(exact_model, drop=[f"{label}/0", (model.names[1], 1)], out=edited, log=lambda _: None)
+    expected = opal_deploy.load(edited, device="cpu", threads=1).predict(paths)
+    for found, other in zip(reduced.predict(paths), expected, strict=True):
+        assert found.label == other.label
+        assert [slot.slot for slot in found.slots] == [slot.slot for slot in other.slots]
+        np.testing.assert_allclose([slot.contribution for slot in found.slots],
+                                   [slot.contribution for slot in other.slots], atol=1e-5)  # fmt: skip
+    assert model.predict(paths[0]) == opal_deploy.load(exact_model, device="cpu", threads=1).predict(paths[0])
+    with pytest.raises(UsageError, match="is dropped already"):
+        reduced.without(f"{label}/0")
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda model, answer: model.classes, "use names"),
+        (lambda model, answer: model.explain, "use predict"),
+        (lambda model, answer: answer.show, r"use overlay\(\).show\(\)"),
+        (lambda model, answer: answer.save, r"use save_overlay\(path\)"),
+        (lambda model, answer: answer.colour, "has no 'colour'$"),
+    ],
+)
+def test_a_wrong_word_names_the_right_one(model, paths, ask, says):
+    with pytest.raises(AttributeError, match=says):
+        ask(model, model.predict(paths[0]))
+    with pytest.raises(TypeError, match=r"model.predict\(images\)"):
+        model(paths[0])
+
+
+@pytest.mark.parametrize("several", ["", "*.png"])
+def test_a_folder_or_a_pattern_is_for_stream(model, paths, several):
+    folder = paths[0].parent
+    given = f"{folder}/{several}" if several else str(folder)
+    with pytest.raises(UsageError, match=r"use model\.stream"):
+        model.predict(given)
+    assert [each.label for each in model.stream(given)] == [each.label for each in model.predict(paths)]
