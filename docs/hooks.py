@@ -16,7 +16,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
+from opal_deploy.api.atlas import AtlasOptions
 from opal_deploy.api.infer import InferOptions
+from opal_deploy.auditing.diff import DiffOptions
+from opal_deploy.auditing.drift import DriftOptions
+from opal_deploy.auditing.verify import VerifyOptions
 from opal_deploy.cli import app
 from opal_deploy.editing.options import EditOptions
 from opal_deploy.evaluation.options import EvaluateOptions
@@ -41,14 +45,18 @@ _TRY_IT = {
 }
 # functions by the options class of their keywords
 _FUNCTIONS: dict[str, type[Options]] = {
+    "create_atlas": AtlasOptions,
+    "diff": DiffOptions,
     "edit_model": EditOptions,
     "evaluate_model": EvaluateOptions,
     "export_engines": EngineOptions,
     "export_model": OnnxOptions,
     "export_triton": TritonOptions,
     "export_web": WebOptions,
+    "find_drift": DriftOptions,
     "run_inference": InferOptions,
     "train_model": TrainRunOptions,
+    "verify": VerifyOptions,
 }
 
 

@@ -22,36 +22,55 @@ from opal_deploy.errors import (
 )
 
 if TYPE_CHECKING:
+    from opal_deploy import nn
+    from opal_deploy.api.atlas import CreatedAtlas, create_atlas
     from opal_deploy.api.explanation import Explanation, Explanations
     from opal_deploy.api.infer import InferenceRun, run_inference
     from opal_deploy.api.model import Model, load
     from opal_deploy.api.service import Service
-    from opal_deploy.editing.api import edit_model
+    from opal_deploy.auditing.diff import diff
+    from opal_deploy.auditing.drift import DriftReport, find_drift
+    from opal_deploy.auditing.model_diff import DiffReport
+    from opal_deploy.auditing.verify import Verification, verify
+    from opal_deploy.editing.api import EditResult, edit_model
     from opal_deploy.evaluation.api import evaluate_model, evaluate_models
+    from opal_deploy.evaluation.result import ModelEvaluation
     from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
+    from opal_deploy.export.files import ExportResult
     from opal_deploy.records.converters import to_coco, to_label_studio
     from opal_deploy.records.record import Answered, Failed, Record, json_schema
     from opal_deploy.records.tables import to_pandas
     from opal_deploy.train.api import train_model
+    from opal_deploy.train.result import TrainResult
 
 __all__ = [
     "Answered",
     "ArtifactError",
     "CheckpointError",
+    "CreatedAtlas",
+    "DiffReport",
+    "DriftReport",
+    "EditResult",
     "Explanation",
     "Explanations",
+    "ExportResult",
     "Failed",
     "ImageError",
     "InferenceRun",
     "MissingExtra",
     "Model",
+    "ModelEvaluation",
     "OpalError",
     "Record",
     "Service",
     "StoppedEarly",
+    "TrainResult",
     "UsageError",
+    "Verification",
     "VerificationError",
     "__version__",
+    "create_atlas",
+    "diff",
     "edit_model",
     "evaluate_model",
     "evaluate_models",
@@ -59,20 +78,30 @@ __all__ = [
     "export_model",
     "export_triton",
     "export_web",
+    "find_drift",
     "json_schema",
     "load",
+    "nn",
     "run_inference",
     "to_coco",
     "to_label_studio",
     "to_pandas",
     "train_model",
+    "verify",
 ]
 
 # modules that are imported when one of their names is first used
 _LAZY = {
-    "editing.api": ("edit_model",),
+    "api.atlas": ("CreatedAtlas", "create_atlas"),
+    "auditing.diff": ("diff",),
+    "auditing.drift": ("DriftReport", "find_drift"),
+    "auditing.model_diff": ("DiffReport",),
+    "auditing.verify": ("Verification", "verify"),
+    "editing.api": ("EditResult", "edit_model"),
     "evaluation.api": ("evaluate_model", "evaluate_models"),
+    "evaluation.result": ("ModelEvaluation",),
     "export.api": ("export_engines", "export_model", "export_triton", "export_web"),
+    "export.files": ("ExportResult",),
     "api.model": ("Model", "load"),
     "api.explanation": ("Explanation", "Explanations"),
     "api.infer": ("InferenceRun", "run_inference"),
@@ -81,15 +110,18 @@ _LAZY = {
     "records.tables": ("to_pandas",),
     "records.record": ("Answered", "Failed", "Record", "json_schema"),
     "train.api": ("train_model",),
+    "train.result": ("TrainResult",),
 }
 
 
 def __getattr__(name: str) -> Any:
     # numpy and Pillow are imported when an image is explained, not by `opal-deploy --help`
+    import importlib
+
+    if name == "nn":
+        return importlib.import_module(f"{__name__}.nn")
     for module, names in _LAZY.items():
         if name in names:
-            import importlib
-
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

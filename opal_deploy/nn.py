@@ -1,0 +1,89 @@
+"""The network and the head as PyTorch modules, for a training loop of one's own.
+
+>>> network = opal_deploy.nn.build_network("resnet18", 10, weights="imagenet")  # doctest: +SKIP
+>>> loss = opal_deploy.nn.cross_entropy(network(images), labels)  # doctest: +SKIP
+>>> opal_deploy.nn.save_checkpoint(network, class_names, "mine.pt")  # doctest: +SKIP
+
+`opal_deploy.export_model("mine.pt")` and every command take the file. Images are normalised, float32 [N, 3, H, W].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opal_deploy.artifact.documents import Distance
+from opal_deploy.errors import UsageError
+from opal_deploy.model import checkpoint
+from opal_deploy.model.config import HeadConfig, NetworkConfig
+from opal_deploy.model.head import OpalHead
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.options import StrPath
+
+__all__ = [
+    "HeadConfig",
+    "NetworkConfig",
+    "OpalHead",
+    "OpalNetwork",
+    "build_network",
+    "cross_entropy",
+    "save_checkpoint",
+]
+
+# logits are minus distances of at most the square root of 2: unscaled, many classes cannot be told apart
+LOGIT_SCALE = 10.0
+
+
+def build_network(
+    backbone: str,
+    num_classes: int,
+    *,
+    size: int = 224,
+    prototypes: int = 5,
+    distance: Distance = "l2",
+    stride: int | None = 16,
+    weights: StrPath | None = None,
+) -> OpalNetwork:
+    """Return a network with OPAL's head.
+
+    Args:
+        backbone: a torchvision name, such as `resnet18`, or `timm:` and a timm name.
+        num_classes: C, at least 2.
+        size: side of the square input in pixels, a multiple of the stride.
+        prototypes: per class, m.
+        distance: of the embedding to a class's anchor.
+        stride: pixels per cell; None keeps the backbone's own, usually 32.
+        weights: `imagenet`, downloaded once, or a file of the backbone's weights, such as those of a classifier that
+            was trained before; None leaves them random.
+
+    Raises:
+        UsageError: no such backbone, or the values do not fit together. CheckpointError: weights that do not fit.
+    """
+    head = HeadConfig(prototypes_per_class=prototypes, distance=distance)
+    config = NetworkConfig(backbone, num_classes, (size, size), head, stride=stride)
+    return OpalNetwork(config, weights=None if weights is None else str(weights))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits [N, C], which are scaled first, and labels int64 [N]."""
+    return torch.nn.functional.cross_entropy(LOGIT_SCALE * logits, labels)
+
+
+def save_checkpoint(network: OpalNetwork, class_names: Sequence[str], path: StrPath) -> Path:
+    """Write a checkpoint that every command takes, and return its path.
+
+    Args:
+        network: with this package's backbone; on any device, and left as it is.
+        class_names: C names in the order of the logits.
+        path: the file to write, or to replace.
+
+    Raises:
+        UsageError: not as many names as classes, or the file cannot be written.
+    """
+    if len(class_names) != network.config.num_classes:
+        raise UsageError(f"{len(class_names)} class names for {network.config.num_classes} classes")
+    checkpoint.save(Path(path), checkpoint.Checkpoint(network, list(class_names)))
+    return Path(path)
