@@ -65,22 +65,22 @@ class EvaluateOptions(Options):
         False
     )
     attack_outside: Annotated[
-        bool, Option("Change pixels outside the evidence, at random and by an attack. For checkpoints.")
+        bool, Option("Change pixels outside the boxes, at random and by an attack. For checkpoints.")
     ] = False
-    attack_levels: Annotated[int, Option("Largest change, in grey levels of 255.", min=1, max=255)] = 6
-    attack_margin: Annotated[int, Option("Pixels around a box that stay as they are, too.", min=0)] = 10
-    attack_steps: Annotated[int, Option("Gradient steps of the attack.", min=1)] = 20
+    attack_levels: Annotated[
+        int, Option("Largest change of a pixel in --attack-outside, in grey levels of 255.", min=1, max=255)
+    ] = 6
+    attack_margin: Annotated[int, Option("Pixels around each box that must not change.", min=0)] = 10
+    attack_steps: Annotated[int, Option("Gradient steps of --attack-outside.", min=1)] = 20
     randomise: Annotated[
         bool, Option("Shuffle weights from the top: the evidence must lose its hits. For checkpoints.")
     ] = False
-    interventions: Annotated[
-        bool, Option("Draw generated creatures without some of their parts, and compare the evidence with the effect.")
-    ] = False
+    interventions: Annotated[bool, Option("Compare the evidence with taking parts away. For generated creatures.")] = (
+        False
+    )
     limit: Annotated[
         int,
-        Option(
-            "Images for --faithfulness, --attack-outside, --randomise and --interventions, evenly over classes.", min=1
-        ),
+        Option("Images for --faithfulness and the options after it, evenly over classes.", min=1),
     ] = 100
     fill: Annotated[
         tuple[Fill, ...], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])
