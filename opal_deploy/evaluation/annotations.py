@@ -120,6 +120,10 @@ class Annotations:
     foreground: str
     part_rule: str = ""
 
+    def select(self, indices: Sequence[int]) -> Annotations:
+        """Return the annotations of some images."""
+        return replace(self, images=[self.images[index] for index in indices])
+
     @property
     def known(self) -> bool:
         """Whether any image has an annotated object or parts."""

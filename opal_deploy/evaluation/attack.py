@@ -25,7 +25,7 @@ from opal_deploy.artifact.heads import find_contributions, find_strongest, find_
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.metrics import figures_to_dict, format_columns
+from opal_deploy.evaluation.metrics import figures_to_dict, format_columns, format_percent
 from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.evaluation.session import prepared_batches
 from opal_deploy.logs import Progress, no_progress
@@ -338,12 +338,5 @@ def format_attack(attack: Attack) -> Iterator[str]:
     rows = [["changed", "how", "of the image", "score drops", "area moves", "cells move", "same answer"]]
     for each in attack.outside:
         means = (each.score_drop, each.area_moved, each.cells_moved, each.kept)
-        rows.append([each.region, each.method, f"{each.area:.0%}", *map(_format_share, means)])
+        rows.append([each.region, each.method, f"{each.area:.0%}", *(format_percent(mean, 1) for mean in means)])
     yield from format_columns(rows)
-
-
-def _format_share(share: Mean | None) -> str:
-    if share is None:
-        return "-"
-    low, high = share.interval
-    return f"{100 * share.value:.1f} % ({100 * low:.0f} to {100 * high:.0f})"

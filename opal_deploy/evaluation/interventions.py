@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from opal_deploy.artifact.heads import find_contributions, find_values
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.metrics import figures_to_dict, format_columns
+from opal_deploy.evaluation.metrics import figures_to_dict, format_columns, format_percent
 from opal_deploy.evaluation.rankings import HeatMap
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.predict.prepare import prepare
@@ -52,8 +53,8 @@ _NAMED = 0.5
 # first word of the seeds: a stream of its own
 _STREAM = 17
 
-# relevances, float64 [H * W], of an image for a class
-Explain = Callable[[Pixels, Outputs, int, int], NDArray[np.float64]]
+# relevances, float64 [H * W], of the first of some images for a class
+Explain = Callable[[Pixels, Outputs, int], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -139,16 +140,9 @@ def measure_interventions(
         on_parts = _find_cells(drawn[0].parts, geometry, metadata)
         rivals = _choose_rivals(kinds, label, np.random.default_rng((*stream, 1)))
         for name, explain in methods.items():
-
-            def weigh(class_id: int, explain: Explain = explain) -> NDArray[np.float64]:
-                return on_parts @ explain(pixels, outputs, 0, class_id)  # noqa: B023
-
-            found[name].append(
-                (
-                    *_compare(weigh(predicted), outputs.logits[:-1, predicted], answers[:-1] == predicted),
-                    _compare_rivals(weigh, rivals),
-                )
-            )
+            weigh = partial(_weigh, explain, pixels, outputs, on_parts)
+            measures = _compare(weigh(predicted), outputs.logits[:-1, predicted], answers[:-1] == predicted)
+            found[name].append((*measures, _compare_rivals(weigh, rivals)))
         progress(number + 1, images, "taking parts away")
     explained = [Explained(name, *map(_mean_of_known, np.array(rows, np.float64).T)) for name, rows in found.items()]
     return Interventions(images, seed, float(np.mean(correct)), mean_with_interval(same), explained)
@@ -186,17 +180,25 @@ def _find_cells(parts: Any, geometry: Geometry, metadata: Metadata) -> NDArray[n
     return np.array([(x >= x0) & (x <= x1) & (y >= y0) & (y <= y1) for x0, y0, x1, y1 in boxes], np.float64)
 
 
+def _weigh(
+    explain: Explain, pixels: Pixels, outputs: Outputs, on_parts: NDArray[np.float64], class_id: int
+) -> NDArray[np.float64]:
+    """Return the importance of each part for a class, [parts], on the first of the images: the whole creature."""
+    importance: NDArray[np.float64] = on_parts @ explain(pixels, outputs, class_id)
+    return importance
+
+
 def _explain_by_slots(metadata: Metadata) -> Explain:
     """Return relevances: what the slots of a class contribute, at their cells."""
 
-    def explain(_: Pixels, outputs: Outputs, row: int, class_id: int) -> NDArray[np.float64]:
+    def explain(_: Pixels, outputs: Outputs, class_id: int) -> NDArray[np.float64]:
         class_map, ids = metadata.class_map, np.array([class_id])
         if outputs.scores is None or outputs.argmax is None:
             raise ValueError("a model without slots has no cells")
-        values = class_map.take(find_values(outputs.scores[row : row + 1], metadata), ids)
+        values = class_map.take(find_values(outputs.scores[:1], metadata), ids)
         # distances other than l2 have no contributions that add up: the values themselves
         parts = find_contributions(values, ids, metadata) if metadata.distance in ("", "l2") else values
-        cells = class_map.take(outputs.argmax[row : row + 1], ids)[0]
+        cells = class_map.take(outputs.argmax[:1], ids)[0]
         relevance = np.zeros(metadata.grid[0] * metadata.grid[1])
         np.add.at(relevance, cells[class_map.kept[class_id]], np.asarray(parts)[0][class_map.kept[class_id]])
         return relevance
@@ -207,18 +209,16 @@ def _explain_by_slots(metadata: Metadata) -> Explain:
 def _explain_by_session(session: Session) -> Explain:
     explain = _explain_by_slots(session.metadata)
 
-    def by_session(pixels: Pixels, _: Outputs, row: int, class_id: int) -> NDArray[np.float64]:
-        return explain(pixels, session.run(pixels[row : row + 1]), 0, class_id)
+    def by_session(pixels: Pixels, _: Outputs, class_id: int) -> NDArray[np.float64]:
+        return explain(pixels, session.run(pixels[:1]), class_id)
 
     return by_session
 
 
 def _explain_by_map(heat_map: HeatMap) -> Explain:
-    def by_map(pixels: Pixels, _: Outputs, row: int, class_id: int) -> NDArray[np.float64]:
+    def by_map(pixels: Pixels, _: Outputs, class_id: int) -> NDArray[np.float64]:
         # rectified, as is usual: negative relevance speaks against the class
-        relevance: NDArray[np.float64] = np.maximum(heat_map(pixels[row : row + 1], np.array([class_id]))[0], 0).astype(
-            np.float64
-        )
+        relevance: NDArray[np.float64] = np.maximum(heat_map(pixels[:1], np.array([class_id]))[0], 0).astype(np.float64)
         return relevance
 
     return by_map
@@ -311,12 +311,6 @@ def format_interventions(found: Interventions) -> Iterator[str]:
         shares = [each.deletion, each.preservation, each.sufficient, each.target_sensitivity]
         low, high = each.single_deletion.interval
         rows.append(
-            [each.method, f"{each.single_deletion.value:.2f} ({low:.2f} to {high:.2f})", *map(_percent, shares)]
+            [each.method, f"{each.single_deletion.value:.2f} ({low:.2f} to {high:.2f})", *map(format_percent, shares)]
         )
     yield from format_columns(rows)
-
-
-def _percent(share: Mean | None) -> str:
-    if share is None:
-        return "-"
-    return f"{100 * share.value:.0f} % ({100 * share.interval[0]:.0f} to {100 * share.interval[1]:.0f})"

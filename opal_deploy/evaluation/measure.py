@@ -38,7 +38,6 @@ from opal_deploy.evaluation.randomise import (
     Randomisation,
     format_randomisation,
     measure_randomisation,
-    select_annotations,
     shuffle_weights,
 )
 from opal_deploy.evaluation.rankings import GradCam
@@ -313,7 +312,7 @@ class _ModelMeasurement:
         randomisation = measure_randomisation(
             checkpoint.load(self.path),
             [inputs.samples[index] for index in chosen],
-            select_annotations(inputs.annotations, chosen),
+            inputs.annotations.select(chosen),
             device=options.device,
             threads=options.threads,
             boxes=options.boxes,

@@ -237,6 +237,14 @@ def _to_json(value: Any) -> Any:
     return [_to_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+def format_percent(mean: Mean | None, digits: int = 0) -> str:
+    """Return `84.0 % (82 to 86)`: a mean share with its interval; a dash for None."""
+    if mean is None:
+        return "-"
+    low, high = mean.interval
+    return f"{100 * mean.value:.{digits}f} % ({100 * low:.0f} to {100 * high:.0f})"
+
+
 def format_columns(rows: list[list[str]]) -> Iterator[str]:
     """Yield the rows of a table as aligned lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

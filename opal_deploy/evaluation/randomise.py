@@ -9,7 +9,7 @@ features keep their scale. The evidence is that of the label's slots, since answ
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.annotations import Annotations
-from opal_deploy.evaluation.metrics import figures_to_dict, format_columns
+from opal_deploy.evaluation.metrics import figures_to_dict, format_columns, format_percent
 from opal_deploy.evaluation.pointing import PointingGame, Share, play_pointing_game
 from opal_deploy.evaluation.session import evaluate_session, prepared_batches
 from opal_deploy.logs import Progress, no_progress
@@ -175,13 +175,7 @@ def format_randomisation(randomisation: Randomisation) -> Iterator[str]:
     rows = [["shuffled", "accuracy", "same cells", *(title for title, _ in shares)]]
     for number, stage in enumerate(randomisation.stages):
         hits = [getattr(stage, name).hits for _, name in shares]
-        values = [f"{100 * mean.value:.1f} % ({100 * mean.interval[0]:.0f} to {100 * mean.interval[1]:.0f})"
-                  for mean in (stage.same_cell, *hits)]  # fmt: skip
+        values = [format_percent(mean, 1) for mean in (stage.same_cell, *hits)]
         name = f"and {stage.shuffled}" if number > 1 else stage.shuffled
         rows.append([name, f"{stage.accuracy:.1%}", *values])
     yield from format_columns(rows)
-
-
-def select_annotations(annotations: Annotations, indices: Sequence[int]) -> Annotations:
-    """Return the annotations of some images."""
-    return replace(annotations, images=[annotations.images[index] for index in indices])
