@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -162,6 +163,17 @@ class Model:
             for image, result in zip(found, predict_stream(iter(found), self.sessions, options), strict=True)
         )
         return records[0] if one else records
+
+    @overload
+    async def apredict(self, images: Source, **options: Any) -> Explanation: ...
+
+    @overload
+    async def apredict(self, images: Sequence[Source], **options: Any) -> Explanations: ...
+
+    async def apredict(self, images: Source | Sequence[Source], **options: Any) -> Explanation | Explanations:
+        """Return what `predict` returns, computed in a thread, for programs with an event loop of their own."""
+        predict: Any = self.predict
+        return cast(Explanation | Explanations, await asyncio.to_thread(predict, images, **options))
 
     def stream(
         self,

@@ -34,6 +34,9 @@ _RESULTS = "Only for results"
 class VerifyOptions(Decision):
     """The options of `verify` and `opal-deploy verify`; thresholds are those of results without a run.json."""
 
+    model: Annotated[
+        StrPath | None, Option("Results: the model that made them.", cli=Path, default="only signatures are checked")
+    ] = None
     sample: Annotated[int, Option("Number of records to check.", min=1, panel=_RESULTS)] = 100
     every: Annotated[bool, Option("Check all records.", flag="--all", panel=_RESULTS)] = False
     seed: Annotated[int | None, Option("Seed of the sample.", default="a new one each time", panel=_RESULTS)] = None
@@ -70,15 +73,18 @@ class Verification:
     failure: str = ""
     not_checked: int = 0
 
+    @property
+    def passed(self) -> bool:
+        """Whether nothing wrong was found; of results, all images that were to be checked could be read, too."""
+        return not self.failure and not self.not_checked
+
 
 @keywords(VerifyOptions)
-def verify(target: StrPath, model: StrPath | None, options: VerifyOptions) -> Verification:
+def verify(target: StrPath, options: VerifyOptions) -> Verification:
     """Check a model against its test vectors, or a sample of recorded explanations against their model.
 
     Args:
         target: an exported model; or results.jsonl, or its folder; or a .json file with an answer of `serve`.
-        model: the model that the results are said to come from; None to check a model, or only the signatures and the
-            completeness of results.
 
     Raises:
         UsageError: the call does not fit the target, or a file cannot be read.
@@ -86,7 +92,7 @@ def verify(target: StrPath, model: StrPath | None, options: VerifyOptions) -> Ve
     """
     from opal_deploy.auditing.results import is_results
 
-    target = Path(target)
+    target, model = Path(target), options.model
     if is_results(target):
         return _verify_signatures(target, options) if model is None else _verify_results(target, Path(model), options)
     if options.images or options.public_key or model is not None:

@@ -27,7 +27,6 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="Results: the model that made them.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the outcome to stdout as JSON.")] = False,
 ) -> None:
     """Check a model, or recorded explanations.
@@ -37,9 +36,9 @@ def verify(
     and --public-key checks the signatures of all, also without --model. Exit code 4: a record differs, is missing or
     repeated, or has no valid signature. Exit code 3: nothing is wrong, but images to check records with are missing.
     """
-    with progress("records") if model is not None else nullcontext() as advance:
+    with progress("records") if options.model is not None else nullcontext() as advance:
         options = replace(options, images=tuple(images or ()), log=print_message, progress=advance)
-        done = verify_target(target, model, **options.keywords())
+        done = verify_target(target, **options.keywords())
     if as_json:
         print_json(done.document)
     if done.failure:

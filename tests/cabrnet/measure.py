@@ -26,7 +26,7 @@ from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.prototype_checkpoint import load_network
 from opal_deploy.runtime.torch_session import TorchSession
 
-BIRDS = Path("/work/shared/data/cub_mini")
+BIRDS = Path(__file__).parents[2].parent / "shared/data/cub_mini"
 
 
 def load(path: Path, names: tuple[str, ...]) -> Checkpoint:
