@@ -269,7 +269,7 @@ def list_evaluation(
         removal = "; ".join(_describe_faithfulness(measured.faithfulness))
     rows = [("where it lies", shares), ("if removed", removal)]
     if measured.attack is not None:
-        rows.append(("if the rest changes", _describe_attack(measured.attack)))
+        rows.append(("changes outside", _describe_attack(measured.attack)))
     field = ReceptiveField.from_dict(receptive_field or {})
     if field is not None and field.effective is not None:
         rows.append(("what a cell sees", f"{field.effective} pixels around its own {field.stride}"))
@@ -296,8 +296,8 @@ def _describe_attack(attack: Attack) -> str:
     shares: dict[str, list[str]] = {}
     for row in attack.outside:
         shares.setdefault(row.region, []).append(f"{100 * row.flipped:.0f} % ({row.method})")
-    flipped = ", ".join(f"{region} {' or '.join(parts)}" for region, parts in shares.items())
-    return f"answers that changes of at most {attack.levels} of 255 grey levels flip: {flipped}; {attack.images} images"
+    flipped = "; ".join(f"{region} {' or '.join(parts)}" for region, parts in shares.items())
+    return f"at most {attack.levels} of 255 grey levels flip answers: {flipped} of {attack.images}"
 
 
 def _describe_faithfulness(measured: Faithfulness) -> Iterator[str]:

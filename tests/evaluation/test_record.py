@@ -37,6 +37,16 @@ DOCUMENT = {
                       {"change": "horizontal flip", "same_cell": {"mean": 0.23}}],
     },
 }  # fmt: skip
+DOCUMENT["attack"] = {
+    "images": 40, "levels": 6, "margin": 10, "steps": 20, "seed": 0,
+    "outside": [
+        {"region": region, "method": method, "kept": {"mean": kept}}
+        for region, method, kept in (
+            ("outside the boxes", "random", 0.95), ("outside the boxes", "PGD", 0.08),
+            ("outside what the cells see", "PGD", 0.63),
+        )
+    ],
+}  # fmt: skip
 CUB = DataSet(Path("/data/cub_mini"), "cub", [], [], [], [], crop="boxes")
 EVALUATION = build_evaluation(DOCUMENT, CUB, "test")
 
@@ -60,11 +70,12 @@ def test_the_document_keeps_the_figures_without_the_classes():
             (), "best.pt",
             "where it lies: 63 % on a part (random cells 14 %)\nif removed: without its cells 50 % of 60 answers "
             "change, without as many random cells 2 % (blur); cells stay: 88 % under JPEG (quality 75), "
-            "23 % under mirroring\n"
+            "23 % under mirroring\nchanges outside: at most 6 of 255 grey levels flip answers: outside the boxes "
+            "5 % (random) or 92 % (PGD); outside what the cells see 37 % (PGD) of 40\n"
             "measured: accuracy 80.0 % on 243 test images of cub_mini cropped to boxes, 2026-11-22, opal-deploy 9",
         ),
         (
-            ("pointing_game", "faithfulness", "boxes"), "best.fp16.onnx",
+            ("pointing_game", "faithfulness", "attack", "boxes"), "best.fp16.onnx",
             "where it lies: not measured (no boxes, masks or parts)\nif removed: not measured; measure it with: "
             "opal-deploy evaluate DATA --model best.fp16.onnx --faithfulness --record\n"
             "measured: accuracy 80.0 % with best.pt on 243 test images of cub_mini, 2026-11-22, opal-deploy 9",
