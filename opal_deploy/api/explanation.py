@@ -83,7 +83,10 @@ class Explanation(dict[str, Any]):
 
     @property
     def label(self) -> str:
-        """The predicted class, even of an answer that a threshold refuses, see `status`; raises as `answered`."""
+        """The predicted class, even of an answer that a threshold refuses; raises as `answered`.
+
+        The image's own label, where one is known, is `record.label`.
+        """
         return self.answered.prediction.label
 
     @property

@@ -182,7 +182,7 @@ class Attacker:
         table = class_map.channel_table[predicted]
         values = class_map.take(find_values(before.scores.cpu().numpy(), metadata), predicted)
         if metadata.is_opal:
-            slots = np.argsort(-values * class_map.kept[predicted], axis=1, kind="stable")
+            slots = np.argsort(np.where(class_map.kept[predicted], -values, np.inf), axis=1, kind="stable")
             listed = np.take_along_axis(class_map.kept[predicted], slots, axis=1)
         else:
             # what speaks for the class in a record
