@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torch import nn
 from torchvision.models import get_model
 
@@ -152,6 +153,23 @@ def test_the_best_classes_and_other_precisions_give_the_same_records(exported, p
     full, top, half = (read_results(folder / name) for name in ("model_state", "top", "half"))
     assert [record["evidence"] for record in top] == [record["evidence"] for record in full]
     assert [record["prediction"]["label"] for record in half] == [record["prediction"]["label"] for record in full]
+
+
+def test_int8_atlas_and_drift_take_the_file(exported, opal, tmp_path):
+    theirs, folder = exported
+    model, pictures = folder / "model_state.onnx", tmp_path / "pictures"
+    for number, picture in enumerate(example_images(64, SIDE, SIDE)):
+        path = pictures / "ab"[number % 2] / f"{number:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(path)
+    check(opal("atlas", pictures, "--model", model, "--out", tmp_path / "atlas", *CPU))
+    for split in "ab":
+        check(opal("infer", pictures / split, "--model", model, "--out", tmp_path / split, *CPU))
+    assert "32 images compared with 32" in check(opal("drift", tmp_path / "a", "--against", tmp_path / "b")).stderr
+    if theirs.kind == "proto":
+        # of PIP-Net's, random features have nearly equal scores, whose cells int8 moves: it would be refused
+        call = ("export", model, "--precision", "int8", "--calibrate", pictures, "--threads", "1")
+        check(opal(*call, "--out", tmp_path / "int8.onnx"))
 
 
 def test_a_prototype_is_dropped_for_all_classes_at_once(exported, opal):

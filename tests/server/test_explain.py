@@ -4,6 +4,7 @@ import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +14,8 @@ import opal_deploy
 from opal_deploy.server.inference import FORMATS
 from tests.bright import BrightSession, wait_until
 from tests.conftest import LEFT
+
+GOLDEN = Path(__file__).parents[1] / "golden/0.1.0"
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,17 @@ def test_a_picture_gives_the_record_of_explain(server, picture, exact_model):
     form = httpx.post(f"{server.url}/explain", params={"model": "trees"}, files={"image": ("../a.png", data)})
     # it is called as the client says, and no file of that name is ever opened
     assert form.json() == {**expected, "image": "../a.png"}
+
+
+@pytest.mark.parametrize("name", ["pip", "proto"])
+def test_other_heads_answer_as_in_python(serving, picture, name):
+    path = GOLDEN / f"{name}.onnx"
+    model = opal_deploy.load(path, device="cpu", threads=1)
+    with serving({name: model.sessions[0]}, path=path) as running:
+        body = httpx.post(f"{running.url}/explain", content=picture.read_bytes()).json()
+        drawn = httpx.post(f"{running.url}/explain", params={"format": "sheet"}, content=picture.read_bytes())
+    assert body == {**model.predict(picture), "image": None, "model_sha256": None}
+    assert drawn.status_code == 200
 
 
 def test_an_edited_model_answers_with_the_slots_that_are_left(serving, edited_model, picture):
