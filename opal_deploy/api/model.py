@@ -339,8 +339,7 @@ class _Reduced:
 
     def __init__(self, session: Session, channels: Sequence[int]) -> None:
         metadata = session.metadata
-        head = {**metadata.head, "dropped": sorted({*metadata.dropped, *channels})}
-        self.metadata = replace(metadata, head=head, evaluation={}, baseline={}, risk={}, calibration={})
+        self.metadata = metadata.with_dropped({*metadata.dropped, *channels})
         self.device, self.description = session.device, f"{session.description}, slots left out"
         self._session = session
 

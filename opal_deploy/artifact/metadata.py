@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
@@ -180,6 +180,23 @@ class Metadata:
     def dropped(self) -> tuple[int, ...]:
         """The channels of the slots that `edit` dropped, ascending."""
         return tuple(self.head.get("dropped", ()))
+
+    def with_dropped(self, dropped: Iterable[int]) -> Metadata:
+        """Return the metadata of the model with these dropped slots, without what was measured of this one alone.
+
+        The temperature stays, marked as that of the model before.
+        """
+        calibration = Calibration.from_dict(self.calibration)
+        if calibration is not None:
+            calibration = replace(calibration, split=f"{calibration.split.partition(' ')[0]} (before the edit)")
+        return replace(
+            self,
+            head={**self.head, "dropped": sorted({*dropped})},
+            evaluation={},
+            baseline={},
+            risk={},
+            calibration={} if calibration is None else calibration.to_dict(),
+        )
 
     @cached_property
     def class_map(self) -> ClassMap:

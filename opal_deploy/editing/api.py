@@ -193,7 +193,6 @@ def _describe_edited(
 
     Calibration, risk and baseline are its own where `data` has the images that training set aside.
     """
-    head = {**metadata.head, "dropped": sorted({*metadata.dropped, *drop} - {*restore})}
     edit: dict[str, Any] = {
         "dropped": [name_slot(channel, metadata) for channel in drop],
         "restored": [name_slot(channel, metadata) for channel in restore],
@@ -203,9 +202,6 @@ def _describe_edited(
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "opal_deploy": __version__,
     }
-    calibration: Calibration | None = Calibration.from_dict(metadata.calibration)
-    if calibration is not None:
-        calibration = replace(calibration, split=f"{calibration.split.partition(' ')[0]} (before the edit)")
     if data is not None and effect is not None:
         before, after = effect.accuracy
         edit["measured"] = {
@@ -213,8 +209,7 @@ def _describe_edited(
             "accuracy": [before, after], "gained": effect.gained, "lost": effect.lost, "p_value": effect.p_value,
         }  # fmt: skip
     edited = replace(
-        metadata, head=head, edits=(*metadata.edits, edit), evaluation={}, baseline={}, risk={},
-        calibration={} if calibration is None else calibration.to_dict(),
+        metadata.with_dropped({*metadata.dropped, *drop} - {*restore}), edits=(*metadata.edits, edit),
         training={name: value for name, value in metadata.training.items() if name != "metrics"},
     )  # fmt: skip
     if data is None or not data.set_aside:
