@@ -198,7 +198,7 @@ class Flipped(Struct):
 
 
 class Attack(Struct):
-    """What changes of at most `levels` grey levels outside the evidence do."""
+    """The effect of changes of at most `levels` grey levels outside the evidence."""
 
     images: Count
     levels: Count

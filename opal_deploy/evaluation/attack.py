@@ -26,6 +26,7 @@ from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.metrics import figures_to_dict, format_columns, format_percent
+from opal_deploy.evaluation.perturbation import find_edges
 from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.evaluation.session import prepared_batches
 from opal_deploy.logs import Progress, no_progress
@@ -45,7 +46,7 @@ _STREAM = 15
 
 @dataclass(frozen=True)
 class Outside:
-    """What one kind of change in one region does, over the images that have the region.
+    """The effect of one kind of change in one region, over the images that have the region.
 
     Attributes:
         region: `BOXES` or `FIELD`.
@@ -92,7 +93,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a network answers, and where: arrays of n images.
+    """A network's answers to n images, and the cells of their evidence.
 
     Attributes:
         classes: int64 [n], predicted.
@@ -162,7 +163,7 @@ class Attacker:
             for method in (NOISE, PGD):
                 changed = self._add_noise(clean, free, seeds)
                 if method == PGD:
-                    changed = self._descend(clean, changed, free, answer)
+                    changed = self._descend(clean, self._objective(before, answer), changed, free, answer)
                 figures = self._compare(before, changed, answer)
                 figures["area"] = free.flatten(1).float().mean(1)
                 yield region, method, {name: each[has_some].double().cpu().numpy() for name, each in figures.items()}
@@ -203,10 +204,7 @@ class Attacker:
             )
             high = low + (field.effective or 0)
         else:
-            edges = [
-                torch.from_numpy(np.rint(np.linspace(0, length, count + 1))).to(self._device)
-                for length, count in ((height, rows), (width, cols))
-            ]
+            edges = [torch.from_numpy(edge).to(self._device) for edge in find_edges((height, width), (rows, cols))]
             places = (answer.cells // cols, answer.cells % cols)
             low = torch.stack([edge[place] for edge, place in zip(edges, places, strict=True)]) - self._margin
             high = torch.stack([edge[place + 1] for edge, place in zip(edges, places, strict=True)]) + self._margin
@@ -225,11 +223,9 @@ class Attacker:
         noise = torch.from_numpy(np.stack(drawn)).to(self._device)
         return (clean + noise * free).clamp(0, 255)
 
-    def _descend(self, clean: Tensor, start: Tensor, free: Tensor, answer: _Answer) -> Tensor:
-        """Return the images with the lowest objective among the clean ones and those of PGD from `start`."""
-        change, step = start - clean, self._levels / 4
-        with torch.no_grad():
-            best, lowest = clean, self._objective(self._explain(clean), answer)
+    def _descend(self, clean: Tensor, lowest: Tensor, start: Tensor, free: Tensor, answer: _Answer) -> Tensor:
+        """Return the images with the lowest objective: clean ones, which have `lowest`, or some of PGD from `start`."""
+        change, step, best = start - clean, self._levels / 4, clean
         for number in range(self._steps + 1):
             pixels = (clean + change).clamp(0, 255).round().requires_grad_()
             with torch.enable_grad():

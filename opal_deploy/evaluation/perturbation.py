@@ -96,7 +96,7 @@ def replace_cells(
 ) -> ImageArray:
     """Return `image` with the rectangles of `cells` (flat row-major in `grid`) taken from `replacement`."""
     rows, cols = grid
-    y, x = (np.rint(np.linspace(0, length, n + 1)).astype(int) for length, n in zip(image.shape, grid, strict=False))
+    y, x = find_edges((image.shape[0], image.shape[1]), grid)
     if len(cells) == rows * cols:
         return replacement
     changed = image.copy()
@@ -105,6 +105,12 @@ def replace_cells(
         rectangle = (slice(y[row], y[row + 1]), slice(x[col], x[col + 1]))
         changed[rectangle] = replacement[rectangle]
     return changed
+
+
+def find_edges(size: tuple[int, int], grid: tuple[int, int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the edges of the cells of a grid (H, W) in an input (H0, W0): rows int64 [H + 1], columns [W + 1]."""
+    y, x = (np.rint(np.linspace(0, length, n + 1)).astype(np.int64) for length, n in zip(size, grid, strict=True))
+    return y, x
 
 
 @dataclass(frozen=True)

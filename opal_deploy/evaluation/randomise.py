@@ -97,6 +97,7 @@ def measure_randomisation(
     pixels = np.concatenate(
         [batch for batch, _ in prepared_batches(samples, metadata.input_size, boxes=boxes, batch=_BATCH)]
     )
+    inputs = torch.from_numpy(normalise(pixels, metadata.mean, metadata.std)).to(next(network.parameters()).device)
     rng = np.random.default_rng((_STREAM, seed))
     groups: list[tuple[str, list[nn.Module]]] = [
         (NOTHING, []),
@@ -109,8 +110,7 @@ def measure_randomisation(
         for module in modules:
             shuffle_weights(module, rng)
         if name not in (NOTHING, HEAD):
-            inputs = torch.from_numpy(normalise(pixels, metadata.mean, metadata.std))
-            measure_statistics(network.backbone, inputs.to(next(network.parameters()).device))
+            measure_statistics(network.backbone, inputs)
         session = TorchSession(loaded, device=device, threads=threads)
         result = evaluate_session(session, [*samples], boxes=boxes, batch=_BATCH)
         cells = metadata.class_map.take(np.asarray(result.outputs.argmax), result.labels)

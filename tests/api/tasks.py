@@ -1,4 +1,4 @@
-"""What Python users do with a model, typed: `test_tasks` checks this file strictly and runs it."""
+"""Tasks of a Python user, with types: `test_tasks.py` checks this file with mypy in strict mode, and runs it."""
 
 import asyncio
 import sys

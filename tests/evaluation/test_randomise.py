@@ -51,7 +51,7 @@ def test_what_was_learned_goes_and_chance_is_told(samples):
     names = [stage.shuffled for stage in found.stages]
     assert names == ["nothing", "the head", "second", "first"]
     assert found.stages[0].same_cell.value == 1.0
-    # nine cells; those that stay by chance, and some more since pictures have a ground
+    # of nine cells some stay by chance, more than a ninth since the background of pictures is even
     assert found.stages[-1].same_cell.value < 0.6
     assert found.stages[0].object.random == pytest.approx(1 / 3)
     assert len(list(format_randomisation(found))) == 2 + len(names)
