@@ -196,24 +196,14 @@ class Attacker:
 
     def _find_region(self, answer: _Answer, region: str) -> Tensor:
         """Return the pixels that may change: bool [n, 1, H0, W0]."""
-        (height, width), (rows, cols) = self._metadata.input_size, self._network.grid
-        if region == FIELD:
-            field = cast(ReceptiveField, self._field)
-            low = field.stride * torch.stack([answer.cells // cols, answer.cells % cols]) + (
-                (field.effective_offset or 0.0) - (field.effective or 0) / 2
-            )
-            high = low + (field.effective or 0)
-        else:
-            edges = [torch.from_numpy(edge).to(self._device) for edge in find_edges((height, width), (rows, cols))]
-            places = (answer.cells // cols, answer.cells % cols)
-            low = torch.stack([edge[place] for edge, place in zip(edges, places, strict=True)]) - self._margin
-            high = torch.stack([edge[place + 1] for edge, place in zip(edges, places, strict=True)]) + self._margin
-        inside = []
-        for axis, length in enumerate((height, width)):
-            centres = torch.arange(length, device=self._device) + 0.5
-            inside.append((centres > low[axis][..., None]) & (centres < high[axis][..., None]))  # [n, k, length]
-        covered = inside[0][..., :, None] & inside[1][..., None, :] & answer.listed[..., None, None]
-        return ~covered.any(1, keepdim=True)
+        input_size, grid = self._metadata.input_size, self._network.grid
+        if region == BOXES:
+            return outside_boxes(answer.cells, answer.listed, input_size, grid, self._margin)
+        field = cast(ReceptiveField, self._field)
+        low = field.stride * torch.stack([answer.cells // grid[1], answer.cells % grid[1]]) + (
+            (field.effective_offset or 0.0) - (field.effective or 0) / 2
+        )
+        return _outside(low, low + (field.effective or 0), answer.listed, input_size)
 
     def _add_noise(self, clean: Tensor, free: Tensor, seeds: Sequence[Any]) -> Tensor:
         drawn = [
@@ -273,6 +263,33 @@ class Attacker:
         count = max(1, round(_LARGEST * larger.shape[1]))
         area = torch.zeros_like(larger, dtype=torch.bool)
         return area.scatter(1, larger.topk(count, dim=1).indices, True)
+
+
+def outside_boxes(
+    cells: Tensor, listed: Tensor, input_size: tuple[int, int], grid: tuple[int, int], margin: int
+) -> Tensor:
+    """Return the pixels outside the boxes of some cells, bool [n, 1, H0, W0].
+
+    Args:
+        cells: int64 [n, k], flat.
+        listed: bool [n, k], whether a cell has a box.
+        margin: pixels around a box that count as inside.
+    """
+    edges = [torch.from_numpy(edge).to(cells.device) for edge in find_edges(input_size, grid)]
+    places = (cells // grid[1], cells % grid[1])
+    low, high = (torch.stack([edge[place + end] for edge, place in zip(edges, places, strict=True)]) for end in (0, 1))
+    return _outside(low - margin, high + margin, listed, input_size)
+
+
+def _outside(low: Tensor, high: Tensor, listed: Tensor, input_size: tuple[int, int]) -> Tensor:
+    """Return the pixels outside the boxes between `low` and `high`, [2, n, k] in rows and columns."""
+    inside = []
+    for first, last, length in zip(low, high, input_size, strict=True):
+        centres = torch.arange(length, device=listed.device) + 0.5
+        inside.append((centres > first[..., None]) & (centres < last[..., None]))  # [n, k, length]
+    covered = inside[0][..., :, None] & inside[1][..., None, :] & listed[..., None, None]
+    outside: Tensor = ~covered.any(1, keepdim=True)
+    return outside
 
 
 def measure_attack(

@@ -18,16 +18,37 @@ they would score there:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.train.adversarial import Adversary
 
 # attention lies in [0, 1]: times 20, a cell that leads by a third of that range takes nearly all
 _SHARPNESS = 20.0
 _SMALLEST = 1e-6
+
+
+class Terms(NamedTuple):
+    """The terms of the loss for n images.
+
+    Attributes:
+        logits: [n, C], or with mirror agreement [2n, C], first those of the images, then of their mirror images.
+        disagreement: how far mirror images disagree about cells, [n], at least 0.
+        kept_off: the penalty of kept-off regions, [n], 0 ... 1.
+        changed: logits of images changed outside the boxes, [n, C]; None without an adversary.
+        drop: mean drop of the labelled class's scores in the changed images, [n], at least 0; likewise.
+    """
+
+    logits: Tensor
+    disagreement: Tensor
+    kept_off: Tensor
+    changed: Tensor | None = None
+    drop: Tensor | None = None
 
 
 class HeadTerms(nn.Module):
@@ -46,16 +67,13 @@ class HeadTerms(nn.Module):
         table = head.config.class_map(head.num_classes).channel_table
         self.register_buffer("channel_table", torch.from_numpy(table), persistent=False)
 
-    def forward(self, features: Tensor, labels: Tensor, regions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits, how far mirror images disagree about cells, and the penalty of kept-off regions.
+    def forward(self, features: Tensor, labels: Tensor, regions: Tensor | None) -> Terms:
+        """Return the terms of the loss.
 
         Args:
             features: [n, D, H, W], or with mirror agreement [2n, D, H, W], first the images, then their mirror images.
             labels: int64 [n].
             regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1; None for no penalty.
-
-        Returns:
-            Logits [n, C] or [2n, C], in the order of the features; disagreement [n] and penalty [n], at least 0.
         """
         head, channels = self.head, self.channel_table[labels]  # [n, m]
         kept = None if head.kept is None else head.kept.flatten()
@@ -67,21 +85,60 @@ class HeadTerms(nn.Module):
             disagreement = measure_disagreement(first, attention[len(labels) :].flip(3), channels, kept)
         if regions is not None:
             penalty = measure_kept_off(first, channels, regions, kept)
-        return logits, disagreement, penalty
+        return Terms(logits, disagreement, penalty)
+
+    def attend(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [n, C] and the attention of the labelled class's slots [n, m, H * W] for features."""
+        attention = self.head.attend(self.head.project(features))
+        return self.head.classify(self.head.pool(attention)), _gather(attention, self.channel_table[labels])
+
+    def average(self, values: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean [n] of values [n, m] of the labelled class's slots, without dropped ones."""
+        kept = None if self.head.kept is None else self.head.kept.flatten()
+        return _mean_over_slots(values, self.channel_table[labels], kept)
 
 
 class NetworkTerms(nn.Module):
-    """A network with the terms of its attention in the loss: `HeadTerms` on normalised images [n, 3, H0, W0]."""
+    """A network with the terms of its attention in the loss: `HeadTerms` on normalised images [n, 3, H0, W0].
 
-    def __init__(self, network: OpalNetwork, *, agreement: bool) -> None:
+    Attributes:
+        adversary: changes images outside the boxes; None trains on images as they are only.
+    """
+
+    def __init__(self, network: OpalNetwork, *, agreement: bool = False, adversarial: bool = False) -> None:
         super().__init__()
         self.backbone = network.backbone
         self.terms = HeadTerms(network.head, agreement=agreement)
+        self.adversary = Adversary(network.config, network.grid) if adversarial else None
 
-    def forward(self, images: Tensor, labels: Tensor, regions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, images: Tensor, labels: Tensor, regions: Tensor | None) -> Terms:
         views = torch.cat([images, images.flip(3)]) if self.terms.agreement else images
-        terms: tuple[Tensor, Tensor, Tensor] = self.terms(self.backbone(views), labels, regions)
-        return terms
+        features = self.backbone(views)
+        terms: Terms = self.terms(features, labels, regions)
+        if self.adversary is None:
+            return terms
+        with torch.no_grad():
+            scores, cells = self.terms.attend(features[: len(labels)], labels)[1].max(dim=2)
+        training = self.backbone.training
+        # with the batch statistics of unchanged images, as in inference
+        self.backbone.eval()
+        changed = self.adversary.change(
+            images, cells, self._list_slots(labels), lambda each: self._measure_score(each, labels)
+        )
+        logits, attention = self.terms.attend(self.backbone(changed), labels)
+        self.backbone.train(training)
+        drop = (scores - attention.gather(2, cells[..., None])[..., 0]).clamp_min(0)
+        return terms._replace(changed=logits, drop=self.terms.average(drop, labels))
+
+    def _measure_score(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean score of the labelled class's slots, [n]."""
+        _, attention = self.terms.attend(self.backbone(images), labels)
+        return self.terms.average(attention.amax(dim=2), labels)
+
+    def _list_slots(self, labels: Tensor) -> Tensor:
+        """Return which of the labelled class's slots were not dropped, bool [n, m]."""
+        channels, kept = self.terms.channel_table[labels], self.terms.head.kept
+        return torch.ones_like(channels, dtype=torch.bool) if kept is None else kept.flatten()[channels] > 0
 
 
 def measure_disagreement(first: Tensor, second: Tensor, channels: Tensor, kept: Tensor | None = None) -> Tensor:

@@ -22,6 +22,8 @@ from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, comput
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.train.adversarial import CHANGED, DROP
+from opal_deploy.train.attention import Terms
 from opal_deploy.train.images import Batches, normalize
 from opal_deploy.train.machine import MixedPrecision, ProcessGroup
 
@@ -71,30 +73,37 @@ class Objective:
     Attributes:
         agreement: weight of the mirror agreement; 0 without mirror images.
         keep_off: weight of the attention in kept-off regions; None without regions.
+        adversarial: weight of the loss on images changed outside the boxes; 0 without them.
         class_weights: float32 [C] on the device, the loss's weight per class; None weighs all images the same.
         scale: factor of the logits, see `find_logit_scale`.
     """
 
     agreement: float = 0.0
     keep_off: float | None = None
+    adversarial: float = 0.0
     class_weights: Tensor | None = None
     scale: float = 1.0
 
-    def __call__(self, terms: tuple[Tensor, Tensor, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, terms: Terms, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective and the weighted cross-entropy in nats, both summed over n images.
 
         Args:
-            terms: the outputs of `HeadTerms` for n images.
+            terms: of n images.
             labels: int64 [n], on the device.
         """
-        logits, disagreement, penalty = terms
-        views = len(logits) // len(labels)
         # with mirror agreement the mean over an image and its mirror image
-        targets, weight = labels.repeat(views), self.class_weights
-        logits = self.scale * logits.float()
-        cross_entropy = functional.cross_entropy(logits, targets, weight=weight, reduction="sum") / views
-        objective = cross_entropy + self.agreement * disagreement.sum() + (self.keep_off or 0.0) * penalty.sum()
+        views = len(terms.logits) // len(labels)
+        cross_entropy = self._measure_cross_entropy(terms.logits, labels.repeat(views)) / views
+        objective = cross_entropy + self.agreement * terms.disagreement.sum()
+        objective = objective + (self.keep_off or 0.0) * terms.kept_off.sum()
+        if terms.changed is not None and terms.drop is not None:
+            changed = self._measure_cross_entropy(terms.changed, labels)
+            objective = objective + self.adversarial * (CHANGED * changed + DROP * terms.drop.sum())
         return objective, cross_entropy.detach()
+
+    def _measure_cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = self.scale * logits.float()
+        return functional.cross_entropy(logits, labels, weight=self.class_weights, reduction="sum")
 
 
 def find_logit_scale(head: OpalHead, probability: float | None) -> float:
@@ -152,7 +161,9 @@ class TrainStep:
         labels = labels.to(self.group.device, non_blocking=True)
         images = images.to(self.group.device, non_blocking=True)
         with self.amp.autocast():
-            terms = self.model(normalize(images[..., :3], self.mean, self.std), labels, read_regions_channel(images))
+            terms: Terms = self.model(
+                normalize(images[..., :3], self.mean, self.std), labels, read_regions_channel(images)
+            )
         objective, cross_entropy = self.objective(terms, labels)
         self.optimizer.zero_grad(set_to_none=True)
         # gradients are averaged over processes, whose shares may differ by an image: this factor makes them the
@@ -161,9 +172,8 @@ class TrainStep:
         self.scaler.scale(mean).backward()  # type: ignore[no-untyped-call]
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        logits, _, penalty = terms
-        correct = (logits[: len(labels)].detach().argmax(1) == labels).sum()
-        return cross_entropy, correct, penalty.detach().sum()
+        correct = (terms.logits[: len(labels)].detach().argmax(1) == labels).sum()
+        return cross_entropy, correct, terms.kept_off.detach().sum()
 
 
 def read_regions_channel(images: Tensor) -> Tensor | None:

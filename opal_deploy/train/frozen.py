@@ -155,7 +155,7 @@ def fit_head(
         (total / len(labels)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step >= steps - max(steps // 10, 1):
-            correct = (terms[0][: len(labels)].argmax(1) == labels).sum()
+            correct = (terms.logits[: len(labels)].argmax(1) == labels).sum()
             totals += torch.tensor([float(cross_entropy), float(correct), len(labels)], dtype=torch.float64)
         progress(step + 1, steps, "fitting the head")
     network.eval()

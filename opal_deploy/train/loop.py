@@ -201,7 +201,9 @@ class _TrainingRun:
         if group.size > 1 and group.device.type == "cuda":
             get_library(options.backbone).convert_sync_batch_norm(network)
         frozen_backbone = network.backbone.requires_grad_(False) if options.freeze_backbone else None
-        model: Any = group.wrap_ddp(NetworkTerms(network, agreement=options.agreement > 0))
+        model: Any = group.wrap_ddp(
+            NetworkTerms(network, agreement=options.agreement > 0, adversarial=options.adversarial > 0)
+        )
         if options.compile:
             model = torch.compile(model)
         optimizer = torch.optim.Adam([each for each in network.parameters() if each.requires_grad], lr=options.lr)
@@ -410,7 +412,11 @@ class _TrainingRun:
         options = self.options
         self.network, self.logit_scale = network, find_logit_scale(network.head, options.anchor_probability)
         self.objective = Objective(
-            options.agreement, options.kept_off_weight(), self._class_weights(), self.logit_scale
+            options.agreement,
+            options.kept_off_weight(),
+            options.adversarial,
+            class_weights=self._class_weights(),
+            scale=self.logit_scale,
         )
 
     def _compare_strides(self, amp: machine.MixedPrecision, images: TrainImages, val_batches: Batches) -> FittedNetwork:

@@ -198,6 +198,13 @@ class TrainRunOptions(RecipeOverrides):
             min=0, default="0", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
+    adversarial: Annotated[
+        float | None,
+        Option(
+            "Weight of the loss on images changed outside the boxes by an attack; triples the time.",
+            min=0, default="0", panel=_OPTIMISATION,
+        ),
+    ] = None  # fmt: skip
     start_from: Annotated[
         StrPath | None,
         Option(

@@ -4,8 +4,8 @@
     [model]     backbone, weights, input_size, stride, keep_layers, compare_strides
     [head]      kind, projection, cws, pooling, anchors, prototypes_per_class, distance, epsilon
     [training]  head_steps, epochs, minutes, patience, batch_size, lr, schedule, class_weights, anchor_probability,
-                agreement, keep_off, keep_off_weight, start_from, freeze_backbone, reset_dropped, augment, seed,
-                precision, tf32
+                agreement, adversarial, keep_off, keep_off_weight, start_from, freeze_backbone, reset_dropped, augment,
+                seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
 Defaults are the paper's, except that `precision` is `auto`, and that the number of training images determines `epochs`
@@ -55,6 +55,13 @@ _REGION_WEIGHT, _OUTSIDE_WEIGHT = 10.0, 3.0
 # share of a cosine schedule's steps in which the learning rate rises from 0 after a fitted head: Adam's first steps are
 # the largest
 _WARM_UP = 0.1
+# options for the whole OPAL head only
+_NEEDS_SLOTS = {
+    "agreement": "slots with cells",
+    "adversarial": "slots with cells",
+    "keep_off": "slots with cells",
+    "background": "an OOD score",
+}
 # batch size and epochs up to so many training images; an epoch of few images is few steps. Measured up to 240 images
 _PLANS = ((1_000, 16, 12), (10_000, 32, 8))
 _LARGEST_PLAN = (64, 4)
@@ -95,6 +102,7 @@ class TrainOptions:
     class_weights: ClassWeights = "none"
     anchor_probability: float | None = None
     agreement: float = 0.0
+    adversarial: float = 0.0
     keep_off: str | None = None
     keep_off_weight: float | None = None
     background: str | None = None
@@ -171,25 +179,14 @@ class TrainOptions:
                 raise UsageError(f"stride {self.stride}: no network has cells of so many pixels; give 32, 16 or 8")
             check_tiling(self.backbone, self.input_size, self.stride)
         check_precision(self.precision, parse_device(self.device)[0])
-        if not 0 <= self.agreement < math.inf:
-            raise UsageError(f"agreement {self.agreement}: expected a weight of at least 0")
-        if self.agreement and self.head.evidence != "exact":
-            raise UsageError(
-                "agreement is about the cells that slots choose, and this head has none; leave it out or train the "
-                "whole OPAL head"
-            )
-        if self.keep_off_weight is not None and not 0 <= self.keep_off_weight < math.inf:
-            raise UsageError(f"keep_off_weight {self.keep_off_weight}: expected a weight of at least 0")
-        if self.keep_off is not None and self.head.evidence != "exact":
-            raise UsageError(
-                "keep_off is about the cells that slots look at, and this head has none; leave it out or train the "
-                "whole OPAL head"
-            )
-        if self.background is not None and self.head.evidence != "exact":
-            raise UsageError(
-                "background is about the OOD score of images, which this head has not; leave it out or train the "
-                "whole OPAL head"
-            )
+        for name in ("agreement", "adversarial", "keep_off_weight"):
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise UsageError(f"{name} {getattr(self, name)}: expected a weight of at least 0")
+        for name, needed in _NEEDS_SLOTS.items():
+            if getattr(self, name) and self.head.evidence != "exact":
+                raise UsageError(
+                    f"{name} needs {needed}, and this head has none; leave it out or train the whole OPAL head"
+                )
         if self.start_from is None and (self.freeze_backbone or self.reset_dropped):
             name = "--freeze-backbone" if self.freeze_backbone else "--reset-dropped"
             raise UsageError(f"{name} without a trained network; add --start-from CHECKPOINT")

@@ -11,6 +11,7 @@ from torch import nn
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
+from opal_deploy.train.attention import Terms
 from opal_deploy.train.balance import balance_warnings, balanced_weights
 from opal_deploy.train.epoch import Objective, TrainStep
 from opal_deploy.train.loop import fit
@@ -64,7 +65,7 @@ class _Terms(nn.Module):
         self.layers = layers
 
     def forward(self, images, labels, regions):
-        return self.layers(images), torch.zeros(len(labels)), torch.zeros(len(labels))
+        return Terms(self.layers(images), torch.zeros(len(labels)), torch.zeros(len(labels)))
 
 
 def test_a_weight_scales_the_loss_and_the_gradient_of_its_class():

@@ -223,7 +223,7 @@ def test_every_step_normalises_as_the_network_says(squares):
     network.backbone.register_forward_pre_hook(lambda _, inputs: None if inputs[0].is_meta else seen.append(inputs[0]))
     white = np.full((2, 64, 64, 3), 255, np.uint8)
     optimizer = torch.optim.Adam(network.parameters())
-    model = NetworkTerms(network, agreement=False)
+    model = NetworkTerms(network)
     step = TrainStep(model, optimizer, MixedPrecision("cpu", None), group, config.mean, config.std, Objective())
     step.step(torch.from_numpy(white), torch.tensor([0, 1]), 2)
     GradCam(network)(white, np.array([0, 1]))

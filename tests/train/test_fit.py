@@ -277,7 +277,7 @@ def test_training_steps_are_the_authors(tmp_path):
 
     with join_process_group("cpu") as group:
         optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
-        model, amp = NetworkTerms(network.train(), agreement=False), MixedPrecision.select(group.device, "fp32")
+        model, amp = NetworkTerms(network.train()), MixedPrecision.select(group.device, "fp32")
         step = TrainStep(model, optimizer, amp, group, mean, std, Objective())
         torch.manual_seed(1)
         for images, targets in zip(pixels, labels, strict=True):
@@ -320,11 +320,11 @@ def test_training_on_it_brings_the_mirrored_cell_back():
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     losses = []
     for _ in range(30):
-        _, disagreement, _ = model(images, labels, None)
+        disagreement = model(images, labels, None).disagreement
         optimizer.zero_grad()
         disagreement.mean().backward()
         optimizer.step()
         losses.append(disagreement.mean().item())
     # in evaluation mode the first half is the plain network's
-    torch.testing.assert_close(model(images, labels, None)[0][:4], network(images))
+    torch.testing.assert_close(model(images, labels, None).logits[:4], network(images))
     assert losses[-1] < 0.5 * losses[0]

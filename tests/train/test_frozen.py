@@ -17,6 +17,7 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.train import checkpoints, loop
+from opal_deploy.train.attention import Terms
 from opal_deploy.train.epoch import Objective, find_logit_scale
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions, load_recipe, resolve_recipe
@@ -186,7 +187,7 @@ def test_an_embedding_at_its_anchor_has_the_probability_that_the_loss_is_scaled_
     assert (probabilities >= 0.9 - 1e-5).all()
     assert scale == 1 or torch.allclose(probabilities, torch.tensor(0.9), atol=1e-5)
     labels = torch.arange(classes)
-    terms = at_anchors, torch.zeros(classes), torch.zeros(classes)
+    terms = Terms(at_anchors, torch.zeros(classes), torch.zeros(classes))
     expected = functional.cross_entropy(scale * at_anchors, labels, reduction="sum")
     torch.testing.assert_close(Objective(scale=scale)(terms, labels)[0], expected)
 

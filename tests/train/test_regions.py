@@ -90,18 +90,18 @@ def test_training_on_it_takes_the_attention_away():
     torch.manual_seed(0)
     head = HeadConfig(prototypes_per_class=2)
     network = OpalNetwork(NetworkConfig(SMALL_BACKBONE, 2, (64, 64), head, stride=16)).eval()
-    model = NetworkTerms(network, agreement=False)
+    model = NetworkTerms(network)
     images, labels, regions = torch.randn(4, 3, 64, 64), torch.tensor([1] * 4), torch.zeros(4, 64, 64)
     regions[:, :20, 30:] = 1
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-2)
     penalties = []
     for _ in range(30):
-        _, _, penalty = model(images, labels, regions)
+        penalty = model(images, labels, regions).kept_off
         optimizer.zero_grad()
         penalty.mean().backward()
         optimizer.step()
         penalties.append(penalty.mean().item())
-    torch.testing.assert_close(model(images, labels, regions)[0], network(images))
+    torch.testing.assert_close(model(images, labels, regions).logits, network(images))
     assert penalties[-1] < 0.2 * penalties[0]
 
 

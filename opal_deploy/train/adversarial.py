@@ -1,0 +1,63 @@
+"""Adversarial training against changes outside the boxes (`--adversarial`); the exported graph stays the same.
+
+A box holds what decides only as far as changes outside it change nothing. Each image is trained on twice: as it is, and
+changed by a few grey levels outside the boxes of the labelled class. The change is found by steps along the gradient's
+sign from a random start (Goodfellow et al., ICLR 2015; Wong et al., ICLR 2020) against the mean of the class's scores,
+as `evaluate --attack-outside` does. The loss gains
+
+    weight * (0.5 * cross-entropy of the changed image + 2 * mean over the m slots of the drop of their score)
+
+with the drop taken at the cells of the unchanged image. The changed image is seen with the batch statistics of
+unchanged ones, as in inference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from opal_deploy.evaluation.attack import outside_boxes
+from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.model.config import NetworkConfig
+
+# the attack that `evaluate` measures, with fewer steps
+_LEVELS, _MARGIN = EvaluateOptions.attack_levels, EvaluateOptions.attack_margin
+_STEPS = 2
+# weights of the changed image's cross-entropy and of the drop
+CHANGED, DROP = 0.5, 2.0
+
+
+class Adversary:
+    """Changes images outside the boxes of some cells so that scores drop.
+
+    Args:
+        config: of the network that is attacked.
+        grid: (H, W) of its feature map.
+    """
+
+    def __init__(self, config: NetworkConfig, grid: tuple[int, int]) -> None:
+        self._input_size, self._grid = config.input_size, grid
+        mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (config.mean, config.std))
+        self._limit, self._darkest, self._brightest = _LEVELS / 255 / std, -mean / std, (1 - mean) / std
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def change(self, images: Tensor, cells: Tensor, listed: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the changed images, normalised, float32 [n, 3, H0, W0].
+
+        Args:
+            images: normalised.
+            cells: int64 [n, m], flat, of the labelled class's slots.
+            listed: bool [n, m], False for dropped slots.
+            score: from images to what is made small, [n].
+        """
+        free = outside_boxes(cells, listed, self._input_size, self._grid, _MARGIN)
+        limit, darkest, brightest = (each.to(images.device) for each in (self._limit, self._darkest, self._brightest))
+        change = (2 * torch.rand_like(images) - 1) * limit * free
+        for _ in range(_STEPS):
+            changed = (images + change).clamp(darkest, brightest).requires_grad_()
+            with torch.enable_grad():
+                (gradient,) = torch.autograd.grad(score(changed).sum(), changed)
+            change = (change - limit * gradient.sign()).clamp(-limit, limit) * free
+        return (images + change).clamp(darkest, brightest)
