@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from opal_deploy.records.converters import to_coco, to_label_studio
     from opal_deploy.records.record import Answered, Failed, Record, json_schema
     from opal_deploy.records.tables import to_pandas
+    from opal_deploy.server.mounted import ModelApp
     from opal_deploy.train.api import train_model
     from opal_deploy.train.result import TrainResult
 
@@ -59,6 +60,7 @@ __all__ = [
     "InferenceRun",
     "MissingExtra",
     "Model",
+    "ModelApp",
     "ModelEvaluation",
     "OpalError",
     "Record",
@@ -109,6 +111,7 @@ _LAZY = {
     "records.converters": ("to_coco", "to_label_studio"),
     "records.tables": ("to_pandas",),
     "records.record": ("Answered", "Failed", "Record", "json_schema"),
+    "server.mounted": ("ModelApp",),
     "train.api": ("train_model",),
     "train.result": ("TrainResult",),
 }

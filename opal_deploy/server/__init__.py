@@ -8,6 +8,7 @@
     telemetry   the log, and the metrics for Prometheus
     app         routes and their handlers; request ids, authentication, logging and counting of every request
     process     `serve_models`: listens, warms up, shuts down gracefully
+    mounted     `ModelApp`: a model's addresses within another ASGI application
     health      the health check of a container
 
 Nothing here imports torch or an engine at module level.

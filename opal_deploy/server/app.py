@@ -214,7 +214,8 @@ class _PageHandlers:
         return error_response(error.status_code, reason, dict(error.headers or {}), **{"try": uses})
 
     def _list_uses(self, request: Request) -> list[str]:
-        return list_uses(request.url.netloc, has_token=self._state.token is not None)
+        address = request.url.netloc + request.scope.get("root_path", "")
+        return list_uses(address, has_token=self._state.token is not None)
 
     async def explain(self, request: Request) -> Response:
         name = request.query_params.get("model", self._state.models[0].name)

@@ -62,7 +62,8 @@ class RequestMiddleware:
 
     def _refuse(self, scope: Scope) -> Response | None:
         """Return the response to a request that may not be answered, else None."""
-        path, headers = scope["path"], Headers(scope=scope)
+        # below the path at which another application mounted this one
+        path, headers = scope["path"].removeprefix(scope.get("root_path", "")), Headers(scope=scope)
         head = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in scope["headers"])
         if head > MAX_HEAD_BYTES:
             return error_response(431, f"a head of {head:,} bytes found; expected at most {MAX_HEAD_BYTES:,}", _CLOSE)

@@ -21,16 +21,20 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import tensor_specs
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
+from opal_deploy.predict.setup import check_model
 from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.preprocess.decode import parse_decoding
+from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import Answered, Record
 from opal_deploy.records.signatures import Signer
 from opal_deploy.run.draw_pool import DrawingPool, DrawTask
 from opal_deploy.run.sheets import SheetBuilder, SheetOptions
+from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.runtime.session import Session
 from opal_deploy.server.admission import AdmissionLimit, HttpError
 from opal_deploy.server.drift import DriftMonitor, WindowSize, open_monitor
 from opal_deploy.server.options import ServeOptions
-from opal_deploy.server.telemetry import Metrics, ServerLog
+from opal_deploy.server.telemetry import Metrics, MetricsTimer, ServerLog
 from opal_deploy.server.tensors import TensorSpec, datatype_of
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
@@ -41,6 +45,8 @@ _EXPLAIN_INPUTS = (
     TensorSpec(BOX, "FP32", (-1, 4), optional=True),
 )
 _EXPLAIN_OUTPUTS = (TensorSpec(RECORD, "BYTES", (-1, 1)),)
+# images in flight per model, by default
+_QUEUED_BATCHES = 8
 _PLATFORMS = {ONNX_SUFFIX: "onnxruntime_onnx", ENGINE_SUFFIX: "tensorrt_plan"}
 
 
@@ -213,6 +219,31 @@ class ServerState:
                 return model, name != model.name
         known = ", ".join(f"{model.name}, {model.name}{EXPLAIN_SUFFIX}" for model in self.models)
         raise HttpError(HTTPStatus.NOT_FOUND, f"model {name[:80]!r} not found; available: {known}")
+
+    def start(
+        self, name: str, path: Path, sessions: Sequence[Session], sha256: str | None, signer: Signer | None = None
+    ) -> ServedModel:
+        """Start a model with the server's options, and serve it.
+
+        Raises:
+            UsageError: the model does not support an option.
+            StoppedEarly: the device was lost, or no decoder can be started.
+        """
+        options, metadata, log = self.options, sessions[0].metadata, self.log.message
+        check_model(path, metadata, explain=False, boxed=True, top=options.top, log=log)
+        inference = InferenceOptions(
+            batch=options.batch or default_batch(sessions[0]), workers=options.workers or default_workers(),
+            max_pixels=options.max_pixels, decode=parse_decoding(options.decode), isolate=True,
+            decode_timeout=options.decode_timeout, top=options.top,
+            decision=Decision.of(options).resolve(path, metadata, log), model_sha256=sha256,
+        )  # fmt: skip
+        model = start_model(
+            name, path, sessions, inference, max_wait=options.max_wait / 1e3,
+            capacity=options.queue or _QUEUED_BATCHES * inference.batch, timer=MetricsTimer(self.metrics, name),
+            observer=self.observer(name), log=log, signer=signer,
+        )  # fmt: skip
+        self.add(model)
+        return model
 
     def observer(self, model: str) -> ServiceObserver:
         """Return the observer that counts the batches of a model's service."""

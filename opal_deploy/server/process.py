@@ -19,22 +19,17 @@ from starlette.types import ASGIApp
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.predict.decode_budget import raise_pillow_limit
-from opal_deploy.predict.setup import check_model, find_default_model, load_model
-from opal_deploy.predict.types import InferenceOptions
-from opal_deploy.preprocess.decode import parse_decoding
-from opal_deploy.records.decision import Decision
+from opal_deploy.predict.setup import find_default_model, load_model
 from opal_deploy.records.signatures import Signer
-from opal_deploy.runtime.devices import default_batch, default_workers
+from opal_deploy.runtime.devices import default_workers
 from opal_deploy.server.app import create_app
 from opal_deploy.server.connections import READ_SECONDS, ConnectionLimit, HttpProtocol, choose_max_connections
 from opal_deploy.server.middleware import MAX_HEAD_BYTES
-from opal_deploy.server.models import ServerState, start_model
+from opal_deploy.server.models import ServerState
 from opal_deploy.server.openapi import list_uses
 from opal_deploy.server.options import ServeOptions, read_token
-from opal_deploy.server.telemetry import MetricsTimer, ServerLog
+from opal_deploy.server.telemetry import ServerLog
 
-# images in flight per model, by default
-_QUEUED_BATCHES = 8
 # seconds for requests already on their way when the server stops listening
 _LAST_CALL_SECONDS = 0.5
 
@@ -59,22 +54,9 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
             models = {default.stem: default}
         for name, path in models.items():
             model = load_model(path, device=options.device, threads=options.threads, runtime=options.runtime, log=log)
-            check_model(path, model.metadata, explain=False, boxed=True, top=options.top, log=log)
-            inference = InferenceOptions(
-                batch=options.batch or default_batch(model.sessions[0]), workers=workers,
-                max_pixels=options.max_pixels, decode=parse_decoding(options.decode), isolate=True,
-                decode_timeout=options.decode_timeout, top=options.top,
-                decision=Decision.of(options).resolve(path, model.metadata, log),
-                model_sha256=model.fingerprint["sha256"],
-            )  # fmt: skip
-            served = start_model(
-                name, path, model.sessions, inference, max_wait=options.max_wait / 1e3,
-                capacity=options.queue or _QUEUED_BATCHES * inference.batch, timer=MetricsTimer(state.metrics, name),
-                observer=state.observer(name), log=log, signer=signer,
-            )  # fmt: skip
+            served = state.start(name, path, model.sessions, model.fingerprint["sha256"], signer)
             stack.callback(served.close)
-            state.add(served)
-            log(f"{name}: {path} in {model.sessions[0].description}, batches of {inference.batch}")
+            log(f"{name}: {path} in {model.sessions[0].description}, batches of {served.options.batch}")
         if state.token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
             log("Anyone who can reach this address can send requests: set --token-file, or use an authenticating proxy")
         if signer is not None:

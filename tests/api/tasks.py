@@ -4,6 +4,9 @@ import asyncio
 import sys
 from pathlib import Path
 
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
 import opal_deploy
 
 model_path, images, out = (Path(argument) for argument in sys.argv[1:])
@@ -24,6 +27,8 @@ reduced = model.without(f"{label}/0")
 other = [each.label for each in reduced.stream(images)]
 checked = opal_deploy.verify(model_path)
 changes = opal_deploy.diff(report.parent, report.parent)
+with opal_deploy.ModelApp(model, workers=1) as app:  # in somebody's own: shop.mount("/model", app)
+    shop = Starlette(routes=[Mount("/model", app)])
 lines: list[str] = [str(answer) for answer in answers]
 print(label, margin, box, picture.size, sheet.name, len(annotations["images"]), refused, one.label, len(other))
 print(checked.passed, changes.changed, len(lines))
