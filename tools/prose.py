@@ -1,0 +1,89 @@
+"""Count the prose of README and docs, and check it against the limits that `make check` keeps.
+
+    python tools/prose.py                   # totals, and what breaks a rule
+    python tools/prose.py docs/limits.md    # figures of some pages, with their long sentences
+
+Prose is text without code, tables, comments and directives. Sentences are counted in words of letters or digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# limits of all pages together
+WORDS, SEMICOLONS = 15_000, 60
+# words of a sentence that nine of ten do not exceed
+LONG = 20
+# pattern and what to write instead
+PATTERNS = {
+    r"\balso (?:a|an|in|with|where|if|after|for|at)\b": "even, or `too` at the end",
+    r"\bstrangeness|stranger\b": "OOD score",
+    r"\bnone of the classes\b": "out of distribution",
+    r"\bwhat else\b": "the other things",
+    r"\bbug of ours\b": "internal error",
+    r"\bin work\b": "in flight or pending",
+    r"\bby far\b": "a figure",
+    r"\bfrom which no\b": "split the sentence",
+    r"\bmost is gained\b": "say what helps",
+    r"\bthat there is no\b": "without",
+}
+_DROPPED_DOTALL = re.compile(r"\A---\n.*?\n---\n|```.*?```|<!--.*?-->", re.DOTALL)
+_DROPPED_LINES = re.compile(r"^:::.*(?:\n +.*)*|^ *\|.*$|^ *#.*$|^\[[^\]]+\]:.*$|<[^<>]+>", re.MULTILINE)
+
+
+def read_prose(path: Path) -> str:
+    """Return a page without code, tables, headings, comments and the targets of links."""
+    text = _DROPPED_LINES.sub("", _DROPPED_DOTALL.sub("", path.read_text(encoding="utf-8")))
+    return re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
+def split_sentences(prose: str) -> Iterator[str]:
+    """Yield the sentences of prose; a list's item is one even without a full stop."""
+    for block in re.split(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )", prose):
+        text = " ".join(block.split())
+        # code in line is one word
+        text = re.sub(r"`[^`]*`", "code", text)
+        yield from filter(None, re.split(r"(?<=[.!?:])\s+(?=[A-Z*\"(])", text))
+
+
+def count_words(text: str) -> int:
+    """Return the number of words that have a letter or a digit."""
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def main() -> int:
+    """Print the figures; return 1 where a limit is exceeded."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("pages", nargs="*", type=Path, help="pages whose figures and long sentences are printed")
+    given = {path.resolve() for path in parser.parse_args().pages}
+    lengths: list[int] = []
+    semicolons, problems = 0, []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        name, prose = path.relative_to(ROOT), read_prose(path)
+        sentences = {sentence: count_words(sentence) for sentence in split_sentences(prose)}
+        lengths += sentences.values()
+        semicolons += prose.count(";")
+        for pattern, better in PATTERNS.items():
+            matches = re.finditer(pattern, prose, re.IGNORECASE)
+            problems += [f"{name}: {match[0]!r}; write {better}" for match in matches]
+        if path in given:
+            print(f"{name}: {sum(sentences.values()):,} words, {prose.count(';')} semicolons")
+            long = (f"    {length} words: {text}" for text, length in sentences.items() if length > LONG)
+            print(*long, sep="\n", flush=True)
+    words, percentile = sum(lengths), sorted(lengths)[int(0.9 * len(lengths))]
+    print(f"{words:,} words, nine of ten sentences up to {percentile} words, {semicolons} semicolons")
+    limits = {"words": (words, WORDS), "words in nine of ten sentences": (percentile, LONG)}
+    for what, (value, limit) in (limits | {"semicolons": (semicolons, SEMICOLONS)}).items():
+        if value > limit:
+            problems.append(f"{what}: {value:,}, expected at most {limit:,}")
+    print(*problems, sep="\n")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
