@@ -84,6 +84,8 @@ def _print_result(result: TrainResult) -> None:
         )
     if (linear := result.config.get("linear_accuracy")) is not None:
         print_message(f"Without explanation: {linear:.1%} (a linear classifier of the frozen network's features)")
+    if (given := result.config.get("classifier_accuracy")) is not None:
+        print_message(f"The classifier in {Path(result.config['options']['weights']).name}: {given:.1%}")
     print_message(f"Calibration: {result.calibration.describe()}")
     for line in result.rates:
         print_message(line)

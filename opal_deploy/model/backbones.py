@@ -241,6 +241,24 @@ def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module 
     return origin
 
 
+def load_classifier(name: str, num_classes: int, weights: str | None) -> nn.Module | None:
+    """Return the whole classifier in a weights file, images [N, 3, H0, W0] to logits [N, C], in evaluation mode.
+
+    None where the weights are no file, or one of a network with other classes, such as ImageNet's.
+
+    Raises:
+        UsageError: no such file. CheckpointError: it is damaged.
+    """
+    if weights is None or not is_weights_file(weights):
+        return None
+    state, network = read_state_dict(Path(weights)), get_library(name).build_network(name, "cpu", num_classes)
+    shapes = get_shapes(network.state_dict())
+    if any(state.get(key, torch.empty(0)).shape != shape for key, shape in shapes.items() if not is_counter(key)):
+        return None
+    network.load_state_dict({key: state[key].float() for key in shapes.keys() & state.keys()}, strict=False)
+    return network.eval()
+
+
 def read_state_dict(path: Path) -> dict[str, Tensor]:
     """Read a state dict (names to tensors) from a `.safetensors` file or a weights-only torch file.
 

@@ -149,6 +149,7 @@ class CheckpointManager:
             "calibration": measured.calibration.to_dict(),
             "classes": [asdict(each) for each in measured.classes],
             "linear_accuracy": self.run_config.get("linear_accuracy"),
+            "classifier_accuracy": self.run_config.get("classifier_accuracy"),
             "epochs": progress.epoch,
             "seconds": sum(record.seconds for record in records),
             "images_per_second": records[-1].images_per_second,

@@ -22,7 +22,7 @@ from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.logs import Estimate, Log, Progress, no_progress
-from opal_deploy.model.backbones import get_library, own_stride
+from opal_deploy.model.backbones import get_library, load_classifier, own_stride
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.records.decision import describe_supported_rates
@@ -48,7 +48,7 @@ from opal_deploy.train.epoch import (
 )
 from opal_deploy.train.images import Batches, PaperAugmentation, TrainImages
 from opal_deploy.train.machine import ProcessGroup, join_process_group
-from opal_deploy.train.measure import EVALUATION_BATCH, measure_best
+from opal_deploy.train.measure import EVALUATION_BATCH, measure_best, measure_classifier
 from opal_deploy.train.recipe import Recipe, TrainOptions
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.result import TrainResult, load_finished_result
@@ -225,7 +225,8 @@ class _TrainingRun:
             if last is not None:
                 state = restore_run(run_dir, last, network, train_step, group, self.epochs)
                 self.epochs = self.epochs if state.planned_epochs is None else state.planned_epochs
-                self.checkpoints.run_config["linear_accuracy"] = last["training"].get("linear_accuracy")
+                for name in ("linear_accuracy", "classifier_accuracy"):
+                    self.checkpoints.run_config[name] = last["training"].get(name)
             group.barrier()  # no process writes before all have read
             self.checkpoints.start(replace(recipe, options=options).to_toml(), is_new=last is None)
             self.log(self._describe_run(weights, start is not None))
@@ -476,6 +477,15 @@ class _TrainingRun:
                 f"without explanation, a linear classifier of the same features answers {accuracy:.1%} of the "
                 f"{split} images correctly"
             )
+            classifier = load_classifier(options.backbone, self.data.num_classes, options.weights)
+            if classifier is not None:
+                self.checkpoints.run_config["classifier_accuracy"] = accuracy = measure_classifier(
+                    classifier, self.network.config, shown, self.progress
+                )
+                self.log(
+                    f"the classifier in {options.weights} answers {accuracy:.1%} of them correctly, if its classes are "
+                    "in the same order"
+                )
         if self.epochs:
             minutes = max(round(self.epochs * epoch_seconds / 60), 1)
             self.log(f"fine-tuning takes about {minutes} min for {self.epochs} epochs; best.pt can be used meanwhile")

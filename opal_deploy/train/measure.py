@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.datasets.samples import DataSet, Sample
@@ -12,13 +15,14 @@ from opal_deploy.evaluation.baseline import fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.metrics import ClassCounts, Evaluation, count_by_class
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
-from opal_deploy.logs import Progress
+from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.train import machine
 from opal_deploy.train.epoch import predict
-from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.machine import ProcessGroup
 
 # images per forward pass of validation and tests
@@ -47,6 +51,20 @@ class Measurements:
     def metrics(self) -> dict[str, Any]:
         """The metrics of both splits, as the checkpoint keeps them."""
         return {**self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {})}
+
+
+def measure_classifier(
+    classifier: nn.Module, config: NetworkConfig, batches: Batches, progress: Progress = no_progress
+) -> float:
+    """Return the accuracy of a classifier without slots, 0 ... 1, on images normalised as the network's are."""
+    correct = done = 0
+    with torch.inference_mode():
+        for images, labels in batches:
+            logits = classifier(normalize(images, config.mean, config.std))
+            correct += int((logits.argmax(1) == labels).sum())
+            done += len(labels)
+            progress(done, len(batches.images), "evaluating the classifier of the weights")
+    return correct / done
 
 
 def measure_best(

@@ -7,6 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from torch.nn import functional
 
@@ -14,6 +15,7 @@ from opal_deploy.artifact.documents import Distance
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.model import checkpoint
+from opal_deploy.model.backbones import load_classifier
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.train import checkpoints, loop
@@ -60,6 +62,24 @@ def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, 
     summary = json.loads((result.best.parent / "summary.json").read_text())
     assert (summary["epochs"], summary["linear_accuracy"]) == (0, result.config["linear_accuracy"])
     assert sum(each["correct"] for each in summary["classes"]) == round(9 * result.test.accuracy)
+
+
+def test_the_classifier_in_the_weights_is_measured_on_the_same_images(squares, options, tmp_path):
+    torch.manual_seed(0)
+    classifier = torchvision.models.resnet18(num_classes=3).eval()
+    weights = tmp_path / "mine.pth"
+    torch.save(classifier.state_dict(), weights)
+    mine = replace(options, backbone="resnet18", weights=str(weights), head_steps=1)
+    lines = []
+    result = fit(squares, mine, tmp_path / "run", log=lines.append)
+    correct = 0
+    for sample in squares.test:
+        pixels = np.asarray(Image.open(sample.path).convert("RGB").resize((64, 64), Image.Resampling.BILINEAR))
+        image = (torch.from_numpy(pixels / 255.0) - torch.tensor(IMAGENET_MEAN)) / torch.tensor(IMAGENET_STD)
+        correct += int(classifier(image.permute(2, 0, 1)[None].float()).argmax()) == sample.label
+    assert result.config["classifier_accuracy"] == correct / len(squares.test)
+    assert any(line.startswith(f"the classifier in {weights} answers {correct / 9:.1%} of them") for line in lines)
+    assert load_classifier("resnet18", 4, str(weights)) is None
 
 
 @pytest.mark.parametrize("stride", [16, 32])
