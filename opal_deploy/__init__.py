@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from opal_deploy.api.service import Service
     from opal_deploy.auditing.diff import diff
     from opal_deploy.auditing.drift import DriftReport, find_drift
+    from opal_deploy.auditing.inspection import Inspection, inspect
     from opal_deploy.auditing.model_diff import DiffReport
     from opal_deploy.auditing.verify import Verification, verify
     from opal_deploy.editing.api import EditResult, edit_model
@@ -58,6 +59,7 @@ __all__ = [
     "Failed",
     "ImageError",
     "InferenceRun",
+    "Inspection",
     "MissingExtra",
     "Model",
     "ModelApp",
@@ -81,6 +83,7 @@ __all__ = [
     "export_triton",
     "export_web",
     "find_drift",
+    "inspect",
     "json_schema",
     "load",
     "nn",
@@ -97,6 +100,7 @@ _LAZY = {
     "api.atlas": ("CreatedAtlas", "create_atlas"),
     "auditing.diff": ("diff",),
     "auditing.drift": ("DriftReport", "find_drift"),
+    "auditing.inspection": ("Inspection", "inspect"),
     "auditing.model_diff": ("DiffReport",),
     "auditing.verify": ("Verification", "verify"),
     "editing.api": ("EditResult", "edit_model"),

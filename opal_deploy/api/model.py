@@ -28,6 +28,7 @@ from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.decision import THRESHOLDS, Decision
 from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Failed, Record, to_record
+from opal_deploy.runtime.devices import default_batch
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import ImageBatch, Session
 from opal_deploy.sources.image import InputImage
@@ -93,7 +94,7 @@ class Model:
         *,
         boxes: Box | Sequence[Box | None] | None = None,
         top: int = 5,
-        batch: int = 16,
+        batch: int | None = None,
         max_pixels: int = MAX_PIXELS,
         **thresholds: float | str | None,
     ) -> Explanation: ...
@@ -105,7 +106,7 @@ class Model:
         *,
         boxes: Sequence[Box | None] | None = None,
         top: int = 5,
-        batch: int = 16,
+        batch: int | None = None,
         max_pixels: int = MAX_PIXELS,
         **thresholds: float | str | None,
     ) -> Explanations: ...
@@ -116,7 +117,7 @@ class Model:
         *,
         boxes: Sequence[Box | None] | Box | None = None,
         top: int = 5,
-        batch: int = 16,
+        batch: int | None = None,
         max_pixels: int = MAX_PIXELS,
         **thresholds: float | str | None,
     ) -> Explanation | Explanations:
@@ -128,7 +129,7 @@ class Model:
             boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one per image, None for no
                 crop. For one image a sequence of one box is accepted.
             top: maximum number of classes in the record's `top`.
-            batch: batch size.
+            batch: batch size; None: what the device takes well, as on the command line.
             max_pixels: width times height above which an image gets an error record.
             thresholds: fields of `Decision`, such as `min_margin=0.05` or `unknown="5%"`, which give records their
                 status.
@@ -151,7 +152,7 @@ class Model:
         sources = [cast(Source, images)] if one else list(cast(Sequence[Source], images))
         box_list = _parse_boxes(boxes, len(sources), one=one)
         options = InferenceOptions(
-            batch=batch,
+            batch=batch or default_batch(self.sessions[0]),
             top=top,
             decision=self._decide(thresholds),
             max_pixels=max_pixels,
@@ -180,7 +181,7 @@ class Model:
         images: Source | Iterable[Source],
         *,
         top: int = 5,
-        batch: int = 16,
+        batch: int | None = None,
         workers: int = 2,
         max_pixels: int = MAX_PIXELS,
         **thresholds: float | str | None,
@@ -198,8 +199,8 @@ class Model:
             UsageError: the input does not exist or holds no image. StoppedEarly: the device was lost.
         """
         options = InferenceOptions(
-            batch=batch, workers=workers, top=top, decision=self._decide(thresholds), max_pixels=max_pixels,
-            model_sha256=self.sha256,
+            batch=batch or default_batch(self.sessions[0]), workers=workers, top=top,
+            decision=self._decide(thresholds), max_pixels=max_pixels, model_sha256=self.sha256,
         )  # fmt: skip
         if isinstance(images, str | os.PathLike):
             # archives, videos and buckets are loaded where they are looked for
@@ -282,7 +283,7 @@ class Model:
     def serve(
         self,
         *,
-        batch: int = 16,
+        batch: int | None = None,
         max_wait_ms: float = 5.0,
         capacity: int = 256,
         workers: int = 2,
@@ -300,7 +301,7 @@ class Model:
         `top`, `max_pixels` and `thresholds` are those of `predict`.
 
         Args:
-            batch: maximum batch size.
+            batch: maximum batch size; None: what the device takes well.
             max_wait_ms: longest time that an image waits for its batch to fill, in milliseconds.
             capacity: maximum in-flight images; `submit` waits or raises beyond that.
             workers: parallel decode threads or processes.
@@ -311,7 +312,7 @@ class Model:
         from opal_deploy.api.service import Service
 
         options = InferenceOptions(
-            batch=batch,
+            batch=batch or default_batch(self.sessions[0]),
             workers=workers,
             max_pixels=max_pixels,
             top=top,

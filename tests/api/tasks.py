@@ -26,9 +26,10 @@ one = asyncio.run(model.apredict(paths[0].read_bytes()))
 reduced = model.without(f"{label}/0")
 other = [each.label for each in reduced.stream(images)]
 checked = opal_deploy.verify(model_path)
+facts: str = str(opal_deploy.inspect(model_path))
 changes = opal_deploy.diff(report.parent, report.parent)
 with opal_deploy.ModelApp(model, workers=1) as app:  # in somebody's own: shop.mount("/model", app)
     shop = Starlette(routes=[Mount("/model", app)])
 lines: list[str] = [str(answer) for answer in answers]
 print(label, margin, box, picture.size, sheet.name, len(annotations["images"]), refused, one.label, len(other))
-print(checked.passed, changes.changed, len(lines))
+print(checked.passed, changes.changed, len(lines), facts.split()[0])

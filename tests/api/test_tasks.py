@@ -20,4 +20,4 @@ def test_the_tasks_are_typed_and_run(exact_model, make_pictures, tmp_path):
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.strip().splitlines()[-2:]
     assert "sheet.png 4 abstained" in first
-    assert last == "True 0 4"
+    assert last == "True 0 4 file"
