@@ -33,7 +33,7 @@ CABRNET_INSTALLED := $(CABRNET_VENV)/.installed
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
-.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all check docs format clean
+.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all dist check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo "make test-runtimes  exported files in twelve runtimes, compared with the table in the documentation (8 minutes)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
+	@echo "make dist      the files of a release, checked, and tried in an environment of their own"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
 
 # not compiled: Python compiles what it imports, a small part of 21,000 files
@@ -131,6 +132,15 @@ test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED) $(GPU_STUBS_INST
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/gpu_stubs
 	$(GPU_STUBS_VENV)/bin/python -m pytest tests/gpu_stubs
 	@$(MAKE) --no-print-directory test-runtimes test-cabrnet
+
+# the files of a release, checked, and installed into an environment of their own, where the quick demo must succeed
+dist: $(INSTALLED)
+	@rm -rf dist build/release && mkdir -p build/release
+	@$(BIN)/python -m build --outdir dist . >build/release/build.log || { cat build/release/build.log; exit 1; }
+	$(BIN)/twine check --strict dist/*
+	@$(BIN)/python -m venv build/release/venv
+	@build/release/venv/bin/pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[cpu]"
+	cd build/release && venv/bin/opal-deploy demo --quick
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
