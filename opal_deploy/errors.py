@@ -11,7 +11,7 @@
         └── OutOfMemory     5    a device's memory is full; a smaller batch may fit
 
 A message is one line: what was wrong, what was found, what was expected, what to do.
-Any other exception that reaches the command line is a bug of ours; the exit code is 1.
+Any other exception that reaches the command line is an internal error; the exit code is 1.
 """
 
 from __future__ import annotations

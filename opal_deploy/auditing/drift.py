@@ -37,7 +37,7 @@ class DriftOptions(Options):
     min_effect: Annotated[float, Option("Smallest effect of a shift, 0 to 1.", min=0, max=1)] = 0.1
     fail_on: Annotated[
         Literal["any", "evidence"] | None,
-        Option("Exit with 4 if there is any shift, or one other than of class shares."),
+        Option("Exit with 4 on `any` shift, or only on shifts in the `evidence`."),
     ] = None
     html: Annotated[StrPath | None, Option("Write an HTML page of the ten strongest shifts.", cli=Path)] = None
     overwrite: Annotated[bool, Option("Replace --html if it exists.")] = False

@@ -103,8 +103,8 @@ class ErrorHandlingGroup(CommandGroup):
             if debug:
                 traceback.print_exc()
             print_message(
-                f"opal-deploy: this is a bug of ours: {type(error).__name__}: {one_line(str(error))}; "
-                "please report it with the output of the same command with --debug"
+                f"opal-deploy: internal error: {type(error).__name__}: {one_line(str(error))}. "
+                "Please report it with the output of the command run with --debug."
             )
             raise SystemExit(ExitCode.BUG) from None
 

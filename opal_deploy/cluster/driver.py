@@ -132,7 +132,7 @@ def main(descriptor: int) -> None:
             parent.receive()
     except OpalError as error:
         parent.send("error", error)
-    except Exception:  # a bug of ours, which the calling process raises
+    except Exception:  # an internal error, which the calling process raises
         parent.send("bug", traceback.format_exc())
 
 

@@ -130,7 +130,7 @@ class ActorPool(WorkerPool[Actor]):
         try:
             result: ChunkResult | OpalError = ray.get(ref)
         except RayTaskError:
-            raise  # a bug of ours
+            raise  # an internal error
         except RayError:
             return self._bury(actor, "was lost")
         if isinstance(result, ChunkResult):
@@ -165,7 +165,7 @@ class ActorPool(WorkerPool[Actor]):
             assert actor.opening is not None  # it is ready
             opened = ray.get(actor.opening)
         except RayTaskError:
-            raise  # a bug of ours
+            raise  # an internal error
         except RayError as error:
             if missing := _find_import_error(error):
                 raise UsageError(

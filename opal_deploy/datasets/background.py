@@ -19,7 +19,7 @@ def list_background(folder: StrPath) -> list[Sample]:
     if len(images) < _MIN_IMAGES:
         raise UsageError(
             f"--background {folder}: {pluralize(len(images), 'image', 'images')} there; expected at least "
-            f"{_MIN_IMAGES}, JPEG or PNG files of none of the classes"
+            f"{_MIN_IMAGES}, out-of-distribution JPEG or PNG files"
         )
     return [Sample(image, 0) for image in images]
 

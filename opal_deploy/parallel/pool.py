@@ -56,7 +56,7 @@ class ProcessWorker(Worker):
 
         Raises:
             WorkerCrashed: the process ended. StoppedEarly: it was not started. TimeoutError: `seconds` passed.
-            RuntimeError: a bug of ours.
+            RuntimeError: an internal error.
         """
         assert self.answer is not None  # it was asked for
         wait([self.answer], seconds)

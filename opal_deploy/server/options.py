@@ -59,8 +59,7 @@ class ServeOptions(Decision):
     allowed_host: Annotated[
         tuple[str, ...],
         Option(
-            "Without a token: a name under which clients reach the server, besides --host, localhost and addresses; "
-            "repeatable; *: any.",
+            "Accept this Host name when no token is set. Repeatable; `*` accepts any.",
             cli=list[str],
         ),
     ] = ()
@@ -71,13 +70,13 @@ class ServeOptions(Decision):
     drain: Annotated[
         float,
         Option(
-            "Seconds to keep accepting requests after SIGTERM while reporting not ready, so that load balancers drain.",
+            "Seconds to keep accepting requests after SIGTERM while reporting not ready.",
             min=0,
         ),
     ] = 0.0
     drift_window: Annotated[
         str,
-        Option("Images, or duration such as 6h, after which answers are compared with the model's baseline; 0: never."),
+        Option("Compare answers with the baseline after so many images, or a duration such as 6h. 0: never."),
     ] = "500"
     top: Top = 5
     device: Devices = "auto"

@@ -173,43 +173,42 @@ class TrainRunOptions(RecipeOverrides):
     class_weights: Annotated[
         ClassWeights | None,
         Option(
-            "balanced: weigh the loss so that all classes count the same, N / (C * n_c).",
+            "`balanced` gives all classes the same weight in the loss, N / (C * n_c).",
             default="none", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
     anchor_probability: Annotated[
         float | None,
         Option(
-            "Scale the logits in the loss so that an embedding at its class's anchor has this probability.",
+            "Scale the logits in the loss: at its class's anchor an embedding has this probability.",
             default="0.9 (grounded), logits as they are (paper)", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
     schedule: Annotated[
         Schedule | None,
         Option(
-            "Learning rate: constant, or falling to 0 along a cosine; after a fitted head it rises first.",
+            "Learning-rate schedule. `cosine` warms up after a fitted head.",
             default="cosine (grounded), constant (paper)", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
     agreement: Annotated[
         float | None,
         Option(
-            "Weight of a term that asks an image and its mirror image for the same cells; doubles the time.",
+            "Weight of a consistency loss between an image and its mirror image. Doubles training time.",
             min=0, default="0", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
     adversarial: Annotated[
         float | None,
         Option(
-            "Weight of the loss on images changed outside the boxes by an attack; triples the time.",
+            "Weight of the loss on images attacked outside the boxes. Quadruples training time.",
             min=0, default="0", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
     start_from: Annotated[
         StrPath | None,
         Option(
-            "Checkpoint whose backbone and head a new run starts from, such as an edited one, instead of --weights. "
-            "--resume, in contrast, continues the same run.",
+            "Initialise backbone and head from this checkpoint instead of --weights.",
             default="none", cli=str, panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
@@ -232,8 +231,7 @@ class TrainRunOptions(RecipeOverrides):
     keep_off: Annotated[
         StrPath | None,
         Option(
-            "Regions that the attention is kept off: a COCO file (stamps, borders, scale bars), or `outside` for "
-            "everything but the data set's objects.",
+            "Keep the attention off these regions: a COCO file, or `outside` for all but the data set's objects.",
             default="none", cli=str, panel=_DATA,
         ),
     ] = None  # fmt: skip

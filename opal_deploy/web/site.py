@@ -341,7 +341,9 @@ def _check_model(path: Path, metadata: Metadata) -> None:
     if missing := [name for name, has in wanted.items() if not has]:
         raise UsageError(f"{path}: --web needs a model with {', '.join(missing)}; export it so")
     if not metadata.test_vectors:
-        raise ArtifactError(f"{path}: it has no test vectors, which the page checks the browser with; export it again")
+        raise ArtifactError(
+            f"{path}: the model has no test vectors, which the page needs to check the browser; export it again"
+        )
 
 
 def _choose_patches(atlas: Atlas) -> dict[tuple[int, int], list[AtlasPatch]]:

@@ -192,8 +192,8 @@ def test_a_bug_is_called_one(infer, pictures, monkeypatch):
     done = infer(pictures)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("opal-deploy: this is a bug of ours: KeyError: ")
-    assert last.endswith("please report it with the output of the same command with --debug")
+    assert last.startswith("opal-deploy: internal error: KeyError: ")
+    assert last.endswith("Please report it with the output of the command run with --debug.")
     assert "Traceback" not in done.stderr
 
 
