@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from opal_deploy.editing.api import EditResult, edit_model
     from opal_deploy.evaluation.api import evaluate_model, evaluate_models
     from opal_deploy.evaluation.result import ModelEvaluation
-    from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
+    from opal_deploy.export.api import export_engines, export_hugging_face, export_model, export_triton, export_web
     from opal_deploy.export.files import ExportResult
     from opal_deploy.records.converters import to_coco, to_label_studio
     from opal_deploy.records.record import Answered, Failed, Record, json_schema
@@ -79,6 +79,7 @@ __all__ = [
     "evaluate_model",
     "evaluate_models",
     "export_engines",
+    "export_hugging_face",
     "export_model",
     "export_triton",
     "export_web",
@@ -106,7 +107,7 @@ _LAZY = {
     "editing.api": ("EditResult", "edit_model"),
     "evaluation.api": ("evaluate_model", "evaluate_models"),
     "evaluation.result": ("ModelEvaluation",),
-    "export.api": ("export_engines", "export_model", "export_triton", "export_web"),
+    "export.api": ("export_engines", "export_hugging_face", "export_model", "export_triton", "export_web"),
     "export.files": ("ExportResult",),
     "api.model": ("Model", "load"),
     "api.explanation": ("Explanation", "Explanations"),

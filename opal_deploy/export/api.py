@@ -102,6 +102,21 @@ def export_web(source: StrPath, folder: StrPath, options: WebOptions) -> Written
     return site
 
 
+@keywords(OnnxOptions)
+def export_hugging_face(source: StrPath, folder: StrPath, options: OnnxOptions) -> list[Path]:
+    """Write the folder that Hugging Face's libraries load, as `opal-deploy export --hf` does; return its files.
+
+    Args:
+        source: a checkpoint.
+        folder: new, or an earlier one's with `overwrite`.
+
+    Errors are those of `export_model`.
+    """
+    files = run_export(source, ExportOptions(**options.keywords(), hf=folder)).hugging_face
+    assert files is not None
+    return files
+
+
 def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
     """Do what `opal-deploy export` does: the ONNX file of `export_model`, and what is made of it."""
     source = Path(source)
@@ -109,6 +124,8 @@ def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an exported ONNX file")
     # PIP-Net's files have no suffix
     kind = "checkpoint" if options.arch is not None else model_kind(source)
+    if options.hf is not None:
+        return _export_hugging_face(source, kind, options)
     repository, site = _open_repository(options), _open_site(options)
     target = repository or site
     as_is = (kind == "onnx" and options.precision is None) or (kind == "engine" and repository is not None)
@@ -134,6 +151,23 @@ def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
     out = None if options.out is None else Path(options.out)
     result = export(export_source, plan_targets(export_source, options.precision, out=out), options)
     return result if target is None else _write_target(result, target)
+
+
+def _export_hugging_face(source: Path, kind: str | None, options: ExportOptions) -> ExportResult:
+    """Export a checkpoint into a folder of its own, and return the result with the folder's files."""
+    if options.trt or options.triton is not None or options.web is not None or options.out is not None:
+        raise UsageError("--hf: a folder by itself; leave out --trt, --triton, --web and --out")
+    if kind != "checkpoint":
+        raise UsageError(f"{source}: --hf takes a checkpoint (.pt, .pth), since the graph's input is another")
+    from opal_deploy.export.hugging_face import MODEL, OWN, HuggingFaceFolder
+
+    folder = HuggingFaceFolder(Path(options.hf or ""), options.overwrite)
+    folder.check()
+    (folder.folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
+    options = replace(options, hf=None)
+    run_export(source, replace(options, out=folder.folder / MODEL, input="float32"))
+    result = run_export(source, replace(options, out=folder.folder / OWN))
+    return replace(result, hugging_face=folder.write())
 
 
 def _write_target(result: ExportResult, target: Repository | Site) -> ExportResult:

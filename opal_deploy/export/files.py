@@ -146,6 +146,7 @@ class ExportResult:
         engines: engines, built from the last ONNX file or from the source.
         repository: the models for Triton; None without.
         site: the folder for browsers; None without.
+        hugging_face: the files of a folder for Hugging Face's libraries; None without.
     """
 
     source: Path
@@ -153,6 +154,7 @@ class ExportResult:
     engines: list[ExportedEngine]
     repository: WrittenRepository | None = None
     site: WrittenSite | None = None
+    hugging_face: list[Path] | None = None
 
     @property
     def path(self) -> Path:

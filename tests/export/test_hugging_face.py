@@ -1,0 +1,57 @@
+"""The folder for Hugging Face's libraries, and the model card."""
+
+import json
+
+import numpy as np
+import onnxruntime
+import pytest
+import yaml
+from PIL import Image
+
+import opal_deploy
+from opal_deploy.auditing.card import write_card
+
+
+def test_the_folders_graph_answers_as_opal_deploys_does(opal, exact_model, make_pictures, tmp_path):
+    folder = tmp_path / "hub"
+    done = opal("export", exact_model.with_suffix(".pt"), "--hf", folder, "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert f"Wrote model.onnx, opal.onnx, config.json, preprocessor_config.json, README.md in {folder}" in done.stderr
+    config, prepare = (json.loads((folder / f"{name}.json").read_text()) for name in ("config", "preprocessor_config"))
+    session = onnxruntime.InferenceSession(folder / "onnx/model.onnx")
+    assert [each.name for each in session.get_inputs()] == ["pixel_values"]
+    model = opal_deploy.load(folder / "opal.onnx", device="cpu", threads=1)
+    size = prepare["size"]["width"], prepare["size"]["height"]
+    for path in make_pictures(tmp_path / "images", 3):
+        pixels = (
+            np.asarray(Image.open(path).convert("RGB").resize(size, prepare["resample"])) * prepare["rescale_factor"]
+        )
+        pixels = (pixels - prepare["image_mean"]) / prepare["image_std"]
+        (logits,) = session.run(["logits"], {"pixel_values": pixels.transpose(2, 0, 1)[None].astype(np.float32)})
+        record = model.predict(path).record
+        assert config["id2label"][str(logits.argmax())] == record.prediction.label
+        assert logits.max() == pytest.approx(record.top[0].logit, abs=1e-2)
+    assert config["label2id"] == {name: int(index) for index, name in config["id2label"].items()}
+    again = opal("export", exact_model.with_suffix(".pt"), "--hf", folder)
+    assert "holds a model; choose another folder or pass --overwrite" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--out", "x.onnx"], "a folder by itself"), (["--trt"], "a folder by itself"), ([], "--hf takes a checkpoint")],
+)
+def test_what_does_not_fit_is_refused(opal, exact_model, tmp_path, arguments, message):
+    done = opal("export", exact_model, "--hf", tmp_path / "hub", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "hub").exists()
+
+
+def test_a_card_names_what_was_not_measured(opal, exact_model):
+    card = write_card(exact_model)
+    _, front, text = card.split("---\n", 2)
+    assert yaml.safe_load(front)["pipeline_tag"] == "image-classification"
+    assert "accuracy: not recorded in the file" in text
+    assert "unknown whether the boxes show what drives the prediction" in text
+    assert "A box shows where a score was read, not everything" in text
+    assert opal("inspect", exact_model, "--card").stdout.strip() == card.strip()
