@@ -53,8 +53,8 @@ def export(
     elif result.site is not None:
         _print_site(result.site)
         document = result.site.to_dict()
-    elif result.hugging_face is not None:
-        print_message(f"Wrote {', '.join(path.name for path in result.hugging_face)} in {options.hf}")
+    elif result.files is not None:
+        print_message(f"Wrote {', '.join(path.name for path in result.files)} in {options.hf or options.mlflow}")
     elif result.engines:
         # the best model of the working directory is found without a name
         _print_next(result.engines[0].sidecar.metadata, result.engines[0].path, "")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import check_fixed_size
 from opal_deploy.errors import ArtifactError, UsageError, require
@@ -112,7 +114,7 @@ def export_hugging_face(source: StrPath, folder: StrPath, options: OnnxOptions) 
 
     Errors are those of `export_model`.
     """
-    files = run_export(source, ExportOptions(**options.keywords(), hf=folder)).hugging_face
+    files = run_export(source, ExportOptions(**options.keywords(), hf=folder)).files
     assert files is not None
     return files
 
@@ -124,8 +126,8 @@ def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an exported ONNX file")
     # PIP-Net's files have no suffix
     kind = "checkpoint" if options.arch is not None else model_kind(source)
-    if options.hf is not None:
-        return _export_hugging_face(source, kind, options)
+    if options.hf is not None or options.mlflow is not None:
+        return _export_folder(source, kind, options)
     repository, site = _open_repository(options), _open_site(options)
     target = repository or site
     as_is = (kind == "onnx" and options.precision is None) or (kind == "engine" and repository is not None)
@@ -153,21 +155,37 @@ def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
     return result if target is None else _write_target(result, target)
 
 
-def _export_hugging_face(source: Path, kind: str | None, options: ExportOptions) -> ExportResult:
-    """Export a checkpoint into a folder of its own, and return the result with the folder's files."""
-    if options.trt or options.triton is not None or options.web is not None or options.out is not None:
-        raise UsageError("--hf: a folder by itself; leave out --trt, --triton, --web and --out")
-    if kind != "checkpoint":
-        raise UsageError(f"{source}: --hf takes a checkpoint (.pt, .pth), since the graph's input is another")
-    from opal_deploy.export.hugging_face import MODEL, OWN, HuggingFaceFolder
+def _export_folder(source: Path, kind: str | None, options: ExportOptions) -> ExportResult:
+    """Export a model into a folder for another library, and return the result with the folder's files."""
+    from opal_deploy.export.folders import OWN
+    from opal_deploy.export.hugging_face import MODEL, HuggingFaceFolder
+    from opal_deploy.export.mlflow_folder import MlflowFolder
 
-    folder = HuggingFaceFolder(Path(options.hf or ""), options.overwrite)
+    given = [
+        name for name in ("hf", "mlflow", "trt", "triton", "web", "out") if getattr(options, name) not in (None, False)
+    ]
+    if len(given) > 1:
+        raise UsageError(f"{', '.join(map(flag_of, given))}: a folder by itself; give one of them")
+    folder: HuggingFaceFolder | MlflowFolder
+    if options.hf is not None:
+        if kind != "checkpoint":
+            raise UsageError(f"{source}: --hf takes a checkpoint (.pt, .pth), since the graph's input is another")
+        folder = HuggingFaceFolder(Path(options.hf), options.overwrite)
+    else:
+        folder = MlflowFolder(Path(options.mlflow or ""), options.overwrite)
     folder.check()
-    (folder.folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
-    options = replace(options, hf=None)
-    run_export(source, replace(options, out=folder.folder / MODEL, input="float32"))
-    result = run_export(source, replace(options, out=folder.folder / OWN))
-    return replace(result, hugging_face=folder.write())
+    own = replace(options, hf=None, mlflow=None, out=folder.folder / OWN)
+    if options.hf is not None:
+        (folder.folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
+        run_export(source, replace(own, out=folder.folder / MODEL, input="float32"))
+    folder.folder.mkdir(parents=True, exist_ok=True)
+    if kind == "onnx" and options.precision is None:
+        onnx_file.check_digest(source, onnx_file.read_metadata(source))
+        shutil.copyfile(source, folder.folder / OWN)
+        result = ExportResult(source, [], [])
+    else:
+        result = run_export(source, own)
+    return replace(result, files=folder.write())
 
 
 def _write_target(result: ExportResult, target: Repository | Site) -> ExportResult:

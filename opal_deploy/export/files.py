@@ -146,7 +146,7 @@ class ExportResult:
         engines: engines, built from the last ONNX file or from the source.
         repository: the models for Triton; None without.
         site: the folder for browsers; None without.
-        hugging_face: the files of a folder for Hugging Face's libraries; None without.
+        files: of a folder for another library; None without.
     """
 
     source: Path
@@ -154,7 +154,7 @@ class ExportResult:
     engines: list[ExportedEngine]
     repository: WrittenRepository | None = None
     site: WrittenSite | None = None
-    hugging_face: list[Path] | None = None
+    files: list[Path] | None = None
 
     @property
     def path(self) -> Path:

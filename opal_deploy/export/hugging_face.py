@@ -21,9 +21,9 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.card import describe_card
-from opal_deploy.errors import UsageError
+from opal_deploy.export.folders import OWN, check_folder, write_texts
 
-MODEL, OWN = Path("onnx/model.onnx"), Path("opal.onnx")
+MODEL = Path("onnx/model.onnx")
 INPUT = "pixel_values"
 _CONFIG, _PREPROCESSOR, _CARD = "config.json", "preprocessor_config.json", "README.md"
 _USE = """With evidence:
@@ -62,10 +62,7 @@ class HuggingFaceFolder:
 
     def check(self) -> None:
         """Raise UsageError unless the folder can be written."""
-        if self.folder.exists() and not self.folder.is_dir():
-            raise UsageError(f"--hf {self.folder}: found a file; expected a folder to write")
-        if (self.folder / _CONFIG).exists() and not self.overwrite:
-            raise UsageError(f"--hf {self.folder}: holds a model; choose another folder or pass --overwrite")
+        check_folder("--hf", self.folder, _CONFIG, overwrite=self.overwrite)
 
     def write(self) -> list[Path]:
         """Make the exported float32 graph the libraries', write the other files, and return the paths of all."""
@@ -78,10 +75,7 @@ class HuggingFaceFolder:
             _PREPROCESSOR: _to_json(describe_preprocessor(metadata)),
             _CARD: describe_card(metadata, self.folder / OWN, use=_USE.format(explain=explain, crop=crop)),
         }
-        for name, text in texts.items():
-            with atomic_write(self.folder / name) as temporary:
-                temporary.write_text(text, encoding="utf-8")
-        return [self.folder / name for name in (str(MODEL), str(OWN), *texts)]
+        return [self.folder / MODEL, self.folder / OWN, *write_texts(self.folder, texts)]
 
 
 def rename_input(path: Path, name: str) -> None:

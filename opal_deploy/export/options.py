@@ -258,13 +258,16 @@ class WebOptions(Decision, CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(WebOptions, TritonOptions, EngineExportOptions):
-    """The options of `opal-deploy export`, whose result depends on `trt`, `triton`, `hf` and `web`."""
+    """The options of `opal-deploy export`, whose result depends on `trt`, `triton`, `hf`, `mlflow` and `web`."""
 
     trt: Annotated[bool, Option("Build TensorRT engines too; no GPU is needed.")] = False
     triton: Annotated[StrPath | None, Option("Repository folder; gets two models.", panel=_TRITON, cli=Path)] = None
     hf: Annotated[
         StrPath | None,
         Option("Folder; gets the files that Hugging Face's Optimum and transformers.js load.", cli=Path),
+    ] = None
+    mlflow: Annotated[
+        StrPath | None, Option("Folder; gets a model that `mlflow.pyfunc.load_model` opens.", cli=Path)
     ] = None
     web: Annotated[
         StrPath | None,

@@ -30,9 +30,7 @@ GLOSSARY: dict[str, str] = {
         "The part of a class's cosine that comes from one slot. "
         "With the default distance, the contributions of a class's slots add up to its cosine."
     ),
-    "margin": (
-        "The predicted class's cosine minus that of the runner-up. Below 0.1 the answer is a close call."
-    ),
+    "margin": ("The predicted class's cosine minus that of the runner-up. Below 0.1 the answer is a close call."),
     "close call": (
         "An answer whose margin is below 0.1. "
         "It would hold without its strongest slot if the margin exceeds that slot's contribution. "

@@ -1,9 +1,12 @@
-"""The folder for Hugging Face's libraries, and the model card."""
+"""The folders for Hugging Face's libraries and MLflow, and the model card."""
 
+import base64
+import importlib
 import json
 
 import numpy as np
 import onnxruntime
+import pandas as pd
 import pytest
 import yaml
 from PIL import Image
@@ -36,9 +39,29 @@ def test_the_folders_graph_answers_as_opal_deploys_does(opal, exact_model, make_
     assert "holds a model; choose another folder or pass --overwrite" in again.stderr
 
 
+def test_mlflows_loader_answers_as_infer_does(opal, exact_model, make_pictures, tmp_path):
+    folder = tmp_path / "mlflow"
+    done = opal("export", exact_model, "--mlflow", folder)
+    assert done.returncode == 0, done.stderr
+    function = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]["python_function"]
+    # as MLflow does
+    loaded = importlib.import_module(function["loader_module"])._load_pyfunc(str(folder / function["data"]))
+    paths = make_pictures(tmp_path / "images", 2)
+    model, data = opal_deploy.load(exact_model, device="cpu"), [path.read_bytes() for path in paths]
+    expected = [dict(each) for each in model.predict(data, min_margin=2.0)]
+    assert loaded.predict(pd.DataFrame({"image": data}), {"min_margin": 2.0}) == expected
+    assert loaded.predict([base64.b64encode(each).decode() for each in data], {"min_margin": 2.0}) == expected
+    with pytest.raises(ValueError, match="columns path: expected a column 'image'"):
+        loaded.predict(pd.DataFrame({"path": paths}))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--out", "x.onnx"], "a folder by itself"), (["--trt"], "a folder by itself"), ([], "--hf takes a checkpoint")],
+    [
+        (["--out", "x.onnx"], "--hf, --out: a folder by itself"),
+        (["--trt"], "a folder by itself"),
+        ([], "--hf takes a checkpoint"),
+    ],
 )
 def test_what_does_not_fit_is_refused(opal, exact_model, tmp_path, arguments, message):
     done = opal("export", exact_model, "--hf", tmp_path / "hub", *arguments)
