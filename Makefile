@@ -1,5 +1,5 @@
 # Each target creates and reuses the project's own virtual environment, .venv.
-# PYTHON: the interpreter that it is made from (3.11 to 3.13).
+# PYTHON: the interpreter that it is made from (3.11 or newer).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -33,7 +33,9 @@ PATTERNS = {
     r"\bthat there is no\b": "without",
 }
 _DROPPED_DOTALL = re.compile(r"\A---\n.*?\n---\n|```.*?```|<!--.*?-->", re.DOTALL)
-_DROPPED_LINES = re.compile(r"^:::.*(?:\n +.*)*|^ *\|.*$|^ *#.*$|^\[[^\]]+\]:.*$|<[^<>]+>", re.MULTILINE)
+_DROPPED_LINES = re.compile(
+    r"^:::.*(?:\n +.*)*|^ *\|.*$|^ *#.*$|^\[[^\]]+\]:.*$|<[^<>]+>|(?<=\n\n)(?: {4}.*\n)+", re.MULTILINE
+)
 
 
 def read_prose(path: Path) -> str:
