@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.results import find_results, read_all_records, read_run_document, read_run_options
 from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.options import StrPath
 from opal_deploy.records.lines import read_lines
 from opal_deploy.records.observations import observe_records
-from opal_deploy.records.record import Answer, Answered, Record, Slot
+from opal_deploy.records.record import Answer, Answered, Record, Slot, to_record
 from opal_deploy.records.run_files import PARTS, RESULTS
 from opal_deploy.records.tables import TABLES, read_table
 from opal_deploy.storage import buckets
@@ -96,7 +98,10 @@ class Answers:
         folder: the folder of local results; None in a bucket.
         statuses: number of records by status, of the last complete reading.
         model_sha256: digest of the model that made the records, from `observe`; None where they do not name it.
+        in_memory: whether they are records of a program's own.
     """
+
+    in_memory = False
 
     def __init__(self, source: str) -> None:
         """Open results by path or URL; raise UsageError if there are none."""
@@ -114,6 +119,11 @@ class Answers:
             is_table = path.suffix.lstrip(".") in TABLES and path.is_file()
             self._path = path if is_table else find_results(path)
             self.folder = self._path.parent
+
+    @staticmethod
+    def open(results: StrPath | Sequence[Record | Mapping[str, Any]]) -> Answers:
+        """Open results by path or URL, or take records that are in memory, those of `Model.predict` included."""
+        return Answers(os.fspath(results)) if isinstance(results, str | os.PathLike) else _AnswersInMemory(results)
 
     def records(self) -> Iterator[Record]:
         """Yield all records.
@@ -228,6 +238,23 @@ class Answers:
             f"{self.shown}: it does not show how many slots a class and cells an image has, as without evidence, with "
             "cropped images, or if all answers are the first class; also give --baseline MODEL"
         )
+
+
+class _AnswersInMemory(Answers):
+    """Records of a program's own; their model is given."""
+
+    in_memory = True
+
+    def __init__(self, records: Sequence[Record | Mapping[str, Any]]) -> None:
+        self.shown, self.folder, self.statuses, self.model_sha256 = "the records", None, Counter(), None
+        self._records = records
+
+    def records(self) -> Iterator[Record]:
+        """Yield all records; raise UsageError for one that is none."""
+        try:
+            yield from map(to_record, self._records)
+        except ValueError as error:
+            raise UsageError(f"{self.shown}: {error}; expected records of `Model.predict` or results.jsonl") from None
 
 
 def _find_grid(width: int, height: int, slot: Slot) -> tuple[int, int] | None:

@@ -5,7 +5,8 @@ Light to import.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,6 +17,7 @@ from opal_deploy.options import Option, Options, StrPath, keywords
 if TYPE_CHECKING:
     from opal_deploy.artifact.baseline import Baseline
     from opal_deploy.auditing.answers import Answers, Layout
+    from opal_deploy.records.record import Record
     from opal_deploy.records.shifts import Shift
 
 # images that a run is reduced to, at random, when others are compared with it
@@ -86,11 +88,12 @@ class DriftReport:
 
 
 @keywords(DriftOptions)
-def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
+def find_drift(results: StrPath | Sequence[Record | Mapping[str, Any]], options: DriftOptions) -> DriftReport:
     """Compare the answers of a run with a model's baseline, or with another run, and write the page if `html` is given.
 
     Args:
-        results: results.jsonl, its folder, or its results.parquet or results.csv; or the URL of a run in a bucket.
+        results: results.jsonl, its folder, or its results.parquet or results.csv; the URL of a run in a bucket; or
+            records in memory, those of `Model.predict` included, which need `baseline` or `against`.
 
     Raises:
         UsageError: a file cannot be read, the results are not the model's, or there are too few.
@@ -101,9 +104,9 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
     from opal_deploy.records.shifts import Limits, Share
 
     if options.html is not None:
-        inputs = (results, options.baseline, options.against)
+        inputs = (results if isinstance(results, str | os.PathLike) else None, options.baseline, options.against)
         check_output("--html", Path(options.html), [".html"], inputs=inputs, overwrite=options.overwrite)
-    answers = Answers(str(results))
+    answers = Answers.open(results)
     earlier = None if options.against is None else Answers(str(options.against))
     baseline, layout, sha256, reference = _find_reference(answers, earlier, options)
     counts = DriftCounts(baseline, layout.class_map)
@@ -154,10 +157,10 @@ def _find_reference(
         baseline = _sample_baseline(earlier, layout, sha256 or answers.model_sha256)
         return baseline, layout, sha256, without_folders(earlier.shown)
     if path is None or metadata is None:
-        raise UsageError(
-            f"{answers.shown}: its model is neither beside it, in this folder nor in runs/; give --baseline MODEL, or "
-            "--against earlier results"
+        missing = (
+            "no model given" if answers.in_memory else "its model is neither beside it, in this folder nor in runs/"
         )
+        raise UsageError(f"{answers.shown}: {missing}; give --baseline MODEL, or --against earlier results")
     if metadata.evidence != "exact":
         raise UsageError(
             f"{path}: no single cell is its evidence (evidence {metadata.evidence}); expected an OPAL model"

@@ -158,6 +158,13 @@ def test_an_earlier_run_is_a_baseline_too_whatever_the_format(model, records, tm
     assert reports[0].shifts[0].kind == "place"
     assert reports[0] == reports[1] == reports[2]
     assert reports[0].shifts == find_drift(after, against=before, baseline=model).shifts
+    # records in memory, as documents or typed
+    for given in (changed, list(map(to_record, changed))):
+        assert find_drift(given, against=before, baseline=model).shifts == reports[0].shifts
+    with pytest.raises(UsageError, match="the records: no model given"):
+        find_drift(changed)
+    with pytest.raises(UsageError, match="expected records of"):
+        find_drift([{"image": "x"}] * 99, baseline=model)
 
 
 def test_pooled_slots_name_the_one_that_changed_most(model, outputs):
