@@ -33,7 +33,7 @@ CABRNET_INSTALLED := $(CABRNET_VENV)/.installed
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
-.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all dist check docs format clean
+.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all test-image dist check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo "make test-runtimes  exported files in twelve runtimes, compared with the table in the documentation (8 minutes)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
+	@echo "make test-image  the image of Dockerfile, built and run (root, buildah and debootstrap; 3 minutes)"
 	@echo "make dist      the files of a release, checked, and tried in an environment of their own"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
 
@@ -141,6 +142,10 @@ dist: $(INSTALLED)
 	@$(BIN)/python -m venv build/release/venv
 	@build/release/venv/bin/pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[cpu]"
 	cd build/release && venv/bin/opal-deploy demo --quick
+
+# as root, with buildah and debootstrap; no Docker daemon
+test-image:
+	tools/test_image.sh
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

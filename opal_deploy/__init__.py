@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from opal_deploy._version import __version__
@@ -20,6 +21,10 @@ from opal_deploy.errors import (
     UsageError,
     VerificationError,
 )
+
+# ONNX Runtime's builds for Linux since 1.29 send names and hashes of models to its makers, unless this is set before it
+# is imported
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from opal_deploy import nn

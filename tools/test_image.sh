@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Builds the image of `Dockerfile` and runs it: the quick demo, `infer`, and `serve`, on a read-only root, as the image's
+# user, without privileges. Needs root, buildah and debootstrap, and no Docker daemon; takes about three minutes.
+#
+#   make test-image
+#   DOCKERFILE=Dockerfile.gpu make test-image    # stops where it needs NVIDIA's package index
+#
+# The base is a Debian with Python instead of Docker Hub's `python`, kept in build/image for the next time.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+DOCKERFILE=${DOCKERFILE:-Dockerfile} MIRROR=${MIRROR:-http://deb.debian.org/debian} PORT=${PORT:-8765}
+WORK=$PWD/build/image BASE=localhost/opal-base IMAGE=localhost/opal-deploy-test
+mkdir -p "$WORK"
+export STORAGE_DRIVER=vfs
+buildah() { command buildah --root "$WORK/storage" --runroot "$WORK/run" "$@"; }
+
+if ! buildah inspect --type image "$BASE" >/dev/null 2>&1; then
+  echo "Making the base: Debian trixie with Python"
+  [ -d "$WORK/debian/usr" ] || debootstrap --variant=minbase \
+    --include=ca-certificates,python3,python3-venv,python-is-python3 trixie "$WORK/debian" "$MIRROR" >"$WORK/debootstrap.log"
+  container=$(buildah from scratch)
+  buildah add --quiet "$container" "$WORK/debian" / >/dev/null
+  buildah commit --quiet "$container" "$BASE" >/dev/null
+  buildah rm "$container" >/dev/null
+fi
+
+echo "Building $DOCKERFILE"
+# packages come over this machine's network, which may have a certificate of its own
+buildah bud --quiet --isolation chroot --network host --build-arg PYTHON_IMAGE="$BASE" \
+  --volume /etc/ssl/certs/ca-certificates.crt:/etc/ssl/certs/ca-certificates.crt:ro \
+  --file "$DOCKERFILE" --tag "$IMAGE" . >"$WORK/build.log" 2>&1 || { tail -20 "$WORK/build.log"; exit 1; }
+
+container=$(buildah from "$IMAGE")
+# shellcheck disable=SC2155
+readonly ROOT=$(buildah mount "$container") INSIDE=$WORK/root
+clean() {
+  if [ -n "${server:-}" ]; then kill -9 "$server" 2>/dev/null || true; fi
+  umount --recursive "$INSIDE" 2>/dev/null || true
+  buildah rm "$container" >/dev/null
+}
+trap clean EXIT
+mkdir -p "$INSIDE"
+mount --bind "$ROOT" "$INSIDE"
+mount -o remount,bind,ro "$INSIDE"
+mount -t proc proc "$INSIDE/proc"
+mount -t tmpfs tmpfs "$INSIDE/tmp"
+mount -t tmpfs -o mode=1777 tmpfs "$INSIDE/data"
+mount -t tmpfs tmpfs "$INSIDE/dev"
+for device in null zero random urandom; do
+  touch "$INSIDE/dev/$device" && mount --bind "/dev/$device" "$INSIDE/dev/$device"
+done
+mkdir -m 1777 "$INSIDE/dev/shm"
+ln -s /proc/self/fd "$INSIDE/dev/fd"
+# as compose.yaml has it: no capabilities, no new privileges; chroot comes first, which takes one
+inside() {
+  chroot "$INSIDE" /usr/bin/env -i -C /data PATH=/opt/opal/bin:/usr/bin:/bin HOME=/home/opal PYTHONUNBUFFERED=1 \
+    setpriv --reuid 10001 --regid 10001 --clear-groups --bounding-set=-all --inh-caps=-all --no-new-privs "$@"
+}
+step() { echo; echo "== $*"; }
+
+step "a read-only root, an unprivileged user"
+inside sh -c '! touch /opt/x 2>/dev/null && [ "$(id -u)" = 10001 ] && ! python -c "import torch" 2>/dev/null'
+step "doctor"
+inside opal-deploy doctor
+step "demo --quick"
+inside opal-deploy demo --quick | tail -3
+step "infer"
+inside opal-deploy infer opal-demo-quick/data/test --model opal-demo-quick/creatures.onnx --explain --out answers
+inside test -s answers/report.html
+step "serve: ready, an answer over HTTP, the health check, SIGTERM"
+inside opal-deploy serve opal-demo-quick/creatures.onnx --port "$PORT" &
+server=$!
+for _ in $(seq 60); do
+  if curl --silent --fail "http://127.0.0.1:$PORT/v2/health/ready" >/dev/null; then break; fi
+  sleep 1
+done
+image=$(find "$INSIDE/data/opal-demo-quick/data/test" -name '*.png' | sort | head -1)
+curl --silent --fail --data-binary "@$image" "http://127.0.0.1:$PORT/explain" | grep --quiet '"status":"ok"'
+# the check reads the command of process 1, which is another here
+inside python -c "import sys; from opal_deploy.server.health import check_health; sys.exit(check_health(sys.argv[1:]))" \
+  opal-deploy serve --port "$PORT"
+pkill -TERM --full "opal-deploy serve.*--port $PORT"
+wait "$server"
+server=
+echo "The image answers, and stopped with 0"
