@@ -22,7 +22,7 @@ from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, comput
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.adversarial import CHANGED, DROP
+from opal_deploy.train.adversarial import DROP
 from opal_deploy.train.attention import Terms
 from opal_deploy.train.images import Batches, normalize
 from opal_deploy.train.machine import MixedPrecision, ProcessGroup
@@ -98,7 +98,7 @@ class Objective:
         objective = objective + (self.keep_off or 0.0) * terms.kept_off.sum()
         if terms.changed is not None and terms.drop is not None:
             changed = self._measure_cross_entropy(terms.changed, labels)
-            objective = objective + self.adversarial * (CHANGED * changed + DROP * terms.drop.sum())
+            objective = objective + self.adversarial * (changed + DROP * terms.drop.sum())
         return objective, cross_entropy.detach()
 
     def _measure_cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -395,7 +395,9 @@ class _TrainingRun:
         state.checkpoint_metrics = {"epoch": record.epoch, **val.to_dict("val")}
         # few validation images: a lower loss may come with fewer correct answers than fine-tuning began with
         start = state.records[0].val_accuracy if state.records[0].epoch == 0 else 0.0
-        if state.best is None or (val.loss < state.best[1].loss and val.accuracy >= start):
+        is_better = state.best is None or (val.loss < state.best[1].loss and val.accuracy >= start)
+        # validation images are not attacked: what adversarial training gains shows in no figure of theirs
+        if is_better or self.options.adversarial:
             # before last.pt: a process that is killed between the two repeats this epoch
             self.checkpoints.save_best(state, record.epoch, val)
         self.checkpoints.save_last(state, train_step)

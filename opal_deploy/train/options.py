@@ -201,7 +201,7 @@ class TrainRunOptions(RecipeOverrides):
     adversarial: Annotated[
         float | None,
         Option(
-            "Weight of the loss on images attacked outside the boxes. Quadruples training time.",
+            "Weight of the loss on images attacked outside the boxes. Triples training time.",
             min=0, default="0", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip

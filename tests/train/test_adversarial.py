@@ -29,7 +29,7 @@ def draw_images():
 def test_an_adversary_changes_few_grey_levels_outside_the_boxes_only():
     images, cells = draw_images(), torch.tensor([[0, 9]] * 4)
     listed = torch.tensor([[True, True], [True, False]] * 2)
-    # to make images darker, every pixel loses all it may
+    # from a random start of up to half of what is allowed, one step makes every pixel darker
     changed = Adversary(_CONFIG, (8, 8)).change(images, cells, listed, lambda pixels: pixels.mean((1, 2, 3)))
     free = outside_boxes(cells, listed, (128, 128), (8, 8), EvaluateOptions.attack_margin)
     std = torch.tensor(_CONFIG.std).reshape(1, 3, 1, 1)
@@ -40,7 +40,9 @@ def test_an_adversary_changes_few_grey_levels_outside_the_boxes_only():
             images - normalize(torch.zeros(1, 1, 1, 3, dtype=torch.uint8), _CONFIG.mean, _CONFIG.std),
         )
     )
-    torch.testing.assert_close(levels, brightness.clamp_max(EvaluateOptions.attack_levels) * free, atol=1e-3, rtol=0)
+    most = EvaluateOptions.attack_levels
+    assert (levels <= most * free + 1e-3).all()
+    assert (levels >= brightness.clamp_max(most / 2) * free - 1e-3).all()
     # inside the box of cell 9, where that is listed
     assert not free[0, 0, 40, 40]
     assert free[1, 0, 40, 40]
