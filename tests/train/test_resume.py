@@ -119,7 +119,7 @@ def test_dropout_and_stochastic_depth_go_on_from_where_they_were(squares, tmp_pa
 def test_a_schedule_and_two_views_go_on_bit_by_bit_and_their_epochs_are_fixed(squares, tmp_path):
     # a network whose layers can be kept
     finer = {"backbone": "shufflenet_v2_x0_5", "stride": 8, "keep_layers": True}
-    options = replace(OPTIONS, schedule="cosine", agreement=0.3, **finer)
+    options = replace(OPTIONS, schedule="cosine", agreement=0.3, adversarial=0.5, **finer)
     fit(squares, options, tmp_path / "whole")
     _interrupted(squares, tmp_path / "ended", options)
     with pytest.raises(UsageError, match="epochs was 2 and is 3"):
