@@ -109,7 +109,7 @@ class Metadata:
         risk: summary of the risk-coverage curve of the validation images (`opal_deploy.statistics`), from which a
             `min_margin` for an error rate can be chosen; empty where unknown.
         calibration: the `Calibration` that turns logits into probabilities; empty where none was fitted.
-        edits: what each `edit` of the model did, the first one first; see `opal_deploy.editing.history`.
+        edits: the model's edits, the first one first; see `measurements.describe_edits`.
         evaluation: what `evaluate --record` measured of the evidence (`artifact.measurements`); empty if it never did.
         receptive_field: the `ReceptiveField` of a cell; empty where unknown.
         baseline: the `Baseline` of the answers to validation images; empty where none was measured.

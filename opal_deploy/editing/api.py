@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EditResult:
-    """What an edit did, or would do.
+    """The outcome of an edit, done or planned.
 
     Attributes:
         path: the edited model; None if none was asked for.

@@ -26,7 +26,7 @@ _CHUNK = 4_000_000
 
 @dataclass(frozen=True)
 class Effect:
-    """What a set of drops does to the answers for N labelled images.
+    """The effect of a set of drops on the answers for N labelled images.
 
     Attributes:
         before, after: predicted classes, int64 [N].

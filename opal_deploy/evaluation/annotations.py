@@ -73,7 +73,7 @@ class ImageAnnotation:
 
     @property
     def distinguishing(self) -> NDArray[np.bool_]:
-        """Which parts are known to be distinguishing, bool [Q]."""
+        """Whether each part is known to be distinguishing, bool [Q]."""
         return np.array([bool(part.distinguishing) for part in self.parts], np.bool_)
 
     def in_object(self, points: Points) -> NDArray[np.bool_]:

@@ -271,7 +271,7 @@ def _write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str |
 
 
 def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> dict[str, Any]:
-    """Return the document that a model's metadata stores (see `artifact.evaluation`)."""
+    """Return the document that a model's metadata stores (`artifact.measurements` reads it)."""
     evaluation: dict[str, Any] = {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "opal_deploy": __version__,

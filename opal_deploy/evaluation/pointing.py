@@ -56,7 +56,7 @@ class ImageHits:
 
     @property
     def on_distinguishing(self) -> NDArray[np.bool_]:
-        """Which cells hit a distinguishing part, bool [m]."""
+        """Whether each cell hits a distinguishing part, bool [m]."""
         return np.asarray(self.on_parts[:, self.annotation.distinguishing].any(axis=1))
 
 

@@ -157,7 +157,7 @@ _HOW = "choose its frames by `infer --every 1s`, or --every 30 for every 30th, o
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """Which frames are taken (None: only those that are named), and the arguments of `FrameReader`."""
+    """The frames that are taken (None: only those that are named), and the arguments of `FrameReader`."""
 
     sampling: Sampling | None = None
     max_pixels: int = MAX_PIXELS
