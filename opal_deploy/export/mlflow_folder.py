@@ -1,9 +1,11 @@
 """The folder that MLflow loads as a Python function (`export --mlflow`).
 
-MLmodel            names the loader, `opal_deploy.api.mlflow`, and the model file
-opal.onnx          the model
-requirements.txt   what the loader needs
-README.md          the model card
+    MLmodel            names the loader, `opal_deploy.api.mlflow`, and the model file
+    opal.onnx          the model
+    python_env.yaml    the environment that `mlflow models serve` makes, with requirements.txt
+    README.md          the model card
+
+Nothing here needs MLflow.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.auditing.card import describe_card
 from opal_deploy.export.folders import OWN, check_folder, write_texts
 
-_CONFIG, _REQUIREMENTS, _CARD = "MLmodel", "requirements.txt", "README.md"
+_CONFIG, _ENVIRONMENT, _REQUIREMENTS, _CARD = "MLmodel", "python_env.yaml", "requirements.txt", "README.md"
 _USE = """```python
 import mlflow
 
@@ -44,11 +46,16 @@ class MlflowFolder:
         metadata = onnx_file.read_metadata(self.folder / OWN)
         flavour = {
             "loader_module": "opal_deploy.api.mlflow", "data": OWN, "python_version": platform.python_version(),
-            "env": {"virtualenv": _REQUIREMENTS},
+            "env": {"virtualenv": _ENVIRONMENT},
+        }  # fmt: skip
+        environment = {
+            "python": platform.python_version(), "build_dependencies": ["pip"],
+            "dependencies": [f"-r {_REQUIREMENTS}"],
         }  # fmt: skip
         texts = {
             # JSON is YAML
             _CONFIG: json.dumps({"flavors": {"python_function": flavour}}, indent=2) + "\n",
+            _ENVIRONMENT: json.dumps(environment, indent=2) + "\n",
             _REQUIREMENTS: f"opal-deploy[cpu]>={__version__}\n",
             _CARD: describe_card(metadata, self.folder / OWN, use=_USE),
         }
