@@ -3,12 +3,11 @@
 # user, without privileges. Needs root, buildah and debootstrap, and no Docker daemon; takes about three minutes.
 #
 #   make test-image
-#   DOCKERFILE=Dockerfile.gpu make test-image    # stops where it needs NVIDIA's package index
 #
 # The base is a Debian with Python instead of Docker Hub's `python`, kept in build/image for the next time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-DOCKERFILE=${DOCKERFILE:-Dockerfile} MIRROR=${MIRROR:-http://deb.debian.org/debian} PORT=${PORT:-8765}
+MIRROR=${MIRROR:-http://deb.debian.org/debian} PORT=${PORT:-8765}
 WORK=$PWD/build/image BASE=localhost/opal-base IMAGE=localhost/opal-deploy-test
 mkdir -p "$WORK"
 export STORAGE_DRIVER=vfs
@@ -24,11 +23,11 @@ if ! buildah inspect --type image "$BASE" >/dev/null 2>&1; then
   buildah rm "$container" >/dev/null
 fi
 
-echo "Building $DOCKERFILE"
+echo "Building Dockerfile"
 # packages come over this machine's network, which may have a certificate of its own
 buildah bud --quiet --isolation chroot --network host --build-arg PYTHON_IMAGE="$BASE" \
   --volume /etc/ssl/certs/ca-certificates.crt:/etc/ssl/certs/ca-certificates.crt:ro \
-  --file "$DOCKERFILE" --tag "$IMAGE" . >"$WORK/build.log" 2>&1 || { tail -20 "$WORK/build.log"; exit 1; }
+  --file Dockerfile --tag "$IMAGE" . >"$WORK/build.log" 2>&1 || { tail -20 "$WORK/build.log"; exit 1; }
 
 container=$(buildah from "$IMAGE")
 # shellcheck disable=SC2155
