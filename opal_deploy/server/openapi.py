@@ -11,7 +11,7 @@ from opal_deploy.predict.explain_tensors import EXPLAIN_SUFFIX
 from opal_deploy.records.record import json_schema
 from opal_deploy.server.inference import FORMATS
 
-_ADDRESS = re.compile(r"[\w.:\[\]-]+")
+_ADDRESS = re.compile(r"[\w.:\[\]-]+(?:/[\w.~-]+)*")
 _PROTOCOL = "https://github.com/kserve/open-inference-protocol"
 _SCHEMAS = "#/components/schemas/"
 
@@ -20,7 +20,7 @@ def list_uses(address: str, *, has_token: bool) -> list[str]:
     """Return the three lines that work: one image's record, its evidence sheet, and where the rest is.
 
     Args:
-        address: host and port, as a client would write them.
+        address: host and port, as a client would write them, and the path at which the application is mounted.
         has_token: clients have to send a token.
     """
     url = f"http://{address if _ADDRESS.fullmatch(address) else 'localhost:8000'}"
