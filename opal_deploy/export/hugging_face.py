@@ -33,8 +33,7 @@ $ pip install 'opal-deploy[cpu]'
 $ opal-deploy infer images/ --model opal.onnx{explain}
 ```
 
-Labels only, in Python with `pip install 'optimum-onnx[onnxruntime]'`; in JavaScript, `@huggingface/transformers` reads
-the same folder.
+Labels only, with `pip install 'optimum-onnx[onnxruntime]'`:
 
 ```python
 from optimum.onnxruntime import ORTModelForImageClassification

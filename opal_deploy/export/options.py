@@ -264,7 +264,7 @@ class ExportOptions(WebOptions, TritonOptions, EngineExportOptions):
     triton: Annotated[StrPath | None, Option("Repository folder; gets two models.", panel=_TRITON, cli=Path)] = None
     hf: Annotated[
         StrPath | None,
-        Option("Folder; gets the files that Hugging Face's Optimum and transformers.js load.", cli=Path),
+        Option("Folder; gets the files that Hugging Face's Optimum loads.", cli=Path),
     ] = None
     mlflow: Annotated[
         StrPath | None, Option("Folder; gets a model that `mlflow.pyfunc.load_model` opens.", cli=Path)
