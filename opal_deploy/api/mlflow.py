@@ -1,4 +1,4 @@
-"""What `mlflow.pyfunc.load_model` imports for a folder of `export --mlflow`; needs no MLflow itself."""
+"""The loader that a folder of `export --mlflow` names for `mlflow.pyfunc.load_model`; does not import MLflow."""
 
 from __future__ import annotations
 

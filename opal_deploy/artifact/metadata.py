@@ -218,6 +218,10 @@ class Metadata:
             return ClassMap.from_matrix(weights, biases.astype(float)).with_dropped(self.dropped)
         return ClassMap.blocks(self.num_classes, self.prototypes_per_class, self.dropped)
 
+    def describe_exporter(self) -> str:
+        """Return the names and versions of the packages that exported the file, in one line; empty if unknown."""
+        return ", ".join(f"{name} {value}" for name, value in self.exporter.items() if name != "quantised")
+
     def describe_head(self, dropped: str = "") -> str:
         """Return the head in a few words; `dropped` says how many slots it lacks."""
         if self.is_opal:

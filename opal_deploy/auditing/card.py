@@ -136,8 +136,7 @@ def _list_origin(metadata: Metadata) -> Iterator[str]:
         yield f"initial weights: {weights.get('origin')}" + (f", licence {licence}" if licence else "")
     yield f"source: {metadata.source.get('file')}, sha256 {metadata.source.get('sha256')}"
     if metadata.exporter:
-        made = ", ".join(f"{name} {value}" for name, value in metadata.exporter.items() if name != "quantised")
-        yield f"exported by {made}, precision {metadata.precision}"
+        yield f"exported by {metadata.describe_exporter()}, precision {metadata.precision}"
     if report := metadata.verification:
         different = f"{report.get('cells_different')} of {report.get('cells')} cells differ"
         yield f"verified on {report.get('image_set')}: {different}"

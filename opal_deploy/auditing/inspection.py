@@ -160,8 +160,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         lines += _describe_baseline(metadata.baseline)
     lines += _describe_receptive_field(metadata.receptive_field, metadata.input_size)
     if made:
-        versions = {name: value for name, value in made.items() if name != "quantised"}
-        lines.append(("exported by", ", ".join(f"{k} {v}" for k, v in versions.items())))
+        lines.append(("exported by", metadata.describe_exporter()))
     if metadata.unverified:
         lines.append(("verified", f"NO: {metadata.unverified}"))
     elif report:

@@ -1,12 +1,12 @@
-"""The folder that Hugging Face's libraries load (`export --hf`): Optimum in Python, transformers.js in JavaScript.
+"""The folder that Hugging Face's Optimum loads (`export --hf`), in the layout of transformers.js, which was not tried.
 
-    onnx/model.onnx            the graph for these libraries; input `pixel_values`, float32 [N, 3, H0, W0], normalised
+    onnx/model.onnx            the graph for Optimum; input `pixel_values`, float32 [N, 3, H0, W0], normalised
     config.json                class names by id
     preprocessor_config.json   resizing and normalisation, as a ViTImageProcessor does them
     opal.onnx                  the graph for opal-deploy, with metadata
     README.md                  the model card
 
-Pipelines of these libraries return labels and probabilities of the softmax, from the output `logits`; scores and cells
+Pipelines return labels and probabilities of the softmax, from the output `logits`; scores and cells
 are in the graph's other outputs.
 """
 
@@ -85,9 +85,7 @@ def rename_input(path: Path, name: str) -> None:
     del model.metadata_props[:]
     (image,) = model.graph.input
     for node in model.graph.node:
-        for position, given in enumerate(node.input):
-            if given == image.name:
-                node.input[position] = name
+        node.input[:] = [name if given == image.name else given for given in node.input]
     image.name = name
     with atomic_write(path) as temporary:
         onnx.save(model, temporary)
