@@ -194,10 +194,15 @@ Top = Annotated[int, Option("Classes listed in each record.", min=1)]
 CropFile = Annotated[
     StrPath | None,
     Option(
-        "Crop to these boxes: CSV (image,x0,y0,x1,y1 or image,x,y,width,height), COCO JSON, CUB's "
-        "bounding_boxes.txt, or Stanford Dogs' Annotation folder.",
+        "Crop to these boxes: CSV (image,x0,y0,x1,y1 or image,x,y,width,height), COCO JSON, MegaDetector's results, "
+        "CUB's bounding_boxes.txt, or Stanford Dogs' Annotation folder.",
         cli=Path,
     ),
+]
+# of a detector's boxes
+DEFAULT_CONFIDENCE = 0.2
+BoxConfidence = Annotated[
+    float, Option("MegaDetector: classify animals detected with at least this confidence.", min=0, max=1)
 ]
 LabelSource = Annotated[
     str | None, Option("True labels: `folders` (the name of each image's folder), or a CSV file (image,label).")

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import Log, Progress, log_line, no_progress, one_line
 from opal_deploy.options import (
+    DEFAULT_CONFIDENCE,
     AtlasFolder,
+    BoxConfidence,
     CropFile,
     Device,
     ExpectSha256,
@@ -54,6 +56,7 @@ class ExplainOptions(Decision):
     rows: Annotated[int, Option("Patches per slot from --atlas.", min=1)] = 4
     slot_names: SlotNameFile = None
     boxes: CropFile = None
+    box_confidence: BoxConfidence = DEFAULT_CONFIDENCE
     labels: LabelSource = None
     device: Device = "auto"
     threads: Threads = None
@@ -94,7 +97,7 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     images = list(images)
     discovery.check_inputs(images)
     output = _Output.parse(images, options)
-    crops = read_boxes(Path(options.boxes)) if options.boxes else None
+    crops = read_boxes(Path(options.boxes), options.box_confidence) if options.boxes else None
     labels = read_labels(options.labels) if options.labels else None
     sessions, builder = _open(model, options, boxed=crops is not None)
     inference = InferenceOptions(batch=1, workers=1, max_pixels=options.max_pixels, keep_images=True, keep_outputs=True)
@@ -102,7 +105,7 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     documents: list[dict[str, Any]] = []
     failed = 0
     progress = options.progress or no_progress
-    with ImageCounter(images) as counter:
+    with ImageCounter(images, boxes=crops) as counter:
         for index, result in enumerate(predict_stream(found, sessions, inference)):
             name = result.prepared.input.name
             try:

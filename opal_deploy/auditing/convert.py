@@ -1,4 +1,4 @@
-"""Results as COCO annotations or Label Studio tasks: the work of `opal-deploy convert`. Light to import."""
+"""Results in formats that other tools read: the work of `opal-deploy convert`. Light to import."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from opal_deploy.options import Option, Options, StrPath, keywords
 class ConvertOptions(Options):
     """The options of `convert_results` and `opal-deploy convert`."""
 
-    to: Annotated[Literal["coco", "label-studio"], Option("COCO annotations, or Label Studio's JSON import.")]
+    to: Annotated[
+        Literal["coco", "label-studio", "megadetector"],
+        Option("COCO annotations, Label Studio's JSON import, or MegaDetector's results with our classifications."),
+    ]
     out: Annotated[StrPath | None, Option("Output file.", default="standard output", cli=Path)] = None
     overwrite: Annotated[bool, Option("Replace --out and --config if they exist.")] = False
     categories: Annotated[Literal["class", "slot"], Option("coco: what categories stand for.")] = "class"
     prefix: Annotated[str, Option("label-studio: text before each path, such as /data/local-files/?d=.")] = ""
     config: Annotated[
         StrPath | None, Option("label-studio: also write the labelling interface (XML) to this file.", cli=Path)
+    ] = None
+
+    boxes: Annotated[
+        StrPath | None, Option("megadetector: the detector's results that infer had as --boxes.", cli=Path)
     ] = None
 
 
@@ -34,20 +41,25 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
     """
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.artifact.output_file import check_output
-    from opal_deploy.auditing.results import find_results, read_all_records
+    from opal_deploy.auditing.megadetector import add_classifications
+    from opal_deploy.auditing.results import find_results, read_all_records, read_run_options
     from opal_deploy.records.converters import label_config, to_coco, to_label_studio
 
     if options.config is not None and options.to != "label-studio":
         raise UsageError("--config: only --to label-studio has a labelling interface")
+    if (options.boxes is not None) != (options.to == "megadetector"):
+        raise UsageError("--to megadetector adds classifications to a detector's results: give them as --boxes FILE")
     path = find_results(Path(results))
-    out, config = (None if name is None else Path(name) for name in (options.out, options.config))
+    out, config, boxes = (None if name is None else Path(name) for name in (options.out, options.config, options.boxes))
     if out is not None:
-        check_output("--out", out, [".json"], inputs=[path], overwrite=options.overwrite)
+        check_output("--out", out, [".json"], inputs=[path, *([boxes] if boxes else [])], overwrite=options.overwrite)
     if config is not None:
         check_output("--config", config, [".xml"], inputs=[path], overwrite=options.overwrite)
     document: Any
     if options.to == "label-studio":
         document = to_label_studio(read_all_records(path), options.prefix)
+    elif boxes is not None:
+        document = add_classifications(boxes, read_run_options(path), read_all_records(path))
     else:
         document = to_coco(read_all_records(path), options.categories)
     if config is not None:

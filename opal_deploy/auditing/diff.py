@@ -137,7 +137,7 @@ def _write_records(model: Path, out: Path, options: DiffOptions) -> None:
     )
     requests = annotate(discovery.discover(images, Skipped(), sys.stdin), crops)
     progress = options.progress or no_progress
-    with RecordWriter(out) as writer, ImageCounter(images) as counter:
+    with RecordWriter(out) as writer, ImageCounter(images, boxes=crops) as counter:
         for result in predict_stream(requests, sessions, inference, print_message=options.log):
             writer.write(result.record)
             progress(writer.count, counter.total, model.name)

@@ -183,7 +183,8 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
         top=min(top, session.metadata.max_top) if isinstance(top, int) else None,
         root=Path(options.root),
         sources=sources,
-        boxes=read_boxes(Path(options.boxes)) if options.boxes else None,
+        # whatever the run's --box-confidence was: a record names its box
+        boxes=read_boxes(Path(options.boxes), confidence=0) if options.boxes else None,
         labels=read_labels(options.labels) if options.labels else None,
         public_keys=public_keys,
         inference=inference,

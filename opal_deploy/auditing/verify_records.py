@@ -22,7 +22,8 @@ from opal_deploy.records.record import Answered, Failed, Record
 from opal_deploy.records.run_files import former_overlay_name, overlay_name
 from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.runtime.session import Session
-from opal_deploy.sources.annotations import Boxes, Labels, annotate
+from opal_deploy.sources.annotations import Labels, annotate
+from opal_deploy.sources.detections import Crops
 from opal_deploy.sources.image import InputImage
 from opal_deploy.sources.items import is_video_name
 from opal_deploy.sources.video import FrameReader, find_frame, undivided_error
@@ -133,7 +134,7 @@ class CheckOptions:
     top: int | None = None
     root: Path = Path()
     sources: RecordSources = field(default_factory=RecordSources)
-    boxes: Boxes | None = None
+    boxes: Crops | None = None
     labels: Labels | None = None
     public_keys: PublicKeys | None = None
     inference: InferenceOptions = field(default_factory=InferenceOptions)
@@ -265,7 +266,9 @@ def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> 
             source = source if item.source is path else item.source
     else:
         source = item.source
-    (request,) = annotate([item], check.boxes)
+    crops = annotate([item], check.boxes)
+    missing = replace(item, error=ImageError("no_box", "the file of boxes has no such detection"))
+    request = next((crop for crop in crops if crop.detection == record.detection), missing)
     return replace(request, name=name, source=source, index=None)
 
 

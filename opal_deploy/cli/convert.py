@@ -16,7 +16,7 @@ def convert(
     results: Annotated[Path, typer.Argument(help="results.jsonl of `opal-deploy infer`, or its folder.")],
     options: ConvertOptions,
 ) -> None:
-    """Convert records to COCO annotations or Label Studio tasks: each slot's box with the predicted class.
+    """Convert records to COCO, Label Studio or MegaDetector files, with the evidence boxes where the format has them.
 
     For tables use `infer --format csv` or `--format parquet`.
     """
@@ -26,7 +26,7 @@ def convert(
     if options.out is None:
         print_json_line(json.dumps(document, ensure_ascii=True))
     else:
-        images = document["images"] if options.to == "coco" else document
+        images = document["images"] if isinstance(document, dict) else document
         print_message(f"{options.out}: {len(images)} images")
 
 

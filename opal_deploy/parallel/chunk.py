@@ -56,6 +56,7 @@ class Chunk:
                 r.index,
                 r.drawn,
                 r.frame,
+                r.detection,
             )
             for r in self.requests
         ]

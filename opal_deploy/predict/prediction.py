@@ -20,7 +20,7 @@ from opal_deploy.errors import ImageError, OutOfMemory
 from opal_deploy.predict.decode_budget import FairSemaphore
 from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared, Result
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.build import Digests, FramePlace, ImageInfo, build_records, error_record
+from opal_deploy.records.build import Digests, ImageInfo, Place, build_records, error_record
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import PaddingSession, PipelinedSession, Session
 from opal_deploy.sources.image import InputImage
@@ -222,18 +222,19 @@ class BatchPredictor:
         request = prepared.input
         digests = Digests(prepared.image_sha256, self._options.model_sha256)
         geometry = cast(Geometry, prepared.geometry)
-        return ImageInfo(request.name, geometry, digests, request.label, request.index, _frame_place(request))
+        return ImageInfo(request.name, geometry, digests, request.label, request.index, _find_place(request))
 
     def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
         request, digests = prepared.input, Digests(prepared.image_sha256, self._options.model_sha256)
         return error_record(
             request.name, error.code, str(error), digests=digests, label=request.label, index=request.index,
-            frame=_frame_place(request),
+            place=_find_place(request),
         )  # fmt: skip
 
 
-def _frame_place(request: InputImage) -> FramePlace | None:
-    return None if request.frame is None else FramePlace(request.frame.index, request.frame.seconds)
+def _find_place(request: InputImage) -> Place:
+    place = Place(detection=request.detection)
+    return place if request.frame is None else place._replace(frame=request.frame.index, time=request.frame.seconds)
 
 
 # only one predictor at a time uses a session

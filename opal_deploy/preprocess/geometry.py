@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,15 @@ from PIL import Image
 from opal_deploy.errors import ImageError
 
 Box = tuple[float, float, float, float]
+
+
+class RelativeBox(NamedTuple):
+    """A `Box` in shares of the oriented image's width and height, as detectors give it."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:
         box: (x0, y0, x1, y1) in pixels of that image, x1 and y1 exclusive; truncated to integers as in the part metrics
             of Huang et al. (2023), then clipped to the image. The paper's authors have no code that crops; PIP-Net's,
             which they point to, rounds to the nearest integer and paints black what lies outside the image. CUB's boxes
-            are integers. None: the whole image.
+            are integers. A `RelativeBox` is rounded to the nearest pixels. None: the whole image.
     """
     return compute_geometry_from_size(image.size, box)
 
@@ -98,6 +107,8 @@ def compute_geometry_from_size(size: tuple[int, int], box: Box | None = None) ->
         return Geometry.whole(width, height)
     if not all(map(math.isfinite, box)):
         raise ImageError("bad_box", f"box {_format(box)} is not four finite numbers")
+    if isinstance(box, RelativeBox):
+        box = cast(Box, tuple(round(share * length) for share, length in zip(box, (width, height) * 2, strict=True)))
     x0, y0, x1, y1 = (int(value) for value in box)
     crop = (max(x0, 0), max(y0, 0), min(x1, width), min(y1, height))
     if crop[0] >= crop[2] or crop[1] >= crop[3]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from opal_deploy.artifact.class_map import find_margins
 from opal_deploy.artifact.heads import find_strongest
@@ -32,11 +32,20 @@ class Digests(NamedTuple):
     model_sha256: str | None
 
 
-class FramePlace(NamedTuple):
-    """A frame's place in its video: number of frames before it, and seconds after the first, if known."""
+class Place(NamedTuple):
+    """The place of what was classified in its file.
 
-    frame: int
-    time: float | None
+    Attributes:
+        frame, time: of a frame: number of frames before it, and seconds after the first, if known.
+        detection: of a detector's box: its position among those of the image.
+    """
+
+    frame: int | None = None
+    time: float | UnsetType | None = UNSET
+    detection: int | None = None
+
+
+NO_PLACE = Place()
 
 
 # the outputs of one number per image that are fields of a record
@@ -46,7 +55,7 @@ RECORDED_OUTPUTS = tuple(name for name in PER_IMAGE if name in Answered.__struct
 class ImageInfo(NamedTuple):
     """The part of a record that does not come from the model.
 
-    All but the image's size and crop may be None: the image has no name, or the record no such field.
+    All but the image's size, crop and place may be None: the image has no name, or the record no such field.
     """
 
     name: str | None
@@ -54,7 +63,7 @@ class ImageInfo(NamedTuple):
     digests: Digests | None = None
     label: str | None = None
     image_index: int | None = None
-    frame: FramePlace | None = None
+    place: Place = NO_PLACE
 
 
 def build_records(
@@ -89,7 +98,7 @@ def build_records(
         values = {"margin": margin, **{name: column[number] for name, column in columns.items()}}
         status, reason = decision.judge(values, answers[0].class_id, slots, metadata)
         record = Answered(
-            **_begin(image.name, image.image_index, image.digests, image.frame), status=status,
+            **_begin(image.name, image.image_index, image.digests, image.place), status=status,
             width=image.geometry.width, height=image.geometry.height, prediction=answers[0], margin=margin,
             reason=reason or None, top=answers[:top], evidence=slots, label=image.label,
             **({} if totals is None else _describe_rest(float(totals[number]), answers[0], slots, metadata)),
@@ -169,18 +178,17 @@ def error_record(
     digests: Digests | None = None,
     label: str | None = None,
     index: int | None = None,
-    frame: FramePlace | None = None,
+    place: Place = NO_PLACE,
 ) -> Failed:
     """Return the record of an image that could not be classified; optional arguments as in `ImageInfo`."""
     error = Problem(code=code, message=message)
-    return Failed(**_begin(image, index, digests, frame), status="error", error=error, label=label)
+    return Failed(**_begin(image, index, digests, place), status="error", error=error, label=label)
 
 
-def _begin(image: str | None, index: int | None, digests: Digests | None, frame: FramePlace | None) -> dict[str, Any]:
+def _begin(image: str | None, index: int | None, digests: Digests | None, place: Place) -> dict[str, Any]:
     """Return the values of the fields that every record begins with."""
-    frame_index, time = (None, UNSET) if frame is None else frame
     image_sha256, model_sha256 = (None, None) if digests is None else digests
     return {
-        "schema": RECORD_SCHEMA, "image": image, "image_index": index, "frame": frame_index, "time": time,
-        "image_sha256": image_sha256, "model_sha256": model_sha256,
+        "schema": RECORD_SCHEMA, "image": image, "image_index": index, "image_sha256": image_sha256,
+        "model_sha256": model_sha256, **place._asdict(),
     }  # fmt: skip

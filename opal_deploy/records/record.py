@@ -137,6 +137,13 @@ class _Image(Struct, Generic[_StatusT], frozen=True, omit_defaults=True):
         ]
         | UnsetType
     ) = UNSET
+    detection: Annotated[
+        Position | None,
+        Meta(
+            description="With the boxes of a detector: position of the classified one among the image's detections in "
+            "that file, from 0."
+        ),
+    ] = None
     # a factory's None is written, see `omit_defaults`
     image_sha256: Annotated[
         Sha256 | None,

@@ -21,10 +21,12 @@ from typing import Self
 
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.preprocess.video import Sampling, require_pyav
+from opal_deploy.records.names import unescape_name
 from opal_deploy.run.options import InferOptions
 from opal_deploy.sources import discovery
-from opal_deploy.sources.annotations import Boxes, Labels, annotate, read_boxes, read_labels
+from opal_deploy.sources.annotations import Labels, annotate, read_boxes, read_labels
 from opal_deploy.sources.archives import archive_items, is_archive_name
+from opal_deploy.sources.detections import Crops
 from opal_deploy.sources.discovery import LIST_MARK, STDIN, expand_glob, file_lines, folder_items, glob_items
 from opal_deploy.sources.image import InputImage
 from opal_deploy.sources.items import Skipped, is_image_name, is_video_name
@@ -48,7 +50,7 @@ class Inputs:
     images: list[str]
     shard: tuple[int, int]
     recursive: bool
-    boxes: Boxes | None
+    boxes: Crops | None
     labels: Labels | None
     video: VideoOptions
 
@@ -62,9 +64,9 @@ class Inputs:
         discovery.check_inputs(images, video.sampling)
         if video.sampling is not None:
             require_pyav()
-        boxes = None if options.boxes is None else read_boxes(Path(options.boxes))
-        if boxes is not None and boxes.several:
-            options.log(f"--boxes: {boxes.several} annotations have several boxes; the first is used, as in training")
+        boxes = None if options.boxes is None else read_boxes(Path(options.boxes), options.box_confidence)
+        if boxes is not None and boxes.note:
+            options.log(boxes.note)
         shard = (1, 1) if options.shard is None else parse_shard(options.shard)
         labels = None if options.labels is None else read_labels(options.labels)
         return Inputs(images, shard, options.recursive, boxes, labels, video)
@@ -73,7 +75,7 @@ class Inputs:
         """Yield the images in order, with crops and labels; `skipped` counts other files; raise UsageError if none."""
         images = discovery.discover(self.images, skipped, sys.stdin, recursive=self.recursive, video=self.video)
         images = itertools.chain([next(images)], images)
-        return annotate(discovery.shard(images, *self.shard), self.boxes, self.labels)
+        return discovery.shard(annotate(images, self.boxes, self.labels), *self.shard)
 
     def unused_labels(self) -> list[str]:
         """Return the images that the file of labels names, and that `find_images` has not yielded.
@@ -85,7 +87,7 @@ class Inputs:
     def counter(self) -> ImageCounter:
         """Return a counter of these images."""
         videos = self.video.sampling is not None
-        return ImageCounter(self.images, self.shard, recursive=self.recursive, videos=videos)
+        return ImageCounter(self.images, self.shard, recursive=self.recursive, videos=videos, boxes=self.boxes)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -111,13 +113,19 @@ class ImageCounter:
     """
 
     def __init__(
-        self, inputs: Sequence[str], shard: tuple[int, int] = (1, 1), *, recursive: bool = True, videos: bool = False
+        self,
+        inputs: Sequence[str],
+        shard: tuple[int, int] = (1, 1),
+        *,
+        recursive: bool = True,
+        videos: bool = False,
+        boxes: Crops | None = None,
     ) -> None:
-        """Start nothing yet; see `discover` for `inputs` and `recursive`, `Inputs` for `shard`."""
+        """Start nothing yet; see `discover` for `inputs` and `recursive`, `Inputs` for `shard` and `boxes`."""
         self.total: int | None = None
         self._on_total: Callable[[int], None] | None = None
         self._inputs, self._shard, self._recursive = inputs, shard, recursive
-        self._videos = videos
+        self._videos, self._boxes = videos, boxes
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="count images", daemon=True)
 
@@ -139,17 +147,19 @@ class ImageCounter:
         self._thread.join()
 
     def _run(self) -> None:
-        number = 0
+        number = records = 0
         try:
             for number, found in enumerate(chain.from_iterable(map(self._find, self._inputs)), 1):
-                if self._videos and is_video_name(found.name or "" if isinstance(found, InputImage) else found):
+                name = found.name or "" if isinstance(found, InputImage) else found
+                if self._videos and is_video_name(name):
                     return
+                records += 1 if self._boxes is None else self._boxes.count(unescape_name(name))
                 if number % _CHUNK == 0 and self._stopped.wait(_PAUSE):
                     return
         except (_NotCountable, OpalError, OSError):
             return
         index, count = self._shard
-        self.total = len(range(index - 1, number, count))
+        self.total = len(range(index - 1, records, count))
         if self._on_total is not None and not self._stopped.is_set():
             self._on_total(self.total)
 

@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 from opal_deploy.logs import Log, Progress, log_line
 from opal_deploy.options import (
+    DEFAULT_CONFIDENCE,
     AtlasFolder,
     Batch,
+    BoxConfidence,
     CropFile,
     Decode,
     Devices,
@@ -61,6 +63,7 @@ class InferOptions(Decision):
         bool, Option("Continue an interrupted run of the same model, images and options.", flag="--resume/--no-resume")
     ] = True
     boxes: CropFile = None
+    box_confidence: BoxConfidence = DEFAULT_CONFIDENCE
     labels: LabelSource = None
     top: Top = 5
     formats: Annotated[

@@ -1,9 +1,9 @@
 """Boxes and labels of images, read from files and found by the image's path.
 
-Boxes crop an image for the model. They come from a CSV file with the column `image` and either `x0,y0,x1,y1` or
-`x,y,width,height`; from a COCO file: `images` with `id` and `file_name`, `annotations` with `image_id` and `bbox`
-[x, y, width, height], one per image; or from CUB-200-2011 and Stanford Dogs (`datasets.boxes`). All are in pixels of
-the image as a viewer shows it.
+Boxes crop an image for the model. They come from a detector (`detections`); from a CSV file with the column `image` and
+either `x0,y0,x1,y1` or `x,y,width,height`; from a COCO file: `images` with `id` and `file_name`, `annotations` with
+`image_id` and `bbox` [x, y, width, height], one per image; or from CUB-200-2011 and Stanford Dogs (`datasets.boxes`).
+All but the detector's are in pixels of the image as a viewer shows it.
 
 Objects are what an image shows. They come from a COCO file (https://cocodataset.org/#format-data), any number per
 image; `category_id` and `categories` with `id` and `name` name them.
@@ -17,65 +17,29 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from opal_deploy.artifact.files import compute_sha256, read_text
 from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.options import DEFAULT_CONFIDENCE
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import unescape_name
+from opal_deploy.sources.detections import DETECTIONS_KEY, Crop, Crops, read_detections
 from opal_deploy.sources.image import InputImage
-from opal_deploy.sources.items import FRAME_NAME
+from opal_deploy.sources.lookup import PathLookup, normalize_name
 from opal_deploy.storage.urls import is_url, redact
-
-T = TypeVar("T")
 
 # the argument of --labels that means the names of the folders
 FOLDERS = "folders"
 
 _CORNER_COLUMNS = ("x0", "y0", "x1", "y1")
 _SIZE_COLUMNS = ("x", "y", "width", "height")
-
-
-class PathLookup(Generic[T]):
-    """Values by image path: the entry `a/b.jpg` is found for `data/a/b.jpg`.
-
-    An entry may have more folders than the path (`data/a/b.jpg` for `a/b.jpg`), if it is the only one that ends in the
-    whole path. Names that differ in a folder never match: `x/1.jpg` is not `y/1.jpg`, since a wrong value would go
-    unnoticed. A frame without an entry has that of its video.
-    """
-
-    def __init__(self, by_name: Mapping[str, T]) -> None:
-        self._by_name = by_name
-        self._names_by_file_name: dict[str, list[str]] = {}
-        for name in by_name:
-            self._names_by_file_name.setdefault(name.rpartition("/")[2], []).append(name)
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    def matches(self, path: str) -> list[str]:
-        """Return the names that may mean `path`, with `/` between folders: none, one, or several candidates."""
-        parts = path.split("/")
-        for start in range(len(parts)):
-            suffix = "/".join(parts[start:])
-            if suffix in self._by_name:
-                return [suffix]
-        names = [name for name in self._names_by_file_name.get(parts[-1], []) if name.endswith("/" + path)]
-        frame = None if names else FRAME_NAME.fullmatch(path)
-        return names if frame is None else self.matches(frame[1])
-
-    def __getitem__(self, name: str) -> T:
-        return self._by_name[name]
-
-
-def _normalize(name: str) -> str:
-    """Return a name as an image's name is written: a path without `.` and double slashes, a URL without secrets."""
-    return redact(name) if is_url(name) else PurePosixPath(name).as_posix()
 
 
 class Boxes:
@@ -86,17 +50,17 @@ class Boxes:
         file_name: what messages call the file.
         identity: a text that differs if boxes may differ.
         by_stem: the names are without suffixes.
-        several: number of images with several boxes in the file, of which `by_name` has the first.
+        note: see `Crops`.
     """
 
     def __init__(
-        self, by_name: Mapping[str, Box], file_name: str, identity: str, *, by_stem: bool = False, several: int = 0
+        self, by_name: Mapping[str, Box], file_name: str, identity: str, *, by_stem: bool = False, note: str = ""
     ) -> None:
         self._boxes = PathLookup(by_name)
         self._file_name = file_name
         self._by_stem = by_stem
         self.identity = identity
-        self.several = several
+        self.note = note
 
     def __len__(self) -> int:
         return len(self._boxes)
@@ -109,15 +73,24 @@ class Boxes:
             raise ImageError("no_box", f"{self._file_name} has {why} for it")
         return self._boxes[names[0]]
 
+    def find_all(self, path: str) -> list[Crop]:
+        """Return the only crop of the image at `path`; raise ImageError (`no_box`)."""
+        return [Crop(self.find(path))]
 
-def read_boxes(path: Path) -> Boxes:
-    """Read a CSV or COCO file, CUB's bounding_boxes.txt, or a folder of annotations such as Stanford Dogs'.
+    def count(self, path: str) -> int:
+        """Return 1: an image has one record, with a box or with an error."""
+        return 1
+
+
+def read_boxes(path: Path, confidence: float = DEFAULT_CONFIDENCE) -> Crops:
+    """Read a CSV or COCO file, MegaDetector's results, CUB's bounding_boxes.txt, or a folder such as Stanford Dogs'.
 
     If an annotation of such a folder has several boxes, the first is taken, as in training; other files may have one
     per image.
 
     Args:
         path: the file or folder, or the folder of a data set that has one.
+        confidence: the lowest of a detector's boxes that count, 0 ... 1.
 
     Raises:
         UsageError: unreadable, other columns or keys, not a number, an image with two boxes.
@@ -126,13 +99,18 @@ def read_boxes(path: Path) -> Boxes:
 
     if os.path.isdir(path):
         file = find_box_file(path)
-        return _read_box_folder(path) if file is None else read_boxes(file)
-    expected = "expected a CSV or COCO file, CUB's bounding_boxes.txt, or Stanford Dogs' Annotation folder"
+        return _read_box_folder(path) if file is None else read_boxes(file, confidence)
+    expected = (
+        "expected a CSV or COCO file, MegaDetector's results, CUB's bounding_boxes.txt, or Stanford Dogs' Annotation "
+        "folder"
+    )
     try:
         text = read_text(path, "surrogateescape")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); {expected}") from None
     identity = f"{path.name}, sha256 {compute_sha256(path)}"
+    if text.lstrip().startswith("{") and f'"{DETECTIONS_KEY}"' in text:
+        return read_detections(path, text, identity, confidence)
     if text.lstrip().startswith("{"):
         rows = [(name, thing.box) for name, thing in _parse_coco(path, text)]
     elif is_cub_boxes(text):
@@ -142,7 +120,7 @@ def read_boxes(path: Path) -> Boxes:
         rows = _read_box_csv(path, text)
     by_name: dict[str, Box] = {}
     for name, box in rows:
-        name = _normalize(name)
+        name = normalize_name(name)
         if name in by_name:
             raise UsageError(f"{path}: two boxes for {name}; expected one per image")
         by_name[name] = box
@@ -157,12 +135,13 @@ def _read_box_folder(folder: Path) -> Boxes:
     boxes = read_annotation_folder(folder)
     name = f"{folder.resolve().name}/"
     digest = hashlib.sha256(json.dumps(boxes).encode()).hexdigest()
+    several = sum(len(found) > 1 for found in boxes.values())
     return Boxes(
-        {_normalize(image): found[0] for image, found in boxes.items()},
+        {normalize_name(image): found[0] for image, found in boxes.items()},
         name,
         f"{name}, {len(boxes)} annotations, sha256 of their boxes {digest}",
         by_stem=True,
-        several=sum(len(found) > 1 for found in boxes.values()),
+        note=f"--boxes: {several} annotations have several boxes; the first is used, as in training" if several else "",
     )
 
 
@@ -217,7 +196,7 @@ def read_objects(path: Path) -> PathLookup[list[CocoObject]]:
         raise UsageError(f"{path}: cannot be read ({error}); expected a COCO file") from None
     by_name: dict[str, list[CocoObject]] = {}
     for name, thing in _parse_coco(path, text):
-        by_name.setdefault(_normalize(name), []).append(thing)
+        by_name.setdefault(normalize_name(name), []).append(thing)
     if not by_name:
         raise UsageError(f"{path}: no boxes in it")
     return PathLookup(by_name)
@@ -257,16 +236,24 @@ def _to_corners(values: list[float], *, has_size: bool) -> Box:
     return (a, b, a + c, b + d) if has_size else (a, b, c, d)
 
 
-def annotate(images: Iterable[InputImage], crops: Boxes | None, labels: Labels | None = None) -> Iterator[InputImage]:
-    """Yield each image with its crop and its label, or with the error that it has no crop."""
+def annotate(images: Iterable[InputImage], crops: Crops | None, labels: Labels | None = None) -> Iterator[InputImage]:
+    """Yield each image with its crop and its label, or with the error that it has no crop.
+
+    With a detector's boxes an image comes once per box, or not at all. Positions are counted anew.
+    """
+    position = itertools.count()
     for image in images:
-        path, crop, error = unescape_name(image.name or ""), None, image.error
+        path, error = unescape_name(image.name or ""), image.error
+        found: Sequence[Crop] = [Crop(None)]
         if error is None and crops is not None:
             try:
-                crop = crops.find(path)
+                found = crops.find_all(path)
             except ImageError as no_crop:
                 error = no_crop
-        yield replace(image, crop=crop, label=None if labels is None else labels.find(path), error=error)
+        label = None if labels is None else labels.find(path)
+        for crop, detection in found:
+            index = None if image.index is None else next(position)
+            yield replace(image, crop=crop, label=label, error=error, index=index, detection=detection)
 
 
 class Labels(Protocol):
@@ -355,7 +342,7 @@ def _parse_label_rows(path: Path, reader: csv.DictReader[str]) -> dict[str, str]
         name, label = row["image"], row["label"]
         if not name or not label:
             raise UsageError(f"--labels {path}: line {reader.line_num} lacks an image's name or its label")
-        name = _normalize(name)
+        name = normalize_name(name)
         if by_name.setdefault(name, label) != label:
             raise UsageError(f"--labels {path}: two labels for {name}; expected one per image")
     return by_name

@@ -49,6 +49,7 @@ class InputImage:
         index: position among all images of the inputs, from 0; None for an image that `discover` did not find.
         drawn: the image will be drawn: keep it and its row of the outputs, whatever the options say.
         frame: the place in a video; None for an image that is not a frame.
+        detection: position of the crop among the boxes of a detector, see `detections.Crop`.
         relative: the path from the folder or archive that was searched; the file's name for a file given directly.
     """
 
@@ -60,6 +61,7 @@ class InputImage:
     index: int | None = None
     drawn: bool = False
     frame: FrameInfo | None = None
+    detection: int | None = None
     relative: str = ""
 
     @classmethod

@@ -1,0 +1,83 @@
+"""Answers to a detector's boxes as classifications in its results (https://lila.science/megadetector-output-format).
+
+Only the answers change the file: other detections, images and keys stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.errors import UsageError
+from opal_deploy.records.names import readable_name, unescape_name
+from opal_deploy.records.record import Answer, Failed, Record
+from opal_deploy.sources.annotations import read_boxes
+from opal_deploy.sources.detections import Detections
+from opal_deploy.sources.lookup import PathLookup, normalize_name
+
+
+def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Record]) -> dict[str, Any]:
+    """Return a detector's results with the records of a run as classifications.
+
+    A detection's classes stand best first, with their calibrated probability, or with the cosine where none is fitted.
+    An answer that is `abstained` or `unknown` adds none. An image with nothing but errors gets a `failure`, and null
+    for its detections. Classifications of an earlier classifier are removed.
+
+    Args:
+        path: the results that the run had as --boxes.
+        run: its options, see `read_run_options`.
+
+    Raises:
+        UsageError: other results than those of the run, or records that name no detection or have no such number.
+    """
+    if not isinstance(read_boxes(path), Detections):
+        raise UsageError(f"{path}: not MegaDetector's results; expected the file that infer had as --boxes")
+    if f"sha256 {compute_sha256(path)}" not in str(run.get("boxes")):
+        raise UsageError(f"{path}: not the boxes of this run, which are {run.get('boxes') or 'none'}")
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    names = PathLookup({normalize_name(image["file"]): image for image in document["images"]})
+    for image in document["images"]:
+        for detection in image.get("detections") or ():
+            detection.pop("classifications", None)
+    categories: dict[str, str] = {}
+    failures: dict[str, str] = {}
+    answered: set[str] = set()
+    digest = None
+    for record in records:
+        name, digest = unescape_name(record.image or ""), record.model_sha256 or digest
+        if isinstance(record, Failed):
+            failures[name] = f"{record.error.code}: {record.error.message}"
+            continue
+        answered.add(name)
+        try:
+            detection = names[names.matches(name)[0]]["detections"][record.detection]
+        except (IndexError, TypeError):
+            raise UsageError(
+                f"{readable_name(record.image)}: {path.name} has not the detection of its record"
+            ) from None
+        if record.status == "ok":
+            classes = sorted(((_find_confidence(answer), answer) for answer in record.top), key=lambda pair: -pair[0])
+            detection["classifications"] = [[str(answer.class_id), confidence] for confidence, answer in classes]
+            categories |= {str(answer.class_id): answer.label for answer in record.top}
+    for name, failure in failures.items():
+        if name in answered:
+            continue
+        found = names.matches(name)
+        image = names[found[0]] if len(found) == 1 else {"file": name}
+        if len(found) != 1:
+            document["images"].append(image)
+        image |= {"failure": failure, "detections": None}
+    document["classification_categories"] = dict(sorted(categories.items(), key=lambda pair: int(pair[0])))
+    document.pop("classification_category_descriptions", None)
+    document["info"] = {**document.get("info", {}), "classifier": f"opal-deploy, model sha256 {digest}"}
+    return document
+
+
+def _find_confidence(answer: Answer) -> float:
+    value = answer.cosine if answer.calibrated_probability is None else answer.calibrated_probability
+    if value is None:
+        raise UsageError("the model has neither calibrated probabilities nor cosines, which are numbers up to 1")
+    return round(float(value), 5)
