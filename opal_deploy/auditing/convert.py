@@ -44,6 +44,7 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
     from opal_deploy.auditing.megadetector import add_classifications
     from opal_deploy.auditing.results import find_results, read_all_records, read_run_options
     from opal_deploy.records.converters import label_config, to_coco, to_label_studio
+    from opal_deploy.records.run_files import RUN, SUMMARY
 
     if options.config is not None and options.to != "label-studio":
         raise UsageError("--config: only --to label-studio has a labelling interface")
@@ -51,10 +52,11 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
         raise UsageError("--to megadetector adds classifications to a detector's results: give them as --boxes FILE")
     path = find_results(Path(results))
     out, config, boxes = (None if name is None else Path(name) for name in (options.out, options.config, options.boxes))
+    inputs = [path, boxes, *(path.with_name(name) for name in (RUN, SUMMARY))]
     if out is not None:
-        check_output("--out", out, [".json"], inputs=[path, *([boxes] if boxes else [])], overwrite=options.overwrite)
+        check_output("--out", out, [".json"], inputs=inputs, overwrite=options.overwrite)
     if config is not None:
-        check_output("--config", config, [".xml"], inputs=[path], overwrite=options.overwrite)
+        check_output("--config", config, [".xml"], inputs=inputs, overwrite=options.overwrite)
     document: Any
     if options.to == "label-studio":
         document = to_label_studio(read_all_records(path), options.prefix)

@@ -108,13 +108,10 @@ def write_page(
     after = _choose(answers, shifts, layout, [not away for away in moved_away])
     usual = [shift.kind == "label" or away for shift, away in zip(shifts, moved_away, strict=True)]
     before = None if earlier is None else _choose(earlier, shifts, layout, usual)
-    interpreted = interpret(report.shifts)
-    conclusions = [text for text, _ in interpreted]
-    if before is not None:
-        conclusions += _compare_looks(before[-1], after[-1], root)
+    looks = [] if before is None else _compare_looks(before[-1], after[-1], root)
     text = render_page(
-        __package__, "drift", report=report, results=without_folders(answers.shown), conclusions=conclusions,
-        earlier=earlier, advice=sorted({section for _, section in interpreted}),
+        __package__, "drift", report=report, results=without_folders(answers.shown),
+        suggestions=interpret(report.shifts), looks=looks, earlier=earlier,
         sections=[
             {
                 "shift": shift, "text": shift.describe(report.class_names),

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from opal_deploy.artifact.documents import check_document
 from opal_deploy.artifact.files import read_text
+from opal_deploy.artifact.output_file import check_output
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.model.config import HeadKind
 from opal_deploy.runtime.devices import available_cpus, read_driver
@@ -224,8 +225,9 @@ def append_measurement(path: Path, measurement: Measurement) -> None:
     """Append one line to a file; the file and its folder need not exist.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be written, or is not a .jsonl file.
     """
+    check_output("--out", path, [".jsonl"], overwrite=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as stream:

@@ -52,8 +52,8 @@ def _print_report(report: DriftReport) -> None:
         )
     from opal_deploy.records.shifts import interpret
 
-    for text, section in interpret(report.shifts):
-        print_message(f"{text} What to do: {section}, on the documentation's page about drift")
+    for text, advice, section in interpret(report.shifts):
+        print_message(f"{text} What to do: {advice} (docs/howto/drift.md, {section})")
     for shift in report.shifts[:_LISTED]:
         print_message(one_line(f"{shift.describe(report.class_names)} (effect {shift.effect:.2f}, q {shift.q:.1g})"))
     if len(report.shifts) > _LISTED:

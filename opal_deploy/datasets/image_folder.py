@@ -100,7 +100,7 @@ def _read_image_folder(root: Path) -> Listing:
     return Listing(
         DataSet(root, "imagefolder", class_names, train, others["val"], others["test"], warnings=warnings),
         problems,
-        advice="expected DATA/<class>/*.jpg or DATA/train/<class>/*.jpg, remove or fill the folders named",
+        advice="expected DATA/<class>/*.jpg or DATA/train/<class>/*.jpg, with images in each folder",
     )
 
 

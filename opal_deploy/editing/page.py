@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from opal_deploy.artifact.drops import name_slot
-from opal_deploy.artifact.files import atomic_write
+from opal_deploy.artifact.files import atomic_write, without_folders
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.editing.data import ScoredData
 from opal_deploy.editing.options import EditOptions
@@ -94,7 +94,8 @@ def write_page(
     command = options.repeat(model)
     document = {
         "command": shlex.join(command[:3]),
-        "rest": shlex.join(command[3:]),
+        # the page may be passed on
+        "rest": shlex.join(without_folders(command[3:])),
         "epsilon": metadata.epsilon,
         "class_map": metadata.class_map.to_dict(),
         "names": [name_slot(channel, metadata) for channel in range(metadata.num_prototypes)],

@@ -27,6 +27,10 @@ _PANEL = "Thresholds"
 _USUAL_RATE = 0.05
 
 
+# of two cosines
+_LARGEST_MARGIN = 2
+
+
 class Chosen(NamedTuple):
     """A limit that was chosen by a rate, and what it does to the validation images, in a sentence."""
 
@@ -62,6 +66,9 @@ class Threshold:
 def _check_margin(given: str, path: Path, metadata: Metadata) -> None:
     if metadata.evidence == "none":
         raise UsageError(f"{path}: it has no cosines, so no margin; leave out {given.split()[0]}")
+    # the margins of heads that share prototypes are differences of logits
+    if metadata.is_opal and (parse_number(given.partition(" ")[2]) or 0) > _LARGEST_MARGIN:
+        raise UsageError(f"{given}: above every margin, so all images would be abstained; expected at most 2")
 
 
 def _choose_margin(given: str, path: Path, metadata: Metadata, rate: float) -> Chosen:

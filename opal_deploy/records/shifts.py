@@ -78,7 +78,7 @@ class Shift:
         """Return one line for people."""
         name = "" if self.class_id is None else class_names[self.class_id]
         after, before = f"{self.after:.0%} of {self.answers_after:,}", f"{self.before:.0%} of {self.answers_before:,}"
-        shares = f"{after} answers, {before} in the baseline"
+        shares = f"{after} answers, {before} before"
         if self.kind == "label":
             return f"{name} is predicted {'more' if self.rose else 'less'} often: {shares}"
         subject = "" if self.slot is None else f"slot {self.slot} of {name}: "
@@ -88,9 +88,7 @@ class Shift:
             moved = "moved to" if self.rose else "left"
             return f"{subject[:-2]} {moved} the {PLACES[self.place]}: {shares}"
         change, side = ("rose", "above") if self.rose else ("fell", "below")
-        return (
-            f"{subject}{_WORDS[self.kind]} {change}: {after} answers {side} {self.value:.3g}, {before} in the baseline"
-        )
+        return f"{subject}{_WORDS[self.kind]} {change}: {after} answers {side} {self.value:.3g}, {before} before"
 
     def find_cases(self, observations: Observations) -> NDArray[np.bool_]:
         """Return which of N images show what the shift is about: the class, the place, or a value beyond `value`."""
@@ -112,31 +110,56 @@ class Shift:
         return {**asdict(self), "label": label, "place": place, "text": self.describe(class_names)}
 
 
-def interpret(shifts: Sequence[Shift]) -> list[tuple[str, str]]:
-    """Return what a pattern of shifts suggests, each with the section of docs/howto/drift.md on what to do about it."""
+class Suggestion(NamedTuple):
+    """What a pattern of shifts suggests, and what to do about it; `section` of docs/howto/drift.md says more."""
+
+    text: str
+    advice: str
+    section: str
+
+
+def interpret(shifts: Sequence[Shift]) -> list[Suggestion]:
+    """Return what a pattern of shifts suggests."""
     kinds = {shift.kind for shift in shifts}
     fell, rose = ({shift.kind for shift in shifts if shift.rose is up} for up in (False, True))
     found = []
     if "ood_score" in rose:
-        found.append((
+        found.append(Suggestion(
             "Pictures are less like the training images: other objects or scenes, or another picture quality.",
+            "Look at the images with the highest OOD score; if they keep coming, make them a class of their own.",
             "OpalStrangeImages",
         ))  # fmt: skip
     if "norm" in fell or "shared_cells" in rose:
-        text = "Evidence is weaker in all classes, as with blur, compression, other exposure or another lens."
-        found.append((text, "OpalEvidenceChanged"))
+        found.append(Suggestion(
+            "Evidence is weaker in all classes, as with blur, compression, other exposure or another lens.",
+            "Compare pictures with earlier ones, and mend the camera or train with such pictures.",
+            "OpalEvidenceChanged",
+        ))  # fmt: skip
     elif kinds & {"score", "contribution"}:
-        text = "Single slots find their part more weakly or strongly: it may be covered, missing or look different."
-        found.append((text, "OpalEvidenceChanged"))
+        found.append(Suggestion(
+            "Single slots match more weakly or strongly: what they look at may be covered, missing or look different.",
+            "Compare the boxes of these slots with earlier ones.",
+            "OpalEvidenceChanged",
+        ))  # fmt: skip
     if "place" in kinds:
-        found.append(("Slots look elsewhere: another framing, or something new at that place.", "OpalSlotsMoved"))
+        found.append(Suggestion(
+            "Slots look elsewhere: another framing, or something new at that place.",
+            "Remove what is new or crop it away, drop the slot with edit, or train with --keep-off.",
+            "OpalSlotsMoved",
+        ))  # fmt: skip
     if fell & {"cosine", "margin"}:
-        found.append(("Answers are less certain; expect more wrong ones.", "OpalConfidenceChanged"))
+        text = "Answers are less certain; expect more wrong ones."
+        found.append(Suggestion(text, "Label a hundred images and evaluate.", "OpalConfidenceChanged"))
     elif rose & {"cosine", "margin"}:
-        found.append(("Answers are more certain, as with many similar pictures.", "OpalConfidenceChanged"))
+        text = "Answers are more certain, as with many similar pictures."
+        found.append(Suggestion(text, "Check for many pictures of one object.", "OpalConfidenceChanged"))
     if "label" in kinds:
         rest = "" if kinds - {"label"} else " How the model finds its evidence has not changed."
-        found.append((f"Classes come in other shares.{rest}", "OpalClassShares"))
+        found.append(Suggestion(
+            f"Classes come in other shares.{rest}",
+            "If a season explains it, compare with last month (--against); else look at images of the class that grew.",
+            "OpalClassShares",
+        ))  # fmt: skip
     return found
 
 

@@ -155,10 +155,8 @@ class TrainOptions:
         # a head that another run has trained is not fitted again
         fits_head = self.head_steps > 0 and self.start_from is None
         if self.epochs is not None and self.epochs < (0 if fits_head else 1):
-            raise UsageError(
-                f"epochs {self.epochs}: expected at least 1; 0 fits the head only, which takes --head-steps and no "
-                "--start-from"
-            )
+            why = "--start-from has a fitted head" if self.start_from else "this recipe does not, or --weights are none"
+            raise UsageError(f"epochs {self.epochs}: expected at least 1; 0 fits the head only, and {why}")
         if self.head_steps < 0 or (self.batch_size is not None and self.batch_size < 1):
             raise UsageError("the batch size must be at least 1, and head_steps must not be negative")
         for name in ("lr", "minutes"):

@@ -16,7 +16,7 @@ GLOSSARY: dict[str, str] = {
     "slot": (
         "The place of one prototype in its class. "
         "With five prototypes per class, every class has the slots 0 to 4. "
-        "In each image, a slot takes the one cell that matches its part best."
+        "In each image, a slot takes the one cell that matches its prototype best."
     ),
     "score": (
         "How strongly a slot responds at its best cell, usually from 0 (not at all) to 1. "

@@ -140,6 +140,11 @@ def test_an_unreadable_file_is_one_line(tmp_path, make, message):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="choose another --out"):
         append_measurement(tmp_path / "file" / "lines.jsonl", MINIMAL)
+    model = tmp_path / "model.onnx"
+    model.write_bytes(b"a model")
+    with pytest.raises(UsageError, match=r"model\.onnx: exists and is not a \.jsonl file"):
+        append_measurement(model, MINIMAL)
+    assert model.read_bytes() == b"a model"
 
 
 def test_the_key_ignores_time_and_versions():

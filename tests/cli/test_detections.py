@@ -75,6 +75,8 @@ def test_each_animal_is_a_record_and_a_classification_of_its_detection(tmp_path,
     assert after["images"][2]["failure"].startswith("no_box: ")
     assert after["images"][3]["file"] == "in/003.png"
 
+    over = [*back[:-1], "out/run.json", "--overwrite", "--boxes", trap]
+    assert "out/run.json: this call reads that file" in one_line(opal(*over, cwd=tmp_path))
     other = write(tmp_path / "other.json", before["images"], more=1)
     refused = one_line(opal(*back[:-1], "other.out.json", "--boxes", other, cwd=tmp_path))
     assert "other.json: not the boxes of this run" in refused

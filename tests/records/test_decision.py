@@ -21,6 +21,8 @@ def test_a_margin_is_taken_as_it_is_and_other_text_refused(exact_model):
     for text in ("some", "nan", "inf", "1e400", "1_0", "٣", "-0.1", ""):
         with pytest.raises(UsageError, match=r"expected a margin such as 0.05, or an error rate such as 5%"):
             choose_margin(text, exact_model, metadata)
+    with pytest.raises(UsageError, match=r"--min-margin 2.5: above every margin, .*expected at most 2$"):
+        choose_margin("2.5", exact_model, metadata)
     for text in ("1_0%", "٣%", "nan%"):
         with pytest.raises(UsageError, match=r"expected a percentage between 0 and 100"):
             choose_margin(text, exact_model, metadata)

@@ -198,7 +198,7 @@ const evidence = (() => {
     const cells = Map.groupBy(slots, (slot) => String(slot.cell)), boxes = [...slots, ...others].map(({ box }) => box);
     const place = { preserveAspectRatio: "none", viewBox: `0 0 ${width} ${height}` };
     const around = ([x0, y0, x1, y1]) => `M${x0} ${y0}V${y1}H${x1}V${y0}z`;
-    const veil = el("path", { class: "veil", d: `M0 0H${width}V${height}H0z${slots.map(({ box }) => around(box)).join("")}` });
+    const veil = el("path", { class: "veil", d: `M0 0H${2 * width}V${2 * height}H0z${slots.map(({ box }) => around(box)).join("")}` });
     const frames = fields.flatMap(([left, top, right, bottom, slot]) => ["case", slotClass(slot)].map((look) =>
       el("rect", { class: `field ${look}`, x: left, y: top, width: right - left, height: bottom - top })));
     const groups = (isDrawn ? [] : [...slots, ...others]).map((slot, i) => {
