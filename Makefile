@@ -33,7 +33,7 @@ CABRNET_INSTALLED := $(CABRNET_VENV)/.installed
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
-.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all test-image dist check docs format clean
+.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all test-image test-image-gpu dist check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter, and the length of the documentation"
 	@echo "make test-image  the image of Dockerfile, built and run (root, buildah and debootstrap; 3 minutes)"
+	@echo "make test-image-gpu  Dockerfile.gpu, built up to the step that needs NVIDIA's package index (2 GB)"
 	@echo "make dist      the files of a release, checked, and tried in an environment of their own"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
 
@@ -146,6 +147,9 @@ dist: $(INSTALLED)
 # as root, with buildah and debootstrap; no Docker daemon
 test-image:
 	tools/test_image.sh
+
+test-image-gpu:
+	tools/test_image.sh gpu
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

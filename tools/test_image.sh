@@ -2,7 +2,8 @@
 # Builds the image of `Dockerfile` and runs it: the quick demo, `infer`, and `serve`, on a read-only root, as the image's
 # user, without privileges. Needs root, buildah and debootstrap, and no Docker daemon; takes about three minutes.
 #
-#   make test-image
+#   make test-image        the image of Dockerfile
+#   make test-image-gpu    Dockerfile.gpu up to the step that needs NVIDIA's package index; downloads some 2 GB
 #
 # The base is a Debian with Python instead of Docker Hub's `python`, kept in build/image for the next time.
 set -euo pipefail
@@ -23,11 +24,19 @@ if ! buildah inspect --type image "$BASE" >/dev/null 2>&1; then
   buildah rm "$container" >/dev/null
 fi
 
-echo "Building Dockerfile"
-# packages come over this machine's network, which may have a certificate of its own
-buildah bud --quiet --isolation chroot --network host --build-arg PYTHON_IMAGE="$BASE" \
-  --volume /etc/ssl/certs/ca-certificates.crt:/etc/ssl/certs/ca-certificates.crt:ro \
-  --file Dockerfile --tag "$IMAGE" . >"$WORK/build.log" 2>&1 || { tail -20 "$WORK/build.log"; exit 1; }
+build() {
+  echo "Building $1"
+  # packages come over this machine's network, which may have a certificate of its own
+  buildah bud --quiet --isolation chroot --network host --file "$1" "${@:2}" \
+    --volume /etc/ssl/certs/ca-certificates.crt:/etc/ssl/certs/ca-certificates.crt:ro . >"$WORK/build.log" 2>&1
+}
+if [ "${1:-}" = gpu ]; then
+  if build Dockerfile.gpu --target build --build-arg CUDA_IMAGE="$BASE" --build-arg PYTHON=3.13; then exit 1; fi
+  grep "pass --build-arg NVIDIA_INDEX" "$WORK/build.log" || { tail -20 "$WORK/build.log"; exit 1; }
+  echo "Dockerfile.gpu builds up to the step that needs NVIDIA's package index"
+  exit
+fi
+build Dockerfile --build-arg PYTHON_IMAGE="$BASE" --tag "$IMAGE" || { tail -20 "$WORK/build.log"; exit 1; }
 
 container=$(buildah from "$IMAGE")
 # shellcheck disable=SC2155
