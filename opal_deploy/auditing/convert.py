@@ -24,12 +24,21 @@ class ConvertOptions(Options):
     categories: Annotated[Literal["class", "slot"], Option("coco: what categories stand for.")] = "class"
     prefix: Annotated[str, Option("label-studio: text before each path, such as /data/local-files/?d=.")] = ""
     config: Annotated[
-        StrPath | None, Option("label-studio: also write the labelling interface (XML) to this file.", cli=Path)
+        StrPath | None,
+        Option("label-studio: file for the labelling interface (XML).", default="standard error", cli=Path),
     ] = None
 
     boxes: Annotated[
         StrPath | None, Option("megadetector: the detector's results that infer had as --boxes.", cli=Path)
     ] = None
+
+
+def read_label_config(results: Path) -> str:
+    """Return Label Studio's labelling interface (XML) for a results.jsonl, or that of its folder."""
+    from opal_deploy.auditing.results import find_results, read_all_records
+    from opal_deploy.records.converters import label_config
+
+    return label_config(read_all_records(find_results(results)))
 
 
 @keywords(ConvertOptions)
@@ -43,7 +52,7 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
     from opal_deploy.artifact.output_file import check_output
     from opal_deploy.auditing.megadetector import add_classifications
     from opal_deploy.auditing.results import find_results, read_all_records, read_run_options
-    from opal_deploy.records.converters import label_config, to_coco, to_label_studio
+    from opal_deploy.records.converters import to_coco, to_label_studio
     from opal_deploy.records.run_files import RUN, SUMMARY
 
     if options.config is not None and options.to != "label-studio":
@@ -66,7 +75,7 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
         document = to_coco(read_all_records(path), options.categories)
     if config is not None:
         with atomic_write(config, replace=options.overwrite) as temporary:
-            temporary.write_text(label_config(read_all_records(path)), encoding="utf-8")
+            temporary.write_text(read_label_config(path), encoding="utf-8")
     if out is not None:
         with atomic_write(out, replace=options.overwrite) as temporary:
             temporary.write_text(json.dumps(document, ensure_ascii=True) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.auditing.convert import ConvertOptions, convert_results
+from opal_deploy.auditing.convert import ConvertOptions, convert_results, read_label_config
 from opal_deploy.cli.console import print_json_line, print_message
 
 
@@ -21,13 +21,16 @@ def convert(
     For tables use `infer --format csv` or `--format parquet`.
     """
     document = convert_results(results, **options.keywords())
-    if options.config is not None:
-        print_message(f"{options.config}: labelling interface")
     if options.out is None:
         print_json_line(json.dumps(document, ensure_ascii=True))
     else:
         images = document["images"] if isinstance(document, dict) else document
         print_message(f"{options.out}: {len(images)} images")
+    if options.to == "label-studio":
+        what = "the following" if options.config is None else options.config
+        print_message(f"Paste {what} into the project's Settings > Labeling Interface, or predictions are not shown.")
+        if options.config is None:
+            print_message(read_label_config(results).rstrip("\n"))
 
 
 def schema() -> None:

@@ -65,7 +65,12 @@ class EditOptions(Options):
     skip_missing: SkipMissing = False
     boxes: CropToBoxes = True
     annotations: Annotated[
-        StrPath | None, Option("COCO file with object boxes.", default="the data set's boxes or masks", cli=Path)
+        StrPath | None,
+        Option(
+            "COCO file or Label Studio's JSON export with object boxes.",
+            default="the data set's boxes or masks",
+            cli=Path,
+        ),
     ] = None
     batch: Annotated[int, Option("Batch size.", min=1)] = 16
     device: Device = "auto"

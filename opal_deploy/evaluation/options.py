@@ -51,7 +51,11 @@ class EvaluateOptions(Options):
     ] = None
     annotations: Annotated[
         StrPath | None,
-        Option("COCO file with object boxes for the pointing game.", default="the data set's boxes or masks", cli=Path),
+        Option(
+            "COCO file or Label Studio's JSON export with object boxes for the pointing game.",
+            default="the data set's boxes or masks",
+            cli=Path,
+        ),
     ] = None
     target_error: Annotated[
         float | None,

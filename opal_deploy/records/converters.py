@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any, Literal
+from urllib.parse import quote
 
 from opal_deploy.records.names import readable_name
 from opal_deploy.records.record import Answered, Failed, Record, Slot, to_record
@@ -89,7 +90,8 @@ def to_label_studio(records: Iterable[Record | Mapping[str, Any]], prefix: str =
 
     Args:
         records: records, those of `Model.predict` included, or the lines of a results.jsonl.
-        prefix: text before each image's path, such as `/data/local-files/?d=` for Label Studio's local storage.
+        prefix: text before each image's path, such as `/data/local-files/?d=` for Label Studio's local storage. If it
+            has a `?`, the paths are escaped as in a URL's query.
     """
     return [_build_task(record, prefix) for record in map(to_record, records)]
 
@@ -113,6 +115,8 @@ def label_config(records: Iterable[Record | Mapping[str, Any]]) -> str:
 
 def _build_task(record: Record, prefix: str) -> dict[str, Any]:
     name = readable_name(record.image)
+    if "?" in prefix:  # `+` would be a space, and `#` the end
+        name = quote(name)
     task: dict[str, Any] = {"data": {"image": prefix + name}, "meta": {"status": record.status, **_index(record)}}
     if isinstance(record, Failed):
         return task

@@ -2,7 +2,8 @@
 
 Start with `discovery.discover`, which turns the inputs of a call into `InputImage`s, lazily and in a fixed order.
 `archives`, with `tar`, `zip` and `members`, reads archives; `buckets` finds images by URL; `video` replaces videos with
-their frames (`preprocess.video` has the codes of their errors); `annotations` reads boxes and labels.
+their frames (`preprocess.video` has the codes of their errors); `annotations` reads boxes and labels,
+`label_studio` the objects of its exports.
 
 What cannot be read is an image with an error, of one of these codes:
 

@@ -6,7 +6,7 @@ either `x0,y0,x1,y1` or `x,y,width,height`; from a COCO file: `images` with `id`
 All but the detector's are in pixels of the image as a viewer shows it.
 
 Objects are what an image shows. They come from a COCO file (https://cocodataset.org/#format-data), any number per
-image; `category_id` and `categories` with `id` and `name` name them.
+image; `category_id` and `categories` with `id` and `name` name them. Or they come from Label Studio (`label_studio`).
 
 Labels are the true classes of images. They are the names of the images' folders, or come from a CSV file with the
 columns `image` and `label`.
@@ -174,7 +174,7 @@ def _parse_box_rows(path: Path, reader: csv.DictReader[str]) -> list[tuple[str, 
 
 @dataclass(frozen=True)
 class CocoObject:
-    """An annotation of a COCO file.
+    """An annotation of a COCO file, or one in its form.
 
     Attributes:
         category: the name of its category; empty if it has none.
@@ -189,13 +189,22 @@ class CocoObject:
 
 
 def read_objects(path: Path) -> PathLookup[list[CocoObject]]:
-    """Read a COCO file's objects by image, without images that have none; raise UsageError if there are none."""
+    """Read the objects by image in a COCO file or Label Studio's JSON export, without images that have none.
+
+    Raises:
+        UsageError: unreadable, another format, or no objects.
+    """
+    from opal_deploy.sources.label_studio import parse_export
+
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); expected a COCO file") from None
+        raise UsageError(
+            f"{path}: cannot be read ({error}); expected a COCO file or Label Studio's JSON export"
+        ) from None
     by_name: dict[str, list[CocoObject]] = {}
-    for name, thing in _parse_coco(path, text):
+    parse = parse_export if text.lstrip().startswith("[") else _parse_coco
+    for name, thing in parse(path, text):
         by_name.setdefault(normalize_name(name), []).append(thing)
     if not by_name:
         raise UsageError(f"{path}: no boxes in it")

@@ -1,6 +1,6 @@
 """The regions of training images that the attention is kept off: `train --keep-off`.
 
-They come from a COCO file (stamps, scale bars, borders), or are everything outside the objects of the data set.
+They come from a file (stamps, scale bars, borders), or are everything outside the objects of the data set.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_regions(data: DataSet, keep_off: str) -> Regions:
     """Return the regions of a data set's training images.
 
     Args:
-        keep_off: a COCO file, or `outside`.
+        keep_off: a COCO file, Label Studio's JSON export, or `outside`.
 
     Raises:
         UsageError: the file is damaged or has none of the images; or the data set's objects are unknown.
@@ -105,7 +105,7 @@ def _read_file(path: Path, data: DataSet) -> list[ImageAnnotation]:
     if not any(region.boxes for region in regions):
         raise UsageError(
             f"--keep-off {path}: no regions for any of the {len(regions):,} training images, such as "
-            f"{data.train[0].path.name}; expected a file_name that ends the image's path"
+            f"{data.train[0].path.name}; expected a file_name (Label Studio: data.image) that ends the image's path"
         )
     return regions
 

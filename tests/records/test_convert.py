@@ -163,7 +163,7 @@ def test_coco_boxes_are_read_back_as_they_were(tmp_path):
 
 def test_label_studio():
     task, failed, plain = to_label_studio(RECORDS, "/data/local-files/?d=")
-    assert task["data"] == {"image": "/data/local-files/?d=a\\b.jpg"}
+    assert task["data"] == {"image": "/data/local-files/?d=a%5Cb.jpg"}
     (prediction,) = task["predictions"]
     assert prediction["score"] == 0.25
     choice, first, second = prediction["result"]
@@ -176,7 +176,7 @@ def test_label_studio():
     assert (first["original_width"], first["original_height"], first["image_rotation"]) == (200, 50, 0)
     assert (second["value"]["x"], second["value"]["y"]) == (75.0, 75.0)
     # a name that is not text stays as the record has it
-    assert failed == {"data": {"image": "/data/local-files/?d=c\\xff.jpg"}, "meta": {"status": "error"}}
+    assert failed == {"data": {"image": "/data/local-files/?d=c%5Cxff.jpg"}, "meta": {"status": "error"}}
     assert [part["type"] for part in plain["predictions"][0]["result"]] == ["choices"]
     assert "score" not in plain["predictions"][0]
 
@@ -194,11 +194,16 @@ def test_the_command_converts(opal, tmp_path):
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (OK, FAILED)))
     done = opal("convert", tmp_path, "--to", "coco", "--categories", "slot")
     assert json.loads(done.stdout) == to_coco([OK, FAILED], "slot")
+    done = opal("convert", tmp_path, "--to", "label-studio")
+    assert json.loads(done.stdout) == to_label_studio([OK, FAILED])
+    how = "into the project's Settings > Labeling Interface, or predictions are not shown."
+    assert done.stderr == f"Paste the following {how}\n{label_config([OK])}"
     arguments = ["--to", "label-studio", "--out", tmp_path / "tasks.json", "--config", tmp_path / "config.xml"]
     done = opal("convert", tmp_path / "results.jsonl", *arguments, "--prefix", "x/")
     assert (done.returncode, done.stdout) == (0, "")
     assert json.loads((tmp_path / "tasks.json").read_text()) == to_label_studio([OK, FAILED], "x/")
     assert (tmp_path / "config.xml").read_text() == label_config([OK])
+    assert done.stderr.endswith(f"Paste {tmp_path / 'config.xml'} {how}\n")
 
 
 @pytest.mark.parametrize(
