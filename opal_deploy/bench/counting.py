@@ -81,10 +81,12 @@ def count_backbone(
     """
     from opal_deploy.model import backbones
 
-    network = backbones.build(name, stride=stride, keep_layers=keep_layers, device="meta").eval()
+    network = backbones.build(name, stride=stride, keep_layers=keep_layers, input_size=input_size, device="meta").eval()
     grid = network.grid(input_size)
     counts = count_module(network, (3, *input_size), name)
-    has_classifier = keep_layers or network.stride == backbones.own_stride(name)
+    has_classifier = not backbones.is_transformer(name) and (
+        keep_layers or network.stride == backbones.own_stride(name)
+    )
     return CountedBackbone(name, counts, network.num_features, grid, network.stride, keep_layers, has_classifier)
 
 

@@ -114,7 +114,8 @@ def build_networks(options: ModelOptions, head: HeadKind = OPAL) -> Iterator[Nam
     """
     variants = list(backbones.list_variants(options.backbone, options.stride or (None,), options.keep_layers))
     for name, stride, keep in variants:
-        backbones.build(name, stride=stride, keep_layers=keep, device="meta").grid(options.input_size)
+        backbone = backbones.build(name, stride=stride, keep_layers=keep, input_size=options.input_size, device="meta")
+        backbone.grid(options.input_size)
         if head == "plain":
             backbones.build_classifier(name, options.classes, stride=stride, keep_layers=keep, device="meta")
     heads = {"linear": LINEAR_BASELINE, "plain": PLAIN_CLASSIFIER}

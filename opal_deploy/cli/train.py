@@ -96,6 +96,9 @@ def _print_result(result: TrainResult) -> None:
         boxes = format_box_option(result.config, result.best)
         print_message(f"Trained on images cropped to boxes: give infer the boxes of its images too, such as {boxes}")
     options = result.config["options"]
-    if options["stride"] is None and HeadConfig.from_dict(options["head"]).evidence == "exact":
+    from opal_deploy.model.backbones import is_transformer
+
+    has_finer = options["stride"] is None and not is_transformer(options["backbone"])
+    if has_finer and HeadConfig.from_dict(options["head"]).evidence == "exact":
         print_message("For boxes that say more, train with --stride 16: finer cells")
     print_message(f"Next: opal-deploy export {result.best}")

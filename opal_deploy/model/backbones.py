@@ -1,11 +1,11 @@
-"""CNN backbones: any torchvision or timm convolutional classifier, cut before its global pooling, or earlier.
+"""Backbones: any torchvision or timm convolutional classifier, cut before its global pooling, or earlier.
 
 The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are cut where its authors cut them: after
 the last convolutional stage, before pooling, without the norm that follows in ConvNeXt. A finer stride cuts at the
 last feature map of that stride, so that cells are smaller and see less of the image; or all layers are kept, and the
 later ones get stride 1. The traced graph tells where to cut (`feature_graph`). Parameter names stay those of the
 library (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`). `torchvision_backbones` and `timm_backbones` hold
-what differs between the libraries.
+what differs between the libraries, `token_backbones` transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from opal_deploy.errors import CheckpointError, UsageError, first_line
-from opal_deploy.model import timm_backbones, torchvision_backbones
+from opal_deploy.model import timm_backbones, token_backbones, torchvision_backbones
 from opal_deploy.model.config import PretrainedConfig, check_tiling, require_stride
 from opal_deploy.model.feature_graph import Cut, extract_classifier, find_cut, find_unstrided_cut, remove_strides
 from opal_deploy.model.network_names import TIMM_PREFIX, check_weights, is_weights_file
@@ -108,7 +108,12 @@ def get_library(name: str) -> _Library:
 
 
 def build(
-    name: str, *, stride: int | None = None, keep_layers: bool = False, device: str | torch.device = "cpu"
+    name: str,
+    *,
+    stride: int | None = None,
+    keep_layers: bool = False,
+    input_size: tuple[int, int] | None = None,
+    device: str | torch.device = "cpu",
 ) -> Backbone:
     """Build a backbone with random weights.
 
@@ -118,6 +123,7 @@ def build(
             before the global pooling: stride 32 for the paper's nine.
         keep_layers: end the network before its global pooling anyway, and give stride 1 to each convolution and
             pooling that would coarsen a feature map of `stride`.
+        input_size: (H0, W0), which only transformers depend on; None: the library's own.
         device: of the parameters; `meta` allocates none.
 
     Raises:
@@ -126,8 +132,11 @@ def build(
         MissingExtra: the library is not installed.
     """
     library = get_library(name)
-    full = library.build_network(name, device)
     cut = _find_cut(name, stride, keep_layers)
+    if (architecture := _find_transformer(name)) is not None:
+        body = token_backbones.build_network(architecture, input_size, device)
+        return Backbone(name, body, cut.num_features, cut.stride)
+    full = library.build_network(name, device)
     remove_strides(full, cut.unstrided)
     from torchvision.models.feature_extraction import create_feature_extractor
 
@@ -182,6 +191,8 @@ def build_classifier(
         UsageError: the backbone is cut before its last layer.
     """
     own, library = own_stride(name), get_library(name)
+    if _find_transformer(name) is not None:
+        raise UsageError(f"the plain head takes convolutional networks, and {name} is a transformer; use --head linear")
     if stride not in (None, own) and not keep_layers:
         raise UsageError(
             f"the plain head, the network's own classifier, takes features of {name} at stride {own}, not {stride}; "
@@ -189,6 +200,19 @@ def build_classifier(
         )
     network = library.build_network(name, device, num_classes)
     return extract_classifier(name, network, _find_cut(name, None).node, library.tracer_options())
+
+
+def _find_transformer(name: str) -> str | None:
+    """Return timm's name of a network whose cells are tokens; None for others."""
+    if not name.startswith(TIMM_PREFIX):
+        return None
+    architecture = timm_backbones.find_architecture(name)
+    return None if token_backbones.find_tokens(architecture) is None else architecture
+
+
+def is_transformer(name: str) -> bool:
+    """Return whether a network's cells are the tokens of a transformer."""
+    return _find_transformer(name) is not None
 
 
 def own_stride(name: str) -> int:
@@ -226,6 +250,8 @@ def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module 
         state, origin = read_state_dict(path), path.name
     else:
         state, origin = library.download_weights(backbone.name, str(weights))
+    if _find_transformer(backbone.name) is not None:
+        state = token_backbones.fit_weights(backbone.body, state)
     network = library.build_network(backbone.name, "meta").state_dict()
     expected = backbone.body.state_dict()
     if classifier is not None:
@@ -241,7 +267,9 @@ def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module 
     return origin
 
 
-def load_classifier(name: str, num_classes: int, weights: str | None) -> nn.Module | None:
+def load_classifier(
+    name: str, num_classes: int, weights: str | None, input_size: tuple[int, int] | None = None
+) -> nn.Module | None:
     """Return the whole classifier in a weights file, images [N, 3, H0, W0] to logits [N, C], in evaluation mode.
 
     None where the weights are no file, or one of a network with other classes, such as ImageNet's.
@@ -251,7 +279,12 @@ def load_classifier(name: str, num_classes: int, weights: str | None) -> nn.Modu
     """
     if weights is None or not is_weights_file(weights):
         return None
-    state, network = read_state_dict(Path(weights)), get_library(name).build_network(name, "cpu", num_classes)
+    state = read_state_dict(Path(weights))
+    if (architecture := _find_transformer(name)) is None:
+        network = get_library(name).build_network(name, "cpu", num_classes)
+    else:
+        network = token_backbones.build_network(architecture, input_size, "cpu", num_classes)
+        state = token_backbones.fit_weights(network, state)
     shapes = get_shapes(network.state_dict())
     if any(state.get(key, torch.empty(0)).shape != shape for key, shape in shapes.items() if not is_counter(key)):
         return None
@@ -352,6 +385,14 @@ def is_counter(key: str) -> bool:
 def _find_cut(name: str, stride: int | None, keep_layers: bool = False) -> Cut:
     """Return the cut of a network; cached, since tracing is slow."""
     require_stride(stride, keep_layers)
+    if (architecture := _find_transformer(name)) is not None:
+        tokens = token_backbones.find_tokens(architecture)
+        assert tokens is not None
+        if keep_layers or stride not in (None, tokens.stride):
+            raise UsageError(
+                f"{name}: a transformer has cells of {tokens.stride} pixels only; leave --stride and --keep-layers out"
+            )
+        return Cut("", *tokens)
     library = get_library(name)
     network, options = library.build_network(name, "meta"), library.tracer_options()
     cut = find_cut(name, network, stride, options)
@@ -387,4 +428,5 @@ def backbone_macs(name: str, input_size: tuple[int, int], stride: int | None = N
     Raises:
         UsageError: no such backbone, none of this stride, or layers that cannot be kept.
     """
-    return count_macs(build(name, stride=stride, keep_layers=keep_layers, device="meta").eval(), (3, *input_size))
+    backbone = build(name, stride=stride, keep_layers=keep_layers, input_size=input_size, device="meta")
+    return count_macs(backbone.eval(), (3, *input_size))

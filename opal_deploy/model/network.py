@@ -38,7 +38,9 @@ class OpalNetwork(nn.Module):
         """
         super().__init__()
         self.config = config
-        self.backbone = backbones.build(config.backbone, stride=config.stride, keep_layers=config.keep_layers)
+        self.backbone = backbones.build(
+            config.backbone, stride=config.stride, keep_layers=config.keep_layers, input_size=config.input_size
+        )
         self.grid = self.backbone.grid(config.input_size)
         classifier = None
         if config.head.plain:

@@ -22,7 +22,7 @@ _DETAILS = ("license", "interpolation", "crop_pct", "crop_mode", "input_size", "
 
 
 def list_networks() -> list[str]:
-    """Return timm's network names with the prefix `timm:`, including those that `build` refuses (ViT and the like)."""
+    """Return timm's network names with the prefix `timm:`, including those that `build` refuses."""
     return [TIMM_PREFIX + name for name in _import_timm().list_models()]
 
 
@@ -46,6 +46,16 @@ def build_network(name: str, device: str | torch.device = "cpu", num_classes: in
     kind: Any = type(model)
     model.__class__ = type(kind.__name__, (kind,), {"forward": kind.forward_features})
     return model
+
+
+def find_architecture(name: str) -> str:
+    """Return timm's name of a network, without the tag.
+
+    Raises:
+        UsageError: timm has no such network, or no such tag for it. MissingExtra: timm is not installed.
+    """
+    _import_timm()
+    return _split_name(name)[0]
 
 
 def tracer_options() -> dict[str, Any]:

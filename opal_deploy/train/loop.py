@@ -479,7 +479,7 @@ class _TrainingRun:
                 f"without explanation, a linear classifier of the same features answers {accuracy:.1%} of the "
                 f"{split} images correctly"
             )
-            classifier = load_classifier(options.backbone, self.data.num_classes, options.weights)
+            classifier = load_classifier(options.backbone, self.data.num_classes, options.weights, options.input_size)
             if classifier is not None:
                 self.checkpoints.run_config["classifier_accuracy"] = accuracy = measure_classifier(
                     classifier, self.network.config, shown, self.progress

@@ -32,7 +32,7 @@ from opal_deploy.model.config import (
     check_tiling,
     require_stride,
 )
-from opal_deploy.model.network_names import check_network, default_weights
+from opal_deploy.model.network_names import TIMM_PREFIX, check_network, default_weights
 from opal_deploy.runtime.devices import parse_device
 
 Augment = Literal["paper", "none"]
@@ -173,9 +173,11 @@ class TrainOptions:
             raise UsageError(f"the input size {self.input_size} is over the limit of {_MAX_INPUT_PIXELS:,} pixels")
         require_stride(self.stride, self.keep_layers)
         if self.stride is not None:
-            if self.stride.bit_count() != 1:
+            # a transformer's patch may have 14
+            if self.stride.bit_count() != 1 and not self.backbone.startswith(TIMM_PREFIX):
                 raise UsageError(f"stride {self.stride}: no network has cells of so many pixels; give 32, 16 or 8")
-            check_tiling(self.backbone, self.input_size, self.stride)
+            if not self.compare_strides:
+                check_tiling(self.backbone, self.input_size, self.stride)
         check_precision(self.precision, parse_device(self.device)[0])
         for name in ("agreement", "adversarial", "keep_off_weight"):
             if not 0 <= (getattr(self, name) or 0) < math.inf:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from opal_deploy.evaluation.metrics import Evaluation
-from opal_deploy.model.backbones import own_stride
+from opal_deploy.model.backbones import is_transformer, own_stride
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.frozen import HeadFit
@@ -60,6 +60,8 @@ def settle_stride(options: TrainOptions, start: Checkpoint | None, stored: Mappi
     if stored is not None:
         known = stored.get("options")
         return replace(settled, stride=known.get("stride")) if isinstance(known, dict) else settled
+    if is_transformer(options.backbone):
+        return replace(settled, stride=None)
     if not options.head_steps or options.stride is None or options.keep_layers:
         return settled
     own = own_stride(options.backbone)

@@ -63,8 +63,8 @@ def test_synchronised_batch_norm_keeps_the_activations_that_timm_puts_into_it():
 @pytest.mark.parametrize(
     ("name", "stride", "message"),
     [
-        pytest.param("vit_tiny_patch16_224", None, "only certain image sizes.*448", id="ViT"),
-        pytest.param("swin_tiny_patch4_window7_224", None, "only certain image sizes", id="Swin"),
+        pytest.param("vit_tiny_patch16_224", 8, "a transformer has cells of 16 pixels only", id="ViT"),
+        pytest.param("levit_128", None, "only certain image sizes", id="LeViT"),
         pytest.param("maxvit_tiny_tf_224", None, "only certain image sizes.*480", id="windows of 7 cells"),
         pytest.param("mambaout_femto", None, "not a grid", id="channels last"),
         pytest.param("hrnet_w18_small", 16, "stride 16: .* it has 32, 4, 2", id="parallel branches"),

@@ -1,0 +1,118 @@
+"""timm's transformers as backbones: patch tokens are cells.
+
+A vision transformer returns tokens [N, T, D]: class and register tokens, then one per patch, row by row. Swin returns
+[N, H, W, D]. Either is the grid [N, D, H, W] that a head takes. By attention a cell sees the whole image, so a box says
+where a score was read and nothing about what it depends on. A network is built for one image size; weights of another
+size, and in the formats of DINOv2, DINOv3 and DeiT, are converted as timm converts them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from opal_deploy.errors import UsageError, first_line
+
+# timm's layers behind the tokens
+_AFTER_TOKENS = ("attn_pool", "fc_norm", "head_drop")
+
+
+class Tokens(NamedTuple):
+    """The grid of a network's tokens.
+
+    Attributes:
+        num_features: D.
+        stride: pixels per token, the same in both directions.
+    """
+
+    num_features: int
+    stride: int
+
+
+@cache
+def find_tokens(architecture: str) -> Tokens | None:
+    """Return the grid of timm's network; None for one without a grid of tokens, such as a convolutional network."""
+    import timm
+
+    with torch.device("meta"):
+        model: Any = timm.create_model(architecture, num_classes=0)
+    if not hasattr(model, "patch_embed"):
+        return None
+    prefix, patches = getattr(model, "num_prefix_tokens", 0), model.patch_embed
+    size = model.pretrained_cfg["input_size"][-1]
+    with torch.no_grad():
+        features = model.eval().forward_features(torch.empty(1, 3, size, size, device="meta"))
+    try:
+        grid = _to_grid(features, prefix, model.num_features, patches)
+    except ValueError:
+        return None
+    cells = grid.shape[2]
+    return Tokens(grid.shape[1], size // cells) if cells > 1 and size % cells == 0 else None
+
+
+def build_network(
+    architecture: str, input_size: tuple[int, int] | None, device: str | torch.device, num_classes: int = 0
+) -> nn.Module:
+    """Build timm's network for an image size (H0, W0) with random weights, under timm's parameter names.
+
+    Args:
+        input_size: None: timm's default for the network.
+        num_classes: 0 for the backbone, images to `{"features": [N, D, H, W]}`; else the classifier, to logits [N, C].
+
+    Raises:
+        UsageError: the network cannot take that size.
+    """
+    import timm
+
+    create: Any = timm.create_model
+    try:
+        with torch.device(device):
+            size = {} if input_size is None else {"img_size": input_size}
+            model: Any = create(architecture, num_classes=num_classes, **size)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        wanted = "its own size" if input_size is None else "{}x{}".format(*input_size)
+        raise UsageError(
+            f"backbone timm:{architecture}: timm cannot build it for {wanted} ({first_line(error)})"
+        ) from None
+    if not num_classes:
+        for name in {*_AFTER_TOKENS} & {name for name, _ in model.named_children()}:
+            setattr(model, name, nn.Identity())
+        kind: Any = type(model)
+        model.__class__ = type(kind.__name__, (kind,), {"forward": _forward, "__module__": kind.__module__})
+    network: nn.Module = model
+    return network
+
+
+def fit_weights(network: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict in timm's names and for the network's image size, as timm's own filter makes it."""
+    module = sys.modules[type(network).__module__]
+    convert = getattr(module, "checkpoint_filter_fn", None)
+    if convert is None:
+        return state
+    # some filters leave out the classifier, or interpolate positions, only when told to
+    known = inspect.signature(convert).parameters
+    options = {name: value for name, value in {"interpolation": "bicubic", "antialias": True}.items() if name in known}
+    converted: dict[str, Tensor] = convert(dict(state), network, **options)
+    return converted
+
+
+def _forward(self: Any, images: Tensor) -> dict[str, Tensor]:
+    features = self.forward_features(images)
+    return {"features": _to_grid(features, getattr(self, "num_prefix_tokens", 0), self.num_features, self.patch_embed)}
+
+
+def _to_grid(features: Any, prefix: int, num_features: int, patches: Any) -> Tensor:
+    """Return tokens [N, T, D] or [N, H, W, D] as [N, D, H, W]; raise ValueError for other features."""
+    shape = features.shape if isinstance(features, Tensor) else ()
+    if len(shape) == 4 and shape[3] == num_features:
+        return cast(Tensor, features).permute(0, 3, 1, 2)
+    rows, cols = getattr(patches, "grid_size", (0, 0))
+    if len(shape) != 3 or not rows or rows * cols != shape[1] - prefix:
+        raise ValueError("not a grid of tokens")
+    grid: Tensor = features[:, prefix:].transpose(1, 2).unflatten(2, (rows, cols))
+    return grid
