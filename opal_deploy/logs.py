@@ -1,9 +1,11 @@
-"""Callbacks of long jobs: one for lines of text, one for progress."""
+"""Callbacks of long jobs, for lines of text and for progress, and lines on stderr."""
 
 from __future__ import annotations
 
 import datetime
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -11,6 +13,10 @@ from collections.abc import Callable
 Log = Callable[[str], None]
 # receives the number of images done, the number of all images (None while unknown), and a note on the current step
 Progress = Callable[[int, int | None, str], None]
+
+
+# of a call from Python: True shows a bar
+ProgressChoice = Progress | bool
 
 
 class WarningLine(str):
@@ -29,6 +35,11 @@ def log_line(line: str) -> None:
 
 def no_progress(done: int, total: int | None, note: str) -> None:
     """Report nothing."""
+
+
+def as_progress(choice: ProgressChoice | None) -> Progress:
+    """Return the function to report to; `True` is replaced by one before (`options.keywords`)."""
+    return choice if callable(choice) else no_progress
 
 
 class Estimate:
@@ -55,3 +66,11 @@ class Estimate:
 def one_line(text: str) -> str:
     """Return text fit for one line of a terminal: characters that do not print are escaped, as in \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def print_message(text: str = "") -> None:
+    """Print lines on stderr, each escaped by `one_line`; a closed pipe is ignored."""
+    try:
+        print("\n".join(map(one_line, text.split("\n"))), file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process

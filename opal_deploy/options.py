@@ -157,7 +157,12 @@ class keywords(Generic[P, O]):  # used as a decorator
         def call(*arguments: Any, **values: Any) -> R:
             bound = signature.bind(*arguments, **values).arguments
             given = [bound.pop(parameter.name, parameter.default) for parameter in positional]
-            return function(*given, options(**bound))
+            if bound.get("progress") is not True:
+                return function(*given, options(**bound))
+            from opal_deploy.progress import show_progress
+
+            with show_progress(function.__name__.replace("_", " ")) as progress:
+                return function(*given, options(**{**bound, "progress": progress}))
 
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             return_annotation=inspect.signature(function).return_annotation

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from opal_deploy.errors import ImageError, MissingExtra, UsageError, install_command, is_installed
-from opal_deploy.logs import Log, Progress, WarningLine, log_line, no_progress, one_line
+from opal_deploy.logs import Log, Progress, ProgressChoice, WarningLine, as_progress, log_line, no_progress, one_line
 from opal_deploy.options import Batch, Devices, MaxPixels, Option, Options, StrPath, Threads, Workers, keywords
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class AtlasOptions(Options):
     workers: Workers = None
     max_pixels: MaxPixels = 100_000_000
     log: Log = log_line
-    progress: Progress | None = None
+    progress: ProgressChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def create_atlas(data: StrPath, model: StrPath | None, options: AtlasOptions) ->
         started = time.perf_counter()
         collector = AtlasCollector(metadata, options.top, only_correct=options.only_correct)
         requests = _limit_per_label(images.requests, options.limit)
-        collect_images(requests, sessions, inference, collector, options.progress or no_progress, images.total)
+        collect_images(requests, sessions, inference, collector, as_progress(options.progress), images.total)
         counts = collector.counts
         if not counts.used:
             raise UsageError(
@@ -193,7 +193,7 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
     try:
         dataset = read_dataset(
             data, options.dataset, partition=options.partition, skip_missing=options.skip_missing,
-            needs_validation=sets_aside, progress=options.progress or no_progress,
+            needs_validation=sets_aside, progress=as_progress(options.progress),
         )  # fmt: skip
     except MissingExtra as error:
         raise UsageError(f"{error}; or use every image, labelled by its folder, with --plain") from None

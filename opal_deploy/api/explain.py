@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.logs import Log, Progress, log_line, no_progress, one_line
+from opal_deploy.logs import Log, ProgressChoice, as_progress, log_line, one_line
 from opal_deploy.options import (
     DEFAULT_CONFIDENCE,
     AtlasFolder,
@@ -64,7 +64,7 @@ class ExplainOptions(Decision):
     expect_sha256: ExpectSha256 = None
     max_pixels: MaxPixels = 100_000_000
     log: Log = log_line
-    progress: Progress | None = None
+    progress: ProgressChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     found = annotate(discovery.discover(images, Skipped(), sys.stdin), crops, labels)
     documents: list[dict[str, Any]] = []
     failed = 0
-    progress = options.progress or no_progress
+    progress = as_progress(options.progress)
     with ImageCounter(images, boxes=crops) as counter:
         for index, result in enumerate(predict_stream(found, sessions, inference)):
             name = result.prepared.input.name

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from opal_deploy.cluster.connection import ActorPlan, check_ray_options
 from opal_deploy.cluster.process import open_driver
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError
+from opal_deploy.logs import as_progress
 from opal_deploy.options import StrPath, keywords, to_arguments
 from opal_deploy.parallel.backend import ProcessPlan, open_processes, plan_processes
 from opal_deploy.predict.decode_budget import raise_pillow_limit
@@ -266,7 +267,7 @@ class _Job:
         summary, interrupt, counter = Summary(), options.interrupt or Interrupt(), self.inputs.counter()
         if self.inputs.labels is not None:
             summary.accuracy = Accuracy(frozenset(self.loaded.metadata.class_names))
-        report = options.progress or (lambda done, total, note: None)
+        report = as_progress(options.progress)
 
         def report_progress(summary: Summary) -> None:
             failed = summary.statuses["error"]

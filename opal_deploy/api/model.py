@@ -6,6 +6,7 @@ import asyncio
 import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -20,11 +21,13 @@ from opal_deploy.artifact.heads import drop_slots
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.logs import ProgressChoice, as_progress
 from opal_deploy.options import RuntimeName
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.geometry import Box
+from opal_deploy.progress import show_progress
 from opal_deploy.records.decision import THRESHOLDS, Decision
 from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Failed, Record, to_record
@@ -96,6 +99,7 @@ class Model:
         top: int = 5,
         batch: int | None = None,
         max_pixels: int = MAX_PIXELS,
+        progress: ProgressChoice | None = None,
         **thresholds: float | str | None,
     ) -> Explanation: ...
 
@@ -108,6 +112,7 @@ class Model:
         top: int = 5,
         batch: int | None = None,
         max_pixels: int = MAX_PIXELS,
+        progress: ProgressChoice | None = None,
         **thresholds: float | str | None,
     ) -> Explanations: ...
 
@@ -119,6 +124,7 @@ class Model:
         top: int = 5,
         batch: int | None = None,
         max_pixels: int = MAX_PIXELS,
+        progress: ProgressChoice | None = None,
         **thresholds: float | str | None,
     ) -> Explanation | Explanations:
         """Return the records that `opal-deploy infer` writes, without their index, for one image or many.
@@ -131,6 +137,7 @@ class Model:
             top: maximum number of classes in the record's `top`.
             batch: batch size; None: what the device takes well, as on the command line.
             max_pixels: width times height above which an image gets an error record.
+            progress: True shows a bar; or a function that receives the number of images done, of all, and a note.
             thresholds: fields of `Decision`, such as `min_margin=0.05` or `unknown="5%"`, which give records their
                 status.
 
@@ -159,10 +166,11 @@ class Model:
             model_sha256=self.sha256,
         )
         found = [InputImage(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True)]
-        records = Explanations(
-            Explanation(result.record, Origin(self, image.source, image.crop, options))
-            for image, result in zip(found, predict_stream(iter(found), self.sessions, options), strict=True)
-        )
+        records = Explanations()
+        with show_progress("predict") if progress is True else nullcontext(as_progress(progress)) as report:
+            for image, result in zip(found, predict_stream(iter(found), self.sessions, options), strict=True):
+                records.append(Explanation(result.record, Origin(self, image.source, image.crop, options)))
+                report(len(records), len(found), "")
         return records[0] if one else records
 
     @overload

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.logs import Log, Progress, log_line, no_progress
+from opal_deploy.logs import Log, ProgressChoice, as_progress, log_line
 from opal_deploy.options import CropFile, Device, MaxPixels, Option, Options, StrPath, Threads, keywords
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class DiffOptions(Options):
     max_pixels: MaxPixels = 100_000_000
     images: tuple[str, ...] = ()
     log: Log = log_line
-    progress: Progress | None = None
+    progress: ProgressChoice | None = None
 
 
 @keywords(DiffOptions)
@@ -136,7 +136,7 @@ def _write_records(model: Path, out: Path, options: DiffOptions) -> None:
         model_sha256=compute_sha256(model),
     )
     requests = annotate(discovery.discover(images, Skipped(), sys.stdin), crops)
-    progress = options.progress or no_progress
+    progress = as_progress(options.progress)
     with RecordWriter(out) as writer, ImageCounter(images, boxes=crops) as counter:
         for result in predict_stream(requests, sessions, inference, print_message=options.log):
             writer.write(result.record)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.logs import Log, Progress, WarningLine, log_line, no_progress, one_line
+from opal_deploy.logs import Log, ProgressChoice, WarningLine, as_progress, log_line, one_line
 from opal_deploy.options import Device, ExpectSha256, Option, RuntimeChoice, StrPath, Threads, flag_of, keywords
 from opal_deploy.records.decision import THRESHOLDS, Decision
 
@@ -56,7 +56,7 @@ class VerifyOptions(Decision):
     expect_sha256: ExpectSha256 = None
     images: tuple[str, ...] = ()
     log: Log = log_line
-    progress: Progress | None = None
+    progress: ProgressChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
     raise_pillow_limit(inference.max_pixels)
     which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {seed})"
     options.log(f"{path}: checking {which} with {model} in {session.description}")
-    top, progress = run.get("top"), options.progress or no_progress
+    top, progress = run.get("top"), as_progress(options.progress)
     check = CheckOptions(
         sha256,
         top=min(top, session.metadata.max_top) if isinstance(top, int) else None,

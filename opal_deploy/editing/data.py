@@ -21,6 +21,7 @@ from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.inputs import has_validation_images, read_inputs
 from opal_deploy.evaluation.metrics import margins
 from opal_deploy.evaluation.session import evaluate_session
+from opal_deploy.logs import as_progress
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
@@ -89,7 +90,12 @@ def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOpt
     inputs = read_inputs(Path(options.data), {path: metadata}, reading)
     session = _open(path, kind, metadata, options, restore)
     measured = evaluate_session(
-        session, inputs.samples, boxes=options.boxes, batch=options.batch, progress=options.progress, model=str(path)
+        session,
+        inputs.samples,
+        boxes=options.boxes,
+        batch=options.batch,
+        progress=as_progress(options.progress),
+        model=str(path),
     )
     outputs = measured.outputs
     assert outputs.scores is not None  # evidence is exact
@@ -97,7 +103,7 @@ def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOpt
     background = None
     if unlabelled is not None:
         background = evaluate_session(
-            session, unlabelled, batch=options.batch, progress=options.progress, model=str(path)
+            session, unlabelled, batch=options.batch, progress=as_progress(options.progress), model=str(path)
         ).outputs.scores
     return ScoredData(
         Scores(session.metadata, outputs.scores, measured.labels), outputs.argmax, inputs.samples, measured.geometries,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from opal_deploy.artifact.drops import SlotName
 from opal_deploy.evaluation.options import EvaluateOptions, Split
-from opal_deploy.logs import Log, Progress, log_line, no_progress
+from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.options import (
     CropToBoxes,
     DatasetName,
@@ -76,7 +76,7 @@ class EditOptions(Options):
     device: Device = "auto"
     threads: Threads = None
     log: Log = log_line
-    progress: Progress = no_progress
+    progress: ProgressChoice | None = None
 
     def evaluate_options(self) -> EvaluateOptions:
         """Return the options with which the data set is read and measured."""

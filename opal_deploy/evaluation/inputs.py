@@ -20,7 +20,7 @@ from opal_deploy.datasets.samples import DataSet, Sample, pluralize
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import Annotations, annotate, has_creatures
 from opal_deploy.evaluation.options import EvaluateOptions
-from opal_deploy.logs import WarningLine
+from opal_deploy.logs import WarningLine, as_progress
 from opal_deploy.runtime.select import open_sessions, read_model_metadata
 from opal_deploy.runtime.session import Session
 from opal_deploy.statistics import clopper_pearson_bound, explain_too_few
@@ -88,7 +88,7 @@ def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOpt
         skip_missing=options.skip_missing,
         # classes with a few images cannot be split
         needs_validation=options.split in ("train", "val"),
-        progress=options.progress,
+        progress=as_progress(options.progress),
     )
     options.log(f"read as {data_set.describe()}")
     warnings = list(data_set.warnings)

@@ -44,7 +44,7 @@ from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.evaluation.result import ModelEvaluation, format_curve, format_metrics, format_table, format_threshold
 from opal_deploy.evaluation.session import EvaluationResult, choose_samples, evaluate_session
-from opal_deploy.logs import Progress
+from opal_deploy.logs import Progress, as_progress
 from opal_deploy.model import checkpoint
 from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
@@ -210,7 +210,7 @@ class _ModelMeasurement:
             return baseline_of(evaluation.outputs, metadata, known.background if known else 0), None
         loaded = checkpoint.load(self.path)
         network = loaded.network.to(torch_device(self.options.device))
-        boxes, progress = self.options.boxes, self.options.progress
+        boxes, progress = self.options.boxes, as_progress(self.options.progress)
         network.neighbours = fit_neighbours(network, data.train, background, boxes=boxes, progress=progress)
         if network.neighbours is None:
             self._log(["no features kept for --unknown: too few training images, or no spread within classes"])
@@ -349,7 +349,7 @@ class _ModelMeasurement:
 
         def progress(done: int, total: int | None, note: str) -> None:
             nonlocal first, estimated
-            self.options.progress(done, total, note)
+            as_progress(self.options.progress)(done, total, note)
             now = time.monotonic()
             # the first batch includes loading and warming up
             if first is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from opal_deploy.errors import UsageError
-from opal_deploy.logs import Log, Progress, log_line, no_progress
+from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.options import (
     CropToBoxes,
     DatasetName,
@@ -112,7 +112,7 @@ class EvaluateOptions(Options):
         ),
     ] = None  # fmt: skip
     log: Log = log_line
-    progress: Progress = no_progress
+    progress: ProgressChoice | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,6 +34,7 @@ from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.builder import EngineTarget, Network, SerializedEngine
 from opal_deploy.export.files import EngineTargets, ExportedEngine, engine_name
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.logs import as_progress
 from opal_deploy.runtime.devices import Driver
 from opal_deploy.runtime.engine_session import EngineSession
 from opal_deploy.runtime.tensorrt import Bindings, load, platform_name
@@ -73,8 +74,7 @@ def stage_engines(
         options.log(f"  {level.lower()}: {message}")
 
     def report_progress(phase: str, step: int, steps: int) -> None:
-        if options.progress is not None:
-            options.progress(step, steps, phase)
+        as_progress(options.progress)(step, steps, phase)
 
     with ExitStack() as stack:
         for target in engines.targets:

@@ -12,7 +12,7 @@ from opal_deploy.artifact.documents import Distance
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.metadata import Activations, InputKind, Precision
 from opal_deploy.errors import UsageError
-from opal_deploy.logs import Log, Progress, log_line
+from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.options import Option, Options, StrPath, Threads, default_of, flag_of, option_fields, parse_size
 from opal_deploy.records.decision import Decision
 
@@ -203,7 +203,7 @@ class OnnxOptions(CheckpointOptions, CommonOptions):
             flag="--ood-score/--no-ood-score",
         ),
     ] = True
-    progress: Progress | None = None
+    progress: ProgressChoice | None = None
 
     @property
     def attention(self) -> bool:

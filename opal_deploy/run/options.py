@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from opal_deploy.logs import Log, Progress, log_line
+from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.options import (
     DEFAULT_CONFIDENCE,
     AtlasFolder,
@@ -116,5 +116,5 @@ class InferOptions(Decision):
     ] = None
     recursive: Annotated[bool, Option("Include subfolders.", flag="--recursive/--no-recursive")] = True
     log: Log = log_line
-    progress: Progress | None = None
+    progress: ProgressChoice | None = None
     interrupt: Interrupt | None = None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opal_deploy.errors import require
-from opal_deploy.logs import WarningLine, no_progress
+from opal_deploy.logs import WarningLine, as_progress
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.train.balance import balance_warnings
 from opal_deploy.train.checks import check_run
@@ -42,7 +42,7 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
     for package in ("torch", "torchvision"):
         require(package, "train", "training")
     recipe = resolve_recipe(load_recipe(options.recipe_name()), options.to_sections())
-    root, progress = Path(data), options.progress or no_progress
+    root, progress = Path(data), as_progress(options.progress)
     out = Path("runs") / root.resolve().name if options.out is None else Path(options.out)
     check_run(recipe.options, TrainRunDirectory(out), overwrite=options.overwrite, resume=options.resume)
     from opal_deploy.datasets.registry import read_dataset

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from opal_deploy.artifact.documents import Distance
-from opal_deploy.logs import Log, Progress, log_line
+from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.model.config import HeadKind, Pooling
 from opal_deploy.options import Option, Options, StrPath, parse_size
 from opal_deploy.train.recipe import SECTIONS, Augment, ClassWeights, Schedule, Sections, TrainingPrecision
@@ -268,7 +268,7 @@ class TrainRunOptions(RecipeOverrides):
     resume: Annotated[bool, Option("Continue the run in --out, or start one.")] = False
     overwrite: Annotated[bool, Option("Replace the run in --out.")] = False
     log: Log = log_line
-    progress: Progress | None = None
+    progress: ProgressChoice | None = None
 
     def recipe_name(self) -> str:
         """Return the recipe's name or path."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import opal_deploy
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/howto/python.md"
 
@@ -19,19 +21,26 @@ def test_the_reference_lists_the_signatures_as_they_are():
     assert page == tool["fill"](page), "write it again with: python tools/python_reference.py"
 
 
-@pytest.mark.data
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_page_runs_as_it_stands_on_photographs_of_ones_own(pets_mini, shared_weights, tmp_path):
+@pytest.fixture
+def script(pets_mini, tmp_path):
+    """The page's blocks for photographs in `pets/`: those before Lightning's, and all from the own loop on."""
     for breed in ("Bengal", "pug", "Sphynx"):
         for number, path in enumerate(sorted((pets_mini / "images").glob(f"{breed}_*.jpg"))):
             folder = tmp_path / "pets" / ("test" if number % 5 == 0 else "train") / breed
             folder.mkdir(parents=True, exist_ok=True)
             (folder / path.name).symlink_to(path)
-    code = "".join(re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL))
-    for text, ours in (("photos", "pets"), ("imagenet", str(shared_weights / "resnet18_ktb_small.safetensors"))):
-        assert code.count(f'"{text}"') == 1
-        code = code.replace(f'"{text}"', f'"{ours}"')
+    page = PAGE.read_text("utf-8").replace('"photos"', '"pets"')
+    parts = page.partition("With Lightning:")[0], page[page.index("## Train in a loop of your own") :]
+    return ["".join(re.findall(r"```python\n(.*?)```", part, re.DOTALL)) for part in parts]
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_page_runs_as_it_stands_on_photographs_of_ones_own(script, shared_weights, tmp_path):
+    code = script[0]
+    assert code.count('"imagenet"') == 1
+    code = code.replace('"imagenet"', f'"{shared_weights / "resnet18_ktb_small.safetensors"}"')
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -39,3 +48,14 @@ def test_the_page_runs_as_it_stands_on_photographs_of_ones_own(pets_mini, shared
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
     assert {"overlay.jpg", "sheet.png", "report/report.html", "close-calls/report.html"} <= written
     assert "Accuracy: " in (tmp_path / "report/report.html").read_text("utf-8")
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_network_trained_with_lightning_becomes_a_checkpoint(script, tmp_path):
+    start = "from pathlib import Path\nimport opal_deploy\nphotos = Path('pets')\n"
+    done = subprocess.run([sys.executable, "-c", start + script[1]], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = opal_deploy.load(tmp_path / "lightning.pt", threads=1)
+    assert list(loaded.names.values()) == ["Bengal", "Sphynx", "pug"]

@@ -1,8 +1,9 @@
-"""What a person sees while a command works."""
+"""What a person sees while a command or a call from Python works."""
 
 import io
 
-from opal_deploy.cli.console import ProgressLines, progress
+import opal_deploy
+from opal_deploy.progress import ProgressLines, show_progress
 
 
 def lines(capsys, title, *calls):
@@ -26,16 +27,38 @@ def test_a_log_gets_a_line_each_half_minute_with_the_present_rate_and_the_time_l
     ]  # fmt: skip
 
 
-def test_a_total_is_shown_once_it_is_known(monkeypatch):
+def open_terminal(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    with progress("images") as advance:
+    return terminal
+
+
+def test_a_total_is_shown_once_it_is_known(monkeypatch):
+    terminal = open_terminal(monkeypatch)
+    with show_progress("images") as advance:
         advance(0, 543)
         assert "0/543" in terminal.getvalue()
+
+
+def test_a_call_from_python_shows_a_bar_when_asked(monkeypatch, exact_model, make_pictures, tmp_path):
+    terminal = open_terminal(monkeypatch)
+    pictures = make_pictures(tmp_path / "in", 3)
+    model = opal_deploy.load(exact_model, threads=1)
+    model.predict(pictures)
+    opal_deploy.run_inference(pictures, model, out=tmp_path / "silent")
+    assert terminal.getvalue() == ""
+    model.predict(pictures, progress=True)
+    assert "predict" in terminal.getvalue()
+    assert "3/3" in terminal.getvalue()
+    opal_deploy.run_inference(pictures, model, out=tmp_path / "out", progress=True)
+    assert "run inference" in terminal.getvalue()
+    calls = []
+    model.predict(pictures, progress=lambda *call: calls.append(call))
+    assert calls == [(1, 3, ""), (2, 3, ""), (3, 3, "")]
 
 
 def test_what_is_short_prints_nothing_and_what_follows_counts_anew(capsys):
