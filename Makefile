@@ -33,7 +33,7 @@ CABRNET_INSTALLED := $(CABRNET_VENV)/.installed
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
-.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all test-image test-image-gpu dist check docs format clean
+.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all test-image test-image-gpu tutorial dist check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -50,6 +50,7 @@ help:
 	@echo "make test-image  the image of Dockerfile, built and run (root, buildah and debootstrap; 3 minutes)"
 	@echo "make test-image-gpu  Dockerfile.gpu, built up to the step that needs NVIDIA's package index (2 GB)"
 	@echo "make dist      the files of a release, checked, and tried in an environment of their own"
+	@echo "make tutorial  run the demo, and write what it prints into docs/tutorial.md"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
 
 # not compiled: Python compiles what it imports, a small part of 21,000 files
@@ -150,6 +151,9 @@ test-image:
 
 test-image-gpu:
 	tools/test_image.sh gpu
+
+tutorial: $(INSTALLED)
+	$(BIN)/python tools/tutorial.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The folder that Hugging Face's Optimum loads (`export --hf`), in the layout of transformers.js, which was not tried.
+"""The folder that Hugging Face's Optimum and transformers.js load (`export --hf`).
 
     onnx/model.onnx            the graph for Optimum; input `pixel_values`, float32 [N, 3, H0, W0], normalised
     config.json                class names by id
