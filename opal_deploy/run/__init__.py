@@ -8,7 +8,7 @@ In the order in which a run passes them; `run.run` connects them: start there.
     bucket      the same for a directory in a bucket
     results     results.jsonl: where to resume, append records
     run         the backend that turns images into records: this process, or (in `cluster`) many machines
-    drawing     overlays and evidence sheets; `report` writes report.html
+    drawing     overlays and evidence sheets, and report.html
     draw_pool   these as encoded files, drawn in worker processes
     sheets      the content of evidence sheets
     summary     counts over the records, accuracy, the limit of errors

@@ -3,10 +3,14 @@
     options     `ServeOptions`: every option of the server
     models      a loaded model with its service; the state that all requests share
     tensors     request and response bodies of the protocol: JSON with binary tensors
-    explain     the page's upload: an image in; its record, overlay or evidence sheet out
+    inference   tensors in, tensors out; for the page, an image in, its record, overlay or evidence sheet out
     admission   limits on bytes, concurrent requests and seconds
+    connections limits on open connections, and deadlines for slow clients
     telemetry   the log, and the metrics for Prometheus
-    app         routes and their handlers; request ids, authentication, logging and counting of every request
+    drift       windows of answers, compared with the baseline
+    middleware  authentication, request ids, logging and counting of every request
+    app         routes and their handlers
+    openapi     the OpenAPI document behind /docs
     process     `serve_models`: listens, warms up, shuts down gracefully
     mounted     `ModelApp`: a model's addresses within another ASGI application
     health      the health check of a container
