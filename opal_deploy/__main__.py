@@ -1,4 +1,4 @@
-"""`python -m opal_deploy` is `opal-deploy`: what torchrun needs to start it."""
+"""Run `opal-deploy` as `python -m opal_deploy`, which torchrun needs."""
 
 import sys
 

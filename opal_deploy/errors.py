@@ -38,7 +38,7 @@ class ExitCode(IntEnum):
 
 
 class OpalError(Exception):
-    """Base class of all errors that are not bugs of ours."""
+    """Base class of all errors that opal-deploy raises on purpose."""
 
     exit_code: ExitCode = ExitCode.BUG
 
@@ -145,6 +145,6 @@ def first_line(error: Exception) -> str:
 
 
 def suggest_names(name: str, names: Sequence[str]) -> str:
-    """Return `; did you mean ...?` with the known names most like an unknown one, or nothing: the end of an error."""
+    """Return the end of an error: `; did you mean ...?` with the known names closest to an unknown one, or nothing."""
     close = difflib.get_close_matches(name, names, n=6)
     return f"; did you mean {', '.join(close)}?" if close else ""

@@ -1,4 +1,4 @@
-"""The network and the head as PyTorch modules, for a training loop of one's own.
+"""The network and the head as PyTorch modules, for your own training loop.
 
 >>> network = opal_deploy.nn.build_network("resnet18", 10, weights="imagenet")  # doctest: +SKIP
 >>> loss = opal_deploy.nn.cross_entropy(network(images), labels)  # doctest: +SKIP
@@ -56,8 +56,8 @@ def build_network(
         prototypes: per class, m.
         distance: of the embedding to a class's anchor.
         stride: pixels per cell; None keeps the backbone's own, usually 32.
-        weights: `imagenet`, downloaded once, or a file of the backbone's weights, such as those of a classifier that
-            was trained before; None leaves them random.
+        weights: `imagenet` (downloaded once), or a file of backbone weights, such as those of an earlier classifier;
+            None leaves them random.
 
     Raises:
         UsageError: no such backbone, or the values do not fit together. CheckpointError: weights that do not fit.

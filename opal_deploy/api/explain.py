@@ -69,7 +69,7 @@ class ExplainOptions(Decision):
 
 @dataclass(frozen=True)
 class WrittenSheets:
-    """The outcome of `write_sheets`: each sheet's content for JSON, the failed images, and if one image was given."""
+    """The outcome of `write_sheets`: each sheet's content for JSON, the failures, whether one image was given."""
 
     documents: list[dict[str, Any]]
     failed: int
@@ -185,7 +185,7 @@ class _Output:
 
     @staticmethod
     def parse(images: Sequence[str], options: ExplainOptions) -> _Output:
-        """Read the output off the options; raise UsageError if they contradict each other or the images."""
+        """Return the output that the options ask for; raise UsageError if they contradict each other or the images."""
         from opal_deploy.sources.archives import is_archive_name
         from opal_deploy.sources.video import parse_frame_name
 
@@ -213,7 +213,7 @@ class _Output:
         return output
 
     def check(self, path: Path, image: str | None) -> None:
-        """Raise UsageError for a file that the sheet of an image may not be written to."""
+        """Raise UsageError unless an image's sheet may be written to this file."""
         from opal_deploy.artifact.output_file import check_output
 
         check_output("--out", path, [f".{name}" for name in FORMATS], inputs=[image], overwrite=self.overwrite)

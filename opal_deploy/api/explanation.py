@@ -42,7 +42,7 @@ class Origin:
     """The model, image and options that draw a record again.
 
     Attributes:
-        model: made the record.
+        model: the model that made the record.
         image: as it was given; None if only the record's name says where it is.
         box, options: the crop and the options of the prediction.
     """
@@ -54,19 +54,19 @@ class Origin:
 
 
 class Explanation(dict[str, Any]):
-    """The explanation of one image, which can draw itself; as a dictionary it is what results.jsonl holds.
+    """The explanation of one image: a line of results.jsonl as a dictionary, with methods that draw it.
 
-    It refers to its model and to an image that was given as bytes or pixels. A copied or pickled one does not.
+    It keeps its model, and an image that was given as bytes or pixels. A copy or a pickle keeps neither.
     """
 
     def __init__(self, record: Record | Mapping[str, Any], origin: Origin | None = None) -> None:
-        """Take over a record or its fields; without `origin`, the image is the file that the record names."""
+        """Wrap a record or its fields; without `origin`, the image is the file that the record names."""
         super().__init__(record if isinstance(record, Mapping) else to_document(record))
         self._origin = origin
 
     @property
     def record(self) -> Record:
-        """The record with typed attributes, as in `explanation.record.image`; ValueError if a change made it none."""
+        """The record with typed attributes, as in `explanation.record.image`; ValueError if it was made invalid."""
         return to_record(self)
 
     @property
@@ -83,7 +83,7 @@ class Explanation(dict[str, Any]):
 
     @property
     def label(self) -> str:
-        """The predicted class, even of an answer that a threshold refuses; raises as `answered`.
+        """The predicted class, even if a threshold refused the answer; raises as `answered`.
 
         The image's own label, where one is known, is `record.label`.
         """
@@ -212,7 +212,7 @@ class Explanation(dict[str, Any]):
 
 
 class Explanations(list[Explanation]):
-    """Records of several images; equal to the plain list. Also made from any of them: `Explanations(records[:9])`."""
+    """Records of several images, equal to the plain list. For a slice use `Explanations(records[:9])`."""
 
     @overload
     def __getitem__(self, index: SupportsIndex, /) -> Explanation: ...
@@ -239,8 +239,8 @@ class Explanations(list[Explanation]):
     def save_report(self, folder: StrPath) -> Path:
         """Write report.html, overlays/ and results.jsonl, as `infer --explain` does; return the page's path.
 
-        An image that is gone or has changed has a card without an overlay. With a `label` in the records, the report
-        has accuracy and confusions.
+        An image that is gone or has changed gets a card without an overlay. If records have a `label`, the report shows
+        accuracy and confusions.
 
         Args:
             folder: is created; an earlier report in it is replaced.
@@ -302,7 +302,7 @@ class Explanations(list[Explanation]):
 
 
 def _save_drawing(out: Path, index: int, explanation: Explanation, thumbnails: Thumbnails) -> Record:
-    """Write the overlay of a record, and return the record with its name, or with the reason why there is none."""
+    """Write a record's overlay; return the record with the overlay's name, or with the reason why it is missing."""
     from opal_deploy.records.run_files import overlay_name, write_image_file
     from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, show_photograph
     from opal_deploy.visualization.report import make_thumbnail
@@ -327,7 +327,7 @@ def save_bytes(path: StrPath, data: bytes) -> Path:
 
 
 def format_line(record: Record) -> str:
-    """Return the record in one line, which no character of a file name can break."""
+    """Return the record as one line; line breaks in file names are escaped."""
     from opal_deploy.visualization.style import escape_unprintable
 
     name = "image" if record.image is None else escape_unprintable(record.image)

@@ -217,7 +217,7 @@ class _Job:
         return acquire_run_dir(self.out, config, resume=resume, overwrite=overwrite)
 
     def _config(self) -> dict[str, Any]:
-        """Return the options that decide the records and drawings: a run with other ones is another run."""
+        """Return the options that determine records and drawings; only a run with equal ones is resumed."""
         inputs, options = self.inputs, self.options
         return {
             IMAGES: list(map(redact, inputs.images)),
@@ -317,7 +317,7 @@ class _Job:
         return InferenceRun(out, document, lines, frozenset(files))
 
     def _describe_evidence(self) -> Iterator[str]:
-        """Yield lines on what was measured of the evidence that a run with `explain` shows."""
+        """Yield lines on the measured quality of the model's evidence; none without `explain`."""
         rows = list_evidence(self.loaded.path, self.loaded.metadata) if self.options.explain else ()
         if rows:
             yield "Evidence:"
@@ -365,7 +365,7 @@ class _Job:
 
 
 def _parse_out(options: InferOptions) -> tuple[Path | None, RemoteFile | None]:
-    """Return the run directory as a path, or as a URL that can be written to; neither where none was given."""
+    """Return the run directory as a path, or as a writable URL; None for both if none was given."""
     if options.out is None:
         if options.overwrite:
             raise UsageError("--overwrite without --out: give the folder whose run is to be replaced")
@@ -377,7 +377,7 @@ def _parse_out(options: InferOptions) -> tuple[Path | None, RemoteFile | None]:
 def _open_model(
     model: StrPath | Model | None, plan: ActorPlan | ProcessPlan | None, options: InferOptions
 ) -> LoadedModel:
-    """Open a model; one that actors of a cluster or other processes open is only described."""
+    """Open a model; if a cluster's actors or other processes open it, only read its metadata."""
     if not (model is None or isinstance(model, str | os.PathLike)):
         if model.path is None or model.sha256 is None or plan is not None:
             raise UsageError("model: an open model without a file, or with --ray; give the path of the model file")

@@ -15,13 +15,13 @@ COLUMN = "image"
 
 
 class PyfuncModel:
-    """A model as MLflow calls it."""
+    """A model with the method that MLflow calls."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Return one record per image, those of `opal-deploy infer`; an image that cannot be read has an error record.
+        """Return one record per image, as `opal-deploy infer` does; an unreadable image gets an error record.
 
         Args:
             model_input: a table (pandas) with a column `image`, or a list, of image files as bytes or base64 text.
@@ -29,7 +29,7 @@ class PyfuncModel:
             params: thresholds, such as {"min_margin": 0.1, "unknown": "5%"}.
 
         Raises:
-            ValueError: no such column, or neither bytes nor text.
+            ValueError: the table has no column `image`, or an image is neither bytes nor text.
         """
         images = [*_list_images(model_input)]
         answers = self.model.predict(images, **(params or {}))

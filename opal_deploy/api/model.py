@@ -69,20 +69,20 @@ class Model:
         raise AttributeError(f"a Model has no {name!r}{hint}")
 
     def __call__(self, *_: object, **__: object) -> Any:
-        """Raise TypeError: the method is `predict`."""
+        """Raise TypeError, which names `predict`."""
         raise TypeError("a Model is not a function; use model.predict(images)")
 
     def without(self, *slots: SlotName) -> Model:
-        """Return this model without some slots, to try what `edit` would do: nothing is computed again or written.
+        """Return this model without some slots, to try what `edit` would do; nothing is recomputed or written.
 
-        Answers are exact: a dropped slot changes no other score. The result has no file and no thresholds by rates,
-        since its validation figures are not known. `edit_model` writes such a model.
+        Answers are exact: a dropped slot changes no other score. The result has no file, and no thresholds by rates,
+        since it has no validation figures. `edit_model` writes such a model.
 
         Args:
             slots: `CLASS/SLOT`, such as `Gull/2`, or (class, number); the number of a prototype that classes share.
 
         Raises:
-            UsageError: no such slot, it is dropped already, or a class would have none left.
+            UsageError: a slot does not exist or is already dropped, or a class would have none left.
         """
         channels = parse_slots(slots, self.metadata, "without")
         check_drops(channels, [], self.metadata)
@@ -135,7 +135,7 @@ class Model:
             boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one per image, None for no
                 crop. For one image a sequence of one box is accepted.
             top: maximum number of classes in the record's `top`.
-            batch: batch size; None: what the device takes well, as on the command line.
+            batch: batch size; None: the device's default, as on the command line.
             max_pixels: width times height above which an image gets an error record.
             progress: True shows a bar; or a function that receives the number of images done, of all, and a note.
             thresholds: fields of `Decision`, such as `min_margin=0.05` or `unknown="5%"`, which give records their
@@ -149,7 +149,7 @@ class Model:
 
         Raises:
             ValueError: not boxes, or not as many as images. StoppedEarly: the device was lost.
-            UsageError: a folder or a pattern, which `stream` takes, or a threshold that the model cannot have.
+            UsageError: a folder or a pattern (use `stream`), or a threshold that the model does not support.
         """
         if isinstance(images, str | os.PathLike) and (name := os.fspath(images)) and _names_several(name):
             raise UsageError(f"{name}: a folder or a pattern; use model.stream({name!r})")
@@ -309,7 +309,7 @@ class Model:
         `top`, `max_pixels` and `thresholds` are those of `predict`.
 
         Args:
-            batch: maximum batch size; None: what the device takes well.
+            batch: maximum batch size; None: the device's default.
             max_wait_ms: longest time that an image waits for its batch to fill, in milliseconds.
             capacity: maximum in-flight images; `submit` waits or raises beyond that.
             workers: parallel decode threads or processes.
@@ -344,7 +344,7 @@ class Model:
 
 
 class _Reduced:
-    """A session whose answers are those without some slots."""
+    """A session that answers as if some slots were dropped."""
 
     def __init__(self, session: Session, channels: Sequence[int]) -> None:
         metadata = session.metadata

@@ -72,7 +72,7 @@ class ServiceObserver:
         """Observe a batch, with the seconds that each image waited since it was ready."""
 
     def device_lost(self, error: StoppedEarly) -> None:
-        """Observe that a session cannot compute any more."""
+        """Observe that a session has failed for good."""
 
 
 class Service:
@@ -302,7 +302,7 @@ class Service:
 def _build_answers(
     images: Sequence[_Image], batch: PreparedBatch, predictor: BatchPredictor, outputs: Outputs | None
 ) -> list[Any]:
-    """Return what the future of each image gets."""
+    """Return the result that each image's future gets."""
     answers: list[Any] = [
         outputs.rows(row, row + 1) if outputs is not None and image.convert is None else None
         for row, image in enumerate(images)

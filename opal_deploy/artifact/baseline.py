@@ -1,4 +1,4 @@
-"""A model's baseline: how it answered its validation images, which `drift` and `--unknown` compare others with.
+"""A model's baseline: its answers to validation images, with which `drift` and `--unknown` compare new ones.
 
 Distributions are kept as quantiles, and places as the share of answers in each ninth of the image, so that the whole
 takes tens of bytes per slot. A class that was predicted for fewer than `MIN_IMAGES` images has no slots of its own: the
@@ -112,7 +112,7 @@ class SlotBaseline:
     """The distribution of one slot, or of pooled ones, over the answers with its class.
 
     Attributes:
-        images: answers, of pooled slots the sum over slots.
+        images: number of answers; for pooled slots, summed over slots.
         score, contribution: quantiles at `SLOT_LEVELS`; contribution is empty where the distance is not a sum.
         places: share of the answers with the slot's cell in each of `PLACES`; adds up to 1.
         share: mean share of the cosine that the slot contributes, 0 ... 1.
@@ -139,8 +139,7 @@ class Baseline:
         stride: input pixels per cell.
         classes: number of images with each predicted class, [C].
         quantiles: of each of `QUANTITIES` that is known, at `LEVELS`.
-        slots: by `ClassMap.entries`, which are OPAL's channels, for the classes that were predicted for at least
-            `MIN_IMAGES` images.
+        slots: by `ClassMap.entries` (OPAL's channels), of the classes predicted for at least `MIN_IMAGES` images.
         pooled: of the slots of all other classes; None if there are none.
         ood_score: the images' values in ascending order, or 1,000 of them at even ranks, from which a threshold is
             chosen; empty where not known.
@@ -213,14 +212,15 @@ class Baseline:
     def choose_threshold(self, rate: float) -> float | None:
         """Return the OOD score that an image exceeds with a probability of at most `rate`; None for too few images.
 
-        Split conformal prediction: of n + 1 exchangeable images, the new one is with probability k / (n + 1) at most
-        the k-th smallest of the others (Vovk, Gammerman and Shafer, "Algorithmic learning in a random world", 2005).
+        Split conformal prediction: with n + 1 exchangeable images, the new one's score is at most the k-th smallest of
+        the others with probability k / (n + 1) (Vovk, Gammerman and Shafer, "Algorithmic learning in a random world",
+        2005).
         """
         place = self._find_place(rate)
         return self.ood_score[place] if place < len(self.ood_score) else None
 
     def rate_interval(self, rate: float) -> tuple[int, float, float]:
-        """Return how many images exceed `choose_threshold`, and the 95 % interval of the rate of others that will.
+        """Return how many images exceed `choose_threshold`, and the 95 % interval of the rate for new images.
 
         Over samples of n exchangeable images, the rate beyond the k-th smallest is distributed as Beta(n + 1 - k, k).
 

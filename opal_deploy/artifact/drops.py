@@ -16,7 +16,7 @@ _SHOWN = 80
 
 
 SlotName = str | tuple[str, int]
-"""A slot as `CLASS/SLOT`, or as its class and number; of classes that share their name, as its channel."""
+"""A slot as `CLASS/SLOT`, or as its class and number; as its channel if classes share that name."""
 
 
 def write_slot(slot: SlotName) -> str:
@@ -69,7 +69,7 @@ def _append(channels: list[int], channel: int, given: str) -> None:
 
 
 def name_slot(channel: int, metadata: Metadata) -> str:
-    """Return a slot as `parse_slots` reads it; a prototype that classes share by its number."""
+    """Return a slot as `parse_slots` reads it; a shared prototype as its number."""
     if not metadata.is_opal:
         return str(channel)
     class_id, slot = metadata.class_map.owners(channel)[0]

@@ -2,8 +2,8 @@
 
 An engine stays exactly what the builder wrote, since a prefix would break NVIDIA's own tools. Everything else is in the
 sidecar: the engine's sha256, its builder and target, its ONNX file, the model's metadata and test vectors. After the
-build only `evaluate --record` changes the sidecar, so that its own sha256 can be passed on by a trusted way. Outcomes
-of the test vectors on machines that loaded the engine are in `<name>.engine.checks.json`.
+build only `evaluate --record` changes the sidecar, so its own sha256 can be passed on through a trusted channel.
+Outcomes of the test vectors on machines that loaded the engine are in `<name>.engine.checks.json`.
 
 An engine is executable code. The digests find damage, not tampering.
 """

@@ -211,7 +211,7 @@ def atomic_write(path: Path, *, keep: bool = True, replace: bool = True) -> Iter
         replace: whether a file that has the name by then is replaced.
 
     Raises:
-        UsageError: the folder cannot be written, the disk is full, or something else than a file has the name.
+        UsageError: the folder cannot be written, the disk is full, or something other than a file has the name.
     """
     made: list[Path] = []
     try:
@@ -245,7 +245,7 @@ def atomic_write(path: Path, *, keep: bool = True, replace: bool = True) -> Iter
 
 
 def _create_temporary(path: Path) -> tuple[IO[bytes], Path]:
-    """Return a new file beside `path`, as readable as any other file of this user's, and a stream that locks it."""
+    """Create a file beside `path` with the user's default permissions; return a stream that locks it, and its path."""
     umask = os.umask(0)
     os.umask(umask)
     while True:
@@ -283,7 +283,7 @@ def _not_writable(path: Path, error: OSError) -> UsageError:
 
 
 def without_folders(value: Any) -> Any:
-    """Return plain values, with only the last part of each absolute path: a file may be passed on."""
+    """Return plain values with absolute paths cut to their last part, since the file may be passed on."""
     if isinstance(value, str):
         return Path(value).name or value if os.path.isabs(value) else value
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""From the scores of any head to values per prototype, contributions, totals per class, and logits.
+"""Compute values per prototype, contributions, class totals and logits from any head's scores.
 
-OPAL's values are its embedding, its totals cosines; its logits are minus a distance that follows (`opal_head`).
-Linear heads, as of PIP-Net and ProtoPNet, have the scores themselves as values, and their totals are the logits:
-W s + b, with W and b of the class map. Every function takes the metadata, which says which head it is.
+OPAL's values are its embedding, its totals are cosines, and its logits are negative distances (`opal_head`). In linear
+heads, such as PIP-Net's and ProtoPNet's, the values are the scores, and the totals are the logits W s + b, with W and b
+from the class map. Every function takes the metadata, which names the head.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def to_distances(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray
 def find_strongest(contributions: Any, kept: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the slots that a record of a linear head lists, int64 [N, k], and whether each is one, bool [N, k].
 
-    These are the MOST_LISTED slots whose contributions are furthest from 0, the first of them first; slots that
-    contribute nothing are left out, but for one where all do.
+    These are the MOST_LISTED slots with the largest absolute contributions, largest first. Slots that contribute
+    nothing are left out; if none contributes, one is listed.
 
     Args:
         contributions: float64 [N, S], of one class per image.

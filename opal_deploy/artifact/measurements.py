@@ -1,10 +1,10 @@
-"""What was measured of a model, as checkpoints and metadata keep it: calibration, evaluation and receptive field.
+"""Measurements of a model, as checkpoints and metadata keep them: calibration, evaluation and receptive field.
 
 Calibration is temperature scaling after Guo, Pleiss, Sun and Weinberger, "On calibration of modern neural networks"
 (ICML 2017): softmax(logits / T) with one temperature T for all classes, fitted on validation images. The prediction
 stays as it is.
 
-The document `Metadata.evaluation`, without what was not measured:
+The document `Metadata.evaluation`; figures that were not measured are left out:
 
     when, opal_deploy            date (ISO 8601) and version of the measurement
     model, runtime               the file that was measured and what ran it: an export carries its checkpoint's figures
@@ -56,11 +56,11 @@ _CHANGES = {"JPEG quality 75": "JPEG (quality 75)", "horizontal flip": "mirrorin
 
 @dataclass(frozen=True)
 class Calibration:
-    """The temperature of a model and how well calibrated it made the predictions, or the reason why there is none.
+    """A model's temperature and its calibration error, or the reason why none was fitted.
 
-    Figures are cross-fitted, those of `_uncalibrated` at temperature 1: each fifth of the images is measured with the
-    temperature fitted on the other four; `temperature` is fitted on all. Training also chose the best epoch on these
-    images, so that new ones may do a little worse.
+    Figures are cross-fitted: each fifth of the images is measured with the temperature fitted on the other four.
+    `temperature` is fitted on all. Figures that end in `_uncalibrated` are at temperature 1. Training chose its best
+    epoch on the same images, so figures on new ones may be slightly worse.
 
     Attributes:
         images: validation images of the fit.
@@ -119,7 +119,7 @@ class Calibration:
 
 
 def describe_edits(edits: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield one line for a person on each of the `edits` of metadata or of a checkpoint, the first one first."""
+    """Yield one line for a person per edit in the `edits` of metadata or a checkpoint, oldest first."""
     for edit in check_document(edits, tuple[Edit, ...], "edits"):
         changed = {"dropped": edit.dropped, "restored": edit.restored}
         changes = [f"{verb} {', '.join(names)}" for verb, names in changed.items() if names]
@@ -147,7 +147,7 @@ class ReceptiveField:
         size: side of the square of pixels that a cell can depend on, parts outside the image included; None where
             attention between cells leaves no bound.
         offset: coordinate of the centre of cell 0's theoretical field along both axes (pixel i reaches from i to
-            i + 1); None where `size` is.
+            i + 1); None where `size` is None.
         global_context: whether a pooling inside the network (squeeze-and-excitation), which `size` leaves out, lets
             cells depend on the whole image.
         effective_offset: coordinate of the centre of cell 0's effective field, the centroid of the energy of scores'
@@ -243,7 +243,7 @@ def list_evaluation(
     *,
     export_of: str | None = None,
 ) -> list[tuple[str, str]]:
-    """Return (name, value) pairs on what was measured of a model's evidence, what was not, and how to measure it.
+    """Return (name, value) pairs on a model's evidence: what was measured, and how to measure the rest.
 
     Args:
         evaluation: the document; empty for a model that was never measured.

@@ -86,9 +86,9 @@ class Metadata:
 
     Attributes:
         class_names: C names, in the order of the logits.
-        prototypes_per_class: m; of a linear head, whose classes share them, the number of prototypes.
-        head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon, dropped; of a linear
-            head its kind and what that needs (`documents.Head`).
+        prototypes_per_class: m; for a linear head, whose classes share prototypes, their number.
+        head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon, dropped; for a linear
+            head its kind and that kind's settings (`documents.Head`).
         evidence: `exact` (a slot's score comes from one cell), `map` (attention maps, no single cell) or `none`.
         backbone: torchvision's name of the backbone.
         keep_layers: whether the backbone reaches its stride with all of its layers, some of them with stride 1, instead
@@ -182,9 +182,9 @@ class Metadata:
         return tuple(self.head.get("dropped", ()))
 
     def with_dropped(self, dropped: Iterable[int]) -> Metadata:
-        """Return the metadata of the model with these dropped slots, without what was measured of this one alone.
+        """Return the metadata with these slots dropped, without measurements that hold only before the edit.
 
-        The temperature stays, marked as that of the model before.
+        The temperature stays, marked as fitted before the edit.
         """
         calibration = Calibration.from_dict(self.calibration)
         if calibration is not None:
@@ -235,7 +235,7 @@ class Metadata:
         return self.num_classes if self.top_k is None else self.top_k
 
     def find_outputs(self, names: Collection[str]) -> dict[str, str]:
-        """Return those of some outputs that the graph has, each with its name in the graph."""
+        """Return those of these outputs that the graph has, with their names in the graph."""
         here = with_current_names({name: name for name in self.outputs})
         return {name: here[name] for name in names if name in here}
 
@@ -257,8 +257,8 @@ class Metadata:
     def find_checkpoint(self, path: Path) -> str | None:
         """Return the checkpoint that the file `path` was exported from, with its folder if it lies there.
 
-        None for a checkpoint, and for a linear head, whose checkpoint has no place for figures. Figures belong there:
-        recorded in an exported file, they change its digest, by which records name it.
+        None for a checkpoint, and for a linear head, whose checkpoint cannot store figures. Figures belong in the
+        checkpoint: recorded in an exported file, they change the digest by which records name the file.
         """
         if path.suffix in CHECKPOINT_SUFFIXES or not self.is_opal:
             return None
@@ -277,7 +277,7 @@ class Metadata:
 
     @property
     def epsilon(self) -> float:
-        """The addend to the embedding's norm, z = s / (|s| + epsilon); of other heads see `LinearHeadConfig`."""
+        """The constant added to the scores' norm, z = s / (|s| + epsilon); for other heads see `LinearHeadConfig`."""
         return float(self.head.get("epsilon", 0.0))
 
     @property

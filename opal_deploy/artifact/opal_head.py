@@ -75,7 +75,7 @@ def contributions(
 
 
 def head_constant(class_map: ClassMap, distance: str) -> DoubleArray:
-    """Return what the head multiplies with or subtracts from the embedding to get a distance.
+    """Return the constant that the head multiplies with, or subtracts from, the embedding to get a distance.
 
     For `l2` the anchors' entries, and for `kl` their logarithms: float64 [C, 1], the same for all slots of a class.
     For the other distances the anchors, float64 [C, m], 0 for dropped slots.
@@ -125,7 +125,7 @@ def _tropical(z: DoubleArray, class_map: ClassMap) -> DoubleArray:
 
 
 def _sum_outside(by_class: DoubleArray) -> DoubleArray:
-    """Return for each class the sum of [N, C] over the other classes; never negative for entries that are not."""
+    """Return for each class the sum of [N, C] over the other classes; never negative for non-negative entries."""
     sums: DoubleArray = np.maximum(by_class.sum(axis=1, keepdims=True) - by_class, 0.0)
     return sums
 

@@ -1,4 +1,4 @@
-"""The rule for every file that a command writes: what may have its name already. Light to import."""
+"""The rule for every file that a command writes: which existing files it may replace. Light to import."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from opal_deploy.options import StrPath
 def check_output(
     option: str, path: Path, suffixes: Iterable[str], *, inputs: Iterable[StrPath | None] = (), overwrite: bool
 ) -> None:
-    """Check that a file may be written; what follows is written with `atomic_write(path, replace=overwrite)`.
+    """Check that a file may be written; the caller then uses `atomic_write(path, replace=overwrite)`.
 
     Args:
-        option: that names the file, such as `--html`.
+        option: the option that names the file, such as `--html`.
         path: the file.
-        suffixes: of its kind, such as `.html`.
-        inputs: files that the call reads; what else stands here, such as a URL, is no file.
+        suffixes: the suffixes of its kind, such as `.html`.
+        inputs: files that the call reads; anything else, such as a URL, is ignored.
         overwrite: whether a file of its kind may be replaced.
 
     Raises:
-        UsageError: something has the name that is not a file of this kind, or that the call reads; or any file has
-            it, without `overwrite`.
+        UsageError: the path exists and is not a file of this kind, is a file that the call reads, or is any file
+            without `overwrite`.
     """
     advice = "give another name"
     try:

@@ -109,7 +109,7 @@ class Outputs:
         return {**dict(zip(TOP_OUTPUTS, self.top, strict=True)), **self.per_image()}
 
     def per_image(self) -> dict[str, FloatArray]:
-        """Return the outputs of one number per image that this graph has, float32 [N] by name."""
+        """Return the graph's outputs with one number per image, float32 [N], by name."""
         return {name: array for name in PER_IMAGE if (array := getattr(self, name)) is not None}
 
     def __len__(self) -> int:
@@ -167,7 +167,7 @@ TOP_SPECS: dict[str, OutputSpec] = {
 
 
 def tolerances(precision: str) -> dict[str, float]:
-    """Return the largest difference that a precision may cause in each output of one number per image."""
+    """Return the largest difference that a precision may cause in each output with one number per image."""
     return {name: tolerance[precision] for name in PER_IMAGE if (tolerance := OUTPUT_SPECS[name].tolerance)}
 
 
@@ -213,7 +213,7 @@ def _format_specs(specs: Mapping[str, tuple[tuple[Any, ...], np.dtype[Any]]]) ->
 
 
 def select_top(outputs: Outputs, class_map: ClassMap, k: int) -> TopOutputs:
-    """Return what a graph of `export --outputs topk` selects from all channels: the `k` best classes, C at most."""
+    """Return the outputs of `export --outputs topk` computed from all channels: the `k` best classes, C at most."""
     assert outputs.scores is not None
     assert outputs.argmax is not None
     classes = find_largest(outputs.logits, k)
@@ -227,7 +227,7 @@ def select_top(outputs: Outputs, class_map: ClassMap, k: int) -> TopOutputs:
 
 
 def find_largest(values: FloatArray, k: int) -> NDArray[np.int64]:
-    """Return int64 [N, k], the positions of the `k` largest of each row [C], of equal ones the first; C at most."""
+    """Return int64 [N, k], the positions of the `k` largest values of each row [C], at most C; of equals the first."""
     k = min(k, values.shape[1])
     if k > _MAX_SCANS:
         return np.argsort(-values, axis=1, kind="stable")[:, :k]

@@ -47,7 +47,7 @@ class Reference:
         return Reference(self.images[start:stop], self.outputs.rows(start, stop), margin)
 
     def repeat(self, count: int) -> Reference:
-        """Return a reference of `count` images, these in turn."""
+        """Return a reference of `count` images that repeats these."""
         rows = [row % len(self.images) for row in range(count)]
         margin = None if self.top2_margin is None else self.top2_margin[rows]
         return Reference(self.images[rows], self.outputs.take(rows), margin)

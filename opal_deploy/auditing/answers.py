@@ -98,7 +98,7 @@ class Answers:
         folder: the folder of local results; None in a bucket.
         statuses: number of records by status, of the last complete reading.
         model_sha256: digest of the model that made the records, from `observe`; None where they do not name it.
-        in_memory: whether they are records of a program's own.
+        in_memory: whether a program passed the records, instead of naming a file.
     """
 
     in_memory = False
@@ -241,7 +241,7 @@ class Answers:
 
 
 class _AnswersInMemory(Answers):
-    """Records of a program's own; their model is given."""
+    """Records that a program passed, with the model given."""
 
     in_memory = True
 
@@ -250,7 +250,7 @@ class _AnswersInMemory(Answers):
         self._records = records
 
     def records(self) -> Iterator[Record]:
-        """Yield all records; raise UsageError for one that is none."""
+        """Yield all records; raise UsageError for anything that is not a record."""
         try:
             yield from map(to_record, self._records)
         except ValueError as error:

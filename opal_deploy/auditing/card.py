@@ -30,7 +30,7 @@ $ opal-deploy infer images/ --model {file}{explain}
 def write_card(model: StrPath) -> str:
     """Return the model card of an exported file, an engine or a checkpoint, in Markdown with a hub's front matter.
 
-    Figures are those that the file holds: of its training and of `evaluate --record`. What was not measured is named.
+    Figures are those in the file, from training and `evaluate --record`. Missing measurements are named.
 
     Raises:
         ArtifactError: no such file, or it is damaged. UsageError: not a model by its suffix.

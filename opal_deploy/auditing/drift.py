@@ -71,7 +71,7 @@ class DriftReport:
     class_names: Sequence[str]
 
     def has(self, kind: Literal["any", "evidence"]) -> bool:
-        """Return whether there is a shift, for `evidence` one other than of class shares."""
+        """Return whether there is a shift; for `evidence`, shifts of class shares do not count."""
         return any(kind == "any" or shift.kind != "label" for shift in self.shifts)
 
     def to_dict(self) -> dict[str, Any]:

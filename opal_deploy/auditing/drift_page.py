@@ -48,7 +48,7 @@ class Bar:
 
 @dataclass
 class _Examples:
-    """A random sample of the records that show a shift, or of all without one: those with the smallest random keys."""
+    """A random sample of the records that show a shift, or of all records: those with the smallest random keys."""
 
     shift: Shift | None
     cases: bool = True
@@ -60,7 +60,7 @@ class _Examples:
         self.kept = heapq.nsmallest(self.number, [*self.kept, *found], key=lambda entry: entry[0])
 
     def find(self, observations: Observations) -> NDArray[np.intp]:
-        """Return the rows that show the shift, or of its class those that do not."""
+        """Return the rows that show the shift, or the rows of its class that do not."""
         shift = self.shift
         if shift is None:
             return np.arange(len(observations))
@@ -74,7 +74,7 @@ class _Examples:
                 yield record, load_record_image(record, locate(unescape_name(record.image or ""), root))
 
     def pictures(self, root: Path) -> list[Picture]:
-        """Return the pictures of the records whose image can be found, of a slot's shift with its box only."""
+        """Return pictures of the records whose image can be found; for a slot's shift, with that slot's box only."""
         return [
             _draw(record, image, None if self.shift is None else self.shift.slot) for record, image in self.load(root)
         ]
@@ -94,7 +94,7 @@ def write_page(
 
     Args:
         counts: of the answers.
-        runs: the results, and the earlier ones that they were compared with, if they were.
+        runs: the results, and the earlier results that they were compared with, if any.
         root: folder that the names of local images are relative to; pictures that are not there are left out.
         overwrite: whether a file of that name is replaced.
 
@@ -134,7 +134,7 @@ def _bars(shift: Shift, counts: DriftCounts, class_names: Sequence[str]) -> list
 
 
 def _choose(answers: Answers, shifts: Sequence[Shift], layout: Layout, cases: Sequence[bool]) -> list[_Examples]:
-    """Return examples of each shift, of its class those that are cases of it or those that are not; and of all."""
+    """Return examples of each shift (cases of it, or others of its class) and of all records."""
     chosen = [*itertools.starmap(_Examples, zip(shifts, cases, strict=True)), _Examples(None, number=_MEASURED)]
     random = np.random.default_rng(0)
     for records, observations in answers.observe(layout):
@@ -181,7 +181,7 @@ def _measure(image: Image.Image) -> tuple[float, float]:
 
 
 def _draw(record: Answered, image: Image.Image, slot: int | None) -> Picture:
-    """Return the picture of a record, with the box of one slot only or of all."""
+    """Return a record's picture with the box of one slot, or of all."""
     slots = tuple(each for each in record.evidence if slot is None or each.slot == slot)
     photograph = show_photograph(image, record)
     photograph.thumbnail((_SIDE, _SIDE))

@@ -98,7 +98,7 @@ class DiffReport:
         only_before, only_after: number of images in only one set.
         unpaired: number of records without a name.
         image_changed: number of images whose file differs, so that their changes say nothing about the models.
-        slots, moved: number of slots compared, and of those that moved.
+        slots, moved: number of slots compared, and number of slots that moved.
         unmatched: number of slots that only one of two records has.
         largest_contribution: largest change of a contribution.
         worst: the requested number of largest changes with both records, largest first.

@@ -49,7 +49,7 @@ class Tolerance:
         logit: relative to max(1, |logit|).
         score: absolute.
         tie: relative lead of a cell under which another one counts as equal.
-        others: of each output of one number per image, by name, absolute.
+        others: of each output with one number per image, by name, absolute.
         temperature: of calibrated probabilities, which follow from logits that may differ; None for a model without.
     """
 
@@ -62,10 +62,10 @@ class Tolerance:
 
     @staticmethod
     def for_model(metadata: Metadata) -> Tolerance:
-        """Return what another machine may make of the same file.
+        """Return the differences that another machine may cause with the same file.
 
-        For fp32 that is the gate of `verify MODEL`. The gate of a lower precision compares it with fp32 and would let
-        far too much pass; there it is what rounding explains.
+        For fp32 that is the gate of `verify MODEL`. A lower precision's gate compares it with fp32, which would let far
+        too much pass, so its tolerances cover only rounding.
         """
         if metadata.precision != "fp32":
             return replace(_LOW_PRECISION[metadata.precision], temperature=metadata.temperature)

@@ -1,4 +1,4 @@
-"""Results read strictly (damaged lines are named, none is skipped), and the images that records were made of.
+"""Strict reading of results (damaged lines are reported, none is skipped), and finding the images of records.
 
 An image with its own file is found by its name, below a root. Members of archives, and records that stand for a whole
 folder, list or archive, are found among the images that the same inputs name now. Members of a compressed tar, which
@@ -190,10 +190,10 @@ class _SpooledImage(NamedTuple):
 class RecordSources:
     """The images of the given inputs, found by record.
 
-    A record matches the image with its name; of several, one with its digest, preferably at its index, as inputs may be
-    fewer or in another order than in the run. A record without such an image matches the one at its index, if that has
-    the same path within its folder or archive, as inputs may have moved. A record without an index is not from a run:
-    its name is a label that a client of `serve` chose, if any, and it matches the image with its digest.
+    A record matches the image with its name. If several have that name, it matches one with its digest, preferably at
+    its index, since inputs may be fewer than in the run or in another order. If none has, it matches the image at its
+    index, provided that the path within its folder or archive is the same, since inputs may have moved. A record
+    without an index is not from a run, and its name may be any label: it matches the image with its digest.
     """
 
     def __init__(self, items: Iterable[InputImage] = (), records: Iterable[Record] | None = None) -> None:

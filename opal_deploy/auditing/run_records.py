@@ -120,7 +120,7 @@ class RunRecords:
 
 @dataclass(frozen=True)
 class _Written:
-    """The records that a run has written, by run.json; None where it does not say."""
+    """The records that a run has written, according to run.json; None where it does not state them."""
 
     count: int | None = None
     complete: bool = False

@@ -75,7 +75,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing wrong was found; of results, all images that were to be checked could be read, too."""
+        """Whether nothing wrong was found and, for results, every image to be checked could be read."""
         return not self.failure and not self.not_checked
 
 

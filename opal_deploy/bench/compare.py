@@ -185,7 +185,7 @@ def _build_measurement(
 
 
 def explain_ratio(figures: Mapping[str, Figure]) -> list[str]:
-    """Return a note for a person if the two rates divide to another ratio than the rounds' median."""
+    """Return a note for a person if the ratio of the two rates differs from the rounds' median ratio."""
     ratio, rate, reference = (figures[name].value for name in figures)
     if abs(rate / reference - ratio) <= 0.005:
         return []

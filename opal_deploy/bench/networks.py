@@ -106,7 +106,7 @@ def load_checkpoint_network(path: Path) -> NamedNetwork:
 
 
 def build_networks(options: ModelOptions, head: HeadKind = OPAL) -> Iterator[NamedNetwork]:
-    """Return the networks of `--backbone`, each built when it is due: all may not fit into memory together.
+    """Return the networks of `--backbone`, each built when needed, since all together may not fit into memory.
 
     Raises:
         UsageError: no such backbone or stride, layers that cannot be kept, or a size that does not fit; raised by this

@@ -104,7 +104,7 @@ class Cell:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the figure agrees, or is disputed and does not."""
+        """Whether the figure agrees, or differs and is disputed."""
         return self.agrees != bool(self.disputed)
 
 
@@ -209,7 +209,7 @@ def format_count(value: int) -> str:
 def format_like(value: int | Decimal, printed: str) -> str:
     """Return a value with the unit and the digits of a printed figure, halves rounded to even as in the paper.
 
-    409800 like `401.6k` is `409.8k`.
+    For example, 409800 formatted like `401.6k` is `409.8k`.
     """
     unit = printed[-1] if printed[-1] in _UNITS else ""
     digits = len(printed.removesuffix(unit).partition(".")[2])

@@ -48,7 +48,7 @@ def measure_speed(
     A batch size that fails, usually for lack of memory, has no figures and is the last.
 
     Args:
-        kind: for a `latency`, each batch is waited for before the next.
+        kind: `latency` waits for each batch before the next.
         profile: also time every node, see `profile_batch`.
 
     Raises:

@@ -59,7 +59,7 @@ class Setup:
             )
 
     def for_runtime(self, runtime: Runtime) -> Setup:
-        """Return the same for another runtime, without the options that it lacks."""
+        """Return these settings for another runtime, without the options that it lacks."""
         return replace(
             self,
             runtime=runtime,
@@ -119,7 +119,7 @@ class LoadedTarget:
 
 
 def build_setups(options: CompareOptions | SweepOptions) -> list[Setup]:
-    """Return every runtime with every precision; of several runtimes, an option goes to those that have it.
+    """Return every runtime with every precision; an option applies only to the runtimes that have it.
 
     `bench compare` has one of each.
 
@@ -143,7 +143,7 @@ def build_setups(options: CompareOptions | SweepOptions) -> list[Setup]:
 def load_targets(
     models: Sequence[Path], networks: Iterator[NamedNetwork], setups: Sequence[Setup], log: Log
 ) -> Iterator[LoadedTarget]:
-    """Load every model in every setup, each when it is due; report those that cannot run here, and go on.
+    """Load every model in every setup, each when needed; report and skip those that cannot run here.
 
     ONNX files and engines have their own runtime and precision and are loaded once.
 
@@ -160,7 +160,7 @@ def load_targets(
 
 
 def load_usable(loaders: Iterable[tuple[str, Callable[[], LoadedTarget]]], log: Log) -> Iterator[LoadedTarget]:
-    """Yield what loaders with names return, each when it is due; report those that cannot run here, and go on.
+    """Yield the results of named loaders, each called when needed; report and skip those that cannot run here.
 
     Raises:
         OpalError: none can run here; the last one's error.

@@ -1,8 +1,8 @@
 """The timer: a discarded warm-up, then repeats of many batches each.
 
-A session on a GPU is given as many batches at a time as it takes (`PipelinedSession.depth`), as in `infer`, so that
-copies overlap the computation; for a latency it gets one. Every repeat begins and ends with an idle device: each batch
-that counts was begun and finished in it.
+As in `infer`, a session on a GPU gets `PipelinedSession.depth` batches at a time, so that copies overlap the
+computation; to measure latency it gets one. Every repeat starts and ends with an idle device, so each counted batch
+starts and finishes within its repeat.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Batches:
     Attributes:
         begin: begins the batch of this number; does all of it where `depth` is 1.
         finish: waits for the oldest batch that was begun.
-        depth: batches in flight: so many are begun before the oldest is waited for.
+        depth: number of batches in flight before the oldest is waited for.
     """
 
     begin: Callable[[int], object]

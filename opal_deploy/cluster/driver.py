@@ -1,7 +1,7 @@
 """The Ray driver: the process that is connected to the cluster, with the pool of actors and the scheduler.
 
-It is not the calling process because Ray ends the driver's process, by `_exit` and without an exception, when the
-cluster's head or the raylet of its machine is gone. `process.DriverProcess` is the parent's side.
+It is a separate process because Ray ends the driver's process (by `_exit`, without an exception) when the cluster's
+head or the machine's raylet is gone. `process.DriverProcess` is the parent's side.
 
 Messages are pickled pairs of a kind and a value. The parent sends no kind: the address and `--ray-cpus`, a `Job`, and
 one answer to each "next". The driver sends
@@ -103,7 +103,7 @@ class Parent:
         os._exit(1)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """End this process if the parent ended; a signal to all processes of a job is for the parent to act upon."""
+        """End this process if the parent ended; leave signals that all processes of a job get to the parent."""
         if self._gone:
             self._gone = False
             raise SystemExit(1)

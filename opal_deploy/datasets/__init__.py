@@ -21,5 +21,5 @@ How to add a data set: write a module with
    UsageError for absent or damaged files, and lists all other problems in `Listing.problems`,
 4. `<NAME> = Adapter(...)`, which `registry` adds to the known ones.
 
-Checks, splits and messages are then those of all data sets.
+Checks, splits and messages then work as for all other data sets.
 """

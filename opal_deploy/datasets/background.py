@@ -1,4 +1,4 @@
-"""Out-of-distribution images, the folder of `--background`: empty scenes, other objects, what else a camera sees."""
+"""Out-of-distribution images, the folder of `--background`: empty scenes and other things that a camera sees."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
     parts/parts.txt         <part id> <name>
     parts/part_locs.txt     <image id> <part id> <x> <y> <1 if visible>, pixels of the whole image
 
-Ids count from 1. The official split, which has no validation images. The fifteen parts are for evaluation only
+Ids count from 1. The official split is used; it has no validation images. The fifteen parts are for evaluation only
 (`read_parts`) and may be absent.
 
 `cub100` is a course's subset: 100 classes, images resized to 227x227, comma-separated tables, ids from 0, no boxes.

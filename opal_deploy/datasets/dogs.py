@@ -4,8 +4,8 @@
     Annotation/<nXXXXXXXX-Breed>/<stem>     XML, without an extension
     train_list.mat, test_list.mat           in the folder itself or in lists/: file_list, labels (from 1)
 
-Class names are the folders' names in the order of the lists' labels. Images are cropped to the dog's box, the first one
-of several, with a warning. The official split, which has no validation images.
+Class names are the folders' names in the order of the lists' labels. Images are cropped to the dog's box; if there are
+several, to the first, with a warning. The official split is used; it has no validation images.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
 Kaggle's own tree (ILSVRC/Data/CLS-LOC beside the LOC_ files) is read as it is. Validation is set aside from train/.
 
 Classes are sorted by wnid, the order of every published ImageNet network (not the devkit's ids). A class is named by
-its wnid, with a devkit or LOC_synset_mapping.txt also by its first name ("n01440764 tench"), spelled alike in both; the
-name only would not do, since two classes are called "crane". Class names therefore depend on that file: keep it where a
-model is evaluated, too.
+its wnid. With a devkit or LOC_synset_mapping.txt, its first name follows ("n01440764 tench"), spelled alike in both.
+The name alone is ambiguous: two classes are called "crane". Class names therefore depend on that file, so keep it for
+evaluation too.
 """
 
 from __future__ import annotations

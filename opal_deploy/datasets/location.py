@@ -1,4 +1,4 @@
-"""The folder of the data set that a model was trained on: models keep its name, the run's folder where it lies."""
+"""The folder of a model's training data: the model keeps the folder's name, its run directory the path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def find_root(training: Mapping[str, Any], model: Path | None = None) -> Path | 
     """Return the folder of a model's data set; None if it is not on this machine.
 
     Args:
-        training: `training` of a checkpoint or metadata; of an earlier version it has the whole path.
+        training: `training` of a checkpoint or metadata; earlier versions stored the whole path there.
         model: the model's file, beside which its run's `paths.json` may lie.
     """
     data = training.get("data")

@@ -6,8 +6,8 @@
     dtd       Describable Textures, 47 textures      train, val, test; ten partitions
     sun397    SUN397, 397 scenes                     train, test; ten partitions, read here
 
-torchvision expects fixed folder names: a temporary folder of symbolic links has them, whatever the name of the user's
-folder. Nothing is downloaded, and no image is opened.
+torchvision expects fixed folder names, which a temporary folder of symbolic links provides for a user's folder of any
+name. Nothing is downloaded, and no image is opened.
 """
 
 from __future__ import annotations

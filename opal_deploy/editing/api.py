@@ -35,9 +35,9 @@ class EditResult:
         scores: of the images of `data`, with which other sets of drops can be tried; None without data.
         effect: what the edit changes on the images of `data`; None without data or without drops.
         suggestions: slots that look at the wrong thing, the most harmful first.
-        suspected: names of the suspected slots, but those of classes without another slot that finds anything.
-        suggested: names of those without which most answers are right; empty where no choice of them helps.
-        suggested_effect: what dropping those does, or where none helps all suspected ones; None without any.
+        suspected: names of the suspected slots, except where no other slot of the class finds anything.
+        suggested: names of the suspected slots without which most answers are right; empty if no choice helps.
+        suggested_effect: effect of dropping `suggested`, or if empty, all of `suspected`; None without any.
         page: the page; None if none was asked for.
     """
 
@@ -66,7 +66,7 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
     Raises:
         ArtifactError: the model is missing or damaged.
         MissingExtra: a package is not installed.
-        UsageError: a class or slot does not exist or fits nothing, or files are in the way or do not fit.
+        UsageError: a class or slot does not exist, options or files do not fit together, or a file is in the way.
         VerificationError: the edited graph does not reproduce the closed form; nothing is written.
     """
     path = Path(model)
@@ -124,7 +124,7 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
 
 
 def _log_lost(out: Path, parent: Metadata, edited: Metadata, options: EditOptions) -> None:
-    """Log which options no longer work, since what they need was measured of the model before the edit."""
+    """Log which options no longer work, since the figures they need were measured before the edit."""
     lost = ["--unknown 5%", "drift"] if parent.baseline and not edited.baseline else []
     lost += ["--min-margin 5%"] if parent.risk and not edited.risk else []
     if lost:
@@ -189,9 +189,9 @@ def _describe_edited(
     effect: Effect | None,
     options: EditOptions,
 ) -> Metadata:
-    """Return the metadata of the edited model: its slots, what was done, and nothing that only its parent was.
+    """Return the edited model's metadata: its slots and the edit, without facts that hold only for its parent.
 
-    Calibration, risk and baseline are its own where `data` has the images that training set aside.
+    Calibration, risk and baseline are measured anew if `data` has the images that training set aside.
     """
     edit: dict[str, Any] = {
         "dropped": [name_slot(channel, metadata) for channel in drop],

@@ -30,7 +30,7 @@ from opal_deploy.statistics import compute_risk_curve
 
 @dataclass(frozen=True)
 class ScoredData:
-    """N labelled images with what the model read in each.
+    """N labelled images with the model's scores and cells.
 
     Attributes:
         scores: their scores and labels.
@@ -40,7 +40,7 @@ class ScoredData:
         background: scores float32 [n, K] of images without an object; None without any.
         root: the data set's folder.
         ood_scores: float32 [N]; None where the model computes none.
-        set_aside: whether the images are those that training set aside.
+        set_aside: whether these are the images that training set aside.
     """
 
     scores: Scores
@@ -59,7 +59,7 @@ class ScoredData:
         return self.scores.metadata
 
     def measure(self, edited: Metadata, background: int) -> Metadata:
-        """Return the edited model's metadata with what validation images tell: calibration, risk and baseline.
+        """Return the edited model's metadata with calibration, risk and baseline from validation images.
 
         Args:
             background: number of background images among the model's neighbours.

@@ -62,7 +62,7 @@ class Effect:
 
     @property
     def p_value(self) -> float:
-        """McNemar's exact test (two-sided): how likely as uneven gains and losses are if both have equal chances."""
+        """The two-sided p-value of McNemar's exact test for these gains and losses."""
         trials, less = self.gained + self.lost, min(self.gained, self.lost)
         return min(1.0, 2 * math.fsum(math.comb(trials, k) * 0.5**trials for k in range(less + 1)))
 
@@ -106,7 +106,7 @@ class Scores:
         return classes
 
     def try_drop(self, slots: Sequence[SlotName]) -> Effect:
-        """Return the effect of dropping slots, too, such as "Gull/2" or ("Gull", 2).
+        """Return the effect of dropping more slots, such as "Gull/2" or ("Gull", 2).
 
         Raises:
             UsageError: the model lacks a slot or has dropped it, one is given twice, or a class has no other slot left.

@@ -1,4 +1,4 @@
-"""Sources of images, as their files tell: the camera, the program that wrote them, their size, folder and name.
+"""Sources of images according to their files: the camera, the program that wrote them, size, folder and name.
 
 A slot that fires on the images of one source and not on the others of its class reads something that the source added:
 a stamp, a frame, a backdrop.

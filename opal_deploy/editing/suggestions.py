@@ -1,8 +1,8 @@
 """Slots that look at the wrong thing, and why they are suspected.
 
 Each reason compares where a slot's score comes from, over the images of its class, with what a slot of an object would
-do. Images count by their score: a slot that finds nothing in an image reads some cell, too. Slots that find nothing in
-any image of their class are not judged: where they read is chance, and they carry no answer.
+do. Images are weighted by score, since a slot that finds nothing in an image still reads some cell. Slots that find
+nothing in any image of their class are not judged: their cells are chance, and they decide no answer.
 
     background   it fires on images without an object as strongly as on half of its class's images
     object       significantly less of its score comes from the object than the object has of the image
@@ -111,7 +111,7 @@ def choose_drops(data: ScoredData, suggestions: Sequence[Suggestion]) -> tuple[l
     """Return the channels of the suspected slots that can be dropped, and of those that are better dropped.
 
     A class keeps a slot that finds something in its images: without any it must be trained again. Slots are better
-    dropped if more answers are right without them, found one after the other, the most useful first.
+    dropped if more answers are right without them; these are chosen one by one, the most useful first.
     """
     suspected = [each.channel for each in suggestions if each.suspected]
     useful = {
@@ -196,7 +196,7 @@ def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: in
 
 
 def _compare_sources(data: ScoredData) -> dict[int, list[Reason]]:
-    """Return, by channel, the slots that tell images of one source from the others of their class."""
+    """Return, by channel, the slots that distinguish one source's images from the rest of their class."""
     sources = read_sources(data.samples)
     candidates = []
     for class_id in range(data.metadata.num_classes):

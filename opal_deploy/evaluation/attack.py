@@ -1,8 +1,8 @@
 """Change the pixels outside the evidence, and see whether the answer and its evidence stay (`--attack-outside`).
 
-A box shows where a score was read, not everything it depends on. Two changes of a few grey levels say how much lies
-outside: random ones, and those that projected gradient descent (PGD, Madry et al., ICLR 2018) finds against the mean of
-the scores in the answer. Each is measured in two regions: outside the boxes, and outside the pixels that a cell sees
+A box shows where a score was read, not everything it depends on. Changes by a few grey levels show how much depends on
+the rest: random ones, and those that projected gradient descent (PGD, Madry et al., ICLR 2018) finds against the mean
+of the scores in the answer. Each is measured in two regions: outside the boxes, and outside the pixels that a cell sees
 (`receptive_field`). Pixels are whole numbers throughout, so every changed image could be a file.
 
 The figures of the strongest score are those of Sacha et al., "Interpretability benchmark for evaluating spatial
@@ -52,7 +52,7 @@ class Outside:
         region: `BOXES` or `FIELD`.
         method: `NOISE` or `PGD`.
         area: mean share of an image's pixels that may change, 0 ... 1.
-        score_drop: by which share the strongest score drops (PAC); None without prototypes.
+        score_drop: relative drop of the strongest score (PAC); None without prototypes.
         area_moved: share of the area of its largest tenth that moves (PLC), 1 - intersection over union; likewise.
         cells_moved: share of the answer's cells that move; likewise.
         kept: share of images that get the same answer.
@@ -229,7 +229,7 @@ class Attacker:
         return best
 
     def _objective(self, outputs: Any, answer: _Answer) -> Tensor:
-        """Return what PGD makes small, [n]: the mean of the answer's scores, or without any the logit's lead."""
+        """Return what PGD minimises, [n]: the mean of the answer's scores, or without scores the logit's lead."""
         if answer.channels is not None:
             scores = outputs.scores.gather(1, answer.channels)
             mean: Tensor = (scores * answer.listed).sum(1) / answer.listed.sum(1)

@@ -42,7 +42,7 @@ NO_GRADIENTS = "an exported model has no gradients; give the checkpoint"
 
 @dataclass(frozen=True)
 class Advantage:
-    """By how much the evidence, ranked by contribution, beats another ranking: paired, positive where it does.
+    """The lead of the evidence, ranked by contribution, over another ranking: paired, positive where it wins.
 
     If an image has fewer cells in the other ranking, the evidence is cut to as many cells.
 
@@ -124,7 +124,7 @@ class Faithfulness:
 
 
 def max_forward_passes(images: int, metadata: Metadata, fills: Sequence[Fill]) -> int:
-    """Return the most forward passes a measurement takes: no two slots or rankings share a cell."""
+    """Return the largest number of forward passes, reached if no two slots or rankings share a cell."""
     per_image = len(RANKINGS) * 2 * metadata.class_map.max_slots * len(fills)
     return images * (1 + len(image_changes(0)) + per_image)
 

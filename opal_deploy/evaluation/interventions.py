@@ -11,7 +11,7 @@ Measures, each the mean over creatures:
     single_deletion         Spearman's correlation of importance with the drop of the logit without the part, -1 ... 1
     deletion                the answer changes without the named parts
     preservation            the answer stays with the named parts alone
-    sufficient              share of a smallest set of parts that keeps the answer which is named; of several the best
+    sufficient              share of named parts in a smallest set of parts that keeps the answer; of several the best
     target_sensitivity      the evidence of another class lies on the special part that the creature shares with it,
                             rather than on the one that it shares with a third class; None where no classes do
 """
@@ -99,13 +99,13 @@ def measure_interventions(
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> Interventions:
-    """Draw so many creatures of the model's species without some of their parts; see this module.
+    """Draw creatures of the model's species with parts left out, and measure explanations; see this module.
 
     Args:
         session: of a model whose classes are the species of a generated data set.
         size: (H, W) of the drawn images, as in training.
         random_head: the same network with another head, whose evidence is a control.
-        heat_map: Grad-CAM, another.
+        heat_map: Grad-CAM, another control.
 
     Raises:
         UsageError: the classes are not those of a generated data set.
@@ -227,7 +227,7 @@ def _explain_by_map(heat_map: HeatMap) -> Explain:
 def _compare(
     importance: NDArray[np.float64], logits: NDArray[np.float32], kept: NDArray[np.bool_]
 ) -> tuple[float, float, float, float]:
-    """Return the measures but the last of one image.
+    """Return one image's measures, except the last.
 
     Args:
         importance: [parts].
@@ -269,7 +269,7 @@ def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:
 def _choose_rivals(
     kinds: Sequence[Species], label: int, rng: np.random.Generator
 ) -> tuple[tuple[int, list[int]], tuple[int, list[int]]] | None:
-    """Return two other classes with the special parts that only the one and only the other shares with `label`."""
+    """Return two other classes, each with the special parts of `label` that only it shares."""
     special = {index for index, part in enumerate(PARTS) if kinds[label].variants[part] != VARIANTS[part][0]}
     shared = {
         class_id: {index for index in special if kind.variants[PARTS[index]] == kinds[label].variants[PARTS[index]]}
@@ -288,7 +288,7 @@ def _choose_rivals(
 
 
 def _compare_rivals(weigh: Callable[[int], NDArray[np.float64]], rivals: Any) -> float:
-    """Return the share of the two classes whose evidence lies more on what the creature shares with them alone."""
+    """Return the share of the two classes whose evidence lies more on the parts that only they share."""
     if rivals is None:
         return np.nan
     right = []

@@ -200,7 +200,7 @@ class _ModelMeasurement:
         return has_validation_images(self.session.metadata, self.inputs, self.options)
 
     def _measure_baseline(self, evaluation: EvaluationResult) -> tuple[Baseline | None, Neighbours | None]:
-        """Return the baseline on validation images; for a checkpoint without neighbours, or for others, fit these."""
+        """Return the baseline on validation images, and neighbours fitted to a checkpoint if it needs new ones."""
         if not self._has_validation_images():
             return None, None
         metadata, data, background = self.session.metadata, self.inputs.data, self.inputs.background

@@ -33,7 +33,7 @@ def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: in
 
 
 def margins(logits: NDArray[np.float32], values: NDArray[np.float64], class_map: ClassMap) -> NDArray[np.float64]:
-    """Return the total of the predicted class minus that of the runner-up by logit, float64 [N].
+    """Return the predicted class's total minus the total of the runner-up by logit, float64 [N].
 
     Args:
         logits: [N, C], C at least 2.

@@ -1,9 +1,9 @@
 """Shuffle a network's weights from the top, and see whether its evidence loses its hits (`--randomise`).
 
-After Adebayo et al., "Sanity checks for saliency maps" (NeurIPS 2018): an explanation that stays where it was although
-what the network learned is gone shows the image, not the network. Each tensor's values are permuted, first the head's,
-then those of one stage of the backbone more at a time; batch normalisation's statistics are measured anew, so that
-features keep their scale. The evidence is that of the label's slots, since answers become wrong.
+After Adebayo et al., "Sanity checks for saliency maps" (NeurIPS 2018): an explanation that stays put after the learned
+weights are gone shows the image, not the network. Each tensor's values are permuted, first the head's, then those of
+one stage of the backbone more at a time; batch normalisation's statistics are measured anew, so that features keep
+their scale. The evidence is that of the label's slots, since answers become wrong.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure_randomisation(
     """Measure the evidence of a network on samples while its weights are shuffled; see this module.
 
     Args:
-        loaded: with a head whose evidence is single cells; its network's weights are lost.
+        loaded: a checkpoint whose evidence is single cells; its network's weights are destroyed.
         annotations: one per sample.
 
     Raises:

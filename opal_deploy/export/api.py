@@ -48,7 +48,7 @@ def export_model(source: StrPath, options: OnnxOptions) -> ExportResult:
         source: a checkpoint, ours or the authors', or an exported ONNX file.
 
     Returns:
-        The file with its verification. A file that exists as it would be written is kept.
+        The file with its verification. An identical existing file is kept.
 
     Raises:
         MissingExtra: a package that this export needs is not installed.
@@ -120,7 +120,7 @@ def export_hugging_face(source: StrPath, folder: StrPath, options: OnnxOptions) 
 
 
 def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
-    """Do what `opal-deploy export` does: the ONNX file of `export_model`, and what is made of it."""
+    """Do what `opal-deploy export` does: write the ONNX file of `export_model`, and what the options make from it."""
     source = Path(source)
     if not source.is_file():
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an exported ONNX file")
@@ -189,7 +189,7 @@ def _export_folder(source: Path, kind: str | None, options: ExportOptions) -> Ex
 
 
 def _write_target(result: ExportResult, target: Repository | Site) -> ExportResult:
-    """Return the result with the repository or site that is made of its file."""
+    """Return the result with the repository or site made from its file."""
     if isinstance(target, Site):
         return replace(result, site=target.write(result.path))
     return replace(result, repository=target.write(result.path))
@@ -212,7 +212,7 @@ def _check_options(source: Path, options: ExportOptions) -> None:
 
 
 def _open_source(source: Path, options: ExportOptions) -> ExportSource:
-    """Return the source; what an authors' checkpoint does not record is taken from the options."""
+    """Return the source; options supply the settings that an authors' checkpoint does not record."""
     if options.arch is None and model_kind(source) == "onnx":
         from opal_deploy.export.onnx_source import OnnxSource
 

@@ -55,7 +55,7 @@ class SampledReference:
     _parts: list[Reference] = field(default_factory=list)
 
     def first(self, count: int) -> VerificationSample:
-        """Return the first `count` images, or all that there are, with the reference."""
+        """Return the first `count` images, or all if there are fewer, with the reference."""
         images = self.pool.first(count)
         done = sum(len(part.images) for part in self._parts)
         if done < len(images.pixels):
@@ -72,13 +72,13 @@ class ExportCandidate:
         metadata: metadata of the file, still without test vectors, verification report and digest.
         reference: the verification images with the reference's outputs.
         images: the verification images with their names.
-        more: returns the first so many verification images, or all that there are, with the reference's outputs; None
+        more: returns the first n verification images, or all if there are fewer, with the reference's outputs; None
             where there are no others.
         reference_name: the reference, for people: which runtime, where, in which precision.
         test_vectors: the images and outputs to store in the file.
         calibration: images that int8's ranges are measured on; None where int8 is not made.
         compare_in_float64: compares a graph with the network in float64; called only where the plain gate fails. None
-            where the source is no network.
+            where the source is not a network.
         baseline: the float32 graph that `model` was made from; None where `model` is that graph.
         unverified: why the reference itself was never verified, recorded in the file too; empty if it was.
     """
@@ -159,8 +159,8 @@ def convert_precision(candidate: ExportCandidate, precision: Precision, options:
 def refine_precision(candidate: ExportCandidate, threads: int | None = None) -> Iterator[ExportCandidate]:
     """Yield candidates to try in turn until one passes its gate: the given one, then what is closer to its reference.
 
-    An int8 candidate computes more and more in float32; the file's metadata tells what is quantised. Of the other
-    precisions there is only the given one.
+    An int8 candidate computes more and more in float32; the file's metadata tells what is quantised. In other
+    precisions the given candidate is the only one.
     """
     baseline, calibration = candidate.baseline, candidate.calibration
     if candidate.metadata.precision != "int8" or baseline is None or calibration is None:

@@ -44,7 +44,7 @@ _SPLITS = {"val": "validation", "test": "test", "train": "training"}
 
 @dataclass(frozen=True)
 class Photograph:
-    """An image file: its sample (the label is not used), and the split that it belongs to, empty if to none."""
+    """An image file: its sample (the label is not used), and its split, empty if it has none."""
 
     sample: Sample
     split: str = ""
@@ -52,7 +52,7 @@ class Photograph:
 
 @dataclass(frozen=True)
 class VerificationImages:
-    """Images resized for a model: uint8 [N, H0, W0, 3], RGB, the path of each (or what it is), and all in words.
+    """Images resized for a model: uint8 [N, H0, W0, 3], RGB, the path or description of each, and one of all.
 
     `read_original` returns the image of this number as the model's crop leaves it, not resized.
     """
@@ -220,7 +220,7 @@ def _photographs(folder: Path, excluded: Collection[Path]) -> list[Photograph]:
 
 
 def _interleave(samples: Sequence[Sample], sizes: Sequence[int] = SAMPLE_SIZES) -> list[Sample]:
-    """Return samples in an order in which the first of each of these numbers are spread evenly over all."""
+    """Return samples reordered so that the first n, for each n in these numbers, are spread evenly over all."""
     ordered: list[Sample] = []
     left = list(samples)
     for size in sizes:

@@ -9,8 +9,8 @@ inherit its rounding (4 % of the cells on a ResNet-50 trained on birds). Activat
 
 Rounded weights shift the mean of each channel; biases are corrected by that shift, with means of the calibration images
 (Nagel et al., ICCV 2019, section 4.2). ONNX Runtime hands the rounded value to every reader of a
-quantised tensor, so residual sums add rounded values too. `refinements` undo that, and int8 in those layers whose
-rounding changes most, where a network does not tolerate it.
+quantised tensor, so residual sums add rounded values too. Where a network does not tolerate that, `refinements` undo
+it, and int8 in the layers whose rounding changes most.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _Runner:
 
 
 def _correct_biases(quantised: onnx.ModelProto, model: onnx.ModelProto, runner: _Runner) -> None:
-    """Take from each bias of a convolution what its rounded weights add to an input with the mean of each channel."""
+    """Correct each convolution's bias by the shift that its rounded weights cause at the channels' means."""
     weights = {tensor.name: tensor for tensor in quantised.graph.initializer}
     made_by, names = producers(quantised.graph), set(quantised_layers(quantised))
     layers = [
@@ -207,8 +207,8 @@ def refinements(
 ) -> Iterator[tuple[str, onnx.ModelProto]]:
     """Yield coarser to finer variants of a quantised graph, each with what is quantised in it.
 
-    First the graph itself, whose residual branches are summed from int8, which runtimes can fuse; then with layers in
-    float32, first those whose rounding changes most; then also with sums of unrounded values.
+    The first is the graph itself, whose residual branches are summed from int8, which runtimes can fuse. Then layers
+    stay in float32, those whose rounding changes most first. Last, sums take unrounded values too.
 
     Args:
         baseline: the float32 graph that `model` was made from.
@@ -229,7 +229,7 @@ def refinements(
 
 
 def _rank(model: onnx.ModelProto, layers: Iterable[str], runner: _Runner, baseline: onnx.ModelProto) -> list[str]:
-    """Return the layers, first those that change the projected features most where they alone are quantised."""
+    """Return the layers by how much quantising each alone changes the projected features, largest first."""
     reference = runner.values(baseline, BODY_OUTPUT)
     changes = {
         layer: float(np.square(runner.values(_quantise_only(model, {layer}, baseline), BODY_OUTPUT) - reference).mean())

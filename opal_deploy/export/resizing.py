@@ -107,7 +107,7 @@ def _constants(size: tuple[int, int]) -> dict[str, NDArray[Any]]:
 def compare_resizing(
     session: OnnxSession, images: VerificationImages, run: Callable[[Pixels], Reference]
 ) -> Comparison:
-    """Compare what a graph of `with_resizing` answers on whole images with its answers where the pipeline resized them.
+    """Compare a `with_resizing` graph's answers on whole images with its answers on images that the pipeline resized.
 
     Args:
         session: on the graph.

@@ -146,7 +146,7 @@ def verify_candidate(
 
 
 def find_selection_errors(outputs: Outputs, metadata: Metadata) -> tuple[str, ...]:
-    """Return one sentence for each output of the best classes that all other outputs of the same pass contradict."""
+    """Return one sentence for each best-class output that contradicts the other outputs of the same pass."""
     if outputs.top is None:
         return ("the graph does not list its best classes",)
     expected = select_top(outputs, metadata.class_map, metadata.max_top)

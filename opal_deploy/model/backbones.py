@@ -225,7 +225,7 @@ def list_variants(
 ) -> list[tuple[str, int | None, bool]]:
     """Return every network at every stride as arguments of `build`: name, stride, and whether its layers are kept.
 
-    Layers are not "kept" at a network's own stride, where nothing changes.
+    At a network's own stride, where nothing changes, layers do not count as kept.
     """
     variants = itertools.product(dict.fromkeys(names), dict.fromkeys(strides))
     return [(name, stride, keep_layers and stride != own_stride(name)) for name, stride in variants]

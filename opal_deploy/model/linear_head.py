@@ -71,7 +71,7 @@ class LinearHead(nn.Module):
         projection: add-on layers: features [N, D, H, W] to G [N, P, H, W] of a softmax head, or to the cells' vectors
             [N, D', H, W] of the others.
         prototypes: float32 [P, D', 1, 1], of all but a softmax head.
-        class_weights: float32 [P, C], laid out for the product with scores, so that `edit` finds them in the graph.
+        class_weights: float32 [P, C], in the layout of the product with scores, so that `edit` finds them in the graph.
         class_biases: float32 [C].
     """
 
@@ -100,7 +100,7 @@ class LinearHead(nn.Module):
             self.register_buffer("prototypes", prototypes.detach().float())
 
     def project(self, features: Tensor) -> Tensor:
-        """Return what the map is computed from, float32 (or float64), for features [N, D, H, W]."""
+        """Return the input of the map, float32 (or float64), for features [N, D, H, W]."""
         projected: Tensor = self.projection(features)
         return projected if projected.dtype == torch.float64 else projected.float()
 
@@ -130,7 +130,7 @@ class LinearHead(nn.Module):
         return -torch.relu(squares - 2 * products + lengths)
 
     def _to_scores(self, closeness: Tensor) -> Tensor:
-        """Return the scores of a closeness; increasing, so that the maximum stays where it is."""
+        """Return the scores of a closeness by an increasing function, which leaves the maximum in place."""
         if self.config.kind != "distance":
             return closeness
         if self.config.similarity == "exp":

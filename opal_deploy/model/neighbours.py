@@ -1,12 +1,12 @@
 """The OOD score of an image: how far its features are from those of the training images.
 
 Features are pooled over the cells and compared by the cosine in a space in which the spread within classes is the same
-in all directions, as in linear discriminant analysis: there, what tells classes apart counts most. The similarity is
+in all directions, as in linear discriminant analysis: there, differences between classes count most. The similarity is
 the mean cosine to the five nearest training images (as Sun, Ming, Zhu and Li, "Out-of-distribution detection with deep
 nearest neighbors", ICML 2022, take the k-th nearest of plain features); the OOD score is 1 minus that, in [0, 2].
 docs/reference/measurements-unknown.md compares it with the alternatives.
 
-Out-of-distribution images may be kept, too. An image that is nearer to the five nearest of them than to the training
+Out-of-distribution images may be kept as well. An image that is nearer to the five nearest of them than to the training
 images scores higher by twice the difference, so that the range is [0, 6]; all others score as without them.
 
 The covariance within classes is S = U diag(w) U' + v (I - U U'), of rank r and with equal variance v in the other

@@ -36,7 +36,7 @@ def list_torchvision_weights(name: str) -> list[str]:
 def default_weights(name: str) -> str:
     """Return the name of a network's usual ImageNet weights.
 
-    For torchvision those that the paper uses: its second set for ResNets, else its first. For timm the tag in the
+    For torchvision these are the paper's: the second set for ResNets, else the first. For timm it is the tag in the
     name, or timm's default, which takes importing timm.
 
     Raises:

@@ -6,7 +6,7 @@
                      `last_layer.weight`; NET as torchvision calls it: resnet34, vgg19, ...
     FILE.yml         CaBRNet's model_arch.yml, beside its model_state.pth: `extractor.*` and `classifier.*`
 
-None of them records the input size; like the authors' format they have no class names. Facts on the formats are from
+None of them records the input size or class names. Facts on the formats are from
 github.com/M-Nauta/PIPNet, github.com/cfchen-duke/ProtoPNet and CaBRNet 1.2.
 """
 

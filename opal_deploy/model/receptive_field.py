@@ -56,7 +56,7 @@ class _Field:
 
 
 class _UnboundedError(Exception):
-    """An operation lets a cell depend on others, but is not a sliding window."""
+    """An operation other than a sliding window lets a cell depend on others."""
 
 
 def compute_receptive_field(backbone: Backbone, input_size: tuple[int, int]) -> ReceptiveField:

@@ -95,7 +95,7 @@ _PICKLE = b"\x80"
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """The results of a chunk: its encoded records, a fifth of the memory of the list, and messages for the user."""
+    """The results of a chunk: encoded records, which take a fifth of a list's memory, and messages for the user."""
 
     records: bytes
     messages: tuple[str, ...]

@@ -40,7 +40,7 @@ class Worker(ABC):
         name, prefix: what messages call it, and how they begin.
         place: the node or device that it runs on; a chunk whose worker died is retried on another one.
         key: failures in a row are counted for all workers of the same key.
-        is_open: it takes chunks.
+        is_open: whether the worker takes chunks.
         chunks: those in flight, under keys of the worker's own.
     """
 
@@ -51,18 +51,18 @@ class Worker(ABC):
 
     @property
     def room(self) -> int:
-        """The number of chunks that it accepts now; a chunk that killed a worker gets a worker for itself."""
+        """The number of chunks that the worker accepts now; a chunk that killed a worker gets a worker for itself."""
         if not self.is_open or any(chunk.deaths for chunk in self.chunks.values()):
             return 0
         return IN_FLIGHT - len(self.chunks)
 
     @abstractmethod
     def submit(self, chunk: Chunk) -> None:
-        """Send it a chunk."""
+        """Send the worker a chunk."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it at once."""
+        """End the worker at once."""
 
 
 W = TypeVar("W", bound=Worker)
@@ -93,7 +93,7 @@ class WorkerPool(ABC, Generic[W]):
         """
 
     def _finish(self, worker: W, key: object, result: ChunkResult | OpalError) -> list[Done]:
-        """Return a worker's chunk with its result; after an error also the others that it had, and bury it."""
+        """Return a worker's chunk with its result; after an error, bury the worker and return its other chunks too."""
         chunk = worker.chunks.pop(key)
         if isinstance(result, OpalError):
             # a device that was lost may be lost repeatedly

@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def raise_pillow_limit(max_pixels: int) -> None:
-    """Let Pillow decode images of up to `max_pixels`, in this process and in those that decode for it."""
+    """Let Pillow decode images of up to `max_pixels`, in this process and its decode processes."""
     # Pillow refuses twice its own limit before `max_pixels` is checked
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)

@@ -140,7 +140,7 @@ class DecoderPool:
         self.close()
 
     def _prepare_group(self, batch: _Batch, start: int, stop: int) -> None:
-        """Prepare some images of a batch; an error that is not an image's goes into the batch's future."""
+        """Prepare some images of a batch; an error that no image caused goes into the batch's future."""
         rows = range(start, stop)
         if batch.future.cancelled():
             return
@@ -218,7 +218,7 @@ class PrepareTask:
         )
 
     def __call__(self, request: _Row, timer: StageTimer, claim: Callable[[int], None]) -> Response:
-        """Return what is known of the image, and the reduced image if it is kept."""
+        """Return the image's digest, geometry or error, and the reduced image if it is kept."""
         image, slot, row = request
         _, _, height, width, _ = self.layout.shape
         prepared = prepare(image, (height, width), self.options, timer, claim, out=self._slots[slot, row])

@@ -1,8 +1,8 @@
 """Run batches through sessions while the next images are decoded: the loop of `infer` and `Model.predict`.
 
 A decoder pool decodes batches, a thread per session predicts them, and the thread that takes results builds these, all
-in input order. Every queue is bounded, so memory does not grow with the number of images: while no result is taken,
-only a fixed number of images is read, decoded and predicted.
+in input order. Every queue is bounded, so memory does not grow with the number of images: until a result is taken, only
+a fixed number of images is read, decoded and predicted.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class SessionRunner:
 
 @contextmanager
 def thread_pool(workers: int, name: str, timer: StageTimer, role: ThreadRole) -> Iterator[ThreadPoolExecutor]:
-    """Open a pool whose stages count under `role`; leaving drops what waits, so an interrupted run ends at once."""
+    """Open a pool whose stages count under `role`; leaving drops queued work, so an interrupted run ends at once."""
     pool = ThreadPoolExecutor(workers, name, initializer=timer.register_thread, initargs=(role,))
     try:
         yield pool

@@ -1,7 +1,7 @@
 """Predict prepared batches with one session, and build their records.
 
 A record does not depend on the other images. An image with an error keeps its place in the batch as a blank image, so
-that the others are computed exactly as beside a good one. Where a runtime's last bits depend on the batch size, every
+that the others are computed exactly as next to a good one. Where a runtime's last bits depend on the batch size, every
 forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
 """
 
@@ -69,7 +69,7 @@ class BatchPredictor:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether another predictor waits for the session, which it gets when none of these batches is in flight."""
+        """Whether another predictor waits for the session, which it gets once this one has no batch in flight."""
         return self._lock.is_contended
 
     def run(self, images: Sequence[Prepared], pixels: Pixels) -> Outputs | None:
@@ -162,7 +162,7 @@ class BatchPredictor:
         return rows
 
     def _add_batch_size(self) -> None:
-        """Tell a session that pads of a new size: batches are filled up here, or its own size did not fit."""
+        """Tell a padding session the new batch size: batches are filled up here, or its own size did not fit."""
         if self._is_size_new and isinstance(self._session, PaddingSession):
             self._session.add_batch_size(self._max_batch)
         self._is_size_new = False

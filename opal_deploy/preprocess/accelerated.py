@@ -1,7 +1,7 @@
 """Two libraries that do Pillow's work faster: simplejpeg (libjpeg-turbo) decodes, cykooz.resizer (Rust) resizes.
 
 The package requires both; where one cannot be imported (no wheel for the platform), Pillow does its work, and
-`missing_libraries` reports it. simplejpeg has Pillow's pixels bit for bit for the files that it is given here;
+`missing_libraries` reports it. simplejpeg gives Pillow's pixels bit for bit for the files that it is given here;
 cykooz.resizer is within 1 count of Pillow, see `resize`.
 """
 
@@ -42,8 +42,8 @@ def resize(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8] | Non
     """Resize an RGB image to `size` = (width, height): uint8 [height, width, 3], within 1 count of Pillow.
 
     Pillow resizes rows, rounds, then resizes columns. The library resizes the rows, which are most of the work: they
-    differ by 1 where a value lies halfway. Pillow resizes the columns, which adds nothing to that; with both done by
-    the library, one image in 500 had a value that was 2 off. None if Pillow has to resize.
+    differ by 1 where a value lies halfway. Pillow resizes the columns, which adds no difference; with both done by the
+    library, one image in 500 had a value that was off by 2. None if Pillow has to resize.
     """
     library = _library("cykooz_resizer")
     if library is None or size[0] >= image.width:

@@ -1,6 +1,6 @@
 """From a file to the image that a viewer shows: RGB, 8 bits, EXIF orientation applied, first frame.
 
-Whatever is wrong with a file ends in an ImageError with one of these codes:
+Any fault of a file ends in an ImageError with one of these codes:
 
     not_found          no such file
     unreadable         the file exists, but reading it was refused or failed

@@ -1,4 +1,4 @@
-"""The code and the message for a file that could not be decoded, from Pillow's exception and from the file's own bytes.
+"""The code and the message for a file that could not be decoded, from Pillow's exception and the file's bytes.
 
 Pillow raises nearly anything for a damaged file: `OSError: decoder error -2`, `ValueError: not enough image data`, and
 one UnidentifiedImageError for a text file, half a TIFF and a TIFF of a rare kind. A user needs to know which it is:

@@ -2,7 +2,7 @@
 
 A frame is known by its index, the number of frames that the decoder returned before it. There is no seeking: every
 frame depends on those before it, and only decoding all of them gives the same frames each time, whatever the file's own
-index says. What is wrong with a video ends in an ImageError with one of these codes, or of those of `decode`:
+index says. Any fault of a video ends in an ImageError with one of these codes, or one of `decode`'s:
 
     not_a_video        no demuxer recognises it
     no_frames          only audio, or no frame that can be decoded
@@ -264,7 +264,7 @@ class _Clock:
 
 
 class _Decoder:
-    """Decodes a video stream, and finds how much is missing; `damaged`: the last frame, or one that it needs, is."""
+    """Decodes a video stream, and finds how much is missing; `damaged`: whether the last frame, or one it needs, is."""
 
     def __init__(self, container: InputContainer, stream: VideoStream) -> None:
         self._container, self._stream = container, stream

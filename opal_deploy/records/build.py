@@ -33,7 +33,7 @@ class Digests(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of what was classified in its file.
+    """The place of the classified image in its file.
 
     Attributes:
         frame, time: of a frame: number of frames before it, and seconds after the first, if known.
@@ -118,7 +118,7 @@ def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, metadata
 
 
 def _describe_rest(total: float, answer: Answer, slots: Sequence[Slot], metadata: Metadata) -> dict[str, Any]:
-    """Return what a linear head's contributions lack to the logit: the sum of those not listed, and the bias."""
+    """Return the unlisted parts of a linear head's logit: the sum of other contributions, and the bias."""
     bias = float(metadata.class_map.biases[answer.class_id])
     return {"rest": math.fsum([total, -bias, *(-(slot.contribution or 0.0) for slot in slots)]), "bias": bias}
 

@@ -112,7 +112,7 @@ def _check_ood_score(given: str, path: Path, metadata: Metadata) -> None:
 
 
 def _choose_ood_score(given: str, path: Path, metadata: Metadata, rate: float) -> Chosen:
-    """Return the OOD score that an image like the validation images exceeds with this probability at most."""
+    """Return the OOD score that an image like the validation images exceeds with at most this probability."""
     baseline = metadata.known_baseline
     if baseline is None or not baseline.ood_score:
         raise UsageError(

@@ -230,7 +230,7 @@ class DriftCounts:
     def _compare_places(
         self, measured: SlotBaseline, entries: NDArray[np.int64], before: int, after: int, *, pooled: bool
     ) -> Shift:
-        """Return the test of the place whose share differs most: its p-value counts for all places."""
+        """Return the test of the place whose share differs most; its p-value accounts for all places."""
         counts = self._slot_counts["place"][entries]
         old, new = np.array(measured.places), counts.sum(axis=0) / counts.sum()
         mean = (old * before + new * after) / (before + after)
@@ -251,7 +251,7 @@ class DriftCounts:
 
 
 def _adjust(tests: Sequence[Shift]) -> list[Shift]:
-    """Return the tests of one family with their q-values, to which the number of families is a factor."""
+    """Return the tests of one family with their q-values, multiplied by the number of families."""
     if not tests:
         return []
     all_q = control_false_discoveries([test.p for test in tests])

@@ -73,7 +73,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def to_document(record: Record) -> dict[str, Any]:
-    """Return what JSON holds of a record."""
+    """Return a record as plain values for JSON."""
     line = to_json_line(record)
     try:
         document: dict[str, Any] = msgspec.json.decode(line)

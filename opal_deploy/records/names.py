@@ -71,7 +71,7 @@ def find_common_folder(names: Iterable[str]) -> str:
 
 
 def share_folder(folder: str | None, name: str) -> str | None:
-    """Return the common folder of a name and of earlier ones, whose common folder is `folder`, None without any."""
+    """Return the common folder of a name and of earlier names, which share `folder`; None: there were none."""
     if folder == "" or not os.path.isabs(name):
         return folder
     separator, folder = escape_name(os.sep), folder or name

@@ -33,7 +33,7 @@ def sheet_name(index: int, image: str | None) -> str:
 
 
 def former_overlay_name(index: int, image: str | None) -> str:
-    """Return the overlay's path as up to version 0.1.0, which kept the image's own suffix."""
+    """Return the overlay's path in runs up to version 0.1.0, which kept the image's own suffix."""
     return _name(OVERLAYS, index, image and Path(image).name + ".")
 
 

@@ -31,7 +31,7 @@ FAMILIES = 3
 
 
 class Share(NamedTuple):
-    """Cases among trials; of pooled slots both may be fractions."""
+    """Cases among trials; for pooled slots both may be fractions."""
 
     cases: float
     trials: float
@@ -91,7 +91,7 @@ class Shift:
         return f"{subject}{_WORDS[self.kind]} {change}: {after} answers {side} {self.value:.3g}, {before} before"
 
     def find_cases(self, observations: Observations) -> NDArray[np.bool_]:
-        """Return which of N images show what the shift is about: the class, the place, or a value beyond `value`."""
+        """Return which of N images show the shift: its class, its place, or a value beyond `value`."""
         attribute = {"score": "scores", "contribution": "contributions", "place": "places"}.get(self.kind, self.kind)
         cases = np.ones(len(observations), np.bool_)
         if self.kind != "label":
@@ -111,7 +111,7 @@ class Shift:
 
 
 class Suggestion(NamedTuple):
-    """What a pattern of shifts suggests, and what to do about it; `section` of docs/howto/drift.md says more."""
+    """The likely cause of a pattern of shifts, and what to do about it; `section` of docs/howto/drift.md says more."""
 
     text: str
     advice: str
@@ -119,7 +119,7 @@ class Suggestion(NamedTuple):
 
 
 def interpret(shifts: Sequence[Shift]) -> list[Suggestion]:
-    """Return what a pattern of shifts suggests."""
+    """Return the likely cause of a pattern of shifts."""
     kinds = {shift.kind for shift in shifts}
     fell, rose = ({shift.kind for shift in shifts if shift.rose is up} for up in (False, True))
     found = []

@@ -1,6 +1,6 @@
 """Signatures of records and of run.json: Ed25519 over the document's canonical JSON, in its field `signature`.
 
-A signature covers every other field of the document, also those that a later version adds, and its own except `value`.
+A signature covers every other field of the document, even fields that a later version adds, and its own except `value`.
 Light to import: `cryptography` is loaded with a key.
 """
 
@@ -42,7 +42,7 @@ _NEW_KEY = "make one with: openssl genpkey -algorithm ed25519 -out key.pem"
 
 
 class Signer:
-    """Signs records with a private key, which cannot be pickled and is shown nowhere.
+    """Signs records with a private key, which is never pickled or shown.
 
     Attributes:
         fingerprint: hex sha256 of the public key in DER (SubjectPublicKeyInfo).
@@ -218,7 +218,7 @@ def _read_pem(path: StrPath, option: str) -> bytes:
 
 
 def _read_file(path: StrPath) -> bytes:
-    """Return the first bytes of a file or, since a shell may hand over a key so, of a pipe; raise OSError."""
+    """Return the first bytes of a file, or of a pipe, which shells use to hand over keys; raise OSError."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(handle, "rb", buffering=0) as stream:
         if not stat.S_ISFIFO(os.fstat(handle).st_mode):

@@ -1,10 +1,10 @@
-"""A run directory in a bucket: a local one, whose files are uploaded, and which any machine can resume.
+"""A run directory in a bucket: a local directory whose files are uploaded, and whose run any machine can resume.
 
 An object cannot be appended to. During a run, its records therefore go up as parts, objects that are written once and
-never changed: `parts/ID/N.jsonl` begins with record N of the run ID, which run.json names. A part is created only if
-there is none, so of two processes that write to one run at the same time one fails: the parts hold each record once and
-in order. Overlays and sheets go up before the part that names them. After the last record, results.jsonl is uploaded as
-a whole, then tables and report, and last summary.json, which marks the run as complete; then the parts are removed.
+never changed: `parts/ID/N.jsonl` begins with record N of the run ID, which run.json names. A part is created only if it
+does not exist, so if two processes write to one run at the same time, one fails: the parts hold each record once and in
+order. Overlays and sheets go up before the part that names them. After the last record, results.jsonl is uploaded as a
+whole, then tables and report, and last summary.json, which marks the run as complete; then the parts are removed.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class RunDirectory:
 
     @property
     def location(self) -> str:
-        """The directory as a person finds it."""
+        """The directory, or its URL, for messages."""
         return str(self.root if self.remote is None else self.remote)
 
     def write_config(self) -> None:
@@ -178,8 +178,8 @@ def inspect_run_dir(
 
     Args:
         root: holds run.json and summary.json.
-        config: of the run that is to be there.
-        shown: what messages call the directory, if not `root`.
+        config: of the run that should be there.
+        shown: the directory's name in messages, if not `root`.
         results_bytes: size of its results.jsonl, if that is not in `root`.
     """
     where, size = shown or str(root), _size(root / RESULTS) if results_bytes is None else results_bytes

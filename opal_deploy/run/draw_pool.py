@@ -40,7 +40,7 @@ class DrawTask:
         """Return the drawings of a result, whose names the header lists under `drawn`.
 
         If a drawing is missing, the header has `error`, a code and a message, or `stop`, the reason why no other image
-        can be drawn either. Nothing is claimed: images to draw on are small.
+        can be drawn either. No pixels are claimed, since images to draw on are small.
 
         Args:
             request: the result with its image, for a sheet also its outputs; and what to draw.

@@ -1,7 +1,7 @@
 """The inputs of a run: its images, with crops and labels, and their number.
 
 Images are counted in a thread while they are processed, so that the time left is known. Listing names a second time
-takes some 10 µs per image. Whatever would have to be read, asked for over a network or waited for is not counted:
+takes some 10 µs per image. Inputs that would have to be read, requested over a network or waited for are not counted:
 standard input, URLs other than of one image, tars, videos.
 """
 
@@ -80,7 +80,7 @@ class Inputs:
     def unused_labels(self) -> list[str]:
         """Return the images that the file of labels names, and that `find_images` has not yielded.
 
-        Nothing of a shard: the others have its images.
+        Empty for a shard, since other shards have those images.
         """
         return self.labels.unused() if self.labels is not None and self.shard[1] == 1 else []
 
@@ -103,7 +103,7 @@ _CHUNK, _PAUSE = 256, 0.005
 
 
 class _NotCountable(Exception):
-    """An input that would have to be read, asked for or waited for."""
+    """An input that would have to be read, requested or waited for."""
 
 
 class ImageCounter:

@@ -28,7 +28,7 @@ _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
 
 
 class RecordWriter:
-    """A JSON Lines file to append records to, which holds only whole lines at any moment, also after an error.
+    """A JSON Lines file to append records to, which holds only whole lines at any moment, even after an error.
 
     A written record survives the process at once, and a power failure after at most `SYNC_SECONDS`.
 

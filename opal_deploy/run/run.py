@@ -192,7 +192,7 @@ def run(
         requests: the images.
         backend: turns images into records.
         options: what the run writes, and when it ends.
-        summary: counts the records as they are written, also if the run fails; None: a new one.
+        summary: counts the records as they are written, even if the run fails; None: a new one.
         interrupt: stops the run gracefully on request.
         timer: receives the times of every stage; None: a new one.
         report: is called after each write of records.

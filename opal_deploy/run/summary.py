@@ -38,7 +38,8 @@ class Accuracy:
     Attributes:
         class_names: the model's.
         correct, wrong: predictions that are the label, and others; refused ones count, too.
-        answered, answered_correct: those of them with status `ok`, which were not refused (abstained or unknown).
+        answered, answered_correct: predictions with status `ok`, which were not refused (abstained or unknown), and the
+            correct ones of these.
         images, predicted: number of labelled images by class, and the classes that were predicted.
         failed: images with a label that is a class, and no prediction.
         unknown, unlabelled: images with a label that is not a class, and images without a label.

@@ -81,7 +81,7 @@ class Cuda:
 
     @contextlib.contextmanager
     def activated(self) -> Iterator[None]:
-        """Make this the calling thread's device during the block, then the one before again.
+        """Make this the calling thread's device during the block; restore the previous one afterwards.
 
         Raises:
             UsageError: the device is reserved for another process.
@@ -127,7 +127,7 @@ class Cuda:
         """Page-lock host memory that this process has already, so that every GPU copies from it directly.
 
         Returns:
-            Whether this call locked the memory, and `unregister` must unlock it. False where somebody else locked it.
+            Whether this call locked the memory, and `unregister` must unlock it. False where other code had locked it.
 
         Raises:
             StoppedEarly: the system does not lock it: its limit is reached, or it cannot lock memory of this kind.
@@ -186,11 +186,11 @@ class Cuda:
         self._call("cudaMemcpyAsync", host.ctypes.data, device, host.nbytes, kind, stream)
 
     def clear(self, device: int, size: int, stream: Stream) -> None:
-        """Queue the filling of device memory with zeros."""
+        """Queue filling device memory with zeros."""
         self._call("cudaMemsetAsync", device, 0, size, stream)
 
     def record_graph(self, stream: Stream, queue: Callable[[], None]) -> Graph:
-        """Return what `queue` queues on a stream as a graph that `launch_graph` runs; nothing runs yet.
+        """Return the work that `queue` queues on a stream as a graph for `launch_graph`; nothing runs yet.
 
         Other threads may allocate and copy meanwhile; any thread may launch the graph.
         """

@@ -1,6 +1,6 @@
 """Sessions on an ONNX file in ONNX Runtime on an NVIDIA GPU.
 
-This was never run on hardware when this was written. Inputs and outputs are device memory of the
+This code was never run on hardware when it was written. Inputs and outputs are device memory of the
 pipeline (`runtime.pipeline`), bound once; ONNX Runtime queues its kernels on the pipeline's stream and waits for
 nothing, so that the thread that submits a batch is free while the GPU computes it. TF32 is off.
 
@@ -48,8 +48,8 @@ class _BoundBuffers:
 class OnnxKernels:
     """The `Kernels` of an ONNX file: one ONNX Runtime session per batch size, made when it first occurs.
 
-    With `record_graphs` the kernels of each set of buffers are launched as one CUDA graph. ONNX Runtime's own graphs
-    would not do: each thread records them anew, and no other thread may allocate while one is recorded.
+    With `record_graphs` the kernels of each set of buffers are launched as one CUDA graph. ONNX Runtime's own graphs do
+    not fit: each thread records them anew, and no other thread may allocate while one is recorded.
     """
 
     def __init__(

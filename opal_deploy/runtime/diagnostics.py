@@ -1,4 +1,4 @@
-"""The runtimes installed on this machine: which can run inference, on what, and what to do about the others.
+"""The runtimes installed on this machine: which can run inference, on which devices, and how to fix the others.
 
 Nothing here imports torch or a runtime into this process: onnxruntime and TensorRT are imported in a child process, so
 that a broken installation becomes one status among others.
@@ -86,8 +86,8 @@ def installed_version(*distributions: str) -> str | None:
 def query_onnxruntime(timeout: float = 60) -> dict[str, Any]:
     """Import onnxruntime in a child process and return its `version`, `providers`, `cuda` and `problem`.
 
-    `problem` says why its CUDA libraries do not load; only it is returned where the import fails or takes more than
-    `timeout` seconds.
+    `problem` says why its CUDA libraries do not load. If the import fails or takes more than `timeout` seconds, only
+    `problem` is returned.
     """
     return _run_program(_ONNXRUNTIME_PROGRAM, str(Path(__file__).parents[2]), timeout=timeout)
 

@@ -1,7 +1,7 @@
 """The kernels of a loaded TensorRT engine, CUDA graphs of them, and their cache on disk.
 
 TensorRT for RTX compiles an engine where it runs: at every start, unless its runtime cache was kept. The library itself
-refuses a cache of another version, GPU or driver. Never run on hardware when this was written.
+refuses a cache of another version, GPU or driver. This code was never run on hardware when it was written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EngineKernels:
     """The `Kernels` of a deserialised engine.
 
     Attributes:
-        record_graphs: whether the kernels of the next batch's size are recorded, and launched as one from then on.
+        record_graphs: whether the kernels for the next batch's size are recorded, and launched as one from then on.
     """
 
     def __init__(

@@ -5,15 +5,15 @@ bf16: at least 99.5 % of the predicted block's cells, int8 at least 97 %, near t
 equal wherever the margin exceeds twice the cosine difference measured. Logits are compared where |logit| > 1e-2: the
 root magnifies rounding near zero.
 
-A share of few cells says little: of networks that lose 0.5 %, nearly every second shows 2 in 320. The exporter
-therefore refuses a share only where its exact one-sided upper bound (Clopper and Pearson) is under what is required,
-and takes more images until a bound decides (`Agreement`).
+A share of few cells says little: of networks that lose 0.5 % of the cells, nearly half lose 2 or more of 320. The
+exporter therefore refuses a share only if its exact one-sided upper bound (Clopper and Pearson) is below the
+requirement, and takes more images until a bound decides (`Agreement`).
 
 Float32 itself is not exact to 1e-6 for every network: its outputs move by more when convolutions sum in another order,
 which depends on the processor. Where the fp32 gate fails, the exporter therefore judges two things apart. The graph is
-compared with the network in float64, where rounding plays no part and another weight or epsilon shows. What the runtime
-computes in float32 may then differ by `_RUNTIME_FACTOR` times the network's own float32 error (`Rounding`), up to
-`WIDEST`: far less than half precision in one layer. The gate that was used is written into the artifact.
+compared with the network in float64, where rounding plays no part and a wrong weight or epsilon shows. The runtime's
+float32 outputs may then differ by `_RUNTIME_FACTOR` times the network's own float32 error (`Rounding`), up to `WIDEST`:
+far less than half precision in one layer. The gate that was used is written into the artifact.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Gate:
         score: largest difference of a score.
         tie: relative lead of the best cell under which two cells count as equal.
         cells: share of the predicted class's untied cells that must agree; all untied cells of all classes for 1.0.
-        all_cells: share of the untied cells of all classes that must agree: what no rounding explains.
-        others: largest absolute difference of each output of one number per image, by name.
+        all_cells: share of the untied cells of all classes that must agree; no rounding explains a lower share.
+        others: largest absolute difference of each output with one number per image, by name.
     """
 
     cosine: float
@@ -90,11 +90,11 @@ class Gate:
         )
 
     def relaxed_for_machine(self) -> Gate:
-        """Return the gate for another machine than the exporting one, whose kernels sum in an order of their own.
+        """Return the gate for a machine other than the exporting one, whose kernels sum in another order.
 
-        It is ten times as wide where the gate allows for rounding only; a lower precision's gate is wide enough. The
-        few stored vectors have too few cells of predicted classes for a share of 99.5 % to mean much: there the share
-        of all cells counts, and near ties do not.
+        Where the gate allows for rounding only, it becomes ten times as wide; a lower precision's gate is wide enough.
+        The few stored vectors have too few cells of predicted classes for a share of 99.5 % to mean much. There the
+        share of all cells counts, without near ties.
         """
 
         def wider(own: float, widest: float) -> float:
@@ -131,7 +131,7 @@ class Rounding:
         return Rounding(*(max(values) for values in zip(*differences, strict=True)))
 
     def exceeds(self, gate: Gate, noise: Rounding) -> str:
-        """Return what is larger than both a gate and a network's own float32 error, or an empty string."""
+        """Return the difference that exceeds both a gate and a network's own float32 error, or an empty string."""
         limits = {
             "cosine": (self.cosine, max(gate.cosine, noise.cosine)),
             "score": (self.score, max(gate.score, noise.score)),
@@ -215,9 +215,9 @@ def compute_totals(outputs: Outputs, metadata: Metadata) -> Any:
 
 
 def total_scale(metadata: Metadata) -> float:
-    """Return what totals are divided by to be compared with a gate's `cosine`: 1, or the scale of a linear head's.
+    """Return the divisor that makes totals comparable with a gate's `cosine`: 1, or a linear head's scale.
 
-    That scale is what all of a class's weights together add to its logit per unit of score, at least 1.
+    That scale is the largest effect of all of a class's weights together on its logit per unit of score, at least 1.
     """
     if metadata.is_opal:
         return 1.0

@@ -1,7 +1,7 @@
-"""Sessions on an ONNX file in ONNX Runtime: on the CPU, and what those on a GPU (`runtime.cuda_session`) share.
+"""Sessions on an ONNX file in ONNX Runtime: on the CPU, and the base of GPU sessions (`runtime.cuda_session`).
 
-On the CPU a session uses as many threads as the process may (its affinity, not the machine's count). TensorRT's
-provider is not used: ONNX Runtime 1.31 links TensorRT 10.
+On the CPU, a session uses one thread per CPU of the process's affinity. TensorRT's provider is not used: ONNX Runtime
+1.31 links TensorRT 10.
 """
 
 from __future__ import annotations

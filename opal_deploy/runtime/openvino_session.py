@@ -20,7 +20,7 @@ _ARITHMETIC = {"Add", "Subtract", "Multiply", "Divide"}
 
 
 class OpenvinoSession:
-    """An exported graph in OpenVINO: float32 arithmetic, and for int8 files also int8.
+    """An exported graph in OpenVINO: float32 arithmetic, for int8 files int8 too.
 
     OpenVINO rounds float32 to bfloat16 by default where the processor has it; that is off.
 

@@ -1,8 +1,8 @@
 """Batches in flight on an NVIDIA GPU: buffers on host and device, and two streams.
 
 One stream copies images to the device, the other runs the kernels and copies their outputs back, so that the next
-images arrive while a batch is computed. `Kernels` stands for what computes (an engine, ONNX Runtime). Host buffers are
-page-locked; images in memory that the caller registered are copied from there.
+images arrive while a batch is computed. `Kernels` stands for an engine or ONNX Runtime. Host buffers are page-locked;
+images in memory that the caller registered are copied from there.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Kernels(Protocol):
         ...
 
     def release_memory(self) -> None:
-        """Free what executions can make again, after memory ran out; nothing is queued any more."""
+        """Free memory that executions can allocate again, after memory ran out; nothing is queued any more."""
         ...
 
     def close(self) -> None:
-        """Free what belongs to sets of buffers, before these are freed."""
+        """Free everything that belongs to sets of buffers, before these are freed."""
         ...
 
 
@@ -78,7 +78,7 @@ class _RunningPart:
 
 
 class PipelineSession:
-    """The part of a session on a GPU that is the same whatever computes the batches.
+    """The part of a GPU session that does not depend on the engine.
 
     Batches come from one thread at a time; buffers are registered from any. A subclass calls `_start_pipeline` when the
     model is loaded.
@@ -151,7 +151,7 @@ class PipelineSession:
         return self._wait(buffers)
 
     def _split(self, images: NDArray[Any]) -> Iterator[NDArray[Any]]:
-        """Yield the parts of a batch that one execution takes each."""
+        """Yield the parts of a batch, each for one execution."""
         size = self._kernels.max_rows
         return (images[start : start + size] for start in range(0, len(images), size))
 
@@ -259,7 +259,7 @@ class PipelineSession:
 
     @contextlib.contextmanager
     def _drop_on_failure(self, batch: PendingBatch | None) -> Iterator[None]:
-        """Let nothing of a failed batch go on using the buffers, and forget its parts; make room if memory is full."""
+        """Stop all use of the buffers by a failed batch, and forget its parts; make room if memory is full."""
         try:
             yield
         except BaseException as error:
@@ -270,7 +270,7 @@ class PipelineSession:
             raise
 
     def _release_memory(self) -> None:
-        """Free all buffers, and what the kernels can make again: a smaller batch needs room for its own.
+        """Free all buffers, and memory that the kernels can allocate again, to make room for a smaller batch.
 
         The outputs of other batches in flight are taken from their buffers first.
         """

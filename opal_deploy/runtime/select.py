@@ -201,10 +201,10 @@ def find_model(
     Args:
         folder: the folder; subfolders are not searched.
         gpu: whether this machine can run ONNX Runtime on a GPU; half precision pays only there.
-        check_engine: returns why an engine cannot run here, from its sidecar; empty if it can.
+        check_engine: returns, from an engine's sidecar, why it cannot run here; empty if it can.
         runtime: consider only its models; for `torch` the folder's only checkpoint.
         prefix: consider only files whose names begin with this.
-        option: how a model is given instead, for errors.
+        option: the option that names a model instead, for errors.
 
     Raises:
         UsageError: there is no model, or there are models from several checkpoints.

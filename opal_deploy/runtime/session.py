@@ -87,7 +87,7 @@ class PinningSession(Session, Protocol):
     """
 
     def register_buffer(self, address: int, size: int) -> bool:
-        """Page-lock `size` bytes of host memory; return False where the system refuses, which is only slower.
+        """Page-lock `size` bytes of host memory; return False if the system refuses, which only costs speed.
 
         The memory must stay until `unregister_buffer`, or until the session is closed. Both may be called from any
         thread, while another one runs batches from other memory.

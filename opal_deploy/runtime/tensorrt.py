@@ -120,7 +120,7 @@ def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -
 
 
 def attempt(logger: Any, call: Callable[..., T], *arguments: Any) -> T:
-    """Return what a call of the library returns; if that says that it failed, `first_error` returns its reason."""
+    """Call the library and return its result; if that reports a failure, `first_error` returns the reason."""
     # the errors of earlier calls, some of which go well in the end
     logger.errors.clear()
     return call(*arguments)

@@ -54,7 +54,7 @@ class TorchSession:
 
     @property
     def float32_runs(self) -> tuple[Callable[[ImageBatch], Outputs], ...]:
-        """`run`, and runs whose convolutions sum in other orders: together they show float32's error on a processor."""
+        """`run`, and runs whose convolutions sum in other orders; their spread shows float32's error on a processor."""
         return self.run, self._run_channels_last, self._run_without_onednn
 
     def _run_channels_last(self, images: ImageBatch) -> Outputs:

@@ -2,8 +2,8 @@
 
 `compare_outputs` measures and judges; `verify_test_vectors` checks an artifact against the vectors that it carries.
 
-Of a graph that lists its best classes alone, these are compared with the reference's values of the same classes; and no
-class may be missing from the list that is better than a listed one by more than twice the gate.
+If a graph lists only its best classes, these are compared with the reference's values of the same classes. A class that
+beats a listed one by more than twice the gate must not be missing from the list.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Comparison:
     """The differences between a candidate and the reference over `images` images; true if the candidate passed.
 
     Attributes:
-        max_cosine, max_logit, max_score: largest absolute differences (None where the model has no such output); of a
+        max_cosine, max_logit, max_score: largest absolute differences (None where the model has no such output); for a
             linear head `max_cosine` is that of the logits relative to their scale, see `gates.total_scale`.
-        max_others: largest absolute differences of the outputs of one number per image, by name.
+        max_others: largest absolute differences of the outputs with one number per image, by name.
         cells, cells_tied, cells_different: of all K channels of all images: compared, left out as ties, different.
         block_cells, block_cells_different: the same within the reference's predicted class, ties left out.
         block_near_ties: cells within the predicted class that differ and lead by less than NEAR_TIE.
@@ -89,8 +89,8 @@ def compare_outputs(
 ) -> Comparison:
     """Compare a candidate's outputs with the reference, on the reference's images.
 
-    With a confidence the share of the predicted classes' cells is refused only where it is shown, at this confidence,
-    to be too small; without one every share that is too small is refused.
+    With a confidence, the share of the predicted classes' cells is refused only if it is shown, at this confidence, to
+    be too small. Without one, every share that is too small is refused.
     """
     expected = reference.outputs
     failures = _shape_failures(expected, candidate, metadata)
@@ -116,7 +116,7 @@ def compare_outputs(
 
 
 def _compare_others(comparison: Comparison, expected: Outputs, candidate: Outputs, gate: Gate) -> Comparison:
-    """Return the comparison with the outputs of one number per image."""
+    """Return the comparison with the outputs that have one number per image."""
     computed, failures = candidate.per_image(), comparison.failures
     differences = {
         name: float(np.abs(values - computed[name]).max())
@@ -208,7 +208,7 @@ def _compare_evidence(
 
 
 def _worst(*criteria: Any) -> int:
-    """Return the image that is largest by the first criterion [N], of equals by the next."""
+    """Return the image that is largest by the first criterion [N]; the next one breaks ties."""
     return int(np.lexsort(criteria[::-1])[-1])
 
 

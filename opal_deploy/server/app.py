@@ -207,7 +207,7 @@ class _PageHandlers:
         return JSONResponse(build_openapi())
 
     async def refuse_route(self, request: Request, error: Exception) -> Response:
-        """Refuse an address or a method that there is not, with what would have worked."""
+        """Refuse an unknown address or method, and name what would have worked."""
         assert isinstance(error, HTTPException)
         reason = f"{request.method} {request.url.path[:200]}: {error.detail}"
         uses = self._list_uses(request)

@@ -89,10 +89,10 @@ class ConnectionLimit:
 class _BoundedConnection(h11.Connection):
     """The server's side of HTTP/1.1, which refuses chunked bodies that consist of extensions and trailers.
 
-    h11 itself limits these only while they are incomplete, so not if they arrive at once.
+    h11 itself limits these only while they are incomplete, so they pass if they arrive at once.
 
     Args:
-        most_bytes: of a request that is not its body, besides `_MOST_FRAMING` times the size of the body.
+        most_bytes: of a request without its body, in addition to `_MOST_FRAMING` times the size of the body.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -184,7 +184,7 @@ class HttpProtocol(H11Protocol):
             self._read_timer.cancel()
 
     def _watch(self) -> None:
-        """Run the timer of what the client has yet to send: the head, the body, or nothing."""
+        """Run the timer for the part that the client has yet to send: the head, the body, or nothing."""
         state = self.conn.their_state
         head_seconds = _CROWDED_HEAD_SECONDS if CROWDED in self.app_state else _HEAD_SECONDS
         self._head_timer = self._run(self._head_timer, state is h11.IDLE, head_seconds)

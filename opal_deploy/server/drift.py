@@ -1,6 +1,6 @@
-"""Drift of a served model: its answers are counted in windows, which are compared with the baseline when asked about.
+"""Drift of a served model: answers are counted in windows, which are compared with the baseline on request.
 
-Counting is all that a request pays. Comparisons run in a thread of whoever scrapes /metrics or reads /drift.
+A request only pays for counting. Comparisons run in the thread of a request for /metrics or /drift.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_Q = 0.05
 
 
 class WindowSize(NamedTuple):
-    """When a window is complete: after so many images, or after so many seconds. Both None: there are no windows."""
+    """The size of a window, in images or in seconds. Both None: there are no windows."""
 
     images: int | None
     seconds: float | None

@@ -112,7 +112,7 @@ async def _run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> li
     """Submit jobs and return their results; after `seconds` those that have not begun are cancelled.
 
     Raises:
-        HttpError: the service is full, too slow or stopping, or there are more jobs than it ever takes.
+        HttpError: the service is full, too slow or stopping, or there are more jobs than its capacity.
     """
     try:
         futures = submit()
@@ -154,7 +154,7 @@ class DrawingQueue:
 
     @asynccontextmanager
     async def place(self, chosen: Format) -> AsyncIterator[None]:
-        """Hold a place in the queue until the block is left, if anything is to be drawn; HttpError if it is full."""
+        """Hold a place in the queue during the block, if anything is to be drawn; HttpError if the queue is full."""
         count = int(chosen != "record")
         if self._free < count:
             raise busy("the drawing queue is full")

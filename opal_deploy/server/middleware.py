@@ -106,7 +106,7 @@ class _Exchange:
 
     Attributes:
         id: the client's, or a new one.
-        status: of the response; until there is one 499, nginx's number for a client that disconnected.
+        status: of the response; before that 499, nginx's number for a client that disconnected.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: ServerState) -> None:
@@ -151,8 +151,8 @@ class _Exchange:
 class AllowedHosts:
     """The names in Host and Origin that are answered without a token: the server's own, and any IP address.
 
-    A browser sends requests of any page to any address, and a page whose name was pointed at this machine after it
-    loaded (DNS rebinding) reads the answers too. Such requests carry the other page's name as their Host or Origin.
+    A browser lets any page send requests to any address. A page whose name was pointed at this machine after it loaded
+    (DNS rebinding) even reads the answers. Such requests carry the other page's name as their Host or Origin.
     """
 
     def __init__(self, options: ServeOptions) -> None:

@@ -52,7 +52,7 @@ _PLATFORMS = {ONNX_SUFFIX: "onnxruntime_onnx", ENGINE_SUFFIX: "tensorrt_plan"}
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model file under its name in URLs, with one session per device, its service, and what draws its evidence.
+    """A model file under its name in URLs, with one session per device, its service and its drawing processes.
 
     `signer` signs the records that leave the server; None: they are not signed.
     """
@@ -76,7 +76,7 @@ class ServedModel:
         return self.sessions[0].metadata
 
     def facts(self) -> dict[str, str]:
-        """Return what clients and dashboards may want to know about the model."""
+        """Return facts about the model for clients and dashboards."""
         metadata = self.metadata
         return {
             "opal_deploy": __version__,
@@ -171,9 +171,9 @@ def start_model(
 class ServerState:
     """The state that all requests share; `models` are in the order of the command line.
 
-    `monitors` are those of models with a baseline, by name. `token` is what clients must send, None for nothing;
-    `problem` why no requests should be sent here, empty while the server is healthy; `failed` whether only a restart
-    can help.
+    `monitors` are those of models with a baseline, by name. `token` is the one that clients must send, None for none.
+    `problem` says why no requests should be sent here, and is empty while the server is healthy. `failed` is whether
+    only a restart can help.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ _NOT_OURS = frozenset(
 class ModelApp:
     """The addresses of `opal-deploy serve`, as an ASGI application: the page, `/explain` and the protocol.
 
-    Mount it, such as `app.mount("/model", model_app)`, and close it when the program ends. Who may use it is for the
-    program around it to decide: it asks for no token and accepts any host name.
+    Mount it, such as `app.mount("/model", model_app)`, and close it when the program ends. The program around it
+    decides who may use it: it asks for no token and accepts any host name.
     """
 
     def __init__(self, model: Model, *, name: str = "model", **options: Any) -> None:
@@ -33,7 +33,7 @@ class ModelApp:
         Args:
             model: served until `close`; it may be used elsewhere at the same time.
             name: of the model in addresses and metrics.
-            options: those of `opal-deploy serve`, but for the process's own: `batch`, `queue`, `min_margin`, ...
+            options: those of `opal-deploy serve`, except options of the process: `batch`, `queue`, `min_margin`, ...
 
         Raises:
             TypeError: no such option.

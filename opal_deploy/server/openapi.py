@@ -17,7 +17,7 @@ _SCHEMAS = "#/components/schemas/"
 
 
 def list_uses(address: str, *, has_token: bool) -> list[str]:
-    """Return the three lines that work: one image's record, its evidence sheet, and where the rest is.
+    """Return three example commands: for an image's record, for its evidence sheet, and for all addresses.
 
     Args:
         address: host and port, as a client would write them, and the path at which the application is mounted.

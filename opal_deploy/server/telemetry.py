@@ -176,7 +176,7 @@ class Metrics:
             self.margin.labels(model).observe(record.margin)
 
     def set_drift(self, model: str, last: Comparison) -> None:
-        """Set what the last complete window of a model showed."""
+        """Set the metrics of a model's last complete window."""
         for kind in KINDS:
             self.drift_effect.labels(model, kind).set(last.effect(kind))
             self.drift_q.labels(model, kind).set(last.q(kind))
@@ -185,7 +185,7 @@ class Metrics:
         self.drift_end.labels(model).set(last.window.ended or 0.0)
 
     def describe(self, model: str, facts: Mapping[str, str]) -> None:
-        """Set what `opal_model_info` says about a model."""
+        """Set a model's `opal_model_info` labels."""
         self.model.labels(model).info(dict(facts))
 
     def render(self) -> bytes:

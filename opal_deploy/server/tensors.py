@@ -1,4 +1,4 @@
-"""The bodies of the Open Inference Protocol, version 2: JSON with tensors in it, or binary tensors after it.
+"""The bodies of the Open Inference Protocol, version 2: JSON that holds the tensors, or binary tensors after it.
 
 The protocol is KServe's, binary tensors are Triton's extension. The header `Inference-Header-Content-Length` gives the
 length of a request's JSON; the tensors with a `binary_data_size` follow in their order. A length of 0 means no JSON:

@@ -248,7 +248,7 @@ def _to_corners(values: list[float], *, has_size: bool) -> Box:
 def annotate(images: Iterable[InputImage], crops: Crops | None, labels: Labels | None = None) -> Iterator[InputImage]:
     """Yield each image with its crop and its label, or with the error that it has no crop.
 
-    With a detector's boxes an image comes once per box, or not at all. Positions are counted anew.
+    With a detector's boxes, an image is yielded once per box, or not at all. Positions are counted anew.
     """
     position = itertools.count()
     for image in images:
@@ -283,7 +283,7 @@ class Labels(Protocol):
 
 
 class FolderLabels:
-    """Labels by folder: that of `a/b/c.jpg` is `b`."""
+    """Labels by folder: the label of `a/b/c.jpg` is `b`."""
 
     identity = FOLDERS
 

@@ -1,6 +1,6 @@
 """Images by URL: files on a web server or in a bucket, folders and globs in a bucket, archives in either.
 
-As with folders and files on a disk, what cannot be listed or read is an image with an error.
+As with folders and files on a disk, inputs that cannot be listed or read become images with an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A detector's boxes, any number per image, from MegaDetector's results (https://lila.science/megadetector-output-format).
 
-Boxes of the category `animal` count from a confidence on. An image comes once per such box; an image in which the
-detector saw no animal does not come at all.
+Boxes of the category `animal` count from a confidence on. An image is yielded once per such box. Images without a
+detected animal are left out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Crops(Protocol):
 
     @property
     def note(self) -> str:
-        """One line that a person should know of the file; empty for nothing."""
+        """A note about the file for a person, in one line; empty for none."""
         ...
 
     def find_all(self, path: str) -> Sequence[Crop]:

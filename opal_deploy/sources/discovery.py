@@ -63,8 +63,7 @@ def discover(
         video: which frames of videos to take, and how; without a choice, videos in folders and globs are skipped.
 
     Raises:
-        UsageError: no image was found. An input without images beside others that have some is an image with an
-            `error`.
+        UsageError: no image was found. If only some inputs have no images, each of these is an image with an `error`.
     """
     # problems before the first image
     problems: list[InputImage] = []
@@ -282,7 +281,7 @@ def _contains(folder: str, path: str) -> bool:
 
 
 def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[InputImage | Path]:
-    """Yield one folder's images, and its subfolders (also linked ones) as paths."""
+    """Yield one folder's images, and its subfolders (linked ones too) as paths."""
     try:
         with os.scandir(folder) as entries:
             sorted_entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))

@@ -93,7 +93,7 @@ class InputImage:
 
 
 class SpooledMember:
-    """A large image of a compressed tar, in a temporary file of Linux, which also a killed process leaves no trace of.
+    """A large image of a compressed tar, in a Linux temporary file, of which even a killed process leaves no trace.
 
     Pickled, for another machine, it is the image's bytes; a process of this machine opens it by its path.
     """

@@ -17,7 +17,7 @@ class PathLookup(Generic[T]):
 
     An entry may have more folders than the path (`data/a/b.jpg` for `a/b.jpg`), if it is the only one that ends in the
     whole path. Names that differ in a folder never match: `x/1.jpg` is not `y/1.jpg`, since a wrong value would go
-    unnoticed. A frame without an entry has that of its video.
+    unnoticed. A frame without an entry gets its video's value.
     """
 
     def __init__(self, by_name: Mapping[str, T]) -> None:

@@ -37,7 +37,7 @@ _CHUNK = 1 << 18
 def open_archive(
     archive: Location, fingerprint: FileFingerprint | None = None, read_ahead: int = READ_AHEAD_BYTES
 ) -> BinaryIO:
-    """Open an archive, a remote one by ranges of at least `read_ahead` bytes; raise ImageError if it has changed."""
+    """Open an archive, if remote by ranges of at least `read_ahead` bytes; raise ImageError if it has changed."""
     if not isinstance(archive, Path):
         return replace(archive, fingerprint=fingerprint or archive.fingerprint).open_ranges(read_ahead)
     stream = open_file(archive)

@@ -123,7 +123,7 @@ def _decompressed(stream: BinaryIO, decompress: Decompressor | None) -> BinaryIO
 
 
 def _tar_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield every member's header, also those of further tars after the end of the first; raise ArchiveError."""
+    """Yield every member's header, including those of further tars after the first one's end; raise ArchiveError."""
     start: int | None = 0
     while start is not None:
         yield from _members_from(stream, start)

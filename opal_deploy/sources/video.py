@@ -43,7 +43,7 @@ class FrameRequest(NamedTuple):
 
 @dataclass
 class FrameTask:
-    """The task of the process that decodes videos; `in_use`: a video is open, which a new process would start again."""
+    """The task of the process that decodes videos; `in_use`: a video is open, which a new process would restart."""
 
     max_pixels: int
     in_use: bool = False
@@ -223,7 +223,7 @@ def undivided_error(video: Path) -> ImageError:
 
 
 def find_frame(reader: FrameReader, path: Path, item: InputImage, *, at_end: bool = False) -> InputImage:
-    """Return a recorded image with the pixels of its frame; an image that is not a frame as it is.
+    """Return a recorded image with the pixels of its frame; an image that is not a frame stays as it is.
 
     Args:
         reader: reads the frame.

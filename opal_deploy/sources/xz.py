@@ -16,7 +16,7 @@ _CHUNK = 1 << 20
 
 
 class XzReader(io.RawIOBase):
-    """The decompressed bytes of an xz file, in bounded memory, which `lzma.open` does not offer."""
+    """The decompressed bytes of an xz file, in bounded memory, which `lzma.open` cannot guarantee."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -1,7 +1,7 @@
 """Images in a zip.
 
-`zipfile` reads the directory. Only for a zip without a readable directory does this module search the members' own
-headers, since `zipfile` then gives nothing.
+`zipfile` reads the directory. If a zip has no readable directory, `zipfile` finds nothing, and this module searches the
+members' own headers.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _CHANGED = "it was changed while it was read"
 
 
 class FileFingerprint(NamedTuple):
-    """Size in bytes, time of the last change, and version of a file: another fingerprint, another content.
+    """Size in bytes, time of the last change, and version of a file; if they differ, the content has changed.
 
     A local file has no version, an object no time.
     """
@@ -90,7 +90,7 @@ class RemoteFile:
         return RemoteFile(f"{self.url.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", fingerprint)
 
     def open(self) -> BinaryIO:
-        """Return a seekable stream of the bytes, in memory if they are few; raise ImageError, also if it changed."""
+        """Return a seekable stream of the bytes, in memory if they are few; raises ImageError if the file changed."""
         if self.fingerprint is None or self.fingerprint.size <= MAX_WHOLE_BYTES:
             data = self._read_whole()
             if data is not None:

@@ -18,7 +18,7 @@ _SECRET = re.compile(
 
 
 class Scheme(NamedTuple):
-    """A supported scheme: fsspec's module, our extra that installs it, and if it names objects in a bucket."""
+    """A supported scheme: fsspec's module, our extra that installs it, and whether it names objects in a bucket."""
 
     package: str
     extra: str
@@ -40,7 +40,7 @@ _EXPECTED = "expected a path, or a URL with s3://, gs://, az://, abfs:// or http
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is a URL rather than a path, also one with an unsupported scheme."""
+    """Return whether a text is a URL rather than a path, even one with an unsupported scheme."""
     return _URL.match(text) is not None
 
 

@@ -1,8 +1,8 @@
 """Drawn creatures of known species: the image, the boxes of the parts, and the mask of the foreground.
 
 All species share body, head, eye and legs. Five named parts come in four variants each; the first is the common one.
-A species has the common variant of three parts and a special variant of two, so that any two species differ in two,
-three or four parts and agree in the others. So the parts that define a species are known.
+A species has the common variant of three parts and a special variant of two, so any two species differ in two, three or
+four parts. The parts that define a species are therefore known.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Species:
     """One class of creature.
 
     Attributes:
-        name: a lower-case word, also the folder's name in a data set.
+        name: a lower-case word; the folder in a data set has the same name.
         variants: the variant of every part of `VARIANTS`, by the part's name.
         distinguishing: the parts whose variant differs from that of more than two thirds of the other species that
             `list_species` returned.
@@ -119,7 +119,7 @@ class PartBox:
 
     Attributes:
         variant: the part's variant.
-        box: (x0, y0, x1, y1), tight around the part's pixels, also for a hidden part.
+        box: (x0, y0, x1, y1), tight around the part's pixels, even if the part is hidden.
         centre: (x, y) of the centre of gravity of the part's outlines.
         distinguishing: see `Species.distinguishing`.
         visible: False only for a part hidden by `draw_creature`.

@@ -97,8 +97,8 @@ def generate_dataset(
         train_per_class, val_per_class, test_per_class: images per class; 0 leaves the split out.
         size: (H, W) of every image in pixels, each at least 32.
         seed: at least 0.
-        stamped: class ids whose images carry a stamp in a random corner, over which nothing else of them differs;
-            `STAMPS_FILE` says where.
+        stamped: class ids whose images carry a stamp in a random corner and are otherwise unchanged; `STAMPS_FILE` has
+            its places.
         progress: called with (images written, all images) after each.
 
     Raises:

@@ -1,6 +1,6 @@
 """Adversarial training against changes outside the boxes (`--adversarial`); the exported graph stays the same.
 
-A box holds what decides only as far as changes outside it change nothing. Each image is trained on twice: as it is, and
+A box shows the decisive pixels only if changes outside it have no effect. Each image is trained on twice: as it is, and
 changed by a few grey levels outside the boxes of the labelled class. The change is one step along the gradient's sign
 from a random start (Goodfellow et al., ICLR 2015; Wong et al., ICLR 2020) against the mean of the class's scores, which
 `evaluate --attack-outside` attacks in more steps. The loss gains
@@ -49,7 +49,7 @@ class Adversary:
             images: normalised.
             cells: int64 [n, m], flat, of the labelled class's slots.
             listed: bool [n, m], False for dropped slots.
-            score: from images to what is made small, [n].
+            score: from images to the value to minimise, [n].
         """
         free = outside_boxes(cells, listed, self._input_size, self._grid, _MARGIN)
         limit, darkest, brightest = (each.to(images.device) for each in (self._limit, self._darkest, self._brightest))

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
     """Train an OPAL network, or a classifier to compare it with, on labelled images.
 
-    Does what `opal-deploy train` does and prints nothing. Omitted options are the recipe's. KeyboardInterrupt passes
-    through; the same call with `resume=True` continues the run. Where processes are spawned (macOS, Windows), `workers`
-    above 0 needs the call to be under `if __name__ == "__main__":`.
+    Does what `opal-deploy train` does and prints nothing. Omitted options are the recipe's. After a KeyboardInterrupt,
+    the same call with `resume=True` continues the run. Where processes are spawned (macOS, Windows), `workers` above 0
+    needs the call to be under `if __name__ == "__main__":`.
 
     Args:
         data: a data set's folder as unpacked, or a folder with one folder per class, optionally below train/ (val/,

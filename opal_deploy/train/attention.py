@@ -1,17 +1,17 @@
 """Terms of the training loss that act on the attention; the exported graph stays the same.
 
-Mirror agreement asks an image and its mirror image for the same cells. A slot's score comes from the cell where its
-attention is largest. Where several cells would do, the maximum jumps between them when the image hardly changes, and
-the explanation jumps with it. PIP-Net (Nauta et al., CVPR 2023) asks two views of an image for the same prototypes at
-each cell; here each slot of the labelled class is asked for the same cell in both views:
+Mirror agreement trains an image and its mirror image to choose the same cells. A slot's score comes from the cell where
+its attention is largest. Where several cells are nearly equal, the maximum jumps between them when the image hardly
+changes, and the explanation jumps with it. PIP-Net (Nauta et al., CVPR 2023) aligns the prototypes of two views at each
+cell. Here each slot of the labelled class is trained to choose the same cell in both views:
 
     agreement = mean over the m slots of -log( sum over cells of p(cell) * q(mirrored cell) )
 
 with p and q the softmax over cells of 20 times the attention of the image and of its mirror image. It is 0 where both
 choose the same cell with certainty.
 
-Kept-off regions, such as a photographer's stamp, should give the labelled class no evidence. Its slots pay for what
-they would score there:
+Kept-off regions, such as a photographer's stamp, should give the labelled class no evidence. Its slots are penalised
+for their scores there:
 
     penalty = mean over the m slots of the maximum over cells of (share of the cell in the region) * A(slot, cell)
 """
@@ -102,7 +102,7 @@ class NetworkTerms(nn.Module):
     """A network with the terms of its attention in the loss: `HeadTerms` on normalised images [n, 3, H0, W0].
 
     Attributes:
-        adversary: changes images outside the boxes; None trains on images as they are only.
+        adversary: changes images outside the boxes; None trains on unchanged images only.
     """
 
     def __init__(self, network: OpalNetwork, *, agreement: bool = False, adversarial: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of training images per class: weights that make up for them, and warnings. Imports no torch."""
+"""Class imbalance in the training images: weights that compensate it, and warnings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def balanced_weights(data: DataSet) -> list[float]:
 
 
 def balance_warnings(data: DataSet, *, weighted: bool) -> list[str]:
-    """Return a line each if classes are unbalanced or small; `weighted` says whether the run uses balanced weights."""
+    """Return a line if classes are unbalanced, and one if some are small; `weighted`: the run uses balanced weights."""
     counts, names, lines = _count(data), data.class_names, []
     most, fewest = max(counts), min(counts)
     if most >= UNBALANCED_RATIO * fewest and not weighted:

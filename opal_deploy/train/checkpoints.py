@@ -1,4 +1,4 @@
-"""The checkpoints and the progress of a training run: what is written while it trains, and read to continue it.
+"""The checkpoints and the progress of a training run: written while it trains, and read to resume it.
 
 last.pt of an unfinished run also holds everything that the next step depends on, in the same file, so that a run killed
 at any moment leaves the state of one moment. Order and augmentation of the images depend on seed, epoch and position
@@ -198,7 +198,7 @@ def has_finite_weights(network: OpalNetwork) -> bool:
 
 
 def describe_kept(progress: TrainState) -> str:
-    """Return a clause on which checkpoint a stopped run has kept."""
+    """Return a clause that names the checkpoint kept by a stopped run."""
     return f"best.pt holds epoch {progress.best[0]}" if progress.best else "nothing was kept yet"
 
 

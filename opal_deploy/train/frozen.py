@@ -1,10 +1,10 @@
 """The head fitted to features of the frozen backbone, before fine-tuning changes the backbone.
 
-A random head bends a pretrained backbone before it knows anything. Fitting the head first avoids that (linear probing
+An untrained head distorts a pretrained backbone in its first steps. Fitting the head first avoids that (linear probing
 before fine-tuning; Kumar et al., "Fine-tuning can distort pretrained features and underperform out-of-distribution",
 ICLR 2022). It is cheap: the backbone sees each view of an image once, and a step of the head takes milliseconds.
 
-Features are kept in memory. Where not even one view of all images fits, every step computes those of its own images.
+Features are kept in memory. If not even one view of all images fits, every step computes its own images' features.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class HeadFit:
     Attributes:
         loss: mean training loss of the last tenth of the steps, in nats.
         accuracy: of the same steps, 0 ... 1.
-        images_per_second: feature maps computed in a second, all processes together.
+        images_per_second: feature maps computed per second, by all processes together.
         pooled: float32 [M, D], features averaged over cells, of up to 20,000 of this process's images.
         labels: int64 [M].
     """
@@ -89,7 +89,7 @@ class HeadFit:
     def linear_accuracy(self, network: OpalNetwork, batches: Batches, progress: Progress) -> float:
         """Return the accuracy on `batches` of a linear classifier of the pooled features, 0 ... 1.
 
-        It is what the same features answer without explanation: multinomial logistic regression on standardised
+        This is the accuracy of the same features without explanations: multinomial logistic regression on standardised
         features. Expects the backbone that the head was fitted to.
         """
         from sklearn.linear_model import LogisticRegression
@@ -118,7 +118,7 @@ def fit_head(
     memory: int,
     progress: Progress,
 ) -> HeadFit:
-    """Fit the head to the features of the backbone, which stays as it is; returns what the fit showed.
+    """Fit the head to the features of the backbone, which stays unchanged; return the outcome.
 
     Adam, at a learning rate that falls along a cosine; it is larger for very small features and smaller for large ones.
     At least 20 passes over features in memory are made, else one, whatever `steps`.

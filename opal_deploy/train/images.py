@@ -1,8 +1,8 @@
 """From samples to batches: decode, crop, resize, augment.
 
 An image goes through `preprocess` as everywhere else (EXIF orientation, box, antialiased resize); only the augmentation
-comes on top. Resized images are kept in memory where they fit, so that later epochs decode nothing. The content of an
-epoch depends on seed, epoch and position only, not on the number of worker processes.
+is added. Resized images are kept in memory where they fit, so that later epochs decode nothing. The content of an epoch
+depends on seed, epoch and position only, not on the number of worker processes.
 
 The augmentation is the paper's, as its authors coded it (Supp. B.2):
 

@@ -90,7 +90,7 @@ def fit(
         overwrite: replace an existing run.
         resume: continue the run in `out`, or start one. On a CPU with the same number of threads the final weights
             equal those of an uninterrupted run, bit by bit.
-        recipe: how the data set was read, for the run's recipe.toml; its options are replaced by `options`.
+        recipe: how the data set was read, for the run's recipe.toml; `options` replace its options.
         progress: called with images done, all images, and a note.
         log: called with one line per epoch.
 
@@ -406,7 +406,7 @@ class _TrainingRun:
         self.log(record.describe(self.epochs, is_best=state.best[0] == record.epoch))
 
     def _build_network(self, options: TrainOptions, start: Checkpoint | None = None) -> OpalNetwork:
-        """Return the network as training begins with it; its new weights are those of the run's seed."""
+        """Return the network that training starts with; the run's seed determines its new weights."""
         torch.manual_seed(options.seed)
         return build_network(options, self.data.num_classes, start).channels_last().to(self.group.device)
 
@@ -457,7 +457,7 @@ class _TrainingRun:
         )
 
     def _finish_fit(self, fitted: FittedNetwork, seconds: float, state: TrainState, train_step: TrainStep) -> None:
-        """Write a network with a fitted head as epoch 0, which took so many seconds; updates `state`."""
+        """Write a network with a fitted head as epoch 0, with the seconds that it took; updates `state`."""
         options, group, fit, val = self.options, self.group, fitted.fit, fitted.validation
         record = EpochRecord(
             0, fit.loss, fit.accuracy, val.loss, val.accuracy, seconds, fit.images_per_second, data_wait=0.0

@@ -137,7 +137,7 @@ def default_num_workers(group: ProcessGroup, cached: bool) -> int:
 
     On a CPU none where images are cached: augmenting takes a few per cent of an epoch, and processes would take the
     network's cores; otherwise one, which prefetches. On a GPU its share of the machine's cores but two, at least one.
-    None where a process would import the caller's script, which then would train again unless the call is under
+    None where a process would import the caller's script, which trains again unless the call is under
     `if __name__ == "__main__":`.
     """
     # macOS and Windows spawn; asking for the start method must not set it, and the first one listed is the default

@@ -56,7 +56,7 @@ class Measurements:
 def measure_classifier(
     classifier: nn.Module, config: NetworkConfig, batches: Batches, progress: Progress = no_progress
 ) -> float:
-    """Return the accuracy of a classifier without slots, 0 ... 1, on images normalised as the network's are."""
+    """Return the accuracy of a classifier without slots, 0 ... 1, on images normalised as for the network."""
     correct = done = 0
     with torch.inference_mode():
         for images, labels in batches:

@@ -8,8 +8,9 @@
                 seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
-Defaults are the paper's, except that `precision` is `auto`, and that the number of training images determines `epochs`
-and `batch_size`, where a recipe does not say (`paper` does). A run stores its resolved recipe, which repeats it.
+Defaults are the paper's, with two exceptions: `precision` is `auto`, and the number of training images determines
+`epochs` and `batch_size` unless a recipe states them (`paper` does). A run stores its resolved recipe, which repeats
+it.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class TrainOptions:
     The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2), except for `precision`, `epochs` and `batch_size`.
     Here `weights` of None means random ones, `stride` of None all layers before the global pooling, `workers` of None
     `machine.default_num_workers`, `epochs` and `batch_size` of None those of `plan_epochs`, and `anchor_probability` of
-    None logits that are not scaled. With `compare_strides`, all layers are kept instead of `stride` where that answers
-    clearly more validation images (`train.stride`).
+    None logits that are not scaled. With `compare_strides`, all layers are kept instead of `stride` if that classifies
+    clearly more validation images correctly (`train.stride`).
     """
 
     backbone: str = "convnext_tiny"
@@ -145,7 +146,7 @@ class TrainOptions:
         return default if self.keep_off_weight is None else self.keep_off_weight
 
     def stops_after(self, epoch: int, best_epoch: int) -> bool:
-        """Return whether `patience` ends the run after an epoch, the best one being `best_epoch`."""
+        """Return whether `patience` ends the run after an epoch, given the best epoch so far."""
         return self.patience is not None and epoch - best_epoch >= self.patience
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The outcome of a training run, as it ends or read from its directory."""
+"""The outcome of a training run, at its end or read from its directory."""
 
 from __future__ import annotations
 

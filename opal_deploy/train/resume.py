@@ -157,7 +157,7 @@ def read_config(run_dir: TrainRunDirectory) -> dict[str, Any] | None:
 def fingerprint_dataset(data: DataSet, keep_off: str | None = None) -> str:
     """Return the sha256 over every image's path under the root, size in bytes, label and box, split by split.
 
-    The file of the regions that the attention is kept off, if there is one, counts as well.
+    It includes the file of kept-off regions, if there is one.
 
     Raises:
         UsageError: an image or the file no longer exists.

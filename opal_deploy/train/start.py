@@ -1,4 +1,4 @@
-"""The network that a run begins with: pretrained layers and a new head, or all of another run's (`--start-from`)."""
+"""The network that a run starts with: pretrained layers and a new head, or another run's network (`--start-from`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
 
     Raises:
         CheckpointError: the file is damaged.
-        UsageError: there is no such checkpoint, or its network is another than that of the options and the data set.
+        UsageError: there is no such checkpoint, or its network does not match the options and the data set.
     """
     if options.start_from is None:
         return None
@@ -59,7 +59,7 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
 
 
 def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | None) -> OpalNetwork:
-    """Return the network as training begins with it; new weights come from torch's generator.
+    """Return the network that training starts with; new weights come from torch's generator.
 
     Raises:
         CheckpointError: the weights do not fit.
@@ -85,7 +85,7 @@ def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | N
 
 
 def describe_start(options: TrainOptions, start: Checkpoint) -> dict[str, Any]:
-    """Return the checkpoint's entry in config.json: its file, and what of it is trained."""
+    """Return the checkpoint's entry in config.json: its file, and which of its parts are trained."""
     dropped = start.network.config.head.dropped if options.reset_dropped else ()
     owners = [start.network.config.class_map.owners(channel)[0] for channel in dropped]
     return {

@@ -1,8 +1,8 @@
-"""The stride of a run whose recipe compares two: that of finer cells, and the network's own with all of its layers.
+"""The stride of a run whose recipe compares two: the finer one, and the network's own with all of its layers.
 
-Finer cells say more exactly what was seen. They cost the layers after the cut, without which some classes cannot be
-told apart: ImageNet's last layers know breeds of dogs. So the head is fitted to both frozen networks, and the finer
-cells stay unless all layers answer clearly more validation images.
+Finer cells locate evidence more exactly. They cost the layers after the cut, which some classes need: ImageNet's last
+layers know breeds of dogs. So the head is fitted to both frozen networks, and the finer cells stay unless all layers
+classify clearly more validation images correctly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FittedNetwork:
     Attributes:
         options: of the run, with this network's stride.
         random_state: of torch's generator when the network had its first weights.
-        fit: what the fit showed.
+        fit: the outcome of the fit.
         validation: the metrics of the validation images.
     """
 
@@ -44,7 +44,7 @@ class FittedNetwork:
 
 
 def settle_stride(options: TrainOptions, start: Checkpoint | None, stored: Mapping[str, Any] | None) -> TrainOptions:
-    """Return options that compare no strides where the choice is made already, or cannot be made.
+    """Return the options, without comparing strides if the choice is already made, or cannot be made.
 
     Args:
         options: of the run.

@@ -1,7 +1,7 @@
 """The explain model of a Triton repository: image files in, records out, through the server's tensor model.
 
-`<name>_explain/1/model.py` passes `TritonPythonModel` to Triton's Python backend. Decoding, in worker processes,
-prediction and records are `infer`'s: an image that cannot be classified gets an error record, and its request no error.
+`<name>_explain/1/model.py` passes `TritonPythonModel` to Triton's Python backend. Decoding (in worker processes),
+prediction and records are `infer`'s: an image that cannot be classified gets an error record, and its request succeeds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Infer = Callable[[NDArray[Any]], Mapping[str, NDArray[Any]]]
 
 
 class TensorModelSession:
-    """The `Session` of a model that Triton runs."""
+    """A `Session` that calls a model in Triton."""
 
     # Triton alone knows where
     device = "triton"

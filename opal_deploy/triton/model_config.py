@@ -105,7 +105,7 @@ def _tensor(field: str, name: str, kind: str, dims: Sequence[int], more: str = "
 
 
 def _describe_output(name: str, spec: TensorSpec) -> str:
-    """Return the further fields of an output: its labels, or that it has no dimension beside N."""
+    """Return the extra fields of an output: its labels, or that N is its only dimension."""
     if name == "logits":
         return f'label_filename: "{LABELS_FILE}"'
     shape, _ = spec
@@ -125,7 +125,7 @@ def _warmup(size: int, pixels: TensorSpec) -> str:
 
 
 def _describe(model: TensorModel) -> dict[str, str]:
-    """Return what clients may want to know about the model; lists are JSON."""
+    """Return facts about the model for clients; lists are JSON."""
     metadata = model.metadata
     return {
         "opal_deploy": __version__,

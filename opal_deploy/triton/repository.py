@@ -150,7 +150,7 @@ class WrittenRepository:
 
 
 def _read_tensor_model(path: Path) -> TensorModel:
-    """Check a model file's digest, and return what Triton has to know about it; see `Repository.write` for errors."""
+    """Check a model file's digest, and return its description for Triton; see `Repository.write` for errors."""
     if model_kind(path) == "engine":
         return _read_engine(path)
     metadata = onnx_file.read_metadata(path)

@@ -1,7 +1,7 @@
 """Boxes of slots on a photograph: thin outlines that hide nothing of the cell, and small tags with the slots' numbers.
 
 The strongest slot's outline is thicker; slots that add little are drawn faint. Tags stand outside their boxes, apart
-from each other and from other boxes; one that does not touch its box is tied to it by a line.
+from each other and from other boxes. A line ties a tag to a box that it does not touch.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Tag:
 def place_tags(
     boxes: Sequence[TaggedBox], size: tuple[int, int], casing: int, min_letters: int = MIN_LETTERS
 ) -> list[Tag]:
-    """Return the tags of boxes, strongest first; these choose their places first.
+    """Return the tags of boxes, strongest first; stronger ones choose their places first.
 
     Tags lie inside the photograph and hide as little as possible of boxes and of each other. A tag without room is left
     out; the legend names the colours too.
@@ -293,7 +293,7 @@ def _chip_size(slots: Sequence[int], letters: int) -> tuple[int, int]:
 
 
 def _overlap(place: Rectangle, others: Sequence[Rectangle]) -> int:
-    """Return the number of pixels of a rectangle that others cover, each counted by itself."""
+    """Return the number of a rectangle's pixels that others cover; each other counts separately."""
     x0, y0, x1, y1 = place
     return sum(
         max(0, min(x1, right) - max(x0, left) + 1) * max(0, min(y1, bottom) - max(y0, top) + 1)

@@ -175,7 +175,7 @@ def show_photograph(image: Image.Image, record: Answered) -> Image.Image:
 
 
 def check_display(image: Image.Image, size: tuple[int, int]) -> None:
-    """Check that an image has the (width, height) of its record, or that of its `to_display`.
+    """Check that an image has the (width, height) of its record, or of the record's `to_display`.
 
     Raises:
         ValueError: it has neither.
@@ -210,7 +210,7 @@ def arrange_boxes(record: Answered) -> list[tuple[TaggedBox, Tag | None]]:
 
 
 def describe_boxes(slots: Sequence[int], parts: Sequence[float]) -> str:
-    """Return how boxes differ whose slots have these contributions to the cosine; empty for a single slot."""
+    """Return how boxes differ by their slots' contributions to the cosine; empty for a single slot."""
     weak = describe_weak(slots, parts)
     return "" if len(slots) < 2 else f"Thick: the strongest slot.{f' Faint: {weak}.' if weak else ''}"
 

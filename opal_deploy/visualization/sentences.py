@@ -47,13 +47,13 @@ def describe_weak(slots: Sequence[int], parts: Sequence[float]) -> str:
 
 
 def headline(status: str, label: str) -> tuple[str, str]:
-    """Return an answer's largest words and the line below: the class, or that it is refused and the closest class."""
+    """Return an answer's headline and the line below: the class, or the refusal and the closest class."""
     refused = {"unknown": "Unknown", "abstained": "Not sure"}.get(status)
     return (label, "") if refused is None else (refused, f"closest class: {label}")
 
 
 def describe_answer(record: Answered) -> list[str]:
-    """Return sentences on where the answer comes from and how safe it is, from what the record has of both."""
+    """Return sentences on where the answer comes from and how safe it is, as far as the record tells."""
     total = adds_up(record.evidence, record.prediction.cosine) and math.fsum(_part(slot) for slot in record.evidence)
     ranked = sorted(record.evidence, key=lambda slot: (-_part(slot), slot.slot)) if total and total > 0 else []
     sentences, reached = [], 0.0

@@ -126,7 +126,7 @@ def text_length(text: str, size: int) -> float:
 
 
 def measure_text(text: str, size: int) -> float:
-    """Return the width in pixels of any text; letters that the built-in font lacks count as in other fonts."""
+    """Return the width in pixels of any text; letters that the built-in font lacks get another font's width."""
     if text.isascii():
         return text_length(text, size)
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)

@@ -1,14 +1,14 @@
 """Write the folder of static files that `export --web` makes.
 
     index.html, site.css             the page, which asks no other host for anything
-    site.js, model.js, ...           its scripts: the page, the model, and what other pages share
-    model.onnx, model.json           the graph with its metadata, and what the page needs beside it
+    site.js, model.js, ...           its scripts: the page, the model, and code shared with other pages
+    model.onnx, model.json           the graph with its metadata, and everything else that the page needs
     ort/                             ONNX Runtime Web
     examples/                        pictures to try
     patches/                         of training images, from an atlas
 
-ONNX Runtime Web is copied from its npm package: its WebAssembly is 14 MB, too much for a Python package, and only the
-files that were tried with the page are taken. `model.json` lists the site's files: only these are replaced later.
+ONNX Runtime Web is copied from its npm package: its WebAssembly is 14 MB, too much for a Python package, and only files
+tested with the page are accepted. `model.json` lists the site's files: only these are replaced later.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Site:
             patches of the atlas; without one, generated creatures if the model knows these, else no pictures.
         atlas: the model's atlas, whose best three patches of each slot are shown beside it.
         decision: thresholds that mark answers.
-        webgpu: also take ONNX Runtime's files for WebGPU, which the page prefers where they answer right.
+        webgpu: include ONNX Runtime's files for WebGPU, which the page prefers where their answers are exact.
         overwrite: replace an earlier site's files; others in the folder stay.
     """
 
@@ -100,7 +100,7 @@ class Site:
     overwrite: bool = False
 
     def check(self) -> None:
-        """Raise UsageError unless the folder can be written and all that it needs is there."""
+        """Raise UsageError unless the folder can be written and every input exists."""
         self._check_folder()
         self._find_ort()
         self._list_examples()
@@ -126,7 +126,7 @@ class Site:
             raise UsageError(f"--web {self.folder}: exists already; replace it with --overwrite")
 
     def _list_others(self) -> list[str]:
-        """Return the names in the folder, but those that an interrupted export left."""
+        """Return the names in the folder, except those that an interrupted export left."""
         return [path.name for path in self.folder.iterdir() if not path.name.startswith(_STAGING)]
 
     def _unwritable(self, error: OSError) -> UsageError:
@@ -190,7 +190,7 @@ class Site:
         return ("wasm", "webgpu") if self.webgpu else ("wasm",)
 
     def _find_ort(self) -> list[Path]:
-        """Return the files of ONNX Runtime Web; UsageError where they are missing or not those that were tried."""
+        """Return the files of ONNX Runtime Web; UsageError if they are missing or differ from the tested ones."""
         root = self.ort_web or _DEFAULT_ORT
         found = []
         wanted = {name: sha256 for provider in self._providers for name, sha256 in _ORT_FILES[provider].items()}
@@ -207,7 +207,7 @@ class Site:
         return found
 
     def _list_examples(self) -> list[Path]:
-        """Return the pictures of `examples` to show, one of each subfolder before the second of any."""
+        """Return the pictures of `examples` to show, from its subfolders in turn."""
         if self.examples is None:
             return []
         if not (pictures := list_images(self.examples)):
@@ -241,7 +241,7 @@ class Site:
             yield name, text
 
     def _describe(self, path: Path, digest: str, metadata: Metadata, atlas: Atlas | None) -> dict[str, Any]:
-        """Return the content of model.json, but the list of files."""
+        """Return the content of model.json, without the list of files."""
         chosen = _choose_patches(atlas).items() if atlas else ()
         class_map = metadata.class_map
         return {
@@ -283,7 +283,7 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _read_manifest(folder: Path) -> list[str]:
-    """Return the files that a site lists as its own; nothing for a folder that is no site."""
+    """Return the files that a site lists as its own; none for a folder that is not a site."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         document = json.loads((folder / _DOCUMENT).read_text("utf-8"))
         files = [str(file) for file in document["files"]]
@@ -297,7 +297,7 @@ def _read_manifest(folder: Path) -> list[str]:
 def _replace_files(folder: Path, new: Path) -> int:
     """Move the files of a new site into a folder, in place of an earlier site's, and return their size.
 
-    Other files stay. While files are missing or mixed, the page finds that its model.json is not the one it came with.
+    Other files stay. While files are missing or mixed, the page detects that its model.json is from another export.
 
     Raises:
         UsageError: another file, or a link out of the folder, is in the way; nothing was changed.

@@ -1,7 +1,7 @@
 """Worker processes that are lent to the threads that need one.
 
-A process is started when it is first needed, and replaced when it ended, was killed, or has grown too large. All end
-with this process, however it ends.
+A process is started when it is first needed, and replaced when it has ended, was killed, or has grown too large. All
+end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ProcessPool:
             workers: maximum number of processes.
             task: answers the requests.
             timeout: seconds per request; None: no limit.
-            timer: receives the times of the task's stages, without the transfer between processes.
+            timer: receives the times of the task's stages, excluding transfers between processes.
             files: descriptors that the processes inherit, under the same numbers.
         """
         self._timeout, self._timer, self._files = timeout, timer, tuple(files)

@@ -52,7 +52,7 @@ _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import
 
 
 class WorkerCrashed(Exception):
-    """The process ended during the request at `position` in its group; the text completes "the worker ..."."""
+    """The process ended during the request at `position` in its group; the message completes "the worker ..."."""
 
     def __init__(self, ending: str, position: int = 0) -> None:
         super().__init__(ending)
@@ -112,7 +112,7 @@ class WorkerProcess:
             os.close(descriptor)
 
     def wait_until_ready(self) -> None:
-        """Send the configuration and wait until requests can be sent; raise StoppedEarly if that fails."""
+        """Send the configuration and wait until the process takes requests; raise StoppedEarly if that fails."""
         self._group_size, self._deadline = 1, time.monotonic() + _START_SECONDS
         ready: bytes | None = b""
         with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ class WorkerProcess:
             requests: are pickled for the task.
             read: builds a request's result, see `Reader`. If it raises an ArithmeticError, LookupError, TypeError or
                 ValueError, the process counts as crashed.
-            timeout: seconds per request, and after the last one until all is read; None: no limit.
+            timeout: seconds per request, and for reading the rest after the last one; None: no limit.
             claim: waits until so many pixels may be decoded; called when the task claims them.
             timer: receives the times of the task's stages.
 
@@ -306,7 +306,7 @@ class WorkerProcess:
         return int(position)
 
     def describe_end(self) -> str:
-        """Return how the process, which has ended or is ending, ended, to complete "the worker ..."."""
+        """Return how the process ended (or is ending), completing "the worker ..."."""
         try:
             code = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,9 +1,8 @@
 """The main function of a worker process, which answers groups of requests until stdin ends; and shared memory.
 
 It imports numpy, Pillow and what its task needs. A request is a pickle, since it comes from the parent.
-A response is JSON and raw bytes, since a malicious file may have taken over the decoder, which must not be able to run
-anything in the parent. The position of the request in flight is kept in shared memory, where the parent finds it after
-a crash.
+A response is JSON and raw bytes: a malicious file may have taken over the decoder, and nothing that it sends may run in
+the parent. Shared memory holds the position of the request in flight, which the parent reads after a crash.
 """
 
 from __future__ import annotations
@@ -234,7 +233,7 @@ def _create_unnamed_file() -> int:
 
 
 def _fix_size(descriptor: int) -> None:
-    """Seal the size, if the system can: if a process shrank the memory, all others would end with SIGBUS."""
+    """Seal the size, if the system can: a process that shrank the memory would kill all others with SIGBUS."""
     if sys.platform == "linux":
         import fcntl
 

@@ -57,7 +57,7 @@ class Demo:
 
     Attributes:
         context: the call of `opal-deploy demo`.
-        options: what another call must share to go on in the same folder; values as in JSON.
+        options: the options that another call must repeat to continue in the same folder; values as in JSON.
         seconds: spent on complete steps, in earlier calls too.
         done: the complete steps, as printed.
         figures: what was measured.
@@ -118,11 +118,11 @@ class Demo:
         self._do(f"draw {folder}", draw, [folder])
 
     def run(self, *arguments: object, stdout: Path | None = None, replaces: Sequence[Path] = ()) -> None:
-        """Print a command as one would type it, and run it in this process unless it is complete.
+        """Print a command as typed in a shell, and run it in this process unless it is complete.
 
         Args:
             stdout: file to write what the command prints on stdout to.
-            replaces: files and folders that an interrupted call of the command may have left, which it would refuse.
+            replaces: leftovers of an interrupted call, files or folders, which the command would refuse.
 
         Raises:
             typer.Exit: the command ended with an exit code other than 0.

@@ -30,7 +30,7 @@ MetricName = Literal["accuracy", "collapse", "consistency", "stability"]
 
 @dataclass(frozen=True)
 class DatasetSize:
-    """Sizes of a data set's official splits; where `val` is 0, it is set aside from the training images."""
+    """Sizes of a data set's official splits; if `val` is 0, validation images are split off from `train`."""
 
     title: str
     classes: int

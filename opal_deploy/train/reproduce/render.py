@@ -225,7 +225,7 @@ def draw_prototypes(plan: TrainingPlan, path: Path) -> None:
 
 
 def _points(plan: TrainingPlan) -> dict[int, PaperRow]:
-    """Return the rows by m; empty in a table that does not vary it."""
+    """Return the rows by m; empty for a table that does not vary m."""
     heads = [(row, (row.run or {}).get("head", {})) for row in plan.table.rows]
     return {head["prototypes_per_class"]: row for row, head in heads if "prototypes_per_class" in head}
 

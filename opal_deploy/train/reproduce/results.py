@@ -1,7 +1,7 @@
 """Train the unfinished runs of a plan; read the metrics of finished ones, and compare them with the paper's.
 
-All numbers are in per cent or percentage points. A mean is over the same columns for ours and the paper's, the paper's
-columns in the plan, and is known once every one of them is.
+All numbers are in per cent or percentage points. Our mean and the paper's are over the same columns, the paper's
+columns in the plan. A mean is known once all of them are.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class AtlasCollector:
     """The best patches of every slot so far, and the sums behind the statistics.
 
     Attributes:
-        top: largest number of patches per slot, not counting images that are known to show another class.
+        top: largest number of patches per slot, without images that are known to show another class.
     """
 
     def __init__(self, metadata: Metadata, top: int, *, only_correct: bool = False) -> None:
@@ -114,8 +114,8 @@ class AtlasCollector:
         """Count a record for its predicted class, and keep its patches if they are among a slot's best.
 
         Args:
-            label: the image's label; one that the model does not know counts as none, as names may differ between
-                data set and model.
+            label: the image's label; labels that the model does not know are ignored, as names may differ between data
+                set and model.
             image: the whole oriented image, RGB, or its `to_display`; without it there are no patches.
         """
         self.counts.images += 1

@@ -279,7 +279,8 @@ def list_findings(
     Args:
         slots: the statistics of each slot that the class has left.
         images_of: the number of images with this label; None if no labels are known.
-        shared: whether classes share prototypes, of which a record lists the strongest; there are none about slots.
+        shared: whether classes share prototypes; records then list only the strongest, so there are no findings on
+            slots.
     """
     images = max((statistics.images for statistics in slots.values()), default=0)
     if not images:

@@ -1,8 +1,8 @@
 """The components that all HTML pages share: templates that escape all texts, a style sheet, and scripts.
 
-`components.html.jinja` says and draws a record where the page is written, `evidence.js` where it is read. `base.css`
-has the colours and the controls; `class_map.js` computes cosines, contributions and margins. A page's content security
-policy names its inline scripts and style sheets by their digests.
+`components.html.jinja` describes and draws a record when the page is written, `evidence.js` when it is viewed.
+`base.css` has the colours and the controls; `class_map.js` computes cosines, contributions and margins. A page's
+content security policy names its inline scripts and style sheets by their digests.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def mark_safe(text: str) -> object:
 
 
 def _breakable(text: str) -> object:
-    """Return a name that may break after folders and words."""
+    """Return a name with allowed line breaks after folders and words."""
     import markupsafe
 
     return markupsafe.Markup("<wbr>").join(re.split(r"(?<=[/_])", text))

@@ -1,4 +1,4 @@
-"""What a report says as plain values: the card of one record, and the tables over all records."""
+"""The content of a report as plain values: the card of one record, and the tables over all records."""
 
 from __future__ import annotations
 
@@ -204,7 +204,8 @@ class Confusion:
     Attributes:
         labelled: number of answered images whose label the model knows.
         correct: number of these whose predicted class is the label.
-        answered, answered_correct: those of them that were not refused (abstained or unknown).
+        answered, answered_correct: number of labelled images that were not refused (abstained or unknown), and of
+            correct ones among them.
         unknown: number of answered images whose label the model does not know.
         never: a line on classes with images that are never predicted; empty if there is none.
         columns: the predicted classes; empty if the matrix would be too large.

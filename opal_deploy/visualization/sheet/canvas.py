@@ -1,4 +1,4 @@
-"""A sheet that grows downwards, and what recurs on it: lines of text, slot numbers, and patches in their frames."""
+"""A sheet that grows downwards, and its recurring elements: lines of text, slot numbers, framed patches."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Canvas:
         self.text(x + 15, y + 21, str(slot), color=text_color(color), anchor="middle")
 
     def cut_patch(self, slot: SlotView, bounds: tuple[int, int]) -> Image.Image:
-        """Return what a slot's score depends on, to fit `bounds` (width, height) on the sheet."""
+        """Return the patch that a slot's score depends on, to fit `bounds` (width, height) on the sheet."""
         return cut_context(self.photograph, self.size, slot.box, slot.field, bounds, self.form.scale)
 
     def framed_patch(self, x: int, y: int, patch: Image.Image, slot: SlotView) -> None:

@@ -1,7 +1,7 @@
 """The content of an evidence sheet: figures and sentences, computed from the outputs of one forward pass.
 
 A sheet compares the predicted class with the runner-up. Slots of two classes do not correspond, so both are sorted by
-strength; the differences rank by rank then add up to the margin.
+strength. The differences rank by rank add up to the margin.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ClassView:
 
     @property
     def match(self) -> str:
-        """How well the image matches the class: its cosine, or its logit."""
+        """How well the image matches the class, by its cosine or its logit."""
         return f"logit {format_number(self.logit)}" if self.cosine is None else f"cosine {format_number(self.cosine)}"
 
     def describe_places(self) -> str:
@@ -127,7 +127,7 @@ class SheetContent:
         meaning: what the bars show.
         runner_up: the class with the second largest logit; None for a model with one class.
         margin: cosine of the predicted class minus that of the runner-up; None without a runner-up.
-        status, flag, sentences: of the record, and what `describe_status` and `describe_answer` say of it.
+        status, flag, sentences: the record's status, and the texts of `describe_status` and `describe_answer`.
         differences: contribution of the predicted class's k-th strongest slot minus that of the runner-up's, for each
             k; they add up to the margin. None unless contributions add up to cosines, both classes have the same number
             of slots, and the margin is positive.
