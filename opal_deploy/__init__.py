@@ -22,8 +22,8 @@ from opal_deploy.errors import (
     VerificationError,
 )
 
-# ONNX Runtime's builds for Linux since 1.29 send names and hashes of models to its makers, unless this is set before it
-# is imported
+# since 1.29, ONNX Runtime's builds for Linux send names and hashes of models to its makers, unless this is set before
+# the import
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:

@@ -200,8 +200,8 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
     if options.split == "train" and not (sets_aside or dataset.val):
         options.log(
             WarningLine(
-                "warning: the images that training set aside for validation are used too; scikit-learn leaves them "
-                f"out: {install_command('train')}"
+                "warning: the images that training set aside for validation are used too; install scikit-learn to "
+                f"leave them out: {install_command('train')}"
             )
         )
     for line in dataset.warnings:

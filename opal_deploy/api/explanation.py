@@ -255,7 +255,7 @@ class Explanations(list[Explanation]):
 
         out = Path(folder)
         if out.suffix in (".html", ".htm"):
-            raise UsageError(f"{out}: the name of a page; give a folder, which gets {REPORT} and what belongs to it")
+            raise UsageError(f"{out}: the name of a page; give a folder for {REPORT} and its files")
         if (out / RUN).exists():
             raise UsageError(f"{out}: holds a run of `infer`; choose another folder")
         try:

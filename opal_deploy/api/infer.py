@@ -241,7 +241,7 @@ class _Job:
         document, log = directory.read_summary(), self.options.log
         log(
             f"{directory.location}: this run is finished ({document['images']} images, ended {document['ended']}); "
-            "nothing is computed again, unless with --overwrite"
+            "--overwrite computes it again"
         )
         for kind in self.tables:
             if not directory.has(TABLES[kind]):
@@ -380,7 +380,7 @@ def _open_model(
     """Open a model; if a cluster's actors or other processes open it, only read its metadata."""
     if not (model is None or isinstance(model, str | os.PathLike)):
         if model.path is None or model.sha256 is None or plan is not None:
-            raise UsageError("model: an open model without a file, or with --ray; give the path of the model file")
+            raise UsageError("model: an open model has no file, or other processes open it; give the path of a file")
         fingerprint = {"file": model.path.name, "sha256": model.sha256}
         return LoadedModel(model.path, model.sessions, fingerprint, model.metadata)
     path = None if model is None else Path(model)

@@ -235,8 +235,8 @@ class Answers:
             if 0 < slots <= _MAX_CHANNELS and grid:
                 return Layout(slots, grid, _MAX_CHANNELS // slots)
         raise UsageError(
-            f"{self.shown}: it does not show how many slots a class and cells an image has, as without evidence, with "
-            "cropped images, or if all answers are the first class; also give --baseline MODEL"
+            f"{self.shown}: the number of slots per class and cells per image is not known: no evidence, only cropped "
+            "images, or only answers of the first class; also give --baseline MODEL"
         )
 
 

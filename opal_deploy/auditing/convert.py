@@ -29,7 +29,7 @@ class ConvertOptions(Options):
     ] = None
 
     boxes: Annotated[
-        StrPath | None, Option("megadetector: the detector's results that infer had as --boxes.", cli=Path)
+        StrPath | None, Option("megadetector: the detector's results given to infer as --boxes.", cli=Path)
     ] = None
 
 

@@ -55,9 +55,7 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
         try:
             detection = names[names.matches(name)[0]]["detections"][record.detection]
         except (IndexError, TypeError):
-            raise UsageError(
-                f"{readable_name(record.image)}: {path.name} has not the detection of its record"
-            ) from None
+            raise UsageError(f"{readable_name(record.image)}: {path.name} lacks the detection of its record") from None
         if record.status == "ok":
             classes = sorted(((_find_confidence(answer), answer) for answer in record.top), key=lambda pair: -pair[0])
             detection["classifications"] = [[str(answer.class_id), confidence] for confidence, answer in classes]
@@ -79,5 +77,5 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
 def _find_confidence(answer: Answer) -> float:
     value = answer.cosine if answer.calibrated_probability is None else answer.calibrated_probability
     if value is None:
-        raise UsageError("the model has neither calibrated probabilities nor cosines, which are numbers up to 1")
+        raise UsageError("the model has neither calibrated probabilities nor cosines; one of them is needed")
     return round(float(value), 5)

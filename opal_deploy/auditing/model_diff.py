@@ -177,7 +177,7 @@ def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, k
             change = compare_records(old, new, tolerance)
             report.add(change)
             if change.kind != "same" and keep:
-                # of equal changes the first stay
+                # of equal changes, the first ones are kept
                 entry = (change.severity(_margin(old) or 0.0), -report.paired, change, old, new)
                 (heapq.heappush if len(heap) < keep else heapq.heappushpop)(heap, entry)
     report.only_after += sum(after.count(name) for name in after if before.count(name) == 0)

@@ -188,7 +188,7 @@ def _compare_top(old: Any, new: list[Any], recorded: dict[str, Any], tolerance: 
         yield from differences
         if differences:
             continue
-        # of equal logits any may come first
+        # equal logits may come in any order
         lead = abs(answer["logit"] - new[rank]["logit"])
         if answer["class_id"] in seen or lead > 2 * tolerance.of_logit(new[rank]["logit"]):
             yield FieldDifference(f"top[{rank}].class_id", answer["class_id"], new[rank]["class_id"])

@@ -201,7 +201,7 @@ class RecordSources:
         wanted = None if records is None else list(records)
         names = None if wanted is None else {record.image for record in wanted}
         indices = None if wanted is None else {record.image_index for record in wanted}
-        # of these only the digest may say which image it is
+        # only the digest can tell these images apart
         by_digest = indices is not None and None in indices
         self._by_name: dict[str, list[InputImage]] = {}
         self._by_index: dict[int, InputImage] = {}

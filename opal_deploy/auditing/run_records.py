@@ -91,8 +91,8 @@ class RunRecords:
             self.faults.append(f"{RUN}: {fault}{unfinished}")
         else:
             self.notes.append(
-                f"{RUN} is not signed: whether records are missing at the end cannot be told (earlier versions did not "
-                "sign it)"
+                f"{RUN} is not signed: whether records are missing at the end cannot be checked (earlier versions "
+                "did not sign it)"
             )
         return False
 

@@ -298,7 +298,7 @@ def _log_report(report: RecordsReport, session: Session, log: Log) -> None:
         precision, tolerance = session.metadata.precision, Tolerance.for_model(session.metadata).describe()
         within = (
             f", {near} within the tolerance of {precision} ({tolerance}): another processor, batch size, number of "
-            "threads or version adds in another order"
+            "threads or version sums in another order"
         )
     if report.not_checked < report.checked:
         log(f"{equal} of {report.checked} records match the model, {report.identical} of them bit for bit{within}")

@@ -98,7 +98,7 @@ class WarmUpOptions(Options):
     """The calls before the timed ones, and the inputs of all."""
 
     warmup: Annotated[float, Option("Minimum warm-up in seconds.", min=0, panel=_TIMING)] = 1.0
-    buffers: Annotated[int, Option("Random batches that the calls rotate over.", min=1, panel=_TIMING)] = 4
+    buffers: Annotated[int, Option("Number of random batches, used in turn.", min=1, panel=_TIMING)] = 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,10 +30,10 @@ from opal_deploy.runtime.engine_session import EngineSession
 from opal_deploy.runtime.onnx_session import CPU, CUDA, OnnxSession, prepare_input, translate_errors
 
 SweepKind = Literal["latency", "throughput"]
-# with "1" in this variable CUDA ends every kernel before the host goes on
+# with "1" in this variable, CUDA finishes every kernel before the host continues
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
 PARTS = ("backbone", "projection", "head")
-# layers that no part is known of: of an engine without its ONNX file, or that the builder made
+# layers of unknown part: of an engine without its ONNX file, or made by the builder
 OTHER = "other"
 # profiled batches, and those before them
 _RUNS, _WARM_UP = 10, 3

@@ -249,7 +249,7 @@ def _find_items(images: list[str], limit: int) -> list[InputImage]:
 
 
 def _print_diff(result: MeasurementDiff) -> None:
-    _print_list("DIFFERENT MACHINES: these differences are of machines as much as of software", result.machines)
+    _print_list("DIFFERENT MACHINES: differences may come from the machines, not the software", result.machines)
     _print_list("versions differ:", result.software)
     _print_list("measured more than once; the last one counts:", result.repeated)
     for title, verdict in _VERDICTS.items():

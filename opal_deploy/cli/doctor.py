@@ -59,7 +59,7 @@ def _explain_unusable(statuses: list[RuntimeStatus], device: RequiredDevice) -> 
     """Return one line that says why inference cannot run on `device`, and what to do."""
     by_name = {status.name: status for status in statuses}
     cpu, gpu = by_name["onnxruntime"], by_name["onnxruntime-gpu"]
-    # of two runtimes that could serve, the installed and broken one is the reason, not the missing one
+    # if either runtime would do, explain the one that is installed and broken, not the missing one
     status = gpu if device == "gpu" or (cpu.version is None and gpu.version is not None) else cpu
     where = {"cpu": "the CPU", "gpu": "a GPU", "any": "this machine"}[device]
     return f"inference cannot run on {where}: {status.name}: {_problem(status)}"

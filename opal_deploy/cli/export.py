@@ -113,7 +113,7 @@ def _describe_evidence(comparison: Comparison, precision: str) -> str:
     equal = comparison.block_cells - comparison.block_cells_different
     text += f"{equal} of {comparison.block_cells} cells of the predicted classes equal"
     if (agreement := comparison.agreement) is not None:
-        known = "" if agreement.shown else f", too few cells to show the {agreement.required:.1%} required"
+        known = "" if agreement.shown else f", too few cells to confirm the {agreement.required:.1%} required"
         text += f" ({agreement.share:.2%}, at least {agreement.low:.2%} with 95 % confidence{known})"
     near = comparison.block_near_ties
     return f"{text}, and {near} near {'tie' if near == 1 else 'ties'} resolved differently" if near else text

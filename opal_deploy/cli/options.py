@@ -109,7 +109,7 @@ def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect
         min=option.min,
         max=option.max,
         rich_help_panel=option.panel or None,
-        # None is not worth showing, and `default` says what it stands for
+        # None is not shown: `default` says what it stands for
         show_default=default is not None and not option.default and default is not False,
     )
     kind = option.cli or annotation

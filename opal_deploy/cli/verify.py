@@ -31,10 +31,10 @@ def verify(
 ) -> None:
     """Check a model, or recorded explanations.
 
-    A model is checked by its digest and by the test vectors that it carries, on this machine, without the checkpoint
-    and without PyTorch. For results, a sample of the records is computed again from model and images, all are counted,
-    and --public-key checks the signatures of all, also without --model. Exit code 4: a record differs, is missing or
-    repeated, or has no valid signature. Exit code 3: nothing is wrong, but images to check records with are missing.
+    For a model: checks its digest and runs its test vectors on this machine, without the checkpoint or PyTorch.
+    For results: computes a sample of the records again from model and images, and counts all records. --public-key
+    checks all signatures, even without --model. Exit code 4: a record differs, is missing or repeated, or has no
+    valid signature. Exit code 3: nothing is wrong, but some images to check are missing.
     """
     with progress("records") if options.model is not None else nullcontext() as advance:
         options = replace(options, images=tuple(images or ()), log=print_message, progress=advance)

@@ -130,7 +130,7 @@ def local_model(digests: Mapping[str, str], fetch: Callable[[], Mapping[str, byt
     try:
         root.mkdir(mode=0o700, exist_ok=True)
         if root.stat().st_uid != os.getuid() or root.is_symlink():
-            raise PermissionError(errno.EPERM, "it belongs to somebody else")
+            raise PermissionError(errno.EPERM, "it belongs to another user")
         _remove_unused(root)
         descriptor = _acquire(root / key, digests, fetch)
     except OSError as error:

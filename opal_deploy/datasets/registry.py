@@ -66,7 +66,7 @@ def read_dataset(
         data = check_dataset(_read(adapter, folder, partition), skip_missing=skip_missing, progress=progress)
         if not data.val and needs_validation:
             data = split_off_validation(data)
-        # after the split, which may part two equal files of train/
+        # after the split, which may separate two equal files of train/
         return replace(data, warnings=[*data.warnings, *duplicate_warnings(data)])
     except OSError as error:
         raise unreadable_error(error, root) from None

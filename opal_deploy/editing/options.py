@@ -40,7 +40,7 @@ class EditOptions(Options):
         StrPath | None, Option('TOML file of slots to take out: drop = ["Gull/2", "Gull/4"].', cli=Path)
     ] = None
     restore: Annotated[
-        tuple[SlotName, ...], Option("Dropped slot to give back, in a checkpoint. Repeatable.", cli=list[str])
+        tuple[SlotName, ...], Option("Dropped slot to restore, in a checkpoint. Repeatable.", cli=list[str])
     ] = ()
     data: Annotated[StrPath | None, Option("A data set as `train` takes it, to measure on.", cli=Path)] = None
     suggest: Annotated[bool, Option("List slots that look at the wrong thing. Needs --data.")] = False
@@ -48,7 +48,7 @@ class EditOptions(Options):
         StrPath | None,
         Option("Folder of images without any object; slots that fire there as strongly are suggested.", cli=Path),
     ] = None
-    split: Annotated[Split, Option("Images of --data to measure on; test images should stay for the end.")] = "val"
+    split: Annotated[Split, Option("Images of --data to measure on; keep the test images for the end.")] = "val"
     page: Annotated[
         StrPath | None,
         Option("HTML page to write: suggestions to try out, and images whose answer changes.", cli=Path),
@@ -59,7 +59,7 @@ class EditOptions(Options):
     ] = None
     out: Annotated[StrPath | None, Option("Edited model to write.", default="none is written", cli=Path)] = None
     overwrite: Annotated[bool, Option("Replace --out or --page if it exists.")] = False
-    reason: Annotated[str | None, Option("Why, kept in the model's file.")] = None
+    reason: Annotated[str | None, Option("Reason for the edit, kept in the model's file.")] = None
     dataset: DatasetName = None
     partition: Partition = 1
     skip_missing: SkipMissing = False

@@ -34,7 +34,7 @@ from opal_deploy.editing.sources import compare_groups, group_by_source, read_so
 REDUNDANT = "redundant"
 # images of a class that a share of them needs
 _MIN_IMAGES = 5
-# share of background images that reach the median score of the class's own images; of slots on objects almost none
+# share of background images that reach the median score of the class's own images; near 0 for slots on objects
 _BACKGROUND_SHARE = 0.1
 _CORNER_SHARE, _BORDER_SHARE, _SHARED_SHARE = 0.5, 0.75, 0.95
 # side of a corner as a share of the grid's
@@ -88,7 +88,7 @@ def suggest_slots(data: ScoredData) -> list[Suggestion]:
     from_sources = _compare_sources(data)
     found = []
     for class_id in range(metadata.num_classes):
-        # answered right or not: a class that leans on a shortcut loses the images without it
+        # whether answered correctly or not: a class that relies on a shortcut fails on images without it
         rows = np.flatnonzero(data.scores.labels == class_id)
         on_object = _compare_with_object(data, rows, class_id) if len(rows) >= _MIN_IMAGES else {}
         for channel in class_map.channels(class_id).tolist():

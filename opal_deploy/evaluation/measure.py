@@ -96,7 +96,7 @@ def measure_models(models: Sequence[EvaluatedModel], data: Path, options: Evalua
                 "calibration": measured["calibration"].get("fitted"),
                 "baseline": None if result.baseline is None else result.baseline.to_dict(),
                 "neighbours": None if result.neighbours is None else result.neighbours.to_dict(),
-                # a baseline is measured on the images that training set aside, which a risk needs, too
+                # a baseline, like a risk, is measured on the images that training set aside
                 "risk": None if result.baseline is None else result.evaluation.evaluation.risk,
             }
             changed = {name: value for name, value in changes.items() if value is not None}

@@ -97,7 +97,7 @@ def _score_gradients(network: OpalNetwork, pixels: Tensor) -> Iterator[tuple[Ten
         rows = torch.arange(len(pixels))
         for slot, channels in enumerate(by_slot):
             cells = outputs.argmax[rows, channels].long()
-            # not the maximum itself, whose gradient spreads over all cells of an even ground that reach it
+            # not the maximum itself, whose gradient spreads over all cells that tie for it, as on an even background
             scores = outputs.attention.flatten(2)[rows, channels, cells]
             (gradient,) = torch.autograd.grad(scores.sum(), pixels, retain_graph=slot < len(by_slot) - 1)
             gradient = gradient.double().cpu()

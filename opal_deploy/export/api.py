@@ -169,7 +169,7 @@ def _export_folder(source: Path, kind: str | None, options: ExportOptions) -> Ex
     folder: HuggingFaceFolder | MlflowFolder
     if options.hf is not None:
         if kind != "checkpoint":
-            raise UsageError(f"{source}: --hf takes a checkpoint (.pt, .pth), since the graph's input is another")
+            raise UsageError(f"{source}: --hf takes a checkpoint (.pt, .pth), since the graph's input differs")
         folder = HuggingFaceFolder(Path(options.hf), options.overwrite)
     else:
         folder = MlflowFolder(Path(options.mlflow or ""), options.overwrite)
@@ -202,7 +202,7 @@ def _check_options(source: Path, options: ExportOptions) -> None:
         raise UsageError("--top-k: only for --outputs topk; add that")
     opal = [name for name in ("distance", "pooling", "cws") if getattr(options, name) is not None]
     if options.arch is not None and opal:
-        raise UsageError(f"{', '.join(map(flag_of, opal))}: of OPAL's head, and --arch names another; leave it out")
+        raise UsageError(f"{', '.join(map(flag_of, opal))}: of OPAL's head, but --arch names another; leave it out")
     if options.precision != "int8" and options.calibrate is not None:
         raise UsageError("--calibrate: only int8 is calibrated; add --precision int8")
     if options.input == "image" and (options.trt or options.triton is not None):
@@ -279,7 +279,7 @@ def _open_site(options: ExportOptions) -> Site | None:
             raise UsageError(f"{', '.join(map(flag_of, given))}: only for a site; add --web")
         return None
     if options.trt or options.triton is not None:
-        raise UsageError("--web: a site by itself; leave out --trt and --triton")
+        raise UsageError("--web: writes only a site; leave out --trt and --triton")
     if options.precision not in (None, "fp32") or options.input != "uint8" or options.outputs == "topk":
         raise UsageError("--web: browsers run fp32 files with uint8 input and all outputs; leave out other settings")
     ort_web, examples, atlas = (

@@ -201,7 +201,7 @@ def _find_kept_files(source: ExportSource, targets: ExportTargets, options: Expo
         # in its own precision the source is verified again
         is_other = options.overwrite and source.onnx_precision not in (None, precision)
         if is_other and is_same_file(path, source.path):
-            raise UsageError(f"{path}: it is the model that is exported; give another --out")
+            raise UsageError(f"{path}: this is the model to export; give another --out")
     if options.overwrite:
         return {}
     kept = {}

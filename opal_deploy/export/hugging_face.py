@@ -68,7 +68,7 @@ class HuggingFaceFolder:
         rename_input(self.folder / MODEL, INPUT)
         metadata = onnx_file.read_metadata(self.folder / OWN)
         explain = "" if metadata.evidence == "none" else " --explain"
-        crop = " Crop images to the object first: the model was trained so." if metadata.crop == "boxes" else ""
+        crop = " Crop images to the object first: the model was trained on crops." if metadata.crop == "boxes" else ""
         texts = {
             _CONFIG: _to_json(describe_config(metadata)),
             _PREPROCESSOR: _to_json(describe_preprocessor(metadata)),

@@ -29,7 +29,7 @@ from opal_deploy.synthetic import draw_example
 Pixels = NDArray[np.uint8]
 Result = TypeVar("Result", Outputs, Reference)
 
-# a lower precision is judged on the first of these numbers of images, and on more while that does not tell
+# a lower precision is judged on the first of these numbers of images, and on more while the result is inconclusive
 SAMPLE_SIZES = (64, 192, 576)
 # drawing one takes as long as a small network's pass, and more of them tell little about photographs
 MAX_CREATURES = 192
@@ -37,7 +37,7 @@ MAX_CREATURES = 192
 BATCHES = (1, 2, 7)
 MAX_CALIBRATION_IMAGES = 128
 MIN_CALIBRATION_IMAGES = 16
-# share of a folder for calibration where the rest of it has to judge the result
+# share of a folder for calibration, if the rest has to judge the result
 _CALIBRATION_SHARE = 2 / 3
 _SPLITS = {"val": "validation", "test": "test", "train": "training"}
 

@@ -176,7 +176,7 @@ class OnnxOptions(CheckpointOptions, CommonOptions):
         StrPath | None,
         Option(
             "Folder of photographs to verify on.",
-            default="the model's data set, validation images first, or generated images where it is gone",
+            default="the model's data set, validation images first, or generated images if it is gone",
             cli=Path,
         ),
     ] = None
@@ -198,8 +198,8 @@ class OnnxOptions(CheckpointOptions, CommonOptions):
     ood_score: Annotated[
         bool,
         Option(
-            "Output the OOD score of each image, for --unknown, where the checkpoint has it; without it the file "
-            "holds no features of training images.",
+            "Output each image's OOD score for --unknown, if the checkpoint has it. Without it the file holds no "
+            "features of training images.",
             flag="--ood-score/--no-ood-score",
         ),
     ] = True
@@ -244,7 +244,7 @@ class WebOptions(Decision, CommonOptions):
     examples: Annotated[
         StrPath | None,
         Option(
-            "Folder of pictures to try, six of them, from its subfolders in turn.", default="the atlas's best patches",
+            "Folder of pictures to try; takes six, from its subfolders in turn.", default="the atlas's best patches",
             panel=_WEB, cli=Path,
         ),
     ] = None  # fmt: skip

@@ -37,7 +37,7 @@ _ADVICE: dict[Precision, str] = {
     "bf16": "; try --precision fp16, or fp32",
     "int8": "; calibrate on more photographs such as the model will see (--calibrate), or use fp16",
 }
-# of each bound of a share: three samples are looked at, and all three refuse wrongly in 5 % at most
+# confidence of each bound of a share: three samples are tested, and together they refuse wrongly in at most 5 %
 _CONFIDENCE = 1 - 0.05 / len(SAMPLE_SIZES)
 # layers with weights, and the additions that sum up their errors
 _LAYERS = ("Conv", "MatMul", "Gemm", "LayerNormalization", "Add")
@@ -103,7 +103,7 @@ def verify_candidate(
             else:
                 gate = gate.widened_by(in_float64.float32)
                 comparison = compare_outputs(reference, outputs, metadata, gate, _CONFIDENCE)
-        # a maximum grows with the sample: its limits are for the first one, and more images are for the share alone
+        # a maximum grows with the sample: its limits apply to the first one, further images only to the share
         share_gate = replace(gate, cosine=float("inf"), logit=float("inf"), score=float("inf"))
         for size in SAMPLE_SIZES[1:]:
             agreement, seen = comparison.agreement, len(reference.images)

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 # nearest training images that are averaged over
 NUM_NEAREST = 5
-# training images that are kept, evenly over classes, more where classes would have fewer than five; and images of none
+# training images that are kept, evenly over classes, more if classes would have fewer than five; and background images
 MAX_IMAGES = 2_000
 # directions with a variance of their own
 _RANK = 64
 # weight of the mean variance beside the measured covariance
 _SHRINKAGE = 1.0
-# of the difference between the similarity to background and to training images; measured
+# weight of the difference between the similarity to background and to training images; measured
 _BACKGROUND_WEIGHT = 2.0
 _TINY = 1e-12
 _TENSORS = ("mean", "basis", "bank", "background")

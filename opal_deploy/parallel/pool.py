@@ -60,7 +60,7 @@ class ProcessWorker(Worker):
         """
         assert self.answer is not None  # it was asked for
         wait([self.answer], seconds)
-        # of these, an error is the cause of the answer's
+        # an earlier request's error is the cause of this answer's
         while self._sent and self._sent[0].done():
             self._sent.pop(0).result()
         data, self.answer = self.answer.result(0), None

@@ -20,8 +20,8 @@ from opal_deploy.records.build import Digests, error_record
 from opal_deploy.records.record import Record
 from opal_deploy.sources.image import InputImage
 
-# chunks between the first one without a result and the last one begun, per worker: those in flight and as many as it
-# does while another one is slow
+# per worker, the most chunks from the first without a result to the last begun: those in flight, and as many as it
+# finishes while another worker is slow
 _WINDOW = 8
 # deaths until a chunk is halved, or a single image is the cause
 _MAX_DEATHS = 2
@@ -196,7 +196,7 @@ class Scheduler:
         heapq.heappush(self._suspects, (chunk.first, chunk))
 
     def _build_error(self, request: InputImage) -> Record:
-        message = "the workers that predicted it died, the last one with no other image in work"
+        message = "the workers that predicted it died, the last one with no other image in flight"
         digests = Digests(None, self._model_sha256)
         return error_record(
             request.name, "worker_died", message, digests=digests, label=request.label, index=request.index

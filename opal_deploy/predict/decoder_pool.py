@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # decoded at a time, on average per worker: two photographs of an ordinary camera pass side by side, larger ones wait. A
 # pixel takes four bytes, eight during conversion
 PIXELS_PER_WORKER = 25_000_000
-# bytes of a file that waits in memory, from which on the same limit counts it
+# bytes from which on a file that waits in memory counts towards the same limit
 _LARGE_FILE = 1 << 20
 # images per message; workers share a batch if that leaves groups worth sending
 MAX_GROUP, _SHARED_BY = 16, 4

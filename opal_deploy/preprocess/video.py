@@ -328,7 +328,7 @@ class _Decoder:
             reason = self._reading_error or f"{self._errors} of its {self._packets} packets cannot be decoded"
             raise ImageError("corrupt_video", f"it is damaged: {reason}; what can be read of it was answered")
         if not self._frames:
-            raise ImageError("no_frames", "not one frame is in it")
+            raise ImageError("no_frames", "it has no frame")
 
 
 @contextmanager

@@ -235,7 +235,7 @@ class DriftCounts:
         old, new = np.array(measured.places), counts.sum(axis=0) / counts.sum()
         mean = (old * before + new * after) / (before + after)
         deviations = np.abs(old - new) / np.sqrt(np.maximum(mean * (1 - mean), 1e-12))
-        # of places that changed about as much, the one that slots moved to says more than the one that they left
+        # among places that changed about as much, the place that slots moved to says more than the one that they left
         most = deviations >= _ABOUT_AS_MUCH * deviations.max()
         place = int(np.where(most, new - old, -np.inf).argmax())
         shares = Share(round(old[place] * before), before), Share(round(new[place] * after), after)

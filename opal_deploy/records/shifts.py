@@ -156,7 +156,7 @@ def interpret(shifts: Sequence[Shift]) -> list[Suggestion]:
     if "label" in kinds:
         rest = "" if kinds - {"label"} else " How the model finds its evidence has not changed."
         found.append(Suggestion(
-            f"Classes come in other shares.{rest}",
+            f"Class shares have changed.{rest}",
             "If a season explains it, compare with last month (--against); else look at images of the class that grew.",
             "OpalClassShares",
         ))  # fmt: skip

@@ -30,7 +30,7 @@ from opal_deploy.run.summary import Summary
 from opal_deploy.storage import buckets
 from opal_deploy.storage.files import RemoteFile
 
-# seconds between two parts: the work that is lost at most with this machine
+# seconds between two parts: the most work that is lost with this machine
 PART_SECONDS = 10.0
 _MAX_PART_BYTES = 32 << 20
 

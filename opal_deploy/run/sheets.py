@@ -101,7 +101,7 @@ class SheetBuilder:
 def get_image(prepared: Prepared) -> Image.Image:
     """Return the image to draw on; raise ImageError if memory was too short for it."""
     if prepared.image is None:
-        raise ImageError("drawing_failed", "memory did not suffice to keep its image")
+        raise ImageError("drawing_failed", "there was not enough memory to keep its image")
     return prepared.image
 
 
@@ -212,7 +212,7 @@ def prepare_sheets(model: LoadedModel, options: InferOptions, decision: Decision
     config: dict[str, object] = {}
     if options.receptive_field:
         if not (options.explain or sheets):
-            raise UsageError("--receptive-field without --explain or --sheets: it would be drawn on nothing")
+            raise UsageError("--receptive-field: needs --explain or --sheets, on which it is drawn")
         check_effective_field(metadata, str(path))
         config["receptive_field"] = True
     if not sheets and slot_names is None:

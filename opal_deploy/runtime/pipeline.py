@@ -277,7 +277,7 @@ class PipelineSession:
         try:
             while self._running:
                 self._finish_oldest()
-        except StoppedEarly:  # the device is lost, and whoever collects these batches learns it
+        except StoppedEarly:  # the device is lost, which collecting these batches will report
             return
         self._kernels.release_memory()
         self._buffers.free()

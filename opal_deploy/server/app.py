@@ -44,7 +44,7 @@ _JSON_SIZE = "Inference-Header-Content-Length"
 _PACKAGE = "opal_deploy.server"
 # class names on the page of an open server
 _CLASSES_LISTED = 1000
-# what the page shows of a model's evidence, with scripts and without
+# the formats in which the page shows evidence, with and without scripts
 _PAGE_FORMATS = {"exact": ("picture", "sheet"), "map": ("overlay", "overlay"), "none": ("record", "record")}
 _PAGE_HEADERS = {
     "Content-Security-Policy": (

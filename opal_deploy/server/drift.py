@@ -25,7 +25,7 @@ from opal_deploy.records.shifts import Kind, Limits, Shift
 # records that are counted together
 _BLOCK = 50
 _SECONDS = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
-# a window of n images has a false alarm with a probability of n / this, but at most `_MAX_Q`
+# a window of n images has a false alarm with probability n divided by this, but at most `_MAX_Q`
 IMAGES_PER_FALSE_ALARM = 10_000
 _MAX_Q = 0.05
 

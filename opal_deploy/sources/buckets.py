@@ -55,7 +55,7 @@ def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[InputI
             yield from _file_items(file, skipped)
     except ImageError as error:
         if error.code == "storage_unavailable":
-            # the images that are not listed yet would be lost for good; a run can be resumed
+            # images not yet listed would be lost for good; a run can be resumed
             raise StoppedEarly(f"{file}: {error}") from None
             # it existed when the call was checked
         yield (

@@ -80,7 +80,7 @@ def discover(
         yield item
     if not found:
         raise UsageError(
-            f"{cast(Location, problems[0].source)}: {problems[0].error}" if problems else "not one image was given"
+            f"{cast(Location, problems[0].source)}: {problems[0].error}" if problems else "no image was given"
         )
 
 

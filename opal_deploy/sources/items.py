@@ -13,7 +13,7 @@ from opal_deploy.logs import one_line
 from opal_deploy.records.names import escape_name
 from opal_deploy.sources.image import InputImage, Location
 
-# also formats without a decoder: a HEIC file gets its error record
+# includes formats without a decoder: a HEIC file gets its error record
 IMAGE_SUFFIXES = frozenset(
     [".apng", ".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
      ".jpg", ".jxl", ".mpo", ".pbm", ".pfm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff", ".webp"]

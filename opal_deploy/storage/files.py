@@ -95,7 +95,7 @@ class RemoteFile:
             data = self._read_whole()
             if data is not None:
                 if self.fingerprint is not None and len(data) != self.fingerprint.size:
-                    raise ImageError("unreadable", "it was changed since it was listed: its length is another")
+                    raise ImageError("unreadable", "it was changed since it was listed: its length differs")
                 return io.BytesIO(data)
         return self.open_ranges()
 

@@ -161,7 +161,7 @@ def to_image_error(error: BaseException) -> ImageError:
         bucket = " bucket" if code == "NoSuchBucket" else " object"
         return ImageError("not_found", f"no such{bucket}")
     if not names.isdisjoint(("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")):
-        return ImageError("unreadable", "no credentials were found; give them as the storage's own tools take them")
+        return ImageError("unreadable", "no credentials were found; set them as for the storage's own tools")
     if "TooManyRedirects" in names:
         return ImageError("unreadable", "the server refers from one address to another without end")
     lost = not names.isdisjoint(_LOST_CONNECTIONS)

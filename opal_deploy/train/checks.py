@@ -29,7 +29,7 @@ def check_run(options: TrainOptions, run_dir: TrainRunDirectory, *, overwrite: b
         run_dir.check_free()
     run_dir.check_writable()
     if resume and run_dir.is_finished:
-        return  # nothing is trained, and the files may be gone
+        return  # a finished run trains nothing, and the files may be gone
     if options.start_from is not None:
         _check_start(Path(options.start_from))
     elif options.weights is not None:

@@ -396,7 +396,7 @@ class _TrainingRun:
         # few validation images: a lower loss may come with fewer correct answers than fine-tuning began with
         start = state.records[0].val_accuracy if state.records[0].epoch == 0 else 0.0
         is_better = state.best is None or (val.loss < state.best[1].loss and val.accuracy >= start)
-        # validation images are not attacked: what adversarial training gains shows in no figure of theirs
+        # validation images are not attacked, so their figures do not show what adversarial training gains
         if is_better or self.options.adversarial:
             # before last.pt: a process that is killed between the two repeats this epoch
             self.checkpoints.save_best(state, record.epoch, val)

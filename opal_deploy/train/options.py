@@ -46,7 +46,7 @@ class RecipeOverrides(Options):
         Option(
             "Input pixels per cell: 32, 16 or 8. The backbone ends at its last feature map with this stride.",
             min=1,
-            default="16, or 32 where that answers clearly more validation images (grounded), all layers (paper)",
+            default="16, or 32 if clearly better on validation images (grounded), all layers (paper)",
         ),
     ] = None  # fmt: skip
     keep_layers: Annotated[
@@ -70,7 +70,7 @@ class RecipeOverrides(Options):
     head_steps: Annotated[
         int | None,
         Option(
-            "Steps that fit the head to the frozen network before fine-tuning, 20 passes at least; 0: none.",
+            "Steps that fit the head to the frozen network before fine-tuning, at least 20 passes; 0: none.",
             min=0, default="600 (grounded), 0 (paper)", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
@@ -180,7 +180,7 @@ class TrainRunOptions(RecipeOverrides):
     anchor_probability: Annotated[
         float | None,
         Option(
-            "Scale the logits in the loss: at its class's anchor an embedding has this probability.",
+            "Probability of an embedding at its class's anchor; the loss scales the logits to reach it.",
             default="0.9 (grounded), logits as they are (paper)", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip

@@ -49,7 +49,7 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
     ]
     if differences:
         raise UsageError(
-            f"--start-from {path}: another network: {', '.join(differences)}; give the options that it was trained "
+            f"--start-from {path}: its network differs: {', '.join(differences)}; give the options that it was trained "
             "with, or its run's recipe (--recipe RUN/recipe.toml)"
         )
     check_classes(path, found.class_names, data)

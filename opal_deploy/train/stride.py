@@ -73,7 +73,7 @@ def choose_network(finer: FittedNetwork, all_layers: FittedNetwork) -> tuple[Fit
     """Return the network to train, and a line on why."""
     shares = [each.validation.accuracy for each in (finer, all_layers)]
     mean, images = sum(shares) / 2, finer.validation.images
-    # as if the images of the two were different ones: a smaller gain would not show
+    # a test for two different sets of images: on the same images it is strict
     clear = shares[1] - shares[0] > _Z * math.sqrt(2 * mean * (1 - mean) / images)
     found = ", ".join(f"{each.validation.accuracy:.1%} at stride {each.options.stride}" for each in (finer, all_layers))
     line = f"fitted heads, {images} validation images correct: {found}; "

@@ -6,8 +6,8 @@ const KEYS = { ArrowLeft: [-STEP, 0], ArrowRight: [STEP, 0], ArrowUp: [0, -STEP]
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
 /**
- * Put a frame on a picture in its element, `photo`. It is taken hold of while it is shown and `isFree()`.
- * `changed` is called when it has come to rest elsewhere.
+ * Put a frame on a picture in its element, `photo`. It can be dragged while it is shown and `isFree()`.
+ * `changed` is called once a move has ended.
  */
 export function createFrame(photo, isFree, changed) {
   const corners = ["nw", "ne", "sw", "se"].map((name) => el("span", { class: `corner ${name}` }));

@@ -63,7 +63,7 @@ export function findSlots(classId, { scores, cells }, norm, off, [x0, y0, x1, y1
     };
   });
   if (!isShared()) return slots;
-  // as `records/build.py`: those whose contributions are furthest from 0, the first of them first
+  // as `records/build.py`: the largest absolute contributions, largest first
   const strength = ({ contribution }) => Math.abs(contribution);
   return slots.sort((a, b) => strength(b) - strength(a) || a.slot - b.slot).slice(0, model.most_listed)
     .filter((slot, place) => (place === 0 || slot.contribution) && !off.has(slot.channel));

@@ -1,4 +1,4 @@
-// Opens pictures in a worker, so that the page answers meanwhile, and refuses those that are too large for it.
+// Opens pictures in a worker, so that the page stays responsive, and refuses those that are too large for it.
 
 const MAX_MEGAPIXELS = 50, MAX_MEGABYTES = 200, SECONDS = 120;
 const waiting = new Map();

@@ -44,8 +44,8 @@ export function resize(pixels, w, h, outW, outH) {
 }
 
 /**
- * A JPEG's or PNG's bytes without its colour profile, which WebKit applies even where it is asked not to; of anything
- * else, and of a file that ends early, the bytes as they are.
+ * Return a JPEG's or PNG's bytes without its colour profile, which WebKit applies even when asked not to. Other and
+ * truncated files stay as they are.
  */
 function withoutProfile(bytes) {
   const view = new DataView(bytes), text = (at, length) => String.fromCharCode(...new Uint8Array(bytes, at, length));

@@ -202,7 +202,7 @@ class Site:
                     f"{place}: no {name}; get it with: npm install {ORT_WEB}, then give --ort-web {_DEFAULT_ORT}"
                 )
             if compute_sha256(path) != sha256:
-                raise UsageError(f"{path}: not the file of {ORT_WEB}; npm install that version, which the page fits")
+                raise UsageError(f"{path}: not the file of {ORT_WEB}; install that version, which the page needs")
             found.append(path)
         return found
 
@@ -312,7 +312,7 @@ def _replace_files(folder: Path, new: Path) -> int:
     size = sum((new / file).stat().st_size for file in files)
     stale = [file for file in before if file not in files]
     document = json.loads((new / _DOCUMENT).read_text("utf-8"))
-    # lists every file that is the site's, also while they are moved
+    # lists every file of the site, even while they are moved
     partial = new / "partial.json"
     partial.write_text(json.dumps(document | {"files": [*files, *stale]}), encoding="utf-8")
     partial.replace(folder / _DOCUMENT)
@@ -339,7 +339,7 @@ def _check_model(path: Path, metadata: Metadata) -> None:
         "all classes as outputs": metadata.top_k is None,
     }
     if missing := [name for name, has in wanted.items() if not has]:
-        raise UsageError(f"{path}: --web needs a model with {', '.join(missing)}; export it so")
+        raise UsageError(f"{path}: --web needs a model with {', '.join(missing)}; export it with them")
     if not metadata.test_vectors:
         raise ArtifactError(
             f"{path}: the model has no test vectors, which the page needs to check the browser; export it again"

@@ -133,7 +133,7 @@ class WorkerProcess:
         return next((line for line in reversed(lines) if line.strip()), "")
 
     def _start_error(self, reason: str) -> StoppedEarly:
-        advice = "use fewer --processes" if self._config.predicts else "--no-isolate does without worker processes"
+        advice = "use fewer --processes" if self._config.predicts else "--no-isolate needs no worker processes"
         return StoppedEarly(f"a worker process cannot be started: {reason}; {advice}")
 
     def is_running(self) -> bool:

@@ -51,9 +51,9 @@ def demo(
 ) -> None:
     """Train, export, explain and verify a model on generated creatures, and check that its boxes are right.
 
-    Each step is a command, printed as one would type it. A demo that was interrupted goes on when the same command is
-    given again. With --quick, nothing is trained. With --shortcut, half of the species carry a stamp in a corner, and
-    the demo finds the slots that read it.
+    Each step is a command, printed as typed in a shell. Repeat the command to continue an interrupted demo. With
+    --quick, nothing is trained. With --shortcut, half of the species carry a stamp in a corner, and the demo finds
+    the slots that read it.
     """
     _check(quick, shortcut, epochs, train_per_class, weights, ort_web)
     if quick:

@@ -86,7 +86,7 @@ def _report(demo: Demo, data: Path, results: Path, metadata: Metadata) -> None:
     records = [record for record in read_records(results) if isinstance(record, Answered)]
     answers, labels = [record.prediction.label for record in records], [record.label for record in records]
     correct = sum(answer == label for answer, label in zip(answers, labels, strict=True))
-    # how often answers and labels agree if each image gets another one's answer
+    # how often answers and labels agree if answers are shuffled among the images
     counts = Counter(answers)
     chance = sum(counts[label or ""] for label in labels) / len(records) ** 2
     demo.save(accuracy=correct / len(records), chance=chance)

@@ -10,7 +10,7 @@ from opal_deploy.cli.console import print_message
 from opal_deploy.cli.demo.steps import Demo, Training, print_own_folder
 from opal_deploy.errors import UsageError
 
-# evidence that hits less than twice as often as random cells is weak; the accuracy is that which a test requires
+# evidence that hits less than twice as often as random cells is weak; a test requires this accuracy
 _GOOD_RATIO, _GOOD_ACCURACY = 2, 0.95
 # Little training from random weights, which reached that accuracy with seeds 0 to 7 (docs/tutorial.md); after 8 epochs
 # seeds 6 and 7 had 58 and 86 %. At stride 8 a cell of timm's smallest ResNet, one block per stage, sees little more

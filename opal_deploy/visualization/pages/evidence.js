@@ -1,5 +1,5 @@
 "use strict";
-// Says and draws an answer's record on every page: its headline and sentences, boxes on the picture, bars, and the table of
+// Shows an answer's record on every page: its headline and sentences, boxes on the picture, bars, and the table of
 // slots; and takes pictures on the pages that answer. Texts become text nodes only: nothing here parses markup.
 const evidence = (() => {
   const NUMERIC = { class: "n" };
