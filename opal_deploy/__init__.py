@@ -140,5 +140,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # those that are imported when they are first used, too
+    # including the names that are imported when first used
     return sorted({*globals(), *__all__})

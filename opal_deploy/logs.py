@@ -46,7 +46,7 @@ class Estimate:
     """Logs once, early in a job, how long the rest will take."""
 
     def __init__(self, log: Log, *, after: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start to count; log when so many images after those of the first call are done."""
+        """Start to count; log when this many images are done since the first call."""
         self._log, self._after, self._clock = log, after, clock
         self._since: tuple[float, int] | None = None
         self._logged = False

@@ -28,7 +28,7 @@ class StageTime:
     """The time of one stage on the threads of one role.
 
     Attributes:
-        role: of the threads: those that decode, those of sessions, those that draw, and the one that runs the loop.
+        role: of the threads: decoding, sessions, drawing, or the thread that runs the loop.
         stage: `read` opens and reads files; `draw` makes overlays, sheets, their files and the report's thumbnails;
             `compute` is a session's work, or the wait for it while batches are in flight.
         wall: seconds, summed over threads.
@@ -54,7 +54,7 @@ class StageTimes:
     """All times that a timer has measured.
 
     Attributes:
-        stages: in the order of THREAD_ROLES, then of STAGES, without those that were never entered.
+        stages: in the order of THREAD_ROLES, then of STAGES, without stages that were never entered.
         waits: seconds that the loop waited, by reason; `disk` is its own writing of records.
     """
 
@@ -88,7 +88,7 @@ class StageTimer:
         self._lock = threading.Lock()
 
     def register_thread(self, role: ThreadRole) -> None:
-        """Count the calling thread's stages under `role`; those of an unregistered thread are the loop's."""
+        """Count the calling thread's stages under `role`; an unregistered thread counts as the loop."""
         if self.enabled:
             self._thread().role = role
 

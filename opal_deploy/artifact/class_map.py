@@ -175,7 +175,7 @@ class ClassMap:
         return int(np.searchsorted(self.prototypes[start:stop], channel))
 
     def locate(self, entry: int) -> tuple[int, int]:
-        """Return class and slot by the slot's number among those of all classes, see `entries`."""
+        """Return class and slot by the slot's number among the slots of all classes, see `entries`."""
         class_id = int(np.searchsorted(self.offsets, entry, side="right")) - 1
         return class_id, int(entry - self.offsets[class_id])
 

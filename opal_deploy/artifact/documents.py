@@ -159,7 +159,7 @@ class Edit(Struct):
 
 
 class Hits(Struct):
-    """The share of cells on a part or in the object, and that of random cells."""
+    """The share of cells on a part or in the object, and the same share for random cells."""
 
     mean: Number
     random: Number
@@ -228,7 +228,7 @@ class Metrics(Struct):
 
 
 class CheckpointDocuments(Struct):
-    """The documents of a checkpoint; those that are empty count as missing."""
+    """The documents of a checkpoint; empty ones count as missing."""
 
     version: str = ""
     crop: str | None = None

@@ -68,7 +68,7 @@ def drop_scores(scores: NDArray[np.float32], metadata: Metadata) -> NDArray[np.f
 
 
 def drop_slots(outputs: Outputs, metadata: Metadata) -> Outputs:
-    """Return the outputs of the model with the slots of `metadata`, from those of its parent.
+    """Return the outputs of the model with the slots of `metadata`, from its parent's outputs.
 
     Raises:
         ValueError: the parent has no scores.

@@ -50,7 +50,7 @@ NOT_FITTED = "no temperature was fitted; `opal-deploy evaluate DATA --model MODE
 # share of the gradient's energy in the effective field
 ENERGY_SHARE = 0.9
 _SHARES = (("object", "in the object"), ("part", "on a part"), ("distinguishing_part", "on a distinguishing part"))
-# of the changes that faithfulness makes to images, those that the line names
+# the changes to images that the line on faithfulness names
 _CHANGES = {"JPEG quality 75": "JPEG (quality 75)", "horizontal flip": "mirroring"}
 
 

@@ -235,7 +235,7 @@ class Metadata:
         return self.num_classes if self.top_k is None else self.top_k
 
     def find_outputs(self, names: Collection[str]) -> dict[str, str]:
-        """Return those of these outputs that the graph has, with their names in the graph."""
+        """Return which of these outputs the graph has, with their names in the graph."""
         here = with_current_names({name: name for name in self.outputs})
         return {name: here[name] for name in names if name in here}
 

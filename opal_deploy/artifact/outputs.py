@@ -143,7 +143,7 @@ class Outputs:
         return self._with([function(array) for array in self._arrays().values()])
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        """Return all arrays, those of `top` last."""
+        """Return all arrays, with `top`'s arrays last."""
         arrays = {name: array for name in OUTPUT_SPECS if (array := getattr(self, name)) is not None}
         return arrays if self.top is None else {**arrays, **dict(zip(TOP_OUTPUTS, self.top, strict=True))}
 
@@ -186,7 +186,7 @@ def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
 
 
 def check_tensors(metadata: Metadata, actual: Mapping[str, tuple[tuple[Any, ...], np.dtype[Any]]]) -> None:
-    """Check that a model's tensors are those that its metadata promises.
+    """Check that a model has the tensors that its metadata promises.
 
     Args:
         metadata: of the model.

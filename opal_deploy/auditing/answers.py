@@ -122,7 +122,7 @@ class Answers:
 
     @staticmethod
     def open(results: StrPath | Sequence[Record | Mapping[str, Any]]) -> Answers:
-        """Open results by path or URL, or take records that are in memory, those of `Model.predict` included."""
+        """Open results by path or URL, or take records in memory, including `Model.predict`'s."""
         return Answers(os.fspath(results)) if isinstance(results, str | os.PathLike) else _AnswersInMemory(results)
 
     def records(self) -> Iterator[Record]:

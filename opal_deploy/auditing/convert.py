@@ -21,7 +21,7 @@ class ConvertOptions(Options):
     ]
     out: Annotated[StrPath | None, Option("Output file.", default="standard output", cli=Path)] = None
     overwrite: Annotated[bool, Option("Replace --out and --config if they exist.")] = False
-    categories: Annotated[Literal["class", "slot"], Option("coco: what categories stand for.")] = "class"
+    categories: Annotated[Literal["class", "slot"], Option("coco: meaning of the categories.")] = "class"
     prefix: Annotated[str, Option("label-studio: text before each path, such as /data/local-files/?d=.")] = ""
     config: Annotated[
         StrPath | None,
@@ -43,7 +43,7 @@ def read_label_config(results: Path) -> str:
 
 @keywords(ConvertOptions)
 def convert_results(results: StrPath, options: ConvertOptions) -> Any:
-    """Return a results.jsonl, or that of its folder, as a JSON document; write it to `out` if that is given.
+    """Return a results.jsonl, given as file or folder, as a JSON document; write it to `out` if given.
 
     Raises:
         UsageError: the results cannot be read, or an option does not fit the format.

@@ -93,7 +93,7 @@ def find_drift(results: StrPath | Sequence[Record | Mapping[str, Any]], options:
 
     Args:
         results: results.jsonl, its folder, or its results.parquet or results.csv; the URL of a run in a bucket; or
-            records in memory, those of `Model.predict` included, which need `baseline` or `against`.
+            records in memory, including `Model.predict`'s, which need `baseline` or `against`.
 
     Raises:
         UsageError: a file cannot be read, the results are not the model's, or there are too few.

@@ -31,7 +31,7 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
         run: its options, see `read_run_options`.
 
     Raises:
-        UsageError: other results than those of the run, or records that name no detection or have no such number.
+        UsageError: the results are not the run's, or records name no detection or have no such number.
     """
     if not isinstance(read_boxes(path), Detections):
         raise UsageError(f"{path}: not MegaDetector's results; expected the file that infer had as --boxes")

@@ -32,7 +32,7 @@ _RESULTS = "Only for results"
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Decision):
-    """The options of `verify` and `opal-deploy verify`; thresholds are those of results without a run.json."""
+    """The options of `verify` and `opal-deploy verify`; thresholds apply to results without a run.json."""
 
     model: Annotated[
         StrPath | None, Option("Results: the model that made them.", cli=Path, default="only signatures are checked")

@@ -127,7 +127,7 @@ class CheckOptions:
         top: number of classes that a record should list; None: not checked.
         root: the folder that image names are relative to.
         sources: the given images; others are looked up below `root`.
-        public_keys: those whose signatures are accepted; None: signatures are not checked.
+        public_keys: keys whose signatures are accepted; None: signatures are not checked.
     """
 
     model_sha256: str

@@ -121,7 +121,7 @@ def count_rows(
     """Count every backbone and evaluate every head.
 
     Args:
-        classes: names, such as those of data sets, and numbers of classes.
+        classes: numbers of classes by name, such as a data set's.
         strides: input pixels per cell, at which every backbone is cut; None cuts before its pooling.
 
     Raises:
@@ -219,7 +219,7 @@ def format_like(value: int | Decimal, printed: str) -> str:
 def format_tables(
     rows: Sequence[Row], input_size: tuple[int, int], titles: Mapping[str, str], *, markdown: bool = False
 ) -> str:
-    """Return all tables for a terminal or as Markdown; `titles` are those of backbones and data sets, by name."""
+    """Return all tables for a terminal or as Markdown; `titles` are the titles of backbones and data sets, by name."""
     mark = "### " if markdown else ""
     shares = [
         [f"{'OPAL' if head == 'opal' else head}: {SHARES[count][1]}", *(f"{value:.3f}" for value in values)]

@@ -2,7 +2,7 @@
 
 A profile is the time per node of an exported graph, or per layer of an engine, with the sums of backbone, projection
 and head. ONNX Runtime's own profiler and TensorRT's layer profiler measure; both slow a batch down, so their sums are
-larger than the latency. On a GPU ONNX Runtime's times are those of kernels where it was built with CUDA profiling.
+larger than the latency. On a GPU, ONNX Runtime measures kernels if it was built with CUDA profiling.
 Otherwise CUDA_LAUNCH_BLOCKING=1 in the environment makes the host's time of a node include its kernels, and their
 launches. The profilers were never run on a GPU when this was written.
 """

@@ -341,7 +341,7 @@ def _load_engine(path: Path, setup: Setup, network: NamedNetwork | None = None) 
 def _describe(
     source: Path | NamedNetwork, metadata: Metadata, runtime: str, version: str, device: str, layout: str, options: str
 ) -> Target:
-    """Return the description of a model; `layout` is that of the convolutions."""
+    """Return the description of a model; `layout` is the convolutions' layout."""
     images = "float32 NCHW" if metadata.input_kind == "float32" else "uint8 NHWC"
     return Target(
         source.name, metadata.backbone, head_name(metadata.head), runtime, version, _with_gpu_name(device),

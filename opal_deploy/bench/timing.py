@@ -148,7 +148,7 @@ def in_turn(session: Session, batches: Sequence[ImageBatch], *, one_by_one: bool
 
 @contextmanager
 def pinned_noise(loaded: LoadedTarget, count: int, batch: int) -> Iterator[list[ImageBatch]]:
-    """Yield batches of noise, page-locked for a GPU as those of `infer` are.
+    """Yield batches of noise, page-locked for a GPU, as in `infer`.
 
     Otherwise the host copies every batch once more, which hides differences on the device.
     """

@@ -84,7 +84,7 @@ def overhead(options: OverheadOptions) -> None:
 def latency(options: LatencyOptions) -> None:
     """Measure milliseconds per batch: p50, p90, p95, p99 and mean; on a GPU also copies and computation separately.
 
-    With --profile also the time per node or layer, and the sums of backbone, projection and head.
+    --profile adds the time per node or layer, and the sums of backbone, projection and head.
     """
     _measure_speed("latency", options, profile=options.profile)
 

@@ -90,7 +90,7 @@ def _describe_suggested(model: Path, result: EditResult, options: EditOptions) -
 
 
 def _list_classes(effect: Effect, metadata: Metadata) -> Iterator[str]:
-    """Yield the classes whose number of right answers changes, those that lose most first."""
+    """Yield the classes whose number of right answers changes, largest losses first."""
     classes = sorted(effect.by_class(), key=lambda each: each[3] - each[2])
     for class_id, images, before, after in classes[:_LISTED]:
         yield f"  {metadata.class_names[class_id]}: {before} of {images} right, then {after}"

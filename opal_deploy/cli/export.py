@@ -26,7 +26,7 @@ def export(
         Path,
         typer.Argument(
             help="Checkpoint: ours, the OPAL authors', or with --arch another prototype network's. Or an exported "
-            ".onnx file; for --triton also an .engine."
+            ".onnx file; for --triton an .engine too."
         ),
     ],
     options: ExportOptions,

@@ -1,4 +1,4 @@
-"""Options of commands: those that several share, and the expansion of options classes."""
+"""Options that several commands share, and the expansion of options classes."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class ActorPool(WorkerPool[Actor]):
         self.statistics.setdefault(address, NodeStatistics(address, opened, time.monotonic()))
 
     def close(self) -> None:
-        """End all actors, in good order those that are open or open within seconds: killed ones leave their files."""
+        """End all actors, gracefully if they are open or open within seconds, since killed actors leave their files."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         opening = [actor.opening for actor in self.workers if actor.opening]
         opened = ray.wait(opening, num_returns=len(opening), timeout=_CLOSE_SECONDS)[0] if opening else []

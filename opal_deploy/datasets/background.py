@@ -25,7 +25,7 @@ def list_background(folder: StrPath) -> list[Sample]:
 
 
 def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
-    """Return the images below a folder, checked as those of a data set are.
+    """Return the images below a folder, checked like a data set's images.
 
     Raises:
         UsageError: there are fewer than five, one is damaged by its header, or one is in the data set, too.

@@ -108,7 +108,7 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
 
 
 def find_header_problems(samples: list[Sample], progress: Progress | None = None) -> dict[Path, str]:
-    """Return why files cannot be used, judged by their headers, for those that cannot."""
+    """Return the unusable files, judged by their headers, with the reasons."""
     reasons = _check_each(samples, _header_problem, progress)
     return {path: reason for path, reason in reasons.items() if reason is not None}
 

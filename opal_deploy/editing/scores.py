@@ -39,7 +39,7 @@ class Effect:
 
     @property
     def changed(self) -> NDArray[np.int64]:
-        """The images whose answer changes; those that were right and become wrong come first."""
+        """The images whose answer changes; right answers that become wrong come first."""
         rows = np.flatnonzero(self.before != self.after)
         rank = np.where(self.before == self.labels, 0, np.where(self.after == self.labels, 2, 1))[rows]
         ordered: NDArray[np.int64] = rows[np.argsort(rank, kind="stable")]
@@ -125,7 +125,7 @@ class Scores:
         """Yield, for every slot that is left and not its class's last, its channel and the effect of dropping it.
 
         Args:
-            class_map: the slots that are left; None: those of the model.
+            class_map: the slots that are left; None: the model's.
             among: channels that are tried; None: all.
         """
         class_map = self.metadata.class_map if class_map is None else class_map

@@ -108,7 +108,7 @@ def suggest_slots(data: ScoredData) -> list[Suggestion]:
 
 
 def choose_drops(data: ScoredData, suggestions: Sequence[Suggestion]) -> tuple[list[int], list[int]]:
-    """Return the channels of the suspected slots that can be dropped, and of those that are better dropped.
+    """Return the channels of the suspected slots that can be dropped, and of the slots that are better dropped.
 
     A class keeps a slot that finds something in its images: without any it must be trained again. Slots are better
     dropped if more answers are right without them; these are chosen one by one, the most useful first.

@@ -77,7 +77,7 @@ def measure_baseline(
 ) -> Baseline | None:
     """Return the baseline of a model on up to 5,000 validation images; None unless single cells are its evidence.
 
-    `neighbours` are those that its OOD score is computed with.
+    The model's OOD score is computed with `neighbours`.
 
     Raises:
         UsageError: an image cannot be used.

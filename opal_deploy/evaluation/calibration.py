@@ -161,7 +161,7 @@ class CalibrationFigures:
     fitted: Calibration | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON, without those that are None."""
+        """Return the figures for JSON, without None values."""
         document = {"images": self.images, "accuracy": self.accuracy, "uncalibrated": asdict(self.uncalibrated)}
         if self.calibrated is not None:
             document["calibrated"] = asdict(self.calibrated)

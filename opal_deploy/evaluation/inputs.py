@@ -103,7 +103,7 @@ def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOpt
 
 
 def has_validation_images(metadata: Metadata, inputs: EvaluationInputs, options: EvaluateOptions) -> bool:
-    """Return whether images and crops are those that training set aside, as far as the model's record tells."""
+    """Return whether training set aside these images and crops, as far as the model's record tells."""
     data = metadata.training.get("data")
     # the model may have been trained on images of a different validation set
     same_images = not isinstance(data, dict) or data.get("val") in (None, len(inputs.samples))

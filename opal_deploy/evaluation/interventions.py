@@ -1,9 +1,9 @@
 """Take parts of drawn creatures away, and compare the evidence with what that changes (`--interventions`).
 
-The protocol is that of FunnyBirds (Hesse, Schaub-Meyer and Roth, ICCV 2023), with the generated creatures, whose every
-part can be left out while all else stays. Each creature is drawn with each of the 32 subsets of its five parts, so what
-a part is worth to the network is known, not estimated. The importance that an explanation gives a part is the sum of
-its cells whose centre lies in the part's box. Parts with at least half of an even share of the sum over parts count as
+The protocol is FunnyBirds' (Hesse, Schaub-Meyer and Roth, ICCV 2023), with the generated creatures, of which every part
+can be left out while all else stays. Each creature is drawn with each of the 32 subsets of its five parts, so what a
+part is worth to the network is known, not estimated. The importance that an explanation gives a part is the sum of its
+cells whose centre lies in the part's box. Parts with at least half of an even share of the sum over parts count as
 named.
 
 Measures, each the mean over creatures:
@@ -108,7 +108,7 @@ def measure_interventions(
         heat_map: Grad-CAM, another control.
 
     Raises:
-        UsageError: the classes are not those of a generated data set.
+        UsageError: the classes are not a generated data set's.
     """
     metadata = session.metadata
     kinds = _list_kinds(metadata)

@@ -93,7 +93,7 @@ class Evaluation:
     risk: dict[str, Any] | None = None
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
-        """Return the metrics for JSON as `<prefix>_accuracy` and so on, without those that are None."""
+        """Return the metrics for JSON as `<prefix>_accuracy` and so on, without None values."""
         figures = {
             f"{prefix}_accuracy": self.accuracy,
             f"{prefix}_top5": self.top5,

@@ -211,7 +211,7 @@ def merge_sides(
 def patch_boxes(cells: NDArray[np.integer], grid: tuple[int, int], size: int = 224) -> NDArray[np.int64]:
     """Return boxes int64 [..., 4], (x0, y0, x1, y1) in input pixels, PATCH on a side, of flat cells [...].
 
-    The patches are spread evenly; those of the last row and column end at the image's edge.
+    The patches are spread evenly; the last row and column end at the image's edge.
     """
     bounds = []
     for index, count in ((cells % grid[1], grid[1]), (cells // grid[1], grid[0])):

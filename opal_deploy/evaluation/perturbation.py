@@ -135,7 +135,7 @@ class Curve:
         return len(self.deletion) - 1
 
     def first(self, steps: int) -> Curve:
-        """Return the curve cut after `steps` cells; `class_kept` and `evidence_share` stay those of the whole curve."""
+        """Return the curve cut after `steps` cells; `class_kept` and `evidence_share` still describe all of it."""
         return replace(self, deletion=self.deletion[: steps + 1], insertion=self.insertion[: steps + 1])
 
     @property

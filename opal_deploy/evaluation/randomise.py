@@ -3,7 +3,7 @@
 After Adebayo et al., "Sanity checks for saliency maps" (NeurIPS 2018): an explanation that stays put after the learned
 weights are gone shows the image, not the network. Each tensor's values are permuted, first the head's, then those of
 one stage of the backbone more at a time; batch normalisation's statistics are measured anew, so that features keep
-their scale. The evidence is that of the label's slots, since answers become wrong.
+their scale. The evidence is taken from the label's slots, since answers become wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stage:
         shuffled: the stage that was shuffled last; those before it stay shuffled.
         accuracy: share of correct answers, 0 ... 1.
         same_cell: share of the label's slots whose cell is the trained network's.
-        object, part: shares of those cells in the object and on a part, with those of random cells; None if unknown.
+        object, part: shares of these cells in the object and on a part, next to random cells; None if unknown.
     """
 
     shuffled: str

@@ -140,9 +140,9 @@ def choose_images(
 ) -> ImageChoice:
     """Choose the images to verify on and, for int8, those to calibrate with.
 
-    Verification takes the photographs of `options.images`, else of the data set that the model was trained on if that
-    is still there, validation images first, else those of `options.calibrate` that are left, else creatures.
-    Calibration takes those of `options.calibrate`, else training images.
+    Verification takes the photographs of `options.images`; else of the model's data set if it still exists, validation
+    images first; else the rest of `options.calibrate`; else creatures. Calibration takes the photographs of
+    `options.calibrate`, else training images.
 
     Without `torchvision`, data sets that torchvision reads, which imports torch, are left out. `model` is the source's
     file, see `find_root`.

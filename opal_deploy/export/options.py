@@ -280,7 +280,7 @@ class ExportOptions(WebOptions, TritonOptions, EngineExportOptions):
         return "int8" if self.trt else "uint8"
 
     def changed(self, declared_by: type[Options] | None = None, *, but: Sequence[str] = ()) -> str:
-        """Return the flags of all options, or those of a base class, that do not have their default values."""
+        """Return the flags of options, all or a base class's, that do not have their default values."""
         return ", ".join(
             flag_of(field.name, option)
             for field, _, option in option_fields(declared_by or type(self))

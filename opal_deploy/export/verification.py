@@ -162,7 +162,7 @@ def find_selection_errors(outputs: Outputs, metadata: Metadata) -> tuple[str, ..
 def verification_error(verification: Verification, name: str) -> VerificationError:
     """Return the error for a candidate that failed: the measurements, the worst image and layer, and what to try.
 
-    `name` is that of the file that is not written.
+    `name` names the file that is not written.
     """
     comparison, candidate = verification.comparison, verification.candidate
     worst = candidate.images.names[comparison.worst]

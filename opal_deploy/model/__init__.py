@@ -1,5 +1,5 @@
 """The OPAL network in PyTorch: start at `network`; the method itself is in `head` and `distances`.
 
 `backbones` cuts torchvision and timm classifiers, `config` describes a network as plain data, `checkpoint` reads and
-writes our files and reads those of the paper's authors, `graph` is the network as it is deployed.
+writes our files and reads the paper authors', `graph` is the network as it is deployed.
 """

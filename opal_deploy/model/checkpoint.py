@@ -1,4 +1,4 @@
-"""Checkpoints: ours, and those of the paper's authors.
+"""Checkpoints: ours, and the paper authors'.
 
 Ours is one `.pt` file that `torch.load(weights_only=True)` reads: a dictionary of plain values with one state dict.
 The authors' is a bare state dict, see `authors_checkpoint`.

@@ -1,6 +1,6 @@
 """The theoretical receptive field of a network's cells: every input pixel that a cell's features can depend on.
 
-The arithmetic is that of Araujo, Norris and Sim, "Computing receptive fields of convolutional neural networks" (Distill
+The arithmetic follows Araujo, Norris and Sim, "Computing receptive fields of convolutional neural networks" (Distill
 2019). It follows the operations of one forward pass on the device `meta`, whatever modules they are in.
 `evaluation.receptive_field` measures what a trained network really depends on.
 """

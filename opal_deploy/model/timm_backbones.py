@@ -22,7 +22,7 @@ _DETAILS = ("license", "interpolation", "crop_pct", "crop_mode", "input_size", "
 
 
 def list_networks() -> list[str]:
-    """Return timm's network names with the prefix `timm:`, including those that `build` refuses."""
+    """Return timm's network names with the prefix `timm:`, even of networks that `build` refuses."""
     return [TIMM_PREFIX + name for name in _import_timm().list_models()]
 
 
@@ -65,7 +65,7 @@ def tracer_options() -> dict[str, Any]:
 
 
 def get_pretrained_config(name: str, weights: str | None) -> PretrainedConfig:
-    """Return how a tag's weights were made; for a file and random weights, those of the name's tag."""
+    """Return how a tag's weights were made; a file and random weights count as the name's tag."""
     architecture, tag = _split_name(name)
     configs = _configs(architecture)
     tag = weights if weights in configs else tag

@@ -26,7 +26,7 @@ def list_networks() -> list[str]:
 def build_network(name: str, device: str | torch.device = "cpu", num_classes: int | None = None) -> nn.Module:
     """Build torchvision's whole network with random weights.
 
-    `num_classes` of None is that of the ImageNet weights. On the device `meta` the network takes no memory.
+    `num_classes` None means ImageNet's number of classes. On the device `meta` the network takes no memory.
 
     Raises:
         UsageError: torchvision has no such classifier.

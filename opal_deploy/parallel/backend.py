@@ -94,7 +94,7 @@ class ProcessPlan:
     cpus: int
 
     def count_workers(self, workers: int | None) -> int:
-        """Return the decode workers of each process; `workers`: those of all processes, None for the default."""
+        """Return the number of decode workers per process; `workers`: the number of all, None for the default."""
         return max(1, workers // len(self.devices)) if workers else default_workers(self.cpus)
 
 

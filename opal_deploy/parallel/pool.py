@@ -168,7 +168,7 @@ class ProcessWorkerPool(WorkerPool[ProcessWorker]):
         return self._finish(worker, *answer)
 
     def close(self) -> list[StageTimes]:
-        """End all processes, those that are idle in good order; return the times of these."""
+        """End all processes, idle ones gracefully; return the idle ones' times."""
         idle = [worker for worker in self.workers if worker.is_open and not worker.chunks]
         times: list[StageTimes] = []
         for worker in idle:

@@ -273,7 +273,7 @@ class _Batch:
         return len(self.inputs)
 
     def drop_source(self, row: int) -> InputImage:
-        """Return an image that was prepared, without a large source: those of a batch may be gigabytes."""
+        """Return an image that was prepared, without a large source: a batch's sources may be gigabytes."""
         image = self.inputs[row]
         if _count_held_pixels(image):
             self.inputs[row] = image = replace(image, source=b"")

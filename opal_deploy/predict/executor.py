@@ -103,7 +103,7 @@ def predict_batches(
         # they take megabytes each, and drawing takes far longer than predicting: one batch is drawn while the next
         # is decoded, and no other waits
         in_flight, ahead = 0, -(-options.workers // options.batch)
-    # those being decoded, those of the sessions, and the one whose results are being built
+    # batches being decoded, the sessions' batches, and the one whose results are being built
     slots = ahead + 1 + in_flight + 1 + 1
     with ExitStack() as stack:
         try:

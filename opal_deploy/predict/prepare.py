@@ -192,7 +192,7 @@ def _open_sized(source: str | Path | FileSource, open_file: OpenFile) -> Iterato
 
 
 def timed_open(timer: StageTimer) -> OpenFile:
-    """Return an `open_file` whose time, and that of every read of its stream, counts as the stage `read`."""
+    """Return an `open_file` whose time, with every read of its stream, counts as the stage `read`."""
     if not timer.enabled:
         return open_file
 

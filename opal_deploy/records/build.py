@@ -36,8 +36,8 @@ class Place(NamedTuple):
     """The place of the classified image in its file.
 
     Attributes:
-        frame, time: of a frame: number of frames before it, and seconds after the first, if known.
-        detection: of a detector's box: its position among those of the image.
+        frame, time: for a video's frame, number of frames before it, and seconds after the first, if known.
+        detection: for a detector's box, its position among the image's boxes.
     """
 
     frame: int | None = None

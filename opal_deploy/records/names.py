@@ -123,7 +123,7 @@ def read_slot_names(path: Path, class_names: Sequence[str], class_map: ClassMap)
         document = read_toml(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); expected a TOML file of names") from None
-    except ValueError as error:  # also of a number with too many digits
+    except ValueError as error:  # raised for a number with too many digits too
         raise UsageError(f'{path}: not TOML ({error}); expected lines such as 0 = "beak" under ["class"]') from None
     ids = {name: class_id for class_id, name in reversed(list(enumerate(class_names)))}
     names: dict[tuple[int, int], str] = {}

@@ -131,8 +131,8 @@ def interpret(shifts: Sequence[Shift]) -> list[Suggestion]:
         ))  # fmt: skip
     if "norm" in fell or "shared_cells" in rose:
         found.append(Suggestion(
-            "Evidence is weaker in all classes, as with blur, compression, other exposure or another lens.",
-            "Compare pictures with earlier ones, and mend the camera or train with such pictures.",
+            "Evidence is weaker in all classes, as with blur, compression, another exposure or another lens.",
+            "Compare pictures with earlier ones, and repair the camera or train with such pictures.",
             "OpalEvidenceChanged",
         ))  # fmt: skip
     elif kinds & {"score", "contribution"}:

@@ -190,7 +190,7 @@ def to_pandas(records: Iterable[Record | Mapping[str, Any]], rows: Rows = "image
     """Return records as a `pandas.DataFrame`.
 
     Args:
-        records: records, those of `Model.predict` included, or the lines of a results.jsonl.
+        records: records, including `Model.predict`'s, or the lines of a results.jsonl.
         rows: `images`: one row per image, with the columns of `infer --format csv`. `evidence`: one row per slot of
             each answered image.
 

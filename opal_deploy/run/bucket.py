@@ -186,7 +186,7 @@ def _inspect(root: Path, remote: RemoteFile, config: RunConfig) -> BucketRunDire
 
 
 def _clear(remote: RemoteFile) -> None:
-    """Remove only the files of an earlier run; first those that mark it as a run, as in a local directory."""
+    """Remove only the files of an earlier run; first the ones that mark it as a run, as in a local directory."""
     for name in (SUMMARY, RUN, RESULTS, REPORT, *TABLES.values()):
         buckets.remove([remote.child(name)])
     for folder in (PARTS, OVERLAYS, SHEETS):

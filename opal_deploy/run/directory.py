@@ -54,7 +54,7 @@ class RunDirectory:
         state: of the run that it holds.
         started, resumed: times when the run began and when it was resumed, ISO 8601.
         remote: where the files are uploaded to; None: they stay in `root`.
-        details: more entries of run.json; those that this version does not know are kept.
+        details: more entries of run.json; entries that this version does not know are kept.
         run_id: names the run in the signatures of its records.
     """
 

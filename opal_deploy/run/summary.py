@@ -44,7 +44,7 @@ class Accuracy:
         failed: images with a label that is a class, and no prediction.
         unknown, unlabelled: images with a label that is not a class, and images without a label.
         unknown_examples, unlabelled_examples: the first few labels that are not a class, and images without a label.
-        unused_rows: images that the file of labels names and the run lacks; not those of other shards.
+        unused_rows: images that the file of labels names and the run lacks, without other shards' images.
     """
 
     class_names: frozenset[str]

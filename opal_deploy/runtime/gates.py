@@ -61,7 +61,7 @@ class Gate:
 
     @staticmethod
     def of_model(metadata: Metadata) -> Gate:
-        """Return the gate that a model's file passed, or that of its precision where the file records none."""
+        """Return the gate that a model's file passed, or its precision's gate if the file records none."""
         if not (recorded := metadata.verification.get("gate")):
             return GATES[metadata.precision]
         # limits that a file lacks are those of fp32

@@ -130,7 +130,7 @@ class OnnxSession:
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = ERROR_SEVERITY
-        # waiting threads must leave the cores to those that decode the next images
+        # waiting threads must leave the cores to the threads that decode the next images
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if providers[0] != CPU:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")

@@ -1,8 +1,8 @@
 """Discovery of images: from the inputs of a call to a stream of images.
 
-Images are found lazily and in a fixed order: inputs in the order of the call, files of a folder (depth first, with the
-names of one folder at a time in memory) and of a glob sorted by the bytes of their names, those of an archive or list
-in its own order; `buckets` finds those of URLs. Links to folders are followed as torchvision's ImageFolder does, except
+Images are found lazily and in a fixed order: inputs in the order of the call; files of a folder (depth first, with the
+names of one folder at a time in memory) and of a glob sorted by the bytes of their names; files of an archive or list
+in its own order. `buckets` finds images by URL. Links to folders are followed as torchvision's ImageFolder does, except
 to a folder around the link.
 """
 
@@ -181,7 +181,7 @@ def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Sk
 
 
 def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
-    """Yield what a glob matches: images, members of archives, images of folders; with `videos` also videos."""
+    """Yield what a glob matches: images, members of archives, images of folders; with `videos` videos too."""
     matches = sorted(expand_glob(pattern), key=os.fsencode)
     found = False
     for match in matches:
@@ -235,7 +235,7 @@ def _is_taken(name: str, videos: bool) -> bool:
 
 
 def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
-    """Yield a folder's images, with `recursive` those of its subfolders, with `videos` also videos.
+    """Yield a folder's images, with `recursive` its subfolders' too, with `videos` videos too.
 
     A folder without images is one image with an error.
     """

@@ -152,7 +152,7 @@ class RemoteFile:
             data = retry(lambda: _get_s3_range(filesystem, self.url, start, end, version))
         else:
             data = self._read_range(start, end)
-            # the version after the read is that of the bytes, since older versions never return
+            # the version after the read is the bytes' version, since older versions never return
             if self.read_fingerprint() != self.fingerprint:
                 raise ImageError("unreadable", _CHANGED)
         if len(data) != end - start:

@@ -186,7 +186,7 @@ _DRAW_PART: dict[str, Callable[[str], list[TonedPolygon]]] = {
 
 @cache
 def part_polygons(part: str, variant: str) -> Sequence[TonedPolygon]:
-    """Return the polygons of one variant of a part in painting order; for the feet, those of one foot."""
+    """Return the polygons of one variant of a part in painting order; for the feet, of one foot."""
     return tuple(_DRAW_PART[part](variant))
 
 

@@ -37,7 +37,7 @@ class Terms(NamedTuple):
     """The terms of the loss for n images.
 
     Attributes:
-        logits: [n, C], or with mirror agreement [2n, C], first those of the images, then of their mirror images.
+        logits: [n, C], or with mirror agreement [2n, C], first the images', then their mirror images'.
         disagreement: how far mirror images disagree about cells, [n], at least 0.
         kept_off: the penalty of kept-off regions, [n], 0 ... 1.
         changed: logits of images changed outside the boxes, [n, C]; None without an adversary.

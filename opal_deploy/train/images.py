@@ -77,7 +77,7 @@ F: Any = functional
 class PaperAugmentation:
     """The augmentation from uint8 [H1, W1, 3], already resized to `resize_size`, to uint8 [H0, W0, 3].
 
-    A fourth channel, that of regions, is moved as the pixels are and keeps its values.
+    A fourth channel, for regions, moves with the pixels and keeps its values.
 
     Attributes:
         input_size: (H0, W0).

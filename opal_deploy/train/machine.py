@@ -1,7 +1,7 @@
 """The machine of a run: its processes and devices, precision, workers, and their description in config.json.
 
 Under torchrun every process works on its share of each global batch. Sums over all shares make losses, gradients and
-metrics those of one process with the whole batch. The first process writes.
+metrics equal to one process's with the whole batch. The first process writes.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class Recipe:
 
 
 def _toml_types(options: type) -> dict[str, type]:
-    """Return the type in TOML of each field: that of a Literal is str, that of a tuple list."""
+    """Return each field's type in TOML: str for a Literal, list for a tuple."""
     types = {}
     for name, hint in get_type_hints(options).items():
         parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)

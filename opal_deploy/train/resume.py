@@ -1,4 +1,4 @@
-"""Resuming a run: its stored configuration and state, compared with those of the run to continue."""
+"""Resuming a run: its stored configuration and state, compared with the run to continue."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class TrainingPlan:
 
     Attributes:
         table: the paper's table, with the chosen rows.
-        columns: the columns of the available data sets, in the order of the table, then those of other data sets.
+        columns: the columns of the available data sets, in the order of the table, then of other data sets.
         runs: seed by seed, so that the whole table of one seed finishes first.
     """
 
@@ -290,7 +290,7 @@ class Estimate:
 
     Attributes:
         hours: hours on one GPU.
-        measured: whether the rate is that of a finished run with the same backbone and input size.
+        measured: whether a finished run with the same backbone and input size gave the rate.
     """
 
     hours: float

@@ -64,7 +64,7 @@ class SlotStatistics:
     Attributes:
         own_cell: share of images in which no other slot of the class chose the same cell.
         strongest: share of images in which the slot is the class's strongest.
-        mean_contribution: mean contribution; None also if the distance has no contributions.
+        mean_contribution: mean contribution; None if the distance has no contributions.
         top_cell_share: share of images in which `top_cell` was chosen.
         entropy: entropy of the chosen cells in bits, from 0 (always the same cell) to log2(H * W).
         spread: standard deviation of the chosen place, as a share of the crop's diagonal.
@@ -346,7 +346,7 @@ def find_exemplars(
 ) -> Exemplars:
     """Return the best patches of a class's slots, from images that are not known to show another class.
 
-    A slot without such patches gets those of other classes, each with a warning.
+    A slot without such patches gets patches of other classes, each with a warning.
 
     Args:
         exclude: names or file digests (sha256) of images to leave out, such as the image itself.

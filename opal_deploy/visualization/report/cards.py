@@ -245,7 +245,7 @@ class Tables:
     codes: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
-    # those of the pairs that were abstained from or unknown
+    # of these pairs, the abstained or unknown ones
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     labelled: bool = False
 

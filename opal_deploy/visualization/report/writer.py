@@ -75,7 +75,7 @@ class ReportWriter:
         class_names: the labels that the model knows, for the accuracy; None: all.
 
     Raises:
-        OSError: the folder is missing or cannot be written; from `add` and `close` also if the disk is full.
+        OSError: the folder is missing or cannot be written; from `add` and `close`, the disk may be full.
     """
 
     def __init__(

@@ -128,9 +128,9 @@ class SheetContent:
         runner_up: the class with the second largest logit; None for a model with one class.
         margin: cosine of the predicted class minus that of the runner-up; None without a runner-up.
         status, flag, sentences: the record's status, and the texts of `describe_status` and `describe_answer`.
-        differences: contribution of the predicted class's k-th strongest slot minus that of the runner-up's, for each
-            k; they add up to the margin. None unless contributions add up to cosines, both classes have the same number
-            of slots, and the margin is positive.
+        differences: contribution of the predicted class's k-th strongest slot minus the runner-up's, for each k; they
+            add up to the margin. None unless contributions add up to cosines, both classes have the same number of
+            slots, and the margin is positive.
         correct: whether the predicted class is the label; None without a label, or if the model has no such class.
     """
 
