@@ -153,7 +153,7 @@ class Service:
         return self._submit([request], lambda result: Explanation(result.record), wait=wait)[0]
 
     def submit_requests(self, requests: Sequence[InputImage], *, wait: bool = True) -> list[Future[Result]]:
-        """Begin to classify images, all or none; return a future of each result; raise ValueError if too many."""
+        """Begin to classify images, all or none, and return a future of each result; raise ValueError if too many."""
         return self._submit(requests, lambda result: result, wait=wait)
 
     def submit_pixels(self, pixels: Pixels, *, wait: bool = True) -> list[Future[Outputs]]:

@@ -55,7 +55,7 @@ class Observations:
     Attributes:
         class_ids: int64 [N], the predicted classes.
         cosine, margin, norm: float64 [N]; NaN where not known. `norm` is |s| over all K channels.
-        shared_cells: float64 [N], share of the predicted class's slots whose cell another of them has, too; 0 ... 1.
+        shared_cells: float64 [N], share of the predicted class's slots that share their cell with another, 0 ... 1.
         ood_score: float64 [N]; NaN where not known.
         scores: float64 [N, m], of the predicted class's slots; NaN for dropped ones.
         contributions: float64 [N, m]; NaN for dropped slots, and where the distance is not a sum over slots.
@@ -94,7 +94,7 @@ def find_places(cells: NDArray[np.int64], grid: tuple[int, int]) -> NDArray[np.i
 
 
 def share_cells(cells: NDArray[np.int64], kept: NDArray[np.bool_]) -> DoubleArray:
-    """Return the share of slots whose cell another one has, too: float64 [N].
+    """Return the share of slots that share their cell with another: float64 [N].
 
     Args:
         cells: [N, m], flat cells.
@@ -194,7 +194,7 @@ class Baseline:
         return self.slots.get(entry, self.pooled)
 
     def describe(self) -> list[str]:
-        """Return lines for a person: how many images, what is usual, and which slots are pooled."""
+        """Return lines for a person: the number of images, usual values, and the pooled slots."""
         low, middle, high = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
         usual = [
             f"{name.replace('_', ' ')} {values[middle]:.3g} ({values[low]:.3g} to {values[high]:.3g})"

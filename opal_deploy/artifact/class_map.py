@@ -189,7 +189,7 @@ class ClassMap:
         return replace(self, dropped=tuple(sorted({*channels})))
 
     def drop(self, channels: Iterable[int]) -> ClassMap:
-        """Return the map without these channels, too."""
+        """Return the map with these channels dropped as well."""
         return self.with_dropped({*self.dropped, *channels})
 
     def take(self, values: NDArray[Any], class_ids: NDArray[np.integer[Any]]) -> NDArray[Any]:

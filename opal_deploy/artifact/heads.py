@@ -23,7 +23,7 @@ MOST_LISTED = 10
 
 
 def find_norms(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray:
-    """Return what an image's scores [N, P] are divided by to get values: float64 [N]; 1 for linear heads."""
+    """Return the divisor that turns an image's scores [N, P] into values: float64 [N]; 1 for linear heads."""
     return opal_head.embedding_norms(scores, metadata.epsilon) if metadata.is_opal else np.ones(len(scores))
 
 

@@ -178,7 +178,7 @@ class ReceptiveField:
         return check_document(raw, ReceptiveField, "receptive_field") if raw else None
 
     def describe(self, input_size: tuple[int, int]) -> list[str]:
-        """Return lines on what a cell sees of an input of (H0, W0); the last may be a warning."""
+        """Return lines on a cell's view of an input of (H0, W0); the last may be a warning."""
         of = f"of {max(input_size)} pixels"
         theoretical = f"the whole image {of}"
         if self.size is not None:

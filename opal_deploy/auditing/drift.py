@@ -139,7 +139,7 @@ def find_drift(results: StrPath | Sequence[Record | Mapping[str, Any]], options:
 def _find_reference(
     answers: Answers, earlier: Answers | None, options: DriftOptions
 ) -> tuple[Baseline, Layout, str | None, str]:
-    """Return the baseline, the model's layout, its digest if known, and what the baseline is, in words."""
+    """Return the baseline, the model's layout, its digest if known, and a description of the baseline."""
     from opal_deploy.artifact.files import compute_sha256, without_folders
     from opal_deploy.auditing.answers import Layout
     from opal_deploy.errors import ArtifactError

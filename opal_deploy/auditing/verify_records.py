@@ -215,7 +215,7 @@ def _finish(report: RecordsReport, run: RunRecords, public_keys: PublicKeys | No
 
 
 class _Recorded(NamedTuple):
-    """A record in a file, as a document too, its line, from 1, and what is wrong with its signature."""
+    """A record in a file, also as a document, with its line, from 1, and the fault of its signature."""
 
     number: int
     document: dict[str, Any]
@@ -226,7 +226,7 @@ class _Recorded(NamedTuple):
 def _select_records(
     run: RunRecords, lines: frozenset[int] | None, public_keys: PublicKeys | None, report: RecordsReport
 ) -> Iterator[_Recorded]:
-    """Yield the records to compute again; add all to `run`, and report what is not a record."""
+    """Yield the records to compute again; add all to `run`, and report lines that are not records."""
     for number, (_, document, record) in enumerate(read_all_lines(run.path), 1):
         report.records += 1
         run.add(record)

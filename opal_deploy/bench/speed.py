@@ -71,7 +71,7 @@ def measure_speed(
 def _measure_batch(
     kind: SweepKind, loaded: LoadedTarget, batch: int, options: TimingOptions, *, profile: bool
 ) -> dict[str, Any]:
-    """Return what a measurement says about one batch size, by the fields of `Measurement`."""
+    """Return the fields of a `Measurement` of one batch size."""
     reset_peak_memory()
     with (
         rotate_inputs(loaded, batch, options.buffers, one_by_one=kind == "latency") as batches,
@@ -205,7 +205,7 @@ def _profile_onnx(loaded: LoadedTarget, path: Path, session: OnnxSession, batch:
 
 
 def _read_events(events: Sequence[dict[str, Any]], *, gpu: bool) -> tuple[str, dict[str, list[float]]]:
-    """Return what was timed and, by node, the microseconds of its executions after the warm-up."""
+    """Return the timer's description and, by node, the microseconds of its executions after the warm-up."""
     runs = sorted(event["ts"] for event in events if event["name"] == "model_run")
     counted = [event for event in events if event["ts"] >= runs[_WARM_UP]]
     kernels = [event for event in counted if event["cat"] == "Kernel" and "parent_name" in event["args"]]

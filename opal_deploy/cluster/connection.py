@@ -251,7 +251,7 @@ def no_connection(address: str, reason: str) -> UsageError:
 
 
 def _keep_quiet() -> None:
-    """Tell Ray, before it is imported, to print nothing: the run itself prints what a user should know."""
+    """Tell Ray, before it is imported, to print nothing: the run itself informs the user."""
     # pages of a dead node's log, on stdout
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -81,7 +81,7 @@ def _read_dogs(folder: Path) -> Listing:
 
 
 def _add_box(sample: Sample, images: Path, annotation: Path, findings: dict[str, list[str]]) -> Sample:
-    """Return a sample with its annotation's first box; adds to `findings` what is wrong with the annotation."""
+    """Return a sample with its annotation's first box; adds the annotation's faults to `findings`."""
     name = str(sample.path.relative_to(images).with_suffix(""))
     try:
         boxes = read_annotation(annotation / name)

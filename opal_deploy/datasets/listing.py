@@ -1,4 +1,4 @@
-"""Listings: what an adapter reads from a data set's official lists, and helpers that adapters share.
+"""Listings: the content of a data set's official lists, and helpers that adapters share.
 
 A `Listing` holds what the lists say; `checks` finds out whether the image files exist and can be read.
 """

@@ -81,7 +81,7 @@ class DataSet:
         return replace(self, crop=None, train=train, val=val, test=test)
 
     def describe(self) -> str:
-        """Return a line of text: what the folder was read as, and the sizes of the splits."""
+        """Return a line of text: the folder's layout, and the sizes of the splits."""
         splits = {"training": self.train, "validation": self.val, "test": self.test}
         counts = ", ".join(f"{len(samples):,} {name}" for name, samples in splits.items() if samples)
         return (

@@ -162,7 +162,7 @@ def _list_changed(data: ScoredData, effect: Effect | None) -> Iterator[ChangedIm
 
 
 def _draw(data: ScoredData, row: int, class_id: int, channels: Sequence[int]) -> Picture:
-    """Return what the model saw of an image, with the cells of some slots of a class outlined."""
+    """Return the model's view of an image, with the cells of some slots of a class outlined."""
     geometry, grid = data.geometries[row], data.metadata.grid
     image = decode(data.samples[row].path).convert("RGB").crop(geometry.crop)
     scale = _SIDE / max(image.size)

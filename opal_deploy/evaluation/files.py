@@ -318,7 +318,7 @@ def _summarize_faithfulness(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
-    """Store what was measured in a model's file, atomically; return what changed in one line.
+    """Store measurements in a model's file, atomically; return a line on the change.
 
     The graph, weights or engine stay as they are.
 

@@ -189,7 +189,7 @@ def _weigh(
 
 
 def _explain_by_slots(metadata: Metadata) -> Explain:
-    """Return relevances: what the slots of a class contribute, at their cells."""
+    """Return relevances: the contributions of a class's slots, at their cells."""
 
     def explain(_: Pixels, outputs: Outputs, class_id: int) -> NDArray[np.float64]:
         class_map, ids = metadata.class_map, np.array([class_id])

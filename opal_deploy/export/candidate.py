@@ -157,7 +157,7 @@ def convert_precision(candidate: ExportCandidate, precision: Precision, options:
 
 
 def refine_precision(candidate: ExportCandidate, threads: int | None = None) -> Iterator[ExportCandidate]:
-    """Yield candidates to try in turn until one passes its gate: the given one, then what is closer to its reference.
+    """Yield candidates to try in turn until one passes its gate: the given one, then ones closer to its reference.
 
     An int8 candidate computes more and more in float32; the file's metadata tells what is quantised. In other
     precisions the given candidate is the only one.

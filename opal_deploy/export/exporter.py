@@ -256,7 +256,7 @@ def _check_same(
     options: ExportOptions,
     advice: str = "--out",
 ) -> None:
-    """Raise UsageError unless the file is what the source gives with these options."""
+    """Raise UsageError unless the file matches the source and these options."""
     found, expected = _describe_file(metadata), _describe_request(source, precision, options)
     if expected["checkpoint"] is not None and found == expected:
         return

@@ -1,4 +1,4 @@
-"""The files of an export: their names, and what was written."""
+"""The files of an export: their names, and descriptions of the written ones."""
 
 from __future__ import annotations
 

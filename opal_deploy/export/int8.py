@@ -205,7 +205,7 @@ def refinements(
     metadata: Metadata,
     threads: int | None = None,
 ) -> Iterator[tuple[str, onnx.ModelProto]]:
-    """Yield coarser to finer variants of a quantised graph, each with what is quantised in it.
+    """Yield coarser to finer variants of a quantised graph, each with a description of its quantised part.
 
     The first is the graph itself, whose residual branches are summed from int8, which runtimes can fuse. Then layers
     stay in float32, those whose rounding changes most first. Last, sums take unrounded values too.

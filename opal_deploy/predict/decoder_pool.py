@@ -127,7 +127,7 @@ class DecoderPool:
         work.add_done_callback(finish)
 
     def close(self) -> None:
-        """Drop what waits, finish what is in flight, and end threads and processes."""
+        """Drop queued work, finish work in flight, and end threads and processes."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self._processes is not None:
             self._processes.close()

@@ -32,7 +32,7 @@ _LARGEST_MARGIN = 2
 
 
 class Chosen(NamedTuple):
-    """A limit that was chosen by a rate, and what it does to the validation images, in a sentence."""
+    """A limit that was chosen by a rate, and a sentence on its effect on the validation images."""
 
     limit: float
     effect: str

@@ -173,7 +173,7 @@ class DriftCounts:
         return [test for family in families for test in _adjust(list(family))]
 
     def histogram(self, shift: Shift) -> list[tuple[str, float, float]]:
-        """Return the bars of a shift: what a bar stands for, and its share of the answers before and after.
+        """Return the bars of a shift: each bar's meaning, and its share of the answers before and after.
 
         Bars are the `PLACES`, or the ranges between the baseline's quantiles; for labels, classes by number as texts.
         """

@@ -44,7 +44,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Shift:
-    """One comparison with the baseline, of which `Limits` says whether it is a shift.
+    """One comparison with the baseline; `Limits` decides whether it is a shift.
 
     Attributes:
         kind: what was compared.

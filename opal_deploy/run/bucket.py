@@ -74,7 +74,7 @@ class BucketRunDirectory(RunDirectory):
             self._upload = self._thread.submit(self._upload_parts, (self.root / RESULTS).stat().st_size)
 
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
-        """Upload what is missing, and last summary.json; return its document; raise StoppedEarly or UsageError."""
+        """Upload missing files, summary.json last, and return its document; raise StoppedEarly or UsageError."""
         document = super().write_summary(summary, context, stopped)
         if self._upload is not None:
             self._upload.result()

@@ -1,4 +1,4 @@
-"""The directory that a run writes to: acquire it, find out what it holds, write run.json and summary.json.
+"""The directory that a run writes to: acquire it, find its state, write run.json and summary.json.
 
 run.json holds the options that determine the records, and is written before the first record; summary.json holds the
 counts. A directory whose summary is missing or not complete holds a run that the same command resumes.

@@ -90,7 +90,7 @@ class DrawingPool:
     """Draws results, with `isolate` in worker processes; every method but `close` may be called from any thread."""
 
     def __init__(self, task: DrawTask, inference: InferenceOptions, timer: StageTimer = NO_OP_TIMER) -> None:
-        """Start nothing yet; `workers`, `isolate` and `decode_timeout` of `inference` apply to drawing, too."""
+        """Start nothing yet; drawing uses `workers`, `isolate` and `decode_timeout` of `inference`."""
         self._task, self._timeout, self._timer = task, inference.decode_timeout, timer
         self._processes = None
         if inference.isolate:

@@ -202,7 +202,7 @@ def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> 
 
 
 def list_evidence(path: Path, metadata: Metadata) -> tuple[Fact, ...]:
-    """Return (name, value) pairs on what was measured of the model's evidence; none if it is not single cells."""
+    """Return (name, value) pairs on the model's evidence as measured; none if it is not single cells."""
     if metadata.evidence != "exact":
         return ()
     checkpoint = metadata.find_checkpoint(path)

@@ -212,7 +212,7 @@ def prepare_sheets(model: LoadedModel, options: InferOptions, decision: Decision
     config: dict[str, object] = {}
     if options.receptive_field:
         if not (options.explain or sheets):
-            raise UsageError("--receptive-field: needs --explain or --sheets, on which it is drawn")
+            raise UsageError("--receptive-field without --explain or --sheets: it would be drawn on nothing")
         check_effective_field(metadata, str(path))
         config["receptive_field"] = True
     if not sheets and slot_names is None:

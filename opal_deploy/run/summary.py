@@ -23,7 +23,7 @@ _MAX_EXAMPLES = 3
 
 
 def _name_first(count: int, names: Sequence[str]) -> str:
-    """Return a number with the first names of what was counted, in one line."""
+    """Return a number with the first names of the counted things, in one line."""
     return one_line(f"{count} ({', '.join(names)}{', ...' if count > len(names) else ''})") if names else str(count)
 
 

@@ -160,11 +160,11 @@ class Cuda:
         return float(self._call("cudaEventElapsedTime", first, second)) / 1e3
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Record an event after what is queued on a stream."""
+        """Record an event after the work queued on a stream."""
         self._call("cudaEventRecord", event, stream)
 
     def wait_for_event(self, stream: Stream, event: Event) -> None:
-        """Let what is queued on `stream` from now on begin after `event`."""
+        """Let work queued on `stream` from now on begin after `event`."""
         self._call("cudaStreamWaitEvent", stream, event, 0)
 
     def synchronize_event(self, event: Event) -> None:

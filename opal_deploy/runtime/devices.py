@@ -258,7 +258,7 @@ class GpuSensors:
             raise NvmlError(str(error)) from None
 
     def read(self) -> dict[str, float]:
-        """Return the present readings by name, with their units; what the GPU does not report is left out."""
+        """Return the present readings by name, with units; readings that the GPU does not report are left out."""
         nvml, handle = self._nvml, self._handle
         readings: dict[str, Callable[[], float]] = {
             "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),

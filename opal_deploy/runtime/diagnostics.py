@@ -198,7 +198,7 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
     report = _run_program(_TENSORRT_PROGRAM, module)
     if report.get("problem"):
         return RuntimeStatus(name, version, problem=report["problem"], advice=f"reinstall it: {install}")
-    without_gpu = "builds engines here" if name == "tensorrt-rtx" else "it neither builds nor runs engines here"
+    without_gpu = "builds engines here" if name == "tensorrt-rtx" else "neither builds nor runs engines here"
     problem, advice = diagnose_gpu(driver, needed_cuda(name, tensorrt_cuda_major(name)))
     if problem:
         return RuntimeStatus(name, version, problem=f"{without_gpu}; {problem}", advice=advice)

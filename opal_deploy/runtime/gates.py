@@ -199,12 +199,12 @@ class Agreement:
 
     @property
     def shown(self) -> bool:
-        """Whether the share is shown to be what is required."""
+        """Whether the share is shown to meet the requirement."""
         return self.low >= self.required
 
     @property
     def refuted(self) -> bool:
-        """Whether the share is shown to be less than what is required."""
+        """Whether the share is shown to miss the requirement."""
         return self.high < self.required
 
 

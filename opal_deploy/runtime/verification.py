@@ -149,7 +149,7 @@ def _compare_top(reference: Reference, top: TopOutputs, metadata: Metadata, gate
 
 
 def _selection_failures(logits: FloatArray, top: TopOutputs, gate: Gate) -> tuple[str, ...]:
-    """Return what is wrong with the list of the best classes, given the reference's logits [N, C]."""
+    """Return the faults of the list of the best classes, given the reference's logits [N, C]."""
     failures = []
     before, after = top.logits[:, :-1], top.logits[:, 1:]
     ordered = (before > after) | ((before == after) & (top.classes[:, :-1] < top.classes[:, 1:]))
@@ -241,7 +241,7 @@ def _invalid_classes(classes: IntArray, num_classes: int) -> bool:
 
 
 def _logits(expected: FloatArray, candidate: FloatArray, gate: Gate, slack: Any = 0.0) -> tuple[float, str]:
-    """Return the largest difference, and what is wrong with it; differences up to `slack` [N, C] are allowed."""
+    """Return the largest difference and its fault, if any; differences up to `slack` [N, C] are allowed."""
     comparable = np.abs(expected) > 1e-2  # the root magnifies rounding near zero
     difference = np.where(comparable, np.maximum(np.abs(expected - candidate) - slack, 0.0), 0.0)
     relative = float((difference / np.maximum(1.0, np.abs(expected))).max())

@@ -38,7 +38,7 @@ _MOST_FRAMING = 16
 
 
 def choose_max_connections(requested: int | None) -> int:
-    """Return how many connections may be open; by default what the process's limit of open files allows, up to 10,000.
+    """Return how many connections may be open; by default as many as the limit of open files allows, up to 10,000.
 
     Raises:
         UsageError: the limit of open files allows fewer than `requested`.

@@ -251,7 +251,7 @@ class ServerState:
 
 
 class _Observer(ServiceObserver):
-    """Counts what a model's service does, and marks the server as failed once its device is lost."""
+    """Counts a model service's work, and marks the server as failed once its device is lost."""
 
     def __init__(self, state: ServerState, model: str) -> None:
         self._state, self._model = state, model

@@ -98,7 +98,7 @@ def is_tar(stream: BinaryIO, decompress: Decompressor | None) -> bool:
 
 
 def describe_other(stream: BinaryIO) -> str | None:
-    """Return what a compressed file that is not a tar is, and what to do with it; None for any other file.
+    """Return a description of a compressed file that is not a tar, with advice; None for any other file.
 
     Raises:
         ImageError: the file cannot be read.

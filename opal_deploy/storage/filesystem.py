@@ -154,7 +154,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def to_image_error(error: BaseException) -> ImageError:
-    """Return the ImageError of what a storage's library raised."""
+    """Return the ImageError for a storage library's exception."""
     status, code = response_code(error)
     names = _class_names(error)
     if isinstance(error, FileNotFoundError) or status in (404, 410):

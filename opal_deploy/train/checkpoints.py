@@ -137,7 +137,7 @@ class CheckpointManager:
         metrics: dict[str, Any],
         measured: Measurements,
     ) -> None:
-        """Write best.pt with its metrics and what was measured of the network, then summary.json.
+        """Write best.pt with its metrics and the network's measurements, then summary.json.
 
         Expects the best weights in the network.
         """

@@ -250,7 +250,7 @@ class _TrainingRun:
             return self._finish(state, val_batches)
 
     def _describe_run(self, weights: dict[str, Any] | None, started: bool) -> str:
-        """Return a line on what is trained, from which weights, and how."""
+        """Return a line on the training: network, initial weights and method."""
         options, head = self.options, self.options.head
         where = "" if options.stride is None else f" at stride {options.stride}"
         origin = f"from {options.start_from}"

@@ -217,7 +217,7 @@ class Site:
         return [path for turn in turns for path in turn if path is not None][:_EXAMPLES]
 
     def _write_examples(self, folder: Path, metadata: Metadata, atlas: Atlas | None) -> Iterator[tuple[str, str]]:
-        """Write pictures to try, upright and no larger than a screen; yield their paths, and what they show."""
+        """Write pictures to try, upright and no larger than a screen; yield their paths and descriptions."""
         shown: list[tuple[str, Image.Image]] = []
         if chosen := self._list_examples():
             for number, path in enumerate(chosen, 1):

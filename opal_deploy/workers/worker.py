@@ -143,7 +143,7 @@ def _build_response(
 
 
 def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return copies of stdin and stdout: what a library prints must not mix with responses."""
+    """Return copies of stdin and stdout, so that libraries' output does not mix with responses."""
     requests, responses = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -20,7 +20,7 @@ WHOLE = Training("timm:test_resnet", size=128, prototypes=3, batch_size=16, lr=5
 
 
 def show_whole_job(demo: Demo, training: Training) -> None:
-    """Train, evaluate, export, infer and verify, and say what the evidence is worth."""
+    """Train, evaluate, export, infer and verify, and print how good the evidence is."""
     import torch
 
     # in so small a network, a second thread mostly waits: beside other work, two took 159 s where one took 74 to 88
@@ -51,7 +51,7 @@ def show_whole_job(demo: Demo, training: Training) -> None:
 
 
 def _report(demo: Demo, evaluation: Path) -> None:
-    """Print what the demo showed and what to type next, and keep the figures in demo.json.
+    """Print the demo's results and the next commands, and keep the figures in demo.json.
 
     Raises:
         UsageError: no image was classified correctly, so there is no evidence to speak of.

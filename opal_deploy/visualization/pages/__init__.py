@@ -29,7 +29,7 @@ _COMPONENTS = "components.html.jinja"
 
 @dataclass(frozen=True)
 class Picture:
-    """An image on a page: its URL, which may contain it, and what it shows in words."""
+    """An image on a page: its URL, which may contain it, and its description."""
 
     url: str
     alt: str

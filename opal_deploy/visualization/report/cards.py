@@ -72,13 +72,13 @@ class Card:
         return None if self.label is None or self.predicted is None else self.label == self.predicted
 
     def index_row(self) -> list[Any]:
-        """Return what the page's script filters and sorts by, loaded for all images at once."""
+        """Return the values by which the page's script filters and sorts, loaded for all images at once."""
         code = _failure(self.record).code if isinstance(self.record, Failed) else ""
         status = STATUSES.index(self.record.status)
         return [self.number, self.name, status, self.predicted, self.label, self.margin, self.value, code]
 
     def details(self) -> dict[str, Any]:
-        """Return what the page's script needs only for visible cards."""
+        """Return the values that the page's script needs only for visible cards."""
         record = self.record
         if isinstance(record, Failed):
             return {"message": _failure(record).message}

@@ -195,7 +195,7 @@ class SheetContent:
         return cautions
 
     def label_sum(self, view: ClassView) -> str:
-        """Return what the bars of a class add up to; empty if they have no sum."""
+        """Return a label for the sum of a class's bars; empty if they have none."""
         if self.meaning == "logit":
             return "sum of these"
         return "" if view.total is None else f"sum = {_SUMS.get(self.distance, 'share of the distance')}"
