@@ -205,6 +205,22 @@ class Attack(Struct):
     outside: tuple[Flipped, ...]
 
 
+class Randomisation(Struct):
+    """What the evidence keeps after all weights were shuffled, see `evaluation.randomise`; shares of cells."""
+
+    images: Count
+    same_cell: Number
+    part: Number | None = None
+    part_before: Number | None = None
+
+
+class Interventions(Struct):
+    """Rank correlation with the effect of taking parts away, by method, see `evaluation.interventions`."""
+
+    images: Count
+    correlation: dict[str, Number]
+
+
 class Evaluation(Struct):
     """The figures of `evaluate --record`, see `artifact.measurements`."""
 
@@ -219,6 +235,8 @@ class Evaluation(Struct):
     pointing_game: PointingGame | None = None
     faithfulness: Faithfulness | None = None
     attack: Attack | None = None
+    randomisation: Randomisation | None = None
+    interventions: Interventions | None = None
 
 
 class Metrics(Struct):

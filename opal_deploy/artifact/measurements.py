@@ -13,6 +13,8 @@ The document `Metadata.evaluation`; figures that were not measured are left out:
     pointing_game                `object`, `part`, `distinguishing_part`: {mean, low, high, count, random} or null
     faithfulness                 {images, removal: [{fill, changed, changed_random}], same_cell: {change: share}}
     attack                       {images, levels, margin, steps, outside: [{region, method, flipped}]}
+    randomisation                {images, same_cell, part, part_before}
+    interventions                {images, correlation: {method: rank correlation}}
     prototype_consistency, prototype_stability, part_purity
 
 `changed` is the share of images whose predicted class changes without the evidence's cells, `changed_random` without as
@@ -270,6 +272,13 @@ def list_evaluation(
     rows = [("where it lies", shares), ("if removed", removal)]
     if measured.attack is not None:
         rows.append(("changes outside", _describe_attack(measured.attack)))
+    if (shuffled := measured.randomisation) is not None:
+        on_part = "" if shuffled.part is None else f", on a part {100 * shuffled.part:.0f} %"
+        before = "" if shuffled.part_before is None else f" (trained: {100 * shuffled.part_before:.0f} %)"
+        rows.append(("weights shuffled", f"{100 * shuffled.same_cell:.0f} % of the cells stay{on_part}{before}"))
+    if (taken := measured.interventions) is not None:
+        values = ", ".join(f"{name} {value:.2f}" for name, value in taken.correlation.items())
+        rows.append(("parts taken away", f"rank correlation with the effect on {taken.images} images: {values}"))
     field = ReceptiveField.from_dict(receptive_field or {})
     if field is not None and field.effective is not None:
         rows.append(("what a cell sees", f"{field.effective} pixels around its own {field.stride}"))

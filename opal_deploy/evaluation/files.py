@@ -296,6 +296,21 @@ def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> 
         evaluation["attack"] = {key: measured[key] for key in ("images", "levels", "margin", "steps")} | {
             "outside": outside
         }
+    if measured := document.get("randomisation"):
+        trained, shuffled = ({"part": None} | measured["stages"][at] for at in (0, -1))
+        parts = {
+            name: stage["part"] and stage["part"]["mean"]
+            for name, stage in (("part", shuffled), ("part_before", trained))
+        }
+        evaluation["randomisation"] = {
+            "images": measured["images"], "same_cell": shuffled["same_cell"]["mean"],
+            **{name: value for name, value in parts.items() if value is not None},
+        }  # fmt: skip
+    if measured := document.get("interventions"):
+        evaluation["interventions"] = {
+            "images": measured["images"],
+            "correlation": {each["method"]: each["single_deletion"]["mean"] for each in measured["explained"]},
+        }
     return evaluation | {key: document[key] for key in _COPIED if document.get(key) is not None}
 
 
