@@ -20,6 +20,7 @@ from opal_deploy.errors import (
     StoppedEarly,
     UsageError,
     VerificationError,
+    suggest_attribute,
 )
 
 # since 1.29, ONNX Runtime's builds for Linux send names and hashes of models to its makers, unless this is set before
@@ -136,7 +137,13 @@ def __getattr__(name: str) -> Any:
     for module, names in _LAZY.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    known = {
+        "load_model": "load", "from_pretrained": "load", "train": "train_model", "evaluate": "evaluate_model",
+        "export": "export_model", "edit": "edit_model", "infer": "run_inference",
+        "predict": "load(path).predict(images)", "explain": "load(path).predict(images)", "compare": "diff",
+        "drift": "find_drift", "atlas": "create_atlas",
+    }  # fmt: skip
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest_attribute(name, known)}")
 
 
 def __dir__() -> list[str]:

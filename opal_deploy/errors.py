@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -142,6 +142,11 @@ def first_line(error: Exception) -> str:
     text = _TERMINAL_CODE.sub("", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:200]
+
+
+def suggest_attribute(name: str, known: Mapping[str, str]) -> str:
+    """Return the end of an AttributeError: what to use instead of a name that people try from habit, or nothing."""
+    return f"; use {known[name]}" if name in known else ""
 
 
 def suggest_names(name: str, names: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ from typing import (
     overload,
 )
 
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import UsageError, suggest_names
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -80,10 +80,13 @@ class Options:
     def __post_init__(self) -> None:
         for field, annotation, option in option_fields(type(self)):
             value = getattr(self, field.name)
+            of_many = get_origin(annotation) is tuple
             if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
+            elif of_many and isinstance(value, str | os.PathLike):
+                value = (value,)
+                object.__setattr__(self, field.name, value)
             if value is not None and option is not None:
-                of_many = get_origin(annotation) is tuple
                 for each in value if of_many else [value]:
                     _check(field.name, each, get_args(annotation)[0] if of_many else annotation, option)
 
@@ -155,6 +158,9 @@ class keywords(Generic[P, O]):  # used as a decorator
 
         @functools.wraps(function)
         def call(*arguments: Any, **values: Any) -> R:
+            if unknown := values.keys() - signature.parameters.keys():
+                hint = suggest_names(min(unknown), list(signature.parameters))
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}{hint}")
             bound = signature.bind(*arguments, **values).arguments
             given = [bound.pop(parameter.name, parameter.default) for parameter in positional]
             if bound.get("progress") is not True:

@@ -98,7 +98,7 @@ def create_atlas(data: StrPath, model: StrPath | None, options: AtlasOptions) ->
     check_exact_evidence(metadata, str(path))
     images = _read_images(data, options)
     _check_labels(images, metadata, data, options)
-    setup.log_cautions(path, metadata, boxed=True, log=log)
+    setup.log_cautions(metadata, boxed=True, crop_hint="", log=log)
     if metadata.crop == "boxes" and not images.cropped:
         log("This model was trained on images cropped to boxes, and these are not cropped; expect lower cosines")
     inference = InferenceOptions(

@@ -148,7 +148,10 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     builder = sheets.SheetBuilder(metadata, shown, model=str(path))
     if options.heatmap:
         sessions = sheets.with_attention(sessions, str(path))
-    setup.log_cautions(path, metadata, boxed=boxed, log=options.log)
+    from opal_deploy.datasets.boxes import format_box_option
+
+    hint = format_box_option(metadata.training, path)
+    setup.log_cautions(metadata, boxed=boxed, crop_hint=hint, log=options.log)
     return sessions, builder
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from PIL import Image
 
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.errors import ImageError, UsageError, suggest_attribute
 from opal_deploy.options import StrPath
 from opal_deploy.predict.prepare import read_small_file
 from opal_deploy.predict.types import InferenceOptions
@@ -105,6 +105,11 @@ class Explanation(dict[str, Any]):
         return self.answered.margin
 
     @property
+    def top(self) -> tuple[Answer, ...]:
+        """The best classes, best first, as many as `predict(top=)` asked for; raises as `answered`."""
+        return self.answered.top
+
+    @property
     def slots(self) -> tuple[Slot, ...]:
         """The evidence: slots with cell, box, score and contribution; raises as `answered`."""
         return self.answered.evidence
@@ -120,10 +125,13 @@ class Explanation(dict[str, Any]):
             "save": "save_overlay(path) or save_sheet(path)", "show": "overlay().show()", "plot": "overlay()",
             "name": "label", "cls": "label", "evidence": "slots", "prediction": "label, or record.prediction",
             "conf": "margin, or probability", "confidence": "margin, or probability", "score": "margin",
-            "to_dict": "dict(explanation)",
+            "to_dict": "dict(explanation)", "json": "to_json()", "class_name": "label", "class_id": "top[0].class_id",
+            "cosine": "top[0].cosine", "prob": "probability", "probs": "top", "top5": "top", "topk": "top",
+            "parts": "slots", "regions": "slots", "draw": "overlay()", "visualize": "overlay()",
+            "image": "record.image",
+            "to_pandas": "opal_deploy.to_pandas([explanation])", "to_coco": "opal_deploy.to_coco([explanation])",
         }  # fmt: skip
-        hint = f"; use {known[name]}" if name in known else ""
-        raise AttributeError(f"an Explanation has no {name!r}{hint}")
+        raise AttributeError(f"an Explanation has no {name!r}{suggest_attribute(name, known)}")
 
     def to_json(self) -> str:
         """Return the record as a line of results.jsonl."""
@@ -149,11 +157,14 @@ class Explanation(dict[str, Any]):
 
         Raises:
             ImageError: there is no prediction, or the image was not kept, is gone or has changed.
-            UsageError: the file cannot be written.
+            UsageError: not a .jpg file, or it cannot be written.
         """
         from opal_deploy.visualization.overlay import encode_jpeg
 
-        return save_bytes(path, encode_jpeg(self._draw()))
+        picture = self._draw()
+        if Path(path).suffix.lower() not in (".jpg", ".jpeg"):
+            raise UsageError(f"{path}: expected a .jpg file; for others: explanation.overlay().save(path)")
+        return save_bytes(path, encode_jpeg(picture))
 
     def save_sheet(self, path: StrPath, *, narrow: bool = False) -> Path:
         """Draw the evidence sheet, as `opal-deploy explain` does, and return the path; the model runs again.
@@ -223,6 +234,15 @@ class Explanations(list[Explanation]):
     def __getitem__(self, index: SupportsIndex | slice, /) -> Explanation | Explanations:
         # without the slice's type a report could not be saved
         return Explanations(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
+
+    def __getattr__(self, name: str) -> Any:
+        known = {
+            "to_df": "to_pandas()", "to_dataframe": "to_pandas()", "to_csv": "to_pandas().to_csv(path)",
+            "to_json": "[each.to_json() for each in records]", "to_html": "save_report(folder)",
+            "report": "save_report(folder)", "save": "save_report(folder)",
+            "labels": "[each.label for each in records]",
+        }  # fmt: skip
+        raise AttributeError(f"Explanations have no {name!r}{suggest_attribute(name, known)}")
 
     def to_coco(self) -> dict[str, Any]:
         """Return `opal_deploy.to_coco` of the records."""

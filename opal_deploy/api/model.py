@@ -20,12 +20,13 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.heads import drop_slots
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.logs import ProgressChoice, as_progress
+from opal_deploy.errors import ImageError, UsageError, suggest_attribute, suggest_names
+from opal_deploy.logs import ProgressChoice, WarningLine, as_progress, log_line
 from opal_deploy.options import RuntimeName
 from opal_deploy.predict.executor import predict_stream
+from opal_deploy.predict.setup import log_cautions
 from opal_deploy.predict.types import InferenceOptions
-from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, FileSource, Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.progress import show_progress
 from opal_deploy.records.decision import THRESHOLDS, Decision
@@ -52,7 +53,10 @@ class Model:
 
     def __init__(self, sessions: Sequence[Session], sha256: str | None = None, path: Path | None = None) -> None:
         """Wrap open sessions of one model; `load` opens them."""
+        if isinstance(sessions, str | os.PathLike):
+            raise TypeError("a Model is made by opal_deploy.load(path)")
         self.sessions = list(sessions)
+        self._cautioned: set[bool] = set()
         self.sha256, self.path = sha256, path
         self.metadata: Metadata = sessions[0].metadata
         self.description: str = sessions[0].description
@@ -64,13 +68,21 @@ class Model:
 
     def __getattr__(self, name: str) -> Any:
         # what people try first, from habit
-        known = {"classes": "names", "class_names": "names", "explain": "predict", "infer": "predict", "run": "predict"}
-        hint = f"; use {known[name]}" if name in known else ""
-        raise AttributeError(f"a Model has no {name!r}{hint}")
+        known = {
+            "classes": "names", "class_names": "names", "num_classes": "len(model.names)", "device": "description",
+            "explain": "predict", "infer": "predict", "run": "predict", "classify": "predict", "forward": "predict",
+            "predict_one": "predict", "predict_proba": "predict(image).probability", "predict_async": "apredict",
+            "drop": "without", "train": "opal_deploy.train_model", "fit": "opal_deploy.train_model",
+            "evaluate": "opal_deploy.evaluate_model(model, data)", "export": "opal_deploy.export_model(model.path)",
+            "verify": "opal_deploy.verify(model.path)", "inspect": "opal_deploy.inspect(model.path)",
+            "info": "opal_deploy.inspect(model.path)", "summary": "opal_deploy.inspect(model.path)",
+            "to": "opal_deploy.load(path, device=...)", "report": "predict(images).save_report(folder)",
+        }  # fmt: skip
+        raise AttributeError(f"a Model has no {name!r}{suggest_attribute(name, known)}")
 
     def __call__(self, *_: object, **__: object) -> Any:
         """Raise TypeError, which names `predict`."""
-        raise TypeError("a Model is not a function; use model.predict(images)")
+        raise TypeError("a Model is not a function; use model.predict(images), or ModelApp(model) as an application")
 
     def without(self, *slots: SlotName) -> Model:
         """Return this model without some slots, to try what `edit` would do; nothing is recomputed or written.
@@ -154,10 +166,11 @@ class Model:
         if isinstance(images, str | os.PathLike) and (name := os.fspath(images)) and _names_several(name):
             raise UsageError(f"{name}: a folder or a pattern; use model.stream({name!r})")
         one = isinstance(images, str | bytes | os.PathLike | Image.Image) or (
-            isinstance(images, np.ndarray) and images.ndim < 4
+            isinstance(images, np.ndarray) and images.ndim < 4 and images.dtype.kind not in "UO"
         )
-        sources = [cast(Source, images)] if one else list(cast(Sequence[Source], images))
+        sources = [cast(Source, images)] if one else _list_sources(images)
         box_list = _parse_boxes(boxes, len(sources), one=one)
+        self._caution(boxed=boxes is not None)
         options = InferenceOptions(
             batch=batch or default_batch(self.sessions[0]),
             top=top,
@@ -206,6 +219,7 @@ class Model:
         Raises:
             UsageError: the input does not exist or holds no image. StoppedEarly: the device was lost.
         """
+        self._caution(boxed=False)
         options = InferenceOptions(
             batch=batch or default_batch(self.sessions[0]), workers=workers, top=top,
             decision=self._decide(thresholds), max_pixels=max_pixels, model_sha256=self.sha256,
@@ -332,9 +346,20 @@ class Model:
         )
         return Service(self.sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
 
+    def _caution(self, *, boxed: bool) -> None:
+        """Warn once of a model that is not verified, or that expects crops."""
+        if boxed not in self._cautioned:
+            self._cautioned.add(boxed)
+            hint = "predict(image, boxes=(x0, y0, x1, y1))"
+            log_cautions(self.metadata, boxed=boxed, crop_hint=hint, log=lambda line: log_line(WarningLine(line)))
+
     def _decide(self, thresholds: Mapping[str, float | str | None]) -> Decision:
         if unknown := thresholds.keys() - THRESHOLDS:
-            raise TypeError(f"unexpected keyword {min(unknown)!r}; thresholds are {', '.join(THRESHOLDS)}")
+            known = ("boxes", "top", "batch", "max_pixels", "progress", *THRESHOLDS)
+            raise TypeError(
+                f"unexpected keyword {min(unknown)!r}{suggest_names(min(unknown), known)}; keywords are "
+                f"{', '.join(known)}; threads, device and runtime are those of opal_deploy.load"
+            )
         path = self.path or Path("the model")
         return Decision(**thresholds).resolve(path, self.metadata, lambda _: None)
 
@@ -355,6 +380,22 @@ class _Reduced:
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
         return drop_slots(self._session.run(images), self.metadata)
+
+
+def _list_sources(images: Any) -> list[Source]:
+    """Return the images of a sequence; raise UsageError for anything that is no image, such as an open file."""
+    expected = "expected paths, bytes, PIL images or uint8 arrays [H, W, 3]"
+    if (
+        not isinstance(images, Iterable)
+        or isinstance(images, bytearray | memoryview | Mapping)
+        or hasattr(images, "read")
+    ):
+        raise UsageError(f"predict: {type(images).__name__} found; {expected}")
+    sources = images.tolist() if isinstance(images, np.ndarray) and images.dtype.kind in "UO" else list(images)
+    for source in sources:
+        if not isinstance(source, str | bytes | os.PathLike | FileSource | Image.Image | np.ndarray):
+            raise UsageError(f"predict: images of type {type(source).__name__} found; {expected}")
+    return sources
 
 
 def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:

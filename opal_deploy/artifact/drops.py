@@ -21,6 +21,8 @@ SlotName = str | tuple[str, int]
 
 def write_slot(slot: SlotName) -> str:
     """Return a slot as CLASS/SLOT."""
+    if not isinstance(slot, str) and (not isinstance(slot, tuple) or len(slot) != 2):
+        raise UsageError(f"slot {slot!r}: expected 'CLASS/SLOT' or (class, number), each as an argument of its own")
     return slot if isinstance(slot, str) else "/".join(map(str, slot))
 
 

@@ -106,6 +106,8 @@ def find_drift(results: StrPath | Sequence[Record | Mapping[str, Any]], options:
     if options.html is not None:
         inputs = (results if isinstance(results, str | os.PathLike) else None, options.baseline, options.against)
         check_output("--html", Path(options.html), [".html"], inputs=inputs, overwrite=options.overwrite)
+    if not isinstance(options.against, str | os.PathLike | None):
+        raise UsageError("against: expected results.jsonl or its folder; records in memory take baseline=MODEL")
     answers = Answers.open(results)
     earlier = None if options.against is None else Answers(str(options.against))
     baseline, layout, sha256, reference = _find_reference(answers, earlier, options)

@@ -122,21 +122,18 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, boxed: bool, t
         )
     if metadata.evidence == "map" and explain:
         log("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
-    log_cautions(path, metadata, boxed=boxed, log=log)
-
-
-def log_cautions(path: Path, metadata: Metadata, *, boxed: bool, log: Log = log_line) -> None:
-    """Log that the model is unverified or was trained on crops, if so."""
     from opal_deploy.datasets.boxes import format_box_option
 
+    log_cautions(metadata, boxed=boxed, crop_hint=format_box_option(metadata.training, path), log=log)
+
+
+def log_cautions(metadata: Metadata, *, boxed: bool, crop_hint: str, log: Log = log_line) -> None:
+    """Log that the model is unverified or was trained on crops, if so; `crop_hint` says how to give them."""
     if metadata.unverified:
         unverified = f"this model was {metadata.unverified}; its outputs were never compared with the reference"
         log(WarningLine(f"NOT VERIFIED: {unverified}"))
     if metadata.crop == "boxes" and not boxed:
-        log(
-            "This model was trained on images cropped to boxes; expect lower accuracy without them: give "
-            f"{format_box_option(metadata.training, path)}"
-        )
+        log("This model was trained on images cropped to boxes; expect lower accuracy without them: give " + crop_hint)
 
 
 def fingerprint_model(path: Path) -> dict[str, str]:

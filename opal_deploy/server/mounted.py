@@ -39,6 +39,8 @@ class ModelApp:
             TypeError: no such option.
             UsageError: the model does not support an option. StoppedEarly: the device was lost.
         """
+        if not hasattr(model, "sessions"):
+            raise TypeError(f"ModelApp takes a loaded model, found {type(model).__name__}; use opal_deploy.load(path)")
         known = {each.name for each in fields(ServeOptions)} - _NOT_OURS
         if unknown := options.keys() - known:
             raise TypeError(f"unexpected keyword {min(unknown)!r}; options are {', '.join(sorted(known))}")

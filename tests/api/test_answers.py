@@ -1,6 +1,8 @@
 """Answers have typed attributes, models can do without slots, and a wrong name says which is right."""
 
+import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,3 +82,42 @@ def test_a_folder_or_a_pattern_is_for_stream(model, paths, several):
     with pytest.raises(UsageError, match=r"use model\.stream"):
         model.predict(given)
     assert [each.label for each in model.stream(given)] == [each.label for each in model.predict(paths)]
+
+
+def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures, tmp_path):
+    (path,) = make_pictures(tmp_path / "in", 1)
+    model = opal_deploy.load(exact_model, threads=1)
+    answers = model.predict([path])
+    guesses = [
+        (AttributeError, "use diff", lambda: opal_deploy.compare),
+        (AttributeError, r"use opal_deploy.export_model\(model.path\)", lambda: model.export),
+        (AttributeError, r"use top\[0\].cosine", lambda: answers[0].cosine),
+        (AttributeError, r"use to_pandas\(\)", lambda: answers.to_df),
+        (TypeError, "did you mean batch", lambda: model.predict(path, batch_size=2)),
+        (TypeError, "argument 'epoch'; did you mean epochs", lambda: opal_deploy.train_model("x", epoch=1)),
+        (TypeError, r"opal_deploy.load\(path\)", lambda: opal_deploy.Model(exact_model)),
+        (TypeError, r"opal_deploy.load\(path\)", lambda: opal_deploy.ModelApp(exact_model)),
+        (UsageError, "BytesIO found; expected paths, bytes", lambda: model.predict(io.BytesIO())),
+        (UsageError, "type object found; expected paths, bytes", lambda: model.predict([object()])),
+        (UsageError, r"expected 'CLASS/SLOT'", lambda: model.without([0])),
+        (UsageError, r"expected a \.jpg file", lambda: answers[0].save_overlay(tmp_path / "o.png")),
+        (UsageError, "records in memory take baseline=MODEL", lambda: opal_deploy.find_drift(answers, against=answers)),
+    ]
+    for kind, message, guess in guesses:
+        with pytest.raises(kind, match=message):
+            guess()
+    assert answers[0].top == answers[0].record.top
+    assert len(model.predict(np.array([str(path)] * 2))) == 2
+
+
+def test_a_model_of_crops_says_so_once(tmp_path, exact_model, make_pictures, caplog):
+    (path,) = make_pictures(tmp_path / "in", 1)
+    model = opal_deploy.load(exact_model, threads=1)
+    model.metadata = replace(model.metadata, crop="boxes")
+    model.predict(path, boxes=(0, 0, 9, 9))
+    assert caplog.messages == []
+    model.predict(path)
+    model.predict(path)
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "This model was trained on images cropped to boxes; expect lower accuracy without them"
+    ]
