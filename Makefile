@@ -135,6 +135,8 @@ test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED) $(GPU_STUBS_INST
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/gpu_stubs
 	$(GPU_STUBS_VENV)/bin/python -m pytest tests/gpu_stubs
 	@$(MAKE) --no-print-directory test-runtimes test-cabrnet
+	@if command -v buildah debootstrap >/dev/null; then $(MAKE) --no-print-directory test-image test-image-gpu; \
+	else echo "Left out: test-image and test-image-gpu, which need buildah and debootstrap"; fi
 
 # the files of a release, checked, and installed into an environment of their own, where the quick demo must succeed
 dist: $(INSTALLED)
