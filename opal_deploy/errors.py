@@ -1,4 +1,4 @@
-"""Exceptions that opal-deploy raises on purpose.
+"""Exceptions that this package raises on purpose.
 
     OpalError                    base class; `exit_code` is the exit code of the command line
     ├── UsageError          2    the call or one of its inputs is wrong
@@ -38,7 +38,7 @@ class ExitCode(IntEnum):
 
 
 class OpalError(Exception):
-    """Base class of all errors that opal-deploy raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
     exit_code: ExitCode = ExitCode.BUG
 
