@@ -1,4 +1,4 @@
-"""What a person sees while a command or a call from Python works."""
+"""Progress bars and lines of long commands and of calls from Python."""
 
 import io
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -174,7 +175,7 @@ class Model:
         options = InferenceOptions(
             batch=batch or default_batch(self.sessions[0]),
             top=top,
-            decision=self._decide(thresholds),
+            decision=self._decide(thresholds, self.predict),
             max_pixels=max_pixels,
             model_sha256=self.sha256,
         )
@@ -222,7 +223,7 @@ class Model:
         self._caution(boxed=False)
         options = InferenceOptions(
             batch=batch or default_batch(self.sessions[0]), workers=workers, top=top,
-            decision=self._decide(thresholds), max_pixels=max_pixels, model_sha256=self.sha256,
+            decision=self._decide(thresholds, self.stream), max_pixels=max_pixels, model_sha256=self.sha256,
         )  # fmt: skip
         if isinstance(images, str | os.PathLike):
             # archives, videos and buckets are loaded where they are looked for
@@ -338,7 +339,7 @@ class Model:
             workers=workers,
             max_pixels=max_pixels,
             top=top,
-            decision=self._decide(thresholds),
+            decision=self._decide(thresholds, self.serve),
             decode=decode,
             decode_timeout=decode_timeout,
             isolate=isolate,
@@ -353,9 +354,10 @@ class Model:
             hint = "predict(image, boxes=(x0, y0, x1, y1))"
             log_cautions(self.metadata, boxed=boxed, crop_hint=hint, log=lambda line: log_line(WarningLine(line)))
 
-    def _decide(self, thresholds: Mapping[str, float | str | None]) -> Decision:
+    def _decide(self, thresholds: Mapping[str, float | str | None], method: Callable[..., Any]) -> Decision:
         if unknown := thresholds.keys() - THRESHOLDS:
-            known = ("boxes", "top", "batch", "max_pixels", "progress", *THRESHOLDS)
+            parameters = inspect.signature(method).parameters.values()
+            known = [*(each.name for each in parameters if each.kind is each.KEYWORD_ONLY), *THRESHOLDS]
             raise TypeError(
                 f"unexpected keyword {min(unknown)!r}{suggest_names(min(unknown), known)}; keywords are "
                 f"{', '.join(known)}; threads, device and runtime are those of opal_deploy.load"

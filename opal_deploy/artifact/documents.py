@@ -206,7 +206,7 @@ class Attack(Struct):
 
 
 class Randomisation(Struct):
-    """What the evidence keeps after all weights were shuffled, see `evaluation.randomise`; shares of cells."""
+    """Shares of cells that stay, and that lie on a part, after all weights were shuffled (`evaluation.randomise`)."""
 
     images: Count
     same_cell: Number

@@ -297,14 +297,11 @@ def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> 
             "outside": outside
         }
     if measured := document.get("randomisation"):
-        trained, shuffled = ({"part": None} | measured["stages"][at] for at in (0, -1))
-        parts = {
-            name: stage["part"] and stage["part"]["mean"]
-            for name, stage in (("part", shuffled), ("part_before", trained))
-        }
+        trained, shuffled = measured["stages"][0], measured["stages"][-1]
+        parts = {"part": shuffled.get("part"), "part_before": trained.get("part")}
         evaluation["randomisation"] = {
             "images": measured["images"], "same_cell": shuffled["same_cell"]["mean"],
-            **{name: value for name, value in parts.items() if value is not None},
+            **{name: share["mean"] for name, share in parts.items() if share is not None},
         }  # fmt: skip
     if measured := document.get("interventions"):
         evaluation["interventions"] = {
