@@ -28,8 +28,9 @@ from torch import Tensor
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.documents import Distance
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import backbones, torchvision_backbones
+from opal_deploy.model import state_dicts, torchvision_backbones
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig, Pooling
+from opal_deploy.model.network_names import list_torchvision_networks
 
 # the paper's nine backbones; other torchvision networks are tried after these
 PAPER_BACKBONES = (
@@ -90,11 +91,11 @@ def parse(
     has_projection = not is_dense or any(key in state for key in _PROJECTION)
     head_keys = (*(_PROJECTION if has_projection else ()), *(_DENSE if is_dense else (_ANCHORS,)))
     backbone = _infer_backbone(path, body)
-    shapes = {key: value.shape for key, value in state.items() if not backbones.is_counter(key)}
+    shapes = {key: value.shape for key, value in state.items() if not state_dicts.is_counter(key)}
     expected = {f"backbone.{key}": shape for key, shape in _body_shapes(backbone).items()}
     # the shapes of the head are checked below, against each other
     expected |= {key: shapes.get(key, torch.Size()) for key in head_keys}
-    if errors := backbones.describe_key_errors(expected, shapes):
+    if errors := state_dicts.describe_key_errors(expected, shapes):
         raise CheckpointError(f"{path} does not fit {backbone}, the most similar torchvision network: {errors}")
     classifier = state["classifier.weight"] if is_dense else state.pop(_ANCHORS)
     head = _infer_head(path, classifier, state.get("final_conv_layer.weight"), assumptions, is_dense=is_dense)
@@ -146,8 +147,8 @@ def _infer_prototypes(path: Path, classifier: Tensor, projection: Tensor) -> int
 
 def _infer_backbone(path: Path, body: dict[str, Tensor]) -> str:
     """Return the name of the torchvision network most similar to these parameters before its pooling."""
-    shapes = {key: value.shape for key, value in body.items() if not backbones.is_counter(key)}
-    others = [name for name in torchvision_backbones.list_networks() if name not in PAPER_BACKBONES]
+    shapes = {key: value.shape for key, value in body.items() if not state_dicts.is_counter(key)}
+    others = [name for name in list_torchvision_networks() if name not in PAPER_BACKBONES]
     nearest, fewest = "", len(shapes)
     for name in (*PAPER_BACKBONES, *others):
         full = _body_shapes(name)
@@ -168,7 +169,7 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> str:
 def _body_shapes(name: str) -> dict[str, torch.Size]:
     """Return the shapes of a torchvision network's parameters before its pooling."""
     state = torchvision_backbones.build_network(name, "meta").state_dict()
-    return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not backbones.is_counter(k)}
+    return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not state_dicts.is_counter(k)}
 
 
 def _sample_keys(state: dict[str, Any]) -> str:

@@ -1,40 +1,35 @@
-"""Backbones: any torchvision or timm convolutional classifier, cut before its global pooling, or earlier.
+"""Backbones: any convolutional classifier of torchvision or timm, cut before its global pooling, or a transformer.
 
 The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are cut where its authors cut them: after
 the last convolutional stage, before pooling, without the norm that follows in ConvNeXt. A finer stride cuts at the
 last feature map of that stride, so that cells are smaller and see less of the image; or all layers are kept, and the
-later ones get stride 1. The traced graph tells where to cut (`feature_graph`). Parameter names stay those of the
-library (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`). `torchvision_backbones` and `timm_backbones` hold
-what differs between the libraries, `token_backbones` transformers.
+later ones get stride 1 (`convolutional_backbones`). A transformer's cells are its tokens (`token_backbones`).
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import re
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from opal_deploy.errors import CheckpointError, UsageError, first_line
-from opal_deploy.model import timm_backbones, token_backbones, torchvision_backbones
-from opal_deploy.model.config import PretrainedConfig, check_tiling, require_stride
-from opal_deploy.model.feature_graph import Cut, extract_classifier, find_cut, find_unstrided_cut, remove_strides
+from opal_deploy.errors import CheckpointError, UsageError
+from opal_deploy.model import timm_backbones, torchvision_backbones
+from opal_deploy.model.config import check_tiling
+from opal_deploy.model.convolutional_backbones import ConvolutionalNetwork, Library
+from opal_deploy.model.feature_graph import FEATURES, Cut
 from opal_deploy.model.network_names import TIMM_PREFIX, check_weights, is_weights_file
+from opal_deploy.model.state_dicts import describe_key_errors, get_shapes, is_counter, read_state_dict
+from opal_deploy.model.token_backbones import TokenNetwork, find_tokens
 
-_OUTPUT = "features"
 # not the default of any library: tells which layers depend on the number of classes
 _OTHER_CLASSES = 7
-# keys of each kind that an error names; the rest is counted
-_MAX_KEYS = 3
-_PICKLED_OBJECT = re.compile(r"GLOBAL (\S+)")
 
 
 class Backbone(nn.Module):
@@ -55,7 +50,7 @@ class Backbone(nn.Module):
         self.stride = stride
 
     def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.body(images)[_OUTPUT]
+        features: Tensor = self.body(images)[FEATURES]
         return features
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
@@ -80,27 +75,7 @@ class Backbone(nn.Module):
         return height // self.stride, width // self.stride
 
 
-class _Library(Protocol):
-    """A library of networks; `torchvision_backbones` documents the functions."""
-
-    def list_networks(self) -> list[str]: ...
-
-    def build_network(
-        self, name: str, device: str | torch.device = "cpu", num_classes: int | None = None
-    ) -> nn.Module: ...
-
-    def tracer_options(self) -> dict[str, Any]: ...
-
-    def get_pretrained_config(self, name: str, weights: str | None) -> PretrainedConfig: ...
-
-    def download_weights(self, name: str, weights: str) -> tuple[dict[str, Tensor], str]: ...
-
-    def find_downloaded(self, name: str, weights: str) -> Path | None: ...
-
-    def convert_sync_batch_norm(self, network: nn.Module) -> nn.Module: ...
-
-
-def get_library(name: str) -> _Library:
+def get_library(name: str) -> Library:
     """Return a backbone's library, by its name."""
     if name.startswith(TIMM_PREFIX):
         return timm_backbones
@@ -131,19 +106,8 @@ def build(
             cannot be kept, see `find_unstrided_cut`.
         MissingExtra: the library is not installed.
     """
-    library = get_library(name)
     cut = _find_cut(name, stride, keep_layers)
-    if (architecture := _find_transformer(name)) is not None:
-        body = token_backbones.build_network(architecture, input_size, device)
-        return Backbone(name, body, cut.num_features, cut.stride)
-    full = library.build_network(name, device)
-    remove_strides(full, cut.unstrided)
-    from torchvision.models.feature_extraction import create_feature_extractor
-
-    body = create_feature_extractor(
-        full, {cut.node: _OUTPUT}, tracer_kwargs=library.tracer_options(), suppress_diff_warning=True
-    )
-    return Backbone(name, body, cut.num_features, cut.stride)
+    return Backbone(name, _find_network(name).build_body(cut, input_size, device), cut.num_features, cut.stride)
 
 
 def build_with_strides(name: str, layer: str | None, stride_of: Callable[[str, nn.Conv2d], int]) -> Backbone:
@@ -165,12 +129,12 @@ def build_with_strides(name: str, layer: str | None, stride_of: Callable[[str, n
             module.stride = (stride_of(path, module),) * 2
     try:
         body = create_feature_extractor(
-            full, {layer or _find_cut(name, None).node: _OUTPUT}, suppress_diff_warning=True
+            full, {layer or _find_cut(name, None).node: FEATURES}, suppress_diff_warning=True
         )
     except ValueError:
         raise UsageError(f"{name} has no layer {layer!r}") from None
     # padding aside, the number of cells grows by one per stride
-    sizes = [body.eval()(torch.zeros(1, 3, size, size))[_OUTPUT].shape for size in (256, 512)]
+    sizes = [body.eval()(torch.zeros(1, 3, size, size))[FEATURES].shape for size in (256, 512)]
     return Backbone(name, body, sizes[0][1], 256 // (sizes[1][2] - sizes[0][2]))
 
 
@@ -190,29 +154,12 @@ def build_classifier(
     Raises:
         UsageError: the backbone is cut before its last layer.
     """
-    own, library = own_stride(name), get_library(name)
-    if _find_transformer(name) is not None:
-        raise UsageError(f"the plain head takes convolutional networks, and {name} is a transformer; use --head linear")
-    if stride not in (None, own) and not keep_layers:
-        raise UsageError(
-            f"the plain head, the network's own classifier, takes features of {name} at stride {own}, not {stride}; "
-            f"give --stride {own}, --keep-layers, or another head"
-        )
-    network = library.build_network(name, device, num_classes)
-    return extract_classifier(name, network, _find_cut(name, None).node, library.tracer_options())
-
-
-def _find_transformer(name: str) -> str | None:
-    """Return timm's name of a network whose cells are tokens; None for others."""
-    if not name.startswith(TIMM_PREFIX):
-        return None
-    architecture = timm_backbones.find_architecture(name)
-    return None if token_backbones.find_tokens(architecture) is None else architecture
+    return _find_network(name).build_classifier(num_classes, stride, keep_layers, device)
 
 
 def is_transformer(name: str) -> bool:
     """Return whether a network's cells are the tokens of a transformer."""
-    return _find_transformer(name) is not None
+    return isinstance(_find_network(name), TokenNetwork)
 
 
 def own_stride(name: str) -> int:
@@ -250,8 +197,7 @@ def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module 
         state, origin = read_state_dict(path), path.name
     else:
         state, origin = library.download_weights(backbone.name, str(weights))
-    if _find_transformer(backbone.name) is not None:
-        state = token_backbones.fit_weights(backbone.body, state)
+    state = _find_network(backbone.name).fit_weights(backbone.body, state)
     network = library.build_network(backbone.name, "meta").state_dict()
     expected = backbone.body.state_dict()
     if classifier is not None:
@@ -279,12 +225,9 @@ def load_classifier(
     """
     if weights is None or not is_weights_file(weights):
         return None
-    state = read_state_dict(Path(weights))
-    if (architecture := _find_transformer(name)) is None:
-        network = get_library(name).build_network(name, "cpu", num_classes)
-    else:
-        network = token_backbones.build_network(architecture, input_size, "cpu", num_classes)
-        state = token_backbones.fit_weights(network, state)
+    found = _find_network(name)
+    network = found.build_network(num_classes, input_size)
+    state = found.fit_weights(network, read_state_dict(Path(weights)))
     shapes = get_shapes(network.state_dict())
     if any(state.get(key, torch.empty(0)).shape != shape for key, shape in shapes.items() if not is_counter(key)):
         return None
@@ -292,118 +235,20 @@ def load_classifier(
     return network.eval()
 
 
-def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read a state dict (names to tensors) from a `.safetensors` file or a weights-only torch file.
-
-    Raises:
-        CheckpointError: not a state dict, or one that needs unsafe loading.
-    """
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
-    raw = load_torch_file(path)
-    if not isinstance(raw, dict) or not all(isinstance(v, Tensor) for v in raw.values()):
-        raise CheckpointError(f"{path}: expected a state dict (names to tensors), found {type(raw).__name__}")
-    return raw
-
-
-def load_torch_file(path: Path) -> Any:
-    """Read a file with `torch.load(weights_only=True)`; there is no fallback to unsafe loading.
-
-    Raises:
-        CheckpointError: the file is damaged, or holds objects that only unsafe loading accepts.
-    """
-    import pickle
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about formats that are refused next
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        # the class or function that the file imports; other reasons are pickle's own codes
-        found = _PICKLED_OBJECT.search(str(error))
-        if found is None:
-            raise CheckpointError(f"{path}: damaged, or not a PyTorch file; copy or save it again") from None
-        raise CheckpointError(
-            f"{path}: refused, since it holds a Python object ({found[1]}), and loading that may run any code; save "
-            "only its tensors where it was made: torch.save(model.state_dict(), 'weights.pth')"
-        ) from None
-    except Exception as error:  # damaged bytes make torch's readers fail in any way: IndexError, struct.error, ...
-        if "TorchScript" in str(error):
-            raise CheckpointError(
-                f"{path}: a TorchScript archive, which is a program; save only its tensors: "
-                f"torch.save(torch.jit.load({path.name!r}).state_dict(), 'weights.pth')"
-            ) from None
-        raise CheckpointError(
-            f"{path}: not a readable PyTorch file ({first_line(error)}); copy or save it again"
-        ) from None
-
-
-def describe_key_errors(
-    expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size], ignored: Collection[str] = ()
-) -> str:
-    """Return one line about the missing, unexpected and mismatched keys of a state dict; empty if it fits.
-
-    BatchNorm's step counters may be missing: exporters often drop them, and inference ignores them.
-
-    Args:
-        expected, found: shapes by key.
-        ignored: keys that are not unexpected.
-    """
-    errors = {
-        "missing": [key for key in expected.keys() - found.keys() if not is_counter(key)],
-        "unexpected": list(found.keys() - expected.keys() - set(ignored)),
-        "of another shape": [
-            f"{key} {list(found[key])} instead of {list(expected[key])}"
-            for key in expected.keys() & found.keys()
-            if found[key] != expected[key]
-        ],
-    }
-    return "; ".join(
-        f"{len(keys)} {kind}: {', '.join(sorted(keys)[:_MAX_KEYS])}{', ...' if len(keys) > _MAX_KEYS else ''}"
-        for kind, keys in errors.items()
-        if keys
-    )
-
-
-def get_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """Return the shapes of a state dict by key."""
-    return {key: value.shape for key, value in state.items()}
-
-
-def is_counter(key: str) -> bool:
-    """Return whether a key is one of BatchNorm's step counters."""
-    return key.endswith("num_batches_tracked")
+@cache
+def _find_network(name: str) -> ConvolutionalNetwork | TokenNetwork:
+    library = get_library(name)
+    if library is timm_backbones:
+        architecture = timm_backbones.find_architecture(name)
+        if (tokens := find_tokens(architecture)) is not None:
+            return TokenNetwork(architecture, tokens)
+    return ConvolutionalNetwork(name, library)
 
 
 @cache
 def _find_cut(name: str, stride: int | None, keep_layers: bool = False) -> Cut:
     """Return the cut of a network; cached, since tracing is slow."""
-    require_stride(stride, keep_layers)
-    if (architecture := _find_transformer(name)) is not None:
-        tokens = token_backbones.find_tokens(architecture)
-        assert tokens is not None
-        if keep_layers or stride not in (None, tokens.stride):
-            raise UsageError(
-                f"{name}: a transformer has cells of {tokens.stride} pixels only; leave --stride and --keep-layers out"
-            )
-        return Cut("", *tokens)
-    library = get_library(name)
-    network, options = library.build_network(name, "meta"), library.tracer_options()
-    cut = find_cut(name, network, stride, options)
-    if not keep_layers:
-        return cut
-    if cut.stride == own_stride(name):
-        raise UsageError(
-            f"--keep-layers: all layers of {name} already end at stride {cut.stride}; leave --keep-layers out "
-            "(--no-keep-layers if a recipe has it), or give a smaller --stride"
-        )
-    return find_unstrided_cut(name, network, cut.stride, options)
+    return _find_network(name).find_cut(stride, keep_layers)
 
 
 def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:

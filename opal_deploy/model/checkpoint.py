@@ -21,7 +21,7 @@ from opal_deploy.artifact.files import atomic_write, compute_sha256, without_fol
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.metadata import LINEAR_SCHEMA, Metadata
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import authors_checkpoint, backbones, prototype_checkpoint
+from opal_deploy.model import authors_checkpoint, prototype_checkpoint, state_dicts
 from opal_deploy.model.authors_checkpoint import Assumptions
 from opal_deploy.model.config import NetworkConfig, find_unknown_settings
 from opal_deploy.model.linear_head import LinearNetwork
@@ -125,7 +125,7 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> None:
         CheckpointError: the file is not a checkpoint of our format.
         UsageError: the folder cannot be written to.
     """
-    document = backbones.load_torch_file(path)
+    document = state_dicts.load_torch_file(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not an opal-deploy checkpoint; only those can store an evaluation")
     metrics, risk = document.get("metrics") or {}, {"val_risk": changes["risk"]} if "risk" in changes else {}
@@ -170,7 +170,7 @@ def load(
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such checkpoint")
-    raw = backbones.load_torch_file(path)
+    raw = state_dicts.load_torch_file(path)
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a checkpoint or a state dict, found {type(raw).__name__}")
     if arch is not None:
@@ -297,8 +297,8 @@ def _describe_foreign(
 
 def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> None:
     """Load a state dict strictly; one error names every wrong key."""
-    shapes = backbones.get_shapes(network.state_dict())
-    if errors := backbones.describe_key_errors(shapes, backbones.get_shapes(state)):
+    shapes = state_dicts.get_shapes(network.state_dict())
+    if errors := state_dicts.describe_key_errors(shapes, state_dicts.get_shapes(state)):
         raise CheckpointError(
             f"{path} does not fit {network.config.backbone} with {network.config.num_classes} classes: {errors}"
         )

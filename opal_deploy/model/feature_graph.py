@@ -19,6 +19,8 @@ from torch import Tensor, fx, nn
 
 from opal_deploy.errors import UsageError, first_line
 
+# what a backbone's body calls its output
+FEATURES = "features"
 # the names that torchvision's tracer gives to a global pooling: a module, a function, a mean over cells
 _POOLING_NAMES = ("avgpool", "adaptive_avg_pool2d", "mean")
 # divisible by every usual stride; tells a stride of 64 (7 cells) from padding (a 224-pixel input gives 4)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from opal_deploy.errors import CheckpointError, UsageError, require
-from opal_deploy.model import backbones
+from opal_deploy.model import backbones, state_dicts
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.linear_head import LinearHead, LinearHeadConfig, LinearNetwork, LinearNetworkConfig
 
@@ -60,7 +60,7 @@ class _Parts(NamedTuple):
 
 
 def load_network(path: Path, raw: Mapping[str, Any], arch: str, input_size: tuple[int, int]) -> LinearNetwork:
-    """Return the network of a checkpoint that `backbones.load_torch_file` read.
+    """Return the network of a checkpoint that `state_dicts.load_torch_file` read.
 
     Args:
         path: named in errors.
@@ -87,8 +87,8 @@ def load_network(path: Path, raw: Mapping[str, Any], arch: str, input_size: tupl
     except KeyError as error:
         raise CheckpointError(f"{path}: its state dict has no {error.args[0]}, which --arch {arch} has") from None
     holder = nn.ModuleDict({"body": parts.backbone.body, "add_on": parts.add_on})
-    shapes = backbones.get_shapes(parts.state)
-    if errors := backbones.describe_key_errors(backbones.get_shapes(holder.state_dict()), shapes):
+    shapes = state_dicts.get_shapes(parts.state)
+    if errors := state_dicts.describe_key_errors(state_dicts.get_shapes(holder.state_dict()), shapes):
         raise CheckpointError(f"{path} does not fit --arch {arch}: {errors}")
     holder.load_state_dict({key: value.float() for key, value in parts.state.items()}, strict=False)
     head = LinearHead(parts.config, parts.add_on, parts.weights, parts.biases, parts.prototypes)

@@ -21,11 +21,6 @@ from opal_deploy.model.network_names import TIMM_PREFIX, check_network
 _DETAILS = ("license", "interpolation", "crop_pct", "crop_mode", "input_size", "hf_hub_id")
 
 
-def list_networks() -> list[str]:
-    """Return timm's network names with the prefix `timm:`, even of networks that `build` refuses."""
-    return [TIMM_PREFIX + name for name in _import_timm().list_models()]
-
-
 def build_network(name: str, device: str | torch.device = "cpu", num_classes: int | None = None) -> nn.Module:
     """Build timm's whole network with random weights; its `forward` is timm's `forward_features`.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from opal_deploy.errors import UsageError, first_line
+from opal_deploy.model.feature_graph import FEATURES, Cut
 
 # timm's layers behind the tokens
 _AFTER_TOKENS = ("attn_pool", "fc_norm", "head_drop")
@@ -55,55 +56,79 @@ def find_tokens(architecture: str) -> Tokens | None:
     return Tokens(grid.shape[1], size // cells) if cells > 1 and size % cells == 0 else None
 
 
-def build_network(
-    architecture: str, input_size: tuple[int, int] | None, device: str | torch.device, num_classes: int = 0
-) -> nn.Module:
-    """Build timm's network for an image size (H0, W0) with random weights, under timm's parameter names.
+class TokenNetwork:
+    """A transformer of timm, by timm's name; see `convolutional_backbones.ConvolutionalNetwork` for the methods."""
 
-    Args:
-        input_size: None: timm's default for the network.
-        num_classes: 0 for the backbone, images to `{"features": [N, D, H, W]}`; else the classifier, to logits [N, C].
+    def __init__(self, architecture: str, tokens: Tokens) -> None:
+        self._architecture, self._tokens = architecture, tokens
 
-    Raises:
-        UsageError: the network cannot take that size.
-    """
-    import timm
+    def find_cut(self, stride: int | None, keep_layers: bool) -> Cut:
+        """Return the only cut there is: behind the tokens."""
+        own = self._tokens.stride
+        if keep_layers or stride not in (None, own):
+            raise UsageError(
+                f"timm:{self._architecture}: a transformer has cells of {own} pixels only; leave --stride and "
+                "--keep-layers out"
+            )
+        return Cut("", *self._tokens)
 
-    create: Any = timm.create_model
-    try:
-        with torch.device(device):
-            size = {} if input_size is None else {"img_size": input_size}
-            model: Any = create(architecture, num_classes=num_classes, **size)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        wanted = "its own size" if input_size is None else "{}x{}".format(*input_size)
-        raise UsageError(
-            f"backbone timm:{architecture}: timm cannot build it for {wanted} ({first_line(error)})"
-        ) from None
-    if not num_classes:
+    def build_body(self, cut: Cut, input_size: tuple[int, int] | None, device: str | torch.device) -> nn.Module:
+        """Build images of one size, None for timm's default, to `{FEATURES: [N, D, H, W]}`.
+
+        Raises:
+            UsageError: the network cannot take that size.
+        """
+        model = self._create(0, input_size, device)
         for name in {*_AFTER_TOKENS} & {name for name, _ in model.named_children()}:
             setattr(model, name, nn.Identity())
         kind: Any = type(model)
         model.__class__ = type(kind.__name__, (kind,), {"forward": _forward, "__module__": kind.__module__})
-    network: nn.Module = model
-    return network
+        return model
 
+    def build_network(self, num_classes: int, input_size: tuple[int, int] | None) -> nn.Module:
+        """Build the whole classifier for one image size, images to logits [N, C]."""
+        return self._create(num_classes, input_size, "cpu")
 
-def fit_weights(network: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict in timm's names and for the network's image size, as timm's own filter makes it."""
-    module = sys.modules[type(network).__module__]
-    convert = getattr(module, "checkpoint_filter_fn", None)
-    if convert is None:
-        return state
-    # some filters leave out the classifier, or interpolate positions, only when told to
-    known = inspect.signature(convert).parameters
-    options = {name: value for name, value in {"interpolation": "bicubic", "antialias": True}.items() if name in known}
-    converted: dict[str, Tensor] = convert(dict(state), network, **options)
-    return converted
+    def build_classifier(
+        self, num_classes: int, stride: int | None, keep_layers: bool, device: str | torch.device
+    ) -> nn.Module:
+        """Refuse: what follows the tokens takes no grid of cells."""
+        raise UsageError(
+            f"the plain head takes convolutional networks, and timm:{self._architecture} is a transformer; use "
+            "--head linear"
+        )
+
+    def fit_weights(self, network: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a state dict in timm's names and for the network's image size, as timm's own filter makes it."""
+        module = sys.modules[type(network).__module__]
+        convert = getattr(module, "checkpoint_filter_fn", None)
+        if convert is None:
+            return state
+        # some filters leave out the classifier, or interpolate positions, only when told to
+        wanted, known = {"interpolation": "bicubic", "antialias": True}, inspect.signature(convert).parameters
+        options = {name: value for name, value in wanted.items() if name in known}
+        converted: dict[str, Tensor] = convert(dict(state), network, **options)
+        return converted
+
+    def _create(self, num_classes: int, input_size: tuple[int, int] | None, device: str | torch.device) -> nn.Module:
+        import timm
+
+        create: Any = timm.create_model
+        try:
+            with torch.device(device):
+                size = {} if input_size is None else {"img_size": input_size}
+                model: nn.Module = create(self._architecture, num_classes=num_classes, **size)
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            wanted = "its own size" if input_size is None else "{}x{}".format(*input_size)
+            raise UsageError(
+                f"backbone timm:{self._architecture}: timm cannot build it for {wanted} ({first_line(error)})"
+            ) from None
+        return model
 
 
 def _forward(self: Any, images: Tensor) -> dict[str, Tensor]:
     features = self.forward_features(images)
-    return {"features": _to_grid(features, getattr(self, "num_prefix_tokens", 0), self.num_features, self.patch_embed)}
+    return {FEATURES: _to_grid(features, getattr(self, "num_prefix_tokens", 0), self.num_features, self.patch_embed)}
 
 
 def _to_grid(features: Any, prefix: int, num_features: int, patches: Any) -> Tensor:

@@ -16,13 +16,6 @@ from opal_deploy.model.config import PretrainedConfig
 from opal_deploy.model.network_names import check_network, check_weights
 
 
-def list_networks() -> list[str]:
-    """Return torchvision's names of image classifiers."""
-    import torchvision
-
-    return sorted(torchvision.models.list_models(module=torchvision.models))
-
-
 def build_network(name: str, device: str | torch.device = "cpu", num_classes: int | None = None) -> nn.Module:
     """Build torchvision's whole network with random weights.
 

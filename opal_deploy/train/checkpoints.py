@@ -19,9 +19,9 @@ from opal_deploy.artifact.files import remove_temporary_files, write_json
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import CheckpointError, StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
-from opal_deploy.model.backbones import load_torch_file
 from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.model.state_dicts import load_torch_file
 from opal_deploy.records.names import escape_name
 from opal_deploy.train.epoch import EpochMetrics, TrainStep
 from opal_deploy.train.machine import ProcessGroup

@@ -21,9 +21,9 @@ from opal_deploy.evaluation.attack import measure_attack
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.evaluation.session import choose_samples, evaluate_session
 from opal_deploy.model import checkpoint
-from opal_deploy.model.backbones import load_torch_file
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.prototype_checkpoint import load_network
+from opal_deploy.model.state_dicts import load_torch_file
 from opal_deploy.runtime.torch_session import TorchSession
 
 BIRDS = Path(__file__).parents[2].parent / "shared/data/cub_mini"

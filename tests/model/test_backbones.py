@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import backbones, torchvision_backbones
+from opal_deploy.model import backbones, state_dicts, torchvision_backbones
 from opal_deploy.model.config import PLAIN_CLASSIFIER, NetworkConfig
 from opal_deploy.model.feature_graph import find_unstrided_cut
 from opal_deploy.model.network import OpalNetwork
@@ -310,7 +310,7 @@ def test_real_weights_give_the_golden_logits(weights, name, dense, count, shared
     golden = np.load(imagenet_samples / "golden_logits.npz", allow_pickle=False)
     path = shared_weights / f"{weights}.safetensors"
     network = OpalNetwork(NetworkConfig(name, 1000, head=PLAIN_CLASSIFIER), weights=path).eval()
-    state = backbones.read_state_dict(path)
+    state = state_dicts.read_state_dict(path)
     # ImageNet's own classes, which fine-tuning replaces
     classes = {key: state[key].float() for key in (f"{dense}.weight", f"{dense}.bias")}
     network.head.classifier.load_state_dict(classes, strict=False)

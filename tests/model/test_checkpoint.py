@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import backbones, checkpoint, torchvision_backbones
+from opal_deploy.model import authors_checkpoint, checkpoint, state_dicts
 from opal_deploy.model.authors_checkpoint import PAPER_BACKBONES, Assumptions
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
@@ -25,7 +25,7 @@ NAMES = ["Sooty Albatross", "Crested Auklet", "Äußerer Käuz"]
 @pytest.fixture(autouse=True)
 def few_networks(monkeypatch):
     """Infer among the paper's backbones and three more: to build all of torchvision's takes seconds."""
-    monkeypatch.setattr(torchvision_backbones, "list_networks", lambda: ["resnet18", SMALL, *PAPER_BACKBONES])
+    monkeypatch.setattr(authors_checkpoint, "list_torchvision_networks", lambda: ["resnet18", SMALL, *PAPER_BACKBONES])
 
 
 def build_checkpoint(head=None):
@@ -298,7 +298,7 @@ class TestDamagedAndForeignFiles:
             flipped[position] ^= 1 << source.randrange(8)
             (tmp_path / "flipped.pt").write_bytes(flipped)
             try:
-                backbones.load_torch_file(tmp_path / "flipped.pt")
+                state_dicts.load_torch_file(tmp_path / "flipped.pt")
             except CheckpointError:
                 refused += 1
         assert refused > 100

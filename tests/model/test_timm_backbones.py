@@ -8,7 +8,7 @@ import timm
 import torch
 
 from opal_deploy.errors import MissingExtra, UsageError
-from opal_deploy.model import backbones, timm_backbones
+from opal_deploy.model import backbones, state_dicts, timm_backbones
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
@@ -123,7 +123,7 @@ class TestWeights:
         snapshot.mkdir(parents=True)
         (snapshot / "model.safetensors").symlink_to(lite0_weights)
         assert backbones.load_weights(backbone, "in1k") == "timm tf_efficientnet_lite0.in1k"
-        state = backbones.read_state_dict(lite0_weights)
+        state = state_dicts.read_state_dict(lite0_weights)
         assert all(torch.equal(value, state[key]) for key, value in backbone.body.state_dict().items())
         assert timm_backbones.find_downloaded(LITE0, "in1k") == snapshot / "model.safetensors"
 
@@ -131,7 +131,7 @@ class TestWeights:
     def test_real_weights_classify_photographs_with_their_own_statistics_only(self, lite0_weights, imagenet_samples):
         backbone = backbones.build(LITE0).eval()
         backbones.load_weights(backbone, lite0_weights)
-        state = backbones.read_state_dict(lite0_weights)
+        state = state_dicts.read_state_dict(lite0_weights)
         rows = [line.split("\t") for line in (imagenet_samples / "labels.tsv").read_text().splitlines()[1:25]]
         photographs = [decode(imagenet_samples / name) for name, _ in rows]
         images = np.stack([to_input(image, compute_geometry(image), (224, 224)) for image in photographs])
