@@ -118,14 +118,20 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
         UsageError: it lacks some, or its file cannot store an evaluation.
     """
     check_all_outputs(metadata, str(path), "`evaluate`")
+    # a model without prototypes is explained by Grad-CAM, which needs gradients
+    by_gradients = options.interventions and metadata.evidence == "none"
     for flag, given in (
         ("--faithfulness", options.faithfulness),
         ("--randomise", options.randomise),
-        ("--interventions", options.interventions),
+        ("--interventions", options.interventions and not by_gradients),
     ):
         if given:
             check_single_cells(metadata, str(path), flag)
-    needs_network = {"--attack-outside": options.attack_outside, "--randomise": options.randomise}
+    needs_network = {
+        "--attack-outside": options.attack_outside,
+        "--randomise": options.randomise,
+        "--interventions": by_gradients,
+    }
     for flag in (flag for flag, given in needs_network.items() if given and model_kind(path) != "checkpoint"):
         raise UsageError(f"{path}: {flag} needs the checkpoint that it was exported from")
     if options.attack_outside and metadata.evidence == "map":

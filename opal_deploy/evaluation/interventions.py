@@ -105,14 +105,16 @@ def measure_interventions(
         session: of a model whose classes are the species of a generated data set.
         size: (H, W) of the drawn images, as in training.
         random_head: the same network with another head, whose evidence is a control.
-        heat_map: Grad-CAM, another control.
+        heat_map: Grad-CAM, another control, and all there is for a model without prototypes.
 
     Raises:
         UsageError: the classes are not a generated data set's.
     """
     metadata = session.metadata
     kinds = _list_kinds(metadata)
-    methods: dict[str, Explain] = {EVIDENCE: _explain_by_slots(metadata)}
+    methods: dict[str, Explain] = {}
+    if metadata.evidence == "exact":
+        methods[EVIDENCE] = _explain_by_slots(metadata)
     if random_head is not None:
         methods[RANDOM_HEAD] = _explain_by_session(random_head)
     if heat_map is not None:

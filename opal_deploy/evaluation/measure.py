@@ -325,10 +325,11 @@ class _ModelMeasurement:
     def _intervene(self) -> Interventions:
         options, random_head, heat_map = self.options, None, None
         if model_kind(self.path) == "checkpoint":
-            loaded = checkpoint.load(self.path)
-            shuffle_weights(loaded.network.head, np.random.default_rng(options.seed))
-            random_head = TorchSession(loaded, device=options.device, threads=options.threads)
             heat_map = GradCam(self._load_network())
+            if self.session.metadata.evidence == "exact":
+                loaded = checkpoint.load(self.path)
+                shuffle_weights(loaded.network.head, np.random.default_rng(options.seed))
+                random_head = TorchSession(loaded, device=options.device, threads=options.threads)
         first = read_annotations(self.inputs.data.root)[0]
         interventions = measure_interventions(
             self.session,

@@ -10,15 +10,19 @@ from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.interventions import (
     _SUBSETS,
     EVIDENCE,
+    GRAD_CAM,
     PARTS,
     _compare,
     format_interventions,
     measure_interventions,
     rank_correlation,
 )
+from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.model.checkpoint import build_metadata
+from opal_deploy.model.config import PLAIN_CLASSIFIER
+from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic.creatures import list_species
-from tests.builders import build_checkpoint
+from tests.builders import SMALL_BACKBONE, build_checkpoint
 
 
 def subsets(worth, needed):
@@ -76,6 +80,15 @@ def test_a_label_that_is_the_background_fails(by_background, low, high):
     assert [each.method for each in found.explained] == [EVIDENCE]
     # nothing that is taken away changes the answer
     assert found.explained[0].deletion.value == 0
+    assert len(list(format_interventions(found))) == 3
+
+
+def test_a_network_without_prototypes_is_explained_by_grad_cam_alone():
+    loaded = build_checkpoint(SMALL_BACKBONE, PLAIN_CLASSIFIER, (96, 96))
+    loaded = replace(loaded, class_names=tuple(kind.name for kind in list_species(4)))
+    session = TorchSession(loaded, device="cpu", threads=1)
+    found = measure_interventions(session, (96, 96), 2, heat_map=GradCam(loaded.network))
+    assert [each.method for each in found.explained] == [GRAD_CAM]
     assert len(list(format_interventions(found))) == 3
 
 
