@@ -61,7 +61,7 @@ class RecipeOverrides(Options):
         int | None,
         Option(
             "Epochs of fine-tuning; 0 fits the head only.",
-            min=0, default="12, 8 or 4 by the number of images (grounded), 30 (paper)",
+            min=0, default="24, 12 or 4 by the number of images (grounded), 30 (paper)",
         ),
     ] = None  # fmt: skip
     minutes: Annotated[
@@ -81,7 +81,7 @@ class RecipeOverrides(Options):
             min=1, default="16, 32 or 64 by the number of images (grounded), 64 (paper)", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
-    lr: Annotated[float | None, Option("Adam's initial learning rate.", default="1e-4", panel=_OPTIMISATION)] = None
+    lr: Annotated[float | None, Option("Adam's initial learning rate.", default="2e-4 (grounded), 1e-4 (paper)", panel=_OPTIMISATION)] = None
     augment: Annotated[Augment | None, Option("Augmentation of the training images.", default="paper", panel=_DATA)] = (
         None
     )

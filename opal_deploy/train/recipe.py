@@ -63,8 +63,8 @@ _NEEDS_SLOTS = {
     "keep_off": "slots with cells",
     "background": "an OOD score",
 }
-# batch size and epochs up to so many training images; an epoch of few images is few steps. Measured up to 240 images
-_PLANS = ((1_000, 16, 12), (10_000, 32, 8))
+# batch size and epochs up to so many training images; an epoch of few images is few steps
+_PLANS = ((1_000, 16, 24), (10_000, 32, 12))
 _LARGEST_PLAN = (64, 4)
 
 # these change how fast and where a run computes, not what
