@@ -81,7 +81,10 @@ class RecipeOverrides(Options):
             min=1, default="16, 32 or 64 by the number of images (grounded), 64 (paper)", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
-    lr: Annotated[float | None, Option("Adam's initial learning rate.", default="2e-4 (grounded), 1e-4 (paper)", panel=_OPTIMISATION)] = None
+    lr: Annotated[
+        float | None,
+        Option("Adam's initial learning rate.", default="2e-4 (grounded), 1e-4 (paper)", panel=_OPTIMISATION),
+    ] = None  # fmt: skip
     augment: Annotated[Augment | None, Option("Augmentation of the training images.", default="paper", panel=_DATA)] = (
         None
     )
