@@ -41,10 +41,14 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
     """
     for package in ("torch", "torchvision"):
         require(package, "train", "training")
-    recipe = resolve_recipe(load_recipe(options.recipe_name()), options.to_sections())
     root, progress = Path(data), as_progress(options.progress)
     out = Path("runs") / root.resolve().name if options.out is None else Path(options.out)
-    check_run(recipe.options, TrainRunDirectory(out), overwrite=options.overwrite, resume=options.resume)
+    run_dir = TrainRunDirectory(out)
+    # a run goes on as it began, even where the default recipe has changed since
+    goes_on = options.resume and options.recipe is None and run_dir.recipe.is_file()
+    recipe_name = str(run_dir.recipe) if goes_on else options.recipe_name()
+    recipe = resolve_recipe(load_recipe(recipe_name), options.to_sections())
+    check_run(recipe.options, run_dir, overwrite=options.overwrite, resume=options.resume)
     from opal_deploy.datasets.registry import read_dataset
 
     labelled = read_dataset(
@@ -61,7 +65,7 @@ def train_model(data: StrPath, options: TrainRunOptions) -> TrainResult:
         weighted = recipe.options.class_weights == "balanced"
         for line in [*labelled.warnings, *balance_warnings(labelled, weighted=weighted)]:
             options.log(WarningLine(f"warning: {line}"))
-        options.log(f"recipe {options.recipe_name()}; read as {labelled.describe()}")
+        options.log(f"recipe {recipe_name}; read as {labelled.describe()}")
     return fit(
         labelled, recipe.options, out, overwrite=options.overwrite, resume=options.resume,
         recipe=recipe, progress=progress, log=options.log,

@@ -52,7 +52,7 @@ from opal_deploy.train.measure import EVALUATION_BATCH, measure_best, measure_cl
 from opal_deploy.train.recipe import Recipe, TrainOptions
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.result import TrainResult, load_finished_result
-from opal_deploy.train.resume import check_same_run, fingerprint_dataset, read_config, restore_run
+from opal_deploy.train.resume import check_same_run, fingerprint_dataset, read_config, restore_run, settle_plan
 from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.start import build_network, describe_start, load_start
 from opal_deploy.train.stride import FittedNetwork, choose_network, settle_stride
@@ -106,6 +106,8 @@ def fit(
     if not data.train or not data.val:
         raise UsageError(f"{data.root}: training and validation images are needed; add a val/ folder")
     with join_process_group(options.device) as group:
+        stored = read_config(run_dir) if resume else None
+        options = settle_plan(options, len(data.train), stored)
         batch_size, epochs = options.plan_epochs(len(data.train))
         if group.size > 1 and min(batch_size, len(data.train)) < 2 * group.size:
             raise UsageError(
@@ -117,7 +119,7 @@ def fit(
         recipe = Recipe(options) if recipe is None else replace(recipe, options=options)
         run = _TrainingRun(data, options, batch_size, epochs, run_dir, group, progress, log)
         try:
-            return run.run(recipe, overwrite=overwrite, resume=resume)
+            return run.run(recipe, stored, overwrite=overwrite, resume=resume)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if "DataLoader worker" in str(error):
                 raise StoppedEarly(
@@ -150,12 +152,11 @@ class _TrainingRun:
     estimate: Estimate = field(init=False)
     background: list[Sample] = field(init=False)
 
-    def run(self, recipe: Recipe, *, overwrite: bool, resume: bool) -> TrainResult:
-        """Train, or continue the run in the directory, to the result."""
+    def run(self, recipe: Recipe, stored: dict[str, Any] | None, *, overwrite: bool, resume: bool) -> TrainResult:
+        """Train, or continue the run in the directory, whose config.json is `stored`, to the result."""
         run_dir, group, began = self.run_dir, self.group, time.perf_counter()
         amp = machine.MixedPrecision.select(group.device, self.options.precision)
         start = load_start(self.options, self.data)
-        stored = read_config(run_dir) if resume else None
         self.options = options = settle_stride(self.options, start, stored)
         run_config = {
             "options": without_folders(asdict(options)),

@@ -61,7 +61,7 @@ class RecipeOverrides(Options):
         int | None,
         Option(
             "Epochs of fine-tuning; 0 fits the head only.",
-            min=0, default="24, 12 or 4 by the number of images (grounded), 30 (paper)",
+            min=0, default="24, 8 or 4 by the number of images (grounded), 30 (paper)",
         ),
     ] = None  # fmt: skip
     minutes: Annotated[

@@ -64,7 +64,7 @@ _NEEDS_SLOTS = {
     "background": "an OOD score",
 }
 # batch size and epochs up to so many training images; an epoch of few images is few steps
-_PLANS = ((1_000, 16, 24), (10_000, 32, 12))
+_PLANS = ((1_000, 16, 24), (10_000, 32, 8))
 _LARGEST_PLAN = (64, 4)
 
 # these change how fast and where a run computes, not what

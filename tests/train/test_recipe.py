@@ -143,7 +143,7 @@ def test_naming_the_default_changes_nothing_and_other_heads_take_the_whole_netwo
 
 
 @pytest.mark.parametrize(
-    ("images", "expected"), [(60, (16, 24)), (1_000, (16, 24)), (1_001, (32, 12)), (60_000, (64, 4))]
+    ("images", "expected"), [(60, (16, 24)), (1_000, (16, 24)), (1_001, (32, 8)), (60_000, (64, 4))]
 )
 def test_the_number_of_images_determines_batches_and_epochs_that_are_not_given(images, expected):
     assert TrainOptions().plan_epochs(images) == expected

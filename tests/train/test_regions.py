@@ -129,8 +129,11 @@ def test_a_run_says_what_the_regions_got_and_repeats_with_its_recipe(opal, tmp_p
     again = opal("train", data, "--recipe", run / "recipe.toml", "--out", tmp_path / "again")
     assert again.returncode == 0, again.stderr
     assert TrainRunDirectory(tmp_path / "again").read_epochs()[0].train_loss == record.train_loss
-    refused = opal("train", data, *arguments, *regions[:2], "--out", run, "--resume")
-    assert "keep_off_weight was 0.5 and is" in refused.stderr
+    # options left out are the run's own; another value is another run
+    goes_on = opal("train", data, *arguments, *regions[:2], "--out", run, "--resume")
+    assert goes_on.returncode == 0, goes_on.stderr
+    refused = opal("train", data, *arguments, *regions[:2], "--keep-off-weight", "0.7", "--out", run, "--resume")
+    assert "keep_off_weight was 0.5 and is 0.7" in refused.stderr
 
 
 REFUSED = [
