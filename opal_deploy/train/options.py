@@ -268,7 +268,7 @@ class TrainRunOptions(RecipeOverrides):
         bool | None, Option("Log for TensorBoard.", flag="--tensorboard/--no-tensorboard", panel=_ADVANCED)
     ] = None
     out: Annotated[StrPath | None, Option("Run directory.", default="runs/<name of DATA>", cli=Path)] = None
-    resume: Annotated[bool, Option("Continue the run in --out, or start one.")] = False
+    resume: Annotated[bool, Option("Continue the run in --out with its own options, or start one.")] = False
     overwrite: Annotated[bool, Option("Replace the run in --out.")] = False
     log: Log = log_line
     progress: ProgressChoice | None = None
