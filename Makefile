@@ -54,7 +54,7 @@ help:
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
 
 # compiled on all cores afterwards, which pip would do on one: where Python may not write bytecode (Docker images often
-# say so), every process would compile PyTorch anew, for 10 s
+# say so), every process would compile PyTorch anew, for 10 s. Packages ship templates that do not compile: no error
 $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (PyTorch is large; a few minutes the first time)"

@@ -23,7 +23,7 @@ from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import timm_backbones, torchvision_backbones
 from opal_deploy.model.config import check_tiling
 from opal_deploy.model.convolutional_backbones import ConvolutionalNetwork, Library
-from opal_deploy.model.feature_graph import FEATURES, Cut
+from opal_deploy.model.feature_graph import FEATURES
 from opal_deploy.model.network_names import TIMM_PREFIX, check_weights, is_weights_file
 from opal_deploy.model.state_dicts import describe_key_errors, get_shapes, is_counter, read_state_dict
 from opal_deploy.model.token_backbones import TokenNetwork, find_tokens
@@ -106,8 +106,9 @@ def build(
             cannot be kept, see `find_unstrided_cut`.
         MissingExtra: the library is not installed.
     """
-    cut = _find_cut(name, stride, keep_layers)
-    return Backbone(name, _find_network(name).build_body(cut, input_size, device), cut.num_features, cut.stride)
+    network = _find_network(name)
+    cut = network.find_cut(stride, keep_layers)
+    return Backbone(name, network.build_body(cut, input_size, device), cut.num_features, cut.stride)
 
 
 def build_with_strides(name: str, layer: str | None, stride_of: Callable[[str, nn.Conv2d], int]) -> Backbone:
@@ -129,7 +130,7 @@ def build_with_strides(name: str, layer: str | None, stride_of: Callable[[str, n
             module.stride = (stride_of(path, module),) * 2
     try:
         body = create_feature_extractor(
-            full, {layer or _find_cut(name, None).node: FEATURES}, suppress_diff_warning=True
+            full, {layer or _find_network(name).find_cut().node: FEATURES}, suppress_diff_warning=True
         )
     except ValueError:
         raise UsageError(f"{name} has no layer {layer!r}") from None
@@ -164,7 +165,7 @@ def is_transformer(name: str) -> bool:
 
 def own_stride(name: str) -> int:
     """Return the input pixels per cell of a network with all of its layers before the global pooling."""
-    return _find_cut(name, None).stride
+    return _find_network(name).find_cut().stride
 
 
 def list_variants(
@@ -243,12 +244,6 @@ def _find_network(name: str) -> ConvolutionalNetwork | TokenNetwork:
         if (tokens := find_tokens(architecture)) is not None:
             return TokenNetwork(architecture, tokens)
     return ConvolutionalNetwork(name, library)
-
-
-@cache
-def _find_cut(name: str, stride: int | None, keep_layers: bool = False) -> Cut:
-    """Return the cut of a network; cached, since tracing is slow."""
-    return _find_network(name).find_cut(stride, keep_layers)
 
 
 def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:

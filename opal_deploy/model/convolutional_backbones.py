@@ -6,7 +6,8 @@ Parameter names stay those of the library (`layer4.1.conv2.weight`, `features.7.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Hashable
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from opal_deploy.model.feature_graph import (
 )
 
 
-class Library(Protocol):
+class Library(Hashable, Protocol):
     """A library of networks; `torchvision_backbones` documents the functions."""
 
     def build_network(
@@ -49,23 +50,9 @@ class ConvolutionalNetwork:
     def __init__(self, name: str, library: Library) -> None:
         self._name, self._library = name, library
 
-    @cached_property
-    def _whole(self) -> Cut:
-        return self.find_cut(None, False)
-
-    def find_cut(self, stride: int | None, keep_layers: bool) -> Cut:
-        """Return the cut for the arguments of `backbones.build`; slow, since the network is traced."""
-        require_stride(stride, keep_layers)
-        network, options = self._library.build_network(self._name, "meta"), self._library.tracer_options()
-        cut = find_cut(self._name, network, stride, options)
-        if not keep_layers:
-            return cut
-        if cut.stride == self._whole.stride:
-            raise UsageError(
-                f"--keep-layers: all layers of {self._name} already end at stride {cut.stride}; leave --keep-layers "
-                "out (--no-keep-layers if a recipe has it), or give a smaller --stride"
-            )
-        return find_unstrided_cut(self._name, network, cut.stride, options)
+    def find_cut(self, stride: int | None = None, keep_layers: bool = False) -> Cut:
+        """Return the cut for the arguments of `backbones.build`."""
+        return _find_cut(self._name, self._library, stride, keep_layers)
 
     def build_body(self, cut: Cut, input_size: tuple[int, int] | None, device: str | torch.device) -> nn.Module:
         """Build images of any size to `{FEATURES: [N, D, H, W]}`, with random weights."""
@@ -86,15 +73,32 @@ class ConvolutionalNetwork:
         self, num_classes: int, stride: int | None, keep_layers: bool, device: str | torch.device
     ) -> nn.Module:
         """Build the layers after the backbone; see `backbones.build_classifier`."""
-        own = self._whole.stride
+        whole = self.find_cut()
+        own = whole.stride
         if stride not in (None, own) and not keep_layers:
             raise UsageError(
                 f"the plain head, the network's own classifier, takes features of {self._name} at stride {own}, not "
                 f"{stride}; give --stride {own}, --keep-layers, or another head"
             )
         network = self._library.build_network(self._name, device, num_classes)
-        return extract_classifier(self._name, network, self._whole.node, self._library.tracer_options())
+        return extract_classifier(self._name, network, whole.node, self._library.tracer_options())
 
     def fit_weights(self, network: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict as the network takes it: unchanged."""
         return state
+
+
+@cache
+def _find_cut(name: str, library: Library, stride: int | None, keep_layers: bool) -> Cut:
+    """Return the cut of a network; cached, since tracing is slow."""
+    require_stride(stride, keep_layers)
+    network, options = library.build_network(name, "meta"), library.tracer_options()
+    cut = find_cut(name, network, stride, options)
+    if not keep_layers:
+        return cut
+    if cut.stride == _find_cut(name, library, None, False).stride:
+        raise UsageError(
+            f"--keep-layers: all layers of {name} already end at stride {cut.stride}; leave --keep-layers out "
+            "(--no-keep-layers if a recipe has it), or give a smaller --stride"
+        )
+    return find_unstrided_cut(name, network, cut.stride, options)

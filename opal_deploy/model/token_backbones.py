@@ -62,7 +62,7 @@ class TokenNetwork:
     def __init__(self, architecture: str, tokens: Tokens) -> None:
         self._architecture, self._tokens = architecture, tokens
 
-    def find_cut(self, stride: int | None, keep_layers: bool) -> Cut:
+    def find_cut(self, stride: int | None = None, keep_layers: bool = False) -> Cut:
         """Return the only cut there is: behind the tokens."""
         own = self._tokens.stride
         if keep_layers or stride not in (None, own):

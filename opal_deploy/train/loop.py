@@ -52,7 +52,7 @@ from opal_deploy.train.measure import EVALUATION_BATCH, measure_best, measure_cl
 from opal_deploy.train.recipe import Recipe, TrainOptions
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.result import TrainResult, load_finished_result
-from opal_deploy.train.resume import check_same_run, fingerprint_dataset, read_config, restore_run, settle_plan
+from opal_deploy.train.resume import check_same_run, fingerprint_dataset, read_config, restore_run
 from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.start import build_network, describe_start, load_start
 from opal_deploy.train.stride import FittedNetwork, choose_network, settle_stride
@@ -107,8 +107,8 @@ def fit(
         raise UsageError(f"{data.root}: training and validation images are needed; add a val/ folder")
     with join_process_group(options.device) as group:
         stored = read_config(run_dir) if resume else None
-        options = settle_plan(options, len(data.train), stored)
-        batch_size, epochs = options.plan_epochs(len(data.train))
+        batch_size, epochs = options.plan_epochs(len(data.train), stored)
+        options = replace(options, batch_size=batch_size, epochs=epochs)
         if group.size > 1 and min(batch_size, len(data.train)) < 2 * group.size:
             raise UsageError(
                 f"batches of {batch_size} from {len(data.train)} images over {group.size} processes: "

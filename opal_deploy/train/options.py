@@ -83,7 +83,10 @@ class RecipeOverrides(Options):
     ] = None  # fmt: skip
     lr: Annotated[
         float | None,
-        Option("Adam's initial learning rate.", default="2e-4 (grounded), 1e-4 (paper)", panel=_OPTIMISATION),
+        Option(
+            "Adam's initial learning rate.",
+            default="2e-4 in grounded, 1e-4 in the other recipes", panel=_OPTIMISATION,
+        ),
     ] = None  # fmt: skip
     augment: Annotated[Augment | None, Option("Augmentation of the training images.", default="paper", panel=_DATA)] = (
         None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -125,10 +126,18 @@ class TrainOptions:
     save_every: int = 0
     tensorboard: bool = False
 
-    def plan_epochs(self, num_images: int) -> tuple[int, int]:
-        """Return the batch size and the number of epochs of fine-tuning for a number of training images."""
+    def plan_epochs(self, num_images: int, stored: Mapping[str, Any] | None = None) -> tuple[int, int]:
+        """Return the batch size and the number of epochs of fine-tuning for a number of training images.
+
+        Args:
+            stored: config.json of a run that goes on; it keeps its own, which another version may have planned.
+        """
         batch_size, epochs = next((plan for limit, *plan in _PLANS if num_images <= limit), _LARGEST_PLAN)
-        return self.batch_size or batch_size, epochs if self.epochs is None else self.epochs
+        known = {name: value for name, value in (stored or {}).items() if isinstance(value, int)}
+        return (
+            self.batch_size or known.get("batch_size", batch_size),
+            known.get("epochs", epochs) if self.epochs is None else self.epochs,
+        )
 
     def learning_rate(self, progress: float) -> float:
         """Return the learning rate after a share `progress` of all steps, 0 ... 1."""

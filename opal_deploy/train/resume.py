@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -26,23 +26,6 @@ def parse_evaluation(metrics: dict[str, Any], split: str) -> Evaluation:
     """Return the evaluation that `Evaluation.to_dict(split)` wrote into the metrics of a checkpoint."""
     values = {name.removeprefix(f"{split}_"): value for name, value in metrics.items()}
     return Evaluation(**{field.name: values[field.name] for field in fields(Evaluation) if field.name in values})
-
-
-def settle_plan(options: TrainOptions, num_images: int, stored: dict[str, Any] | None) -> TrainOptions:
-    """Return options with a batch size and a number of epochs: those given, those of the run that goes on, or planned.
-
-    Another version may plan others for as many images.
-
-    Args:
-        stored: config.json of a run that goes on.
-    """
-    batch_size, epochs = options.plan_epochs(num_images)
-    known = {name: value for name, value in (stored or {}).items() if isinstance(value, int)}
-    if options.batch_size is None:
-        batch_size = known.get("batch_size", batch_size)
-    if options.epochs is None:
-        epochs = known.get("epochs", epochs)
-    return replace(options, batch_size=batch_size, epochs=epochs)
 
 
 def restore_run(

@@ -21,7 +21,7 @@ from opal_deploy.model.config import HeadConfig
 from opal_deploy.train import checkpoints
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
-from opal_deploy.train.resume import describe_differences, settle_plan
+from opal_deploy.train.resume import describe_differences
 from opal_deploy.train.run_directory import TrainRunDirectory
 from tests.builders import SMALL_BACKBONE
 from tests.cli.calls import check
@@ -60,13 +60,11 @@ class _Killed(BaseException):
 
 def test_another_versions_plan_changes_no_run_that_goes_on():
     options = replace(OPTIONS, epochs=None, batch_size=None)
-    planned = settle_plan(options, 100, None)
-    assert (planned.batch_size, planned.epochs) == options.plan_epochs(100)
     stored = {"batch_size": 7, "epochs": 5, "options": asdict(options)}
-    settled = settle_plan(options, 100, stored)
-    assert (settled.batch_size, settled.epochs) == (7, 5)
+    assert options.plan_epochs(100, stored) == (7, 5) != options.plan_epochs(100)
+    settled = replace(options, batch_size=7, epochs=5)
     assert not describe_differences(stored, {"options": asdict(settled)})
-    assert settle_plan(OPTIONS, 100, stored) == OPTIONS
+    assert OPTIONS.plan_epochs(100, stored) == (OPTIONS.batch_size, OPTIONS.epochs)
 
 
 def _interrupted(squares, out, options=OPTIONS):
