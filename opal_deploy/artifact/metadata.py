@@ -245,6 +245,11 @@ class Metadata:
         # version 0.1.0 has int8 only, and does not say so
         return self.exporter.get("activations", "int8") if self.precision == "int8" else None
 
+    @property
+    def is_for_openvino(self) -> bool:
+        """Whether, on a CPU, OpenVINO is the runtime that has fast kernels for the file, or any."""
+        return self.precision == "bf16" or self.int8_activations == "uint8"
+
     def has_output(self, name: str) -> bool:
         """Return whether the graph has an output, whatever version named it."""
         return bool(self.find_outputs([name]))

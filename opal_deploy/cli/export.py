@@ -73,10 +73,10 @@ def _print_next(metadata: Metadata, path: Path, model: str) -> None:
 
     boxes = f" {format_box_option(metadata.training, path)}" if metadata.crop == "boxes" else ""
     runtime = ""
-    if metadata.int8_activations == "uint8":
+    if metadata.is_for_openvino:
         runtime = " --runtime openvino"
         if find_spec("openvino") is None:
-            print_message("OpenVINO runs int8 files for processors fastest: pip install 'opal-deploy[openvino]'")
+            print_message("On a CPU, run it in OpenVINO: pip install 'opal-deploy[openvino]'")
     print_message(f"Next: opal-deploy infer images/{explain}{model}{boxes}{runtime}")
 
 

@@ -159,13 +159,13 @@ def stage_onnx(candidate: ExportCandidate, path: Path, options: ExportOptions) -
         if options.verify and metadata.precision != "bf16":
             # the very bytes that are about to get the name: digest, metadata and test vectors
             verify_test_vectors(OnnxSession(temporary, device="cpu", threads=options.threads), path.name)
-        if options.verify and metadata.int8_activations == "uint8" and find_spec("openvino") is not None:
+        if options.verify and metadata.is_for_openvino and find_spec("openvino") is not None:
             _check_in_openvino(temporary, path.name, options)
         yield StagedOnnx(ExportedOnnx(path, replace(metadata, file_sha256=digest), comparison), temporary)
 
 
 def _check_in_openvino(temporary: Path, name: str, options: ExportOptions) -> None:
-    """Warn where OpenVINO, for which int8 files are made, does not reproduce the test vectors of one."""
+    """Warn where OpenVINO does not reproduce the test vectors of a file that is made for it."""
     from opal_deploy.runtime.openvino_session import OpenvinoSession
 
     try:

@@ -64,7 +64,7 @@ def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
 def to_bf16(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of a float32 graph with its backbone in bfloat16, at opset 22.
 
-    ONNX Runtime has no bfloat16 convolution for CPUs: the file is for TensorRT.
+    ONNX Runtime has no bfloat16 convolution for CPUs: the file is for OpenVINO and TensorRT.
 
     Raises:
         ArtifactError: the graph does not name its body.

@@ -20,9 +20,10 @@ _ARITHMETIC = {"Add", "Subtract", "Multiply", "Divide"}
 
 
 class OpenvinoSession:
-    """An exported graph in OpenVINO: float32 arithmetic, for int8 files int8 too.
+    """An exported graph in OpenVINO, in the precision of its file.
 
-    OpenVINO rounds float32 to bfloat16 by default where the processor has it; that is off.
+    OpenVINO rounds float32 to bfloat16 by default where the processor has it; that is off. A bf16 file computes in
+    bfloat16 there, and elsewhere in float32 what its bfloat16 weights give.
 
     Attributes:
         threads: of a batch.
@@ -39,15 +40,13 @@ class OpenvinoSession:
         Raises:
             ArtifactError: not an exported file, damaged, refused by OpenVINO, or of a form that it computes wrongly.
             MissingExtra: openvino is not installed.
-            UsageError: the device is a GPU, or the file is bf16.
+            UsageError: the device is a GPU.
         """
         require("openvino", "openvino", "--runtime openvino")
         if parse_device(device)[0] == "cuda":
             raise UsageError(f"device {device}: --runtime openvino runs on the CPU; give --device cpu, or leave it out")
         self.metadata: Metadata = onnx_file.read_metadata(path)
         onnx_file.check_digest(path, self.metadata)
-        if self.metadata.precision == "bf16":
-            raise UsageError(f"{path}: bf16 is for engines; give OpenVINO the fp32, fp16 or int8 file")
         self.threads = threads or available_cpus()
         import openvino
 

@@ -81,6 +81,7 @@ RUNTIMES: dict[RuntimeName, Runtime] = {
 }
 # for `auto`: the first of a kind
 _BY_KIND = {runtime.kind: runtime for runtime in reversed(RUNTIMES.values())}
+_NO_BFLOAT16 = "ONNX Runtime has no bfloat16 convolutions; give --runtime openvino, or build an engine"
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def find_model(
     """
     if runtime == "torch":
         return _find_checkpoint(folder, prefix, option)
-    models, others = _list_models(folder, check_engine, prefix)
+    models, others = _list_models(folder, check_engine, runtime, prefix)
     if runtime != "auto":
         wanted = [model for model in models if model.engine == (RUNTIMES[runtime].kind == "engine")]
         others += [f"--runtime {runtime} does not run {model.path.name}" for model in models if model not in wanted]
@@ -265,7 +266,9 @@ class _Model:
         return kind, order.index(self.metadata.precision), self.path.name
 
 
-def _list_models(folder: Path, check_engine: Callable[[Sidecar], str], prefix: str) -> tuple[list[_Model], list[str]]:
+def _list_models(
+    folder: Path, check_engine: Callable[[Sidecar], str], runtime: RuntimeName, prefix: str
+) -> tuple[list[_Model], list[str]]:
     """Return the exported models in a folder, and one line for every other file that looks like a model."""
     from opal_deploy.artifact.engine_file import read_sidecar
     from opal_deploy.runtime.tensorrt import find_doubt
@@ -279,8 +282,8 @@ def _list_models(folder: Path, check_engine: Callable[[Sidecar], str], prefix: s
         except ArtifactError:
             others.append(f"{path.name} was not exported by opal-deploy, or is damaged")
             continue
-        lacking = "ONNX Runtime has no bfloat16 convolutions; bf16 is for engines"
-        models.append(_Model(path, metadata, incompatibility=lacking if metadata.precision == "bf16" else ""))
+        lacking = metadata.precision == "bf16" and runtime != "openvino"
+        models.append(_Model(path, metadata, incompatibility=_NO_BFLOAT16 if lacking else ""))
     for path in (path for path in visible if path.suffix == ENGINE_SUFFIX):
         try:
             sidecar = read_sidecar(path)

@@ -11,6 +11,8 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.precision import simulate_low_precision, to_bf16, to_fp16
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.openvino_session import OpenvinoSession
+from opal_deploy.runtime.verification import verify_test_vectors, wide_batch
 from tests.builders import build_checkpoint
 
 
@@ -140,9 +142,14 @@ class TestBf16:
         assert (model.opset_import[0].version, model.ir_version) == (22, 10)
         onnx.checker.check_model(model, full_check=True)
 
-    def test_onnx_runtime_refuses_it_in_one_line_that_says_what_it_is_for(self, bf16):
-        with pytest.raises(UsageError, match=r"no bfloat16 convolutions.*opal-deploy export c\.bf16\.onnx --trt"):
+    def test_onnx_runtime_refuses_it_in_one_line_that_says_what_runs_it(self, bf16):
+        with pytest.raises(UsageError, match=r"no bfloat16 .*--runtime openvino.*export c\.bf16\.onnx --trt"):
             OnnxSession(bf16, device="cpu", threads=1)
+
+    def test_openvino_runs_it(self, bf16):
+        session = OpenvinoSession(bf16, threads=1)
+        assert verify_test_vectors(session, "the file", wide_batch(session.metadata))
+        assert session.description.endswith(" bf16")
 
     def test_it_is_rounded_more_coarsely_than_half_precision(self, bf16, fp32, write_onnx):
         half = write_onnx(fp32, bf16.with_name("c.fp16.onnx"), "fp16").path

@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import onnx
 import pytest
@@ -13,6 +14,8 @@ from opal_deploy.artifact.engine_file import read_sidecar, write_sidecar
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.runtime.select import RunChoice, find_model, find_newest_run, open_sessions
 from tests.builders import build_sidecar
+
+GOLDEN = Path(__file__).parents[1] / "golden/0.1.0"
 
 
 def foreign_file(path):
@@ -191,6 +194,12 @@ class TestRuntimes:
         (folder / "other.pt").touch()
         with pytest.raises(UsageError, match=r"several checkpoints here: ckpt\.pt, other\.pt; choose one with --model"):
             find(folder, runtime="torch")
+
+    def test_bf16_is_taken_by_openvino_and_not_by_onnx_runtime(self, tmp_path):
+        shutil.copy(GOLDEN / "model.bf16.onnx", tmp_path)
+        with pytest.raises(UsageError, match=r"model\.bf16\.onnx: ONNX Runtime has no bfloat16 .*--runtime openvino"):
+            find(tmp_path)
+        assert find(tmp_path, runtime="openvino").path.name == "model.bf16.onnx"
 
     def test_another_kind_of_model_is_refused(self, folder):
         with pytest.raises(UsageError, match=r"an ONNX file, and --runtime torch runs a checkpoint"):
