@@ -46,13 +46,13 @@ NETWORKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def build(name: str, folder: Path, postprocess: dict[str, Any] | None = None) -> Any:
+def build(name: str, folder: Path, postprocess: dict[str, Any] | None = None, num_classes: int = CLASSES) -> Any:
     """Return CaBRNet's network, after writing its architecture; with other strides if `postprocess` has them."""
     settings, layer, similarity = NETWORKS[name]
     name = name.partition(",")[0]
     backbone = {} if postprocess is None else {"postprocess": postprocess}
     module = f"cabrnet.archs.{name.lower()}"
-    params = {"num_classes": CLASSES, **settings}
+    params = {"num_classes": num_classes, **settings}
     document = {
         "extractor": {
             "backbone": {"arch": "resnet18", "weights": "None", **backbone},

@@ -27,6 +27,7 @@ from cabrnet.core.utils.train import training_loop
 from PIL import Image
 
 from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.evaluation.session import prepared_batches
 from tests.cabrnet.compare import BIRDS, MEAN, SIDE, STD, build, train
 
@@ -35,9 +36,8 @@ PREPROCESS = "cabrnet.core.utils.custom_preprocess"
 TENSOR = [{"type": "ToTensor"}, {"type": "Normalize", "params": {"mean": list(MEAN), "std": list(STD)}}]
 
 
-def write_images(folder: Path) -> list[str]:
-    """Write the crops that `train` takes, as a folder per split and class, and return the names of the classes."""
-    data = read_dataset(BIRDS, needs_validation=True)
+def write_images(data: DataSet, folder: Path) -> None:
+    """Write the crops that `train` takes, as a folder per split and class."""
     for split in ("train", "val", "test"):
         samples = data.select(split)
         done = 0
@@ -47,7 +47,6 @@ def write_images(folder: Path) -> list[str]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(image).save(path)
                 done += 1
-    return list(data.class_names)
 
 
 def describe_split(folder: Path, split: str, batch: int, transform: Any = None, **settings: Any) -> dict[str, Any]:
@@ -182,6 +181,7 @@ def main() -> None:
     """Train one network."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("network", choices=("PIPNet", "ProtoPNet"))
+    parser.add_argument("--data", type=Path, default=BIRDS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--plain", action="store_true", help="with cross-entropy alone, not with CaBRNet's trainer")
@@ -192,10 +192,11 @@ def main() -> None:
     for set_seed in (torch.manual_seed, np.random.seed, random.seed):
         set_seed(arguments.seed)
     images = out / "images"
-    (out / "classes.txt").write_text("\n".join(write_images(images)) + "\n")
-    network = build(name, out, STRIDE)
+    data_set = read_dataset(arguments.data, needs_validation=True)
+    write_images(data_set, images)
+    (out / "classes.txt").write_text("\n".join(data_set.class_names) + "\n")
+    network = build(name, out, STRIDE, len(data_set.class_names))
     if arguments.plain:
-        data_set = read_dataset(BIRDS, needs_validation=True)
         batches = prepared_batches(data_set.train, (SIDE, SIDE), batch=16)
         labels = torch.tensor([sample.label for sample in data_set.train])
         train(network, name, np.concatenate([pixels for pixels, _ in batches]), labels, epochs)
