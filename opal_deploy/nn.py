@@ -4,7 +4,7 @@
 >>> loss = opal_deploy.nn.cross_entropy(network(images), labels)  # doctest: +SKIP
 >>> opal_deploy.nn.save_checkpoint(network, class_names, "mine.pt")  # doctest: +SKIP
 
-`opal_deploy.export_model("mine.pt")` and every command take the file. Images are normalised, float32 [N, 3, H, W].
+`opal_deploy.export_model("mine.pt")` and every command take the file. Images are normalised, float32 [N, 3, H0, W0].
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def build_network(
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits [N, C], which are scaled first, and labels int64 [N]."""
+    """Return the mean cross-entropy, in nats, of 10 times the logits [N, C]; labels are int64 [N]."""
     return torch.nn.functional.cross_entropy(LOGIT_SCALE * logits, labels)
 
 

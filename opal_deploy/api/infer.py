@@ -113,7 +113,7 @@ def run_inference(
     Args:
         images: folders (with subfolders), files, globs, tar and zip archives, or URLs of them (s3://, gs://, az://,
             https://); `-` or `@FILE` for a list; with `every` also videos.
-        model: an exported model, a checkpoint, or what `load` returned; None: the best model in the working directory.
+        model: an exported model, a checkpoint, or what `load` returned; None: the one that the command finds.
         options: see the keywords.
 
     Raises:

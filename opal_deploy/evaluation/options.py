@@ -77,7 +77,7 @@ class EvaluateOptions(Options):
     attack_margin: Annotated[int, Option("Pixels around each box that must not change.", min=0)] = 10
     attack_steps: Annotated[int, Option("Gradient steps of --attack-outside.", min=1)] = 20
     randomise: Annotated[
-        bool, Option("Shuffle weights from the top: the evidence must lose its hits. For checkpoints.")
+        bool, Option("Shuffle weights from the top, and see whether the evidence loses its hits. For checkpoints.")
     ] = False
     interventions: Annotated[bool, Option("Compare the evidence with taking parts away. For generated creatures.")] = (
         False

@@ -261,17 +261,15 @@ class ExportOptions(WebOptions, TritonOptions, EngineExportOptions):
     """The options of `opal-deploy export`, whose result depends on `trt`, `triton`, `hf`, `mlflow` and `web`."""
 
     trt: Annotated[bool, Option("Build TensorRT engines too; no GPU is needed.")] = False
-    triton: Annotated[StrPath | None, Option("Repository folder; gets two models.", panel=_TRITON, cli=Path)] = None
+    triton: Annotated[StrPath | None, Option("Write a repository of two models here.", panel=_TRITON, cli=Path)] = None
     hf: Annotated[
         StrPath | None,
-        Option("Folder; gets the files that Hugging Face's Optimum loads.", cli=Path),
+        Option("Write a folder for Hugging Face's Optimum.", cli=Path),
     ] = None
-    mlflow: Annotated[
-        StrPath | None, Option("Folder; gets a model that `mlflow.pyfunc.load_model` opens.", cli=Path)
-    ] = None
+    mlflow: Annotated[StrPath | None, Option("Write a folder for `mlflow.pyfunc.load_model`.", cli=Path)] = None
     web: Annotated[
         StrPath | None,
-        Option("Folder; gets a page that runs the model in the visitor's browser.", panel=_WEB, cli=Path),
+        Option("Write a page that runs the model in a browser.", panel=_WEB, cli=Path),
     ] = None
 
     @property

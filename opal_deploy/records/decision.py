@@ -206,7 +206,7 @@ class Decision(Options):
     min_margin: Annotated[
         float | str | None,
         Option(
-            "Abstain below this margin. `5%` picks the margin that keeps the validation error rate at or below 5%.",
+            "Abstain below this margin. `5%` picks one that bounds the error rate at 5% with 95% confidence.",
             panel=_PANEL, cli=str,
         ),
         Threshold(

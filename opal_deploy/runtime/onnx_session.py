@@ -156,8 +156,8 @@ class OnnxSession:
         except Exception as error:  # ONNX Runtime exports no base class of its exceptions
             if self.metadata.precision == "bf16":
                 raise UsageError(
-                    f"{self._path}: ONNX Runtime has no bfloat16 convolutions here; give --runtime openvino, or build "
-                    f"an engine (opal-deploy export {self._path.name} --trt)"
+                    f"{self._path}: ONNX Runtime has no bfloat16 convolutions here; run it in OpenVINO "
+                    f"({install_command('openvino')}), or build an engine (opal-deploy export {self._path.name} --trt)"
                 ) from None
             reason = _find_reason(error)
             if is_out_of_memory(error):

@@ -42,7 +42,7 @@ class OpenvinoSession:
             MissingExtra: openvino is not installed.
             UsageError: the device is a GPU.
         """
-        require("openvino", "openvino", "--runtime openvino")
+        require("openvino", "openvino", "--runtime openvino, or a bf16 file on a CPU,")
         if parse_device(device)[0] == "cuda":
             raise UsageError(f"device {device}: --runtime openvino runs on the CPU; give --device cpu, or leave it out")
         self.metadata: Metadata = onnx_file.read_metadata(path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, ENGINE_SUFFIX, ONNX_SUFFIX, ModelKind, model_kind
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import ArtifactError, UsageError, require
+from opal_deploy.errors import ArtifactError, UsageError, install_command, is_installed, require
 from opal_deploy.options import RuntimeName
 from opal_deploy.runtime.devices import split_devices
 from opal_deploy.runtime.session import Session
@@ -81,7 +81,7 @@ RUNTIMES: dict[RuntimeName, Runtime] = {
 }
 # for `auto`: the first of a kind
 _BY_KIND = {runtime.kind: runtime for runtime in reversed(RUNTIMES.values())}
-_NO_BFLOAT16 = "ONNX Runtime has no bfloat16 convolutions; give --runtime openvino, or build an engine"
+_NO_BFLOAT16 = f"bf16 runs in OpenVINO ({install_command('openvino')}) and in engines"
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def open_sessions(
         device: `auto`, `cpu`, `cuda`, `cuda:1`, or numbers such as `0` or `0,1`.
         threads: CPU threads; None: as many as this process may use.
         cuda_graphs: let engines record their kernels once per batch size; others ignore it.
-        runtime: `auto` decides by the suffix.
+        runtime: `auto` decides by the file: ONNX Runtime, but OpenVINO for bf16; TensorRT; PyTorch.
 
     Raises:
         ArtifactError: the model is missing, not exported by us, or damaged.
@@ -139,6 +139,8 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
         raise ArtifactError(f"{path}: is a folder; give the model's file")
     check_runtime(path, runtime)
     found = _find_runtime(path) if runtime == "auto" else RUNTIMES[runtime]
+    if runtime == "auto" and found.kind == "onnx" and found.read_metadata(path).precision == "bf16":
+        found = RUNTIMES["openvino"]
     return found.open(path, device, threads, cuda_graphs)
 
 
@@ -282,7 +284,7 @@ def _list_models(
         except ArtifactError:
             others.append(f"{path.name} was not exported by opal-deploy, or is damaged")
             continue
-        lacking = metadata.precision == "bf16" and runtime != "openvino"
+        lacking = metadata.precision == "bf16" and (runtime == "onnxruntime" or not is_installed("openvino"))
         models.append(_Model(path, metadata, incompatibility=_NO_BFLOAT16 if lacking else ""))
     for path in (path for path in visible if path.suffix == ENGINE_SUFFIX):
         try:

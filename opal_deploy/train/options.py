@@ -70,7 +70,7 @@ class RecipeOverrides(Options):
     head_steps: Annotated[
         int | None,
         Option(
-            "Steps that fit the head to the frozen network before fine-tuning, at least 20 passes; 0: none.",
+            "Steps of fitting the head to the frozen network before fine-tuning, 20 passes or more; 0 skips it.",
             min=0, default="600 (grounded), 0 (paper)", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
@@ -160,14 +160,15 @@ class TrainRunOptions(RecipeOverrides):
         Pooling | None, Option("Pooling over cells.", default="max, for the linear head avg", panel=_ADVANCED)
     ] = None
     cws: Annotated[
-        bool | None, Option("Ablation: without channel-wise softmax.", flag="--cws/--no-cws", panel=_ADVANCED)
+        bool | None, Option("Channel-wise softmax; without it: an ablation.", flag="--cws/--no-cws", panel=_ADVANCED)
     ] = None
     projection: Annotated[
-        bool | None, Option("Ablation: without 1x1 convolution.", flag="--projection/--no-projection", panel=_ADVANCED)
+        bool | None,
+        Option("1x1 convolution; without it: an ablation.", flag="--projection/--no-projection", panel=_ADVANCED),
     ] = None
     anchors: Annotated[
         bool | None,
-        Option("Ablation: a dense layer instead of anchors.", flag="--anchors/--no-anchors", panel=_ADVANCED),
+        Option("Anchors; without them, a dense layer: an ablation.", flag="--anchors/--no-anchors", panel=_ADVANCED),
     ] = None
     patience: Annotated[
         int | None,
@@ -262,7 +263,13 @@ class TrainRunOptions(RecipeOverrides):
         bool | None, Option("Run steps through torch.compile.", flag="--compile/--no-compile", panel=_ADVANCED)
     ] = None
     cache_megabytes: Annotated[
-        int | None, Option("Memory for decoded images, in megabytes.", min=0, default="1024", panel=_ADVANCED)
+        int | None,
+        Option(
+            "Memory for decoded images and for features of the frozen network, in megabytes.",
+            min=0,
+            default="1024",
+            panel=_ADVANCED,
+        ),
     ] = None
     save_every: Annotated[
         int | None, Option("Steps between saves within an epoch; 0: none.", min=0, default="0", panel=_ADVANCED)

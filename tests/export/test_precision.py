@@ -143,7 +143,7 @@ class TestBf16:
         onnx.checker.check_model(model, full_check=True)
 
     def test_onnx_runtime_refuses_it_in_one_line_that_says_what_runs_it(self, bf16):
-        with pytest.raises(UsageError, match=r"no bfloat16 .*--runtime openvino.*export c\.bf16\.onnx --trt"):
+        with pytest.raises(UsageError, match=r"no bfloat16 .*opal-deploy\[openvino\].*export c\.bf16\.onnx --trt"):
             OnnxSession(bf16, device="cpu", threads=1)
 
     def test_openvino_runs_it(self, bf16):

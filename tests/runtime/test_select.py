@@ -197,9 +197,12 @@ class TestRuntimes:
 
     def test_bf16_is_taken_by_openvino_and_not_by_onnx_runtime(self, tmp_path):
         shutil.copy(GOLDEN / "model.bf16.onnx", tmp_path)
-        with pytest.raises(UsageError, match=r"model\.bf16\.onnx: ONNX Runtime has no bfloat16 .*--runtime openvino"):
-            find(tmp_path)
-        assert find(tmp_path, runtime="openvino").path.name == "model.bf16.onnx"
+        with pytest.raises(UsageError, match=r"model\.bf16\.onnx: bf16 runs in OpenVINO \(pip .*\) and in engines"):
+            find(tmp_path, runtime="onnxruntime")
+        chosen = find(tmp_path).path
+        assert chosen.name == "model.bf16.onnx"
+        with pytest.raises(ArtifactError, match="OpenVINO computes wrongly"):
+            open_sessions(chosen)
 
     def test_another_kind_of_model_is_refused(self, folder):
         with pytest.raises(UsageError, match=r"an ONNX file, and --runtime torch runs a checkpoint"):

@@ -34,13 +34,17 @@ def demo(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo there.")] = False,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help=f"Default: {WHOLE.epochs}, with --shortcut {SHORTCUT.epochs}.")
+        int | None, typer.Option(min=1, help=f"Epochs. Default: {WHOLE.epochs}, with --shortcut {SHORTCUT.epochs}.")
     ] = None,
     train_per_class: Annotated[
         int | None,
-        typer.Option(min=4, help=f"Default: {WHOLE.train_per_class}, with --shortcut {SHORTCUT.train_per_class}."),
+        typer.Option(
+            min=4,
+            help=f"Images per species to train on. Default: {WHOLE.train_per_class}, "
+            f"with --shortcut {SHORTCUT.train_per_class}.",
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Default: 0, with --quick a new one each time.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed. Default: 0, with --quick a new one each time.")] = None,
     weights: Annotated[
         Path | None, typer.Option(help="ImageNet weights of the backbone as a file; default: random weights.")
     ] = None,
