@@ -13,6 +13,9 @@ TrivialAugment (Müller and Hutter, 2021), as in torchvision's TrivialAugmentWid
 strength one of 31 from none to the strongest, its sign by a coin. torchvision's own transforms draw from a global
 generator; here all random numbers come from the caller's, so an image's augmentation depends on nothing else.
 
+Random erasing (Zhong et al., AAAI 2020) then covers a rectangle in half of the images with one colour: a slot that only
+knows a class by two parts together fails where one of them is covered.
+
 With regions that the attention is kept off, images have a fourth channel, the share of each pixel that is kept off,
 0 ... 255: whatever moves the pixels moves it too.
 """
@@ -66,6 +69,9 @@ _ASPECT_RANGE = (3 / 4, 4 / 3)
 _CROP_ATTEMPTS = 10
 _NUM_STRENGTHS = 31
 
+# random erasing: how often, the rectangle's share of the image, and its height over its width
+_ERASED, _ERASED_AREA, _ERASED_ASPECT = 0.5, (0.02, 0.25), (0.3, 3.3)
+
 # epochs whose images are not augmented: the images themselves, and their mirror images
 WHOLE, MIRRORED = 0, -1
 
@@ -81,9 +87,11 @@ class PaperAugmentation:
 
     Attributes:
         input_size: (H0, W0).
+        erase: whether random erasing follows.
     """
 
     input_size: tuple[int, int] = (_REFERENCE_SIZE, _REFERENCE_SIZE)
+    erase: bool = False
 
     @property
     def resize_size(self) -> tuple[int, int]:
@@ -120,7 +128,21 @@ class PaperAugmentation:
         images[0] = apply_photometric(images[0], rng)
         top = int(rng.integers(images[0].height - height + 1))
         left = int(rng.integers(images[0].width - width + 1))
-        return np.dstack([np.asarray(image.crop((left, top, left + width, top + height))) for image in images])
+        augmented = np.dstack([np.asarray(image.crop((left, top, left + width, top + height))) for image in images])
+        if self.erase and rng.random() < _ERASED:
+            erase_rectangle(augmented, rng)
+        return augmented
+
+
+def erase_rectangle(pixels: NDArray[np.uint8], rng: np.random.Generator) -> None:
+    """Cover a rectangle of an image, uint8 [H, W, 3 or 4], with one colour, in place; a fourth channel stays."""
+    height, width = pixels.shape[:2]
+    area = rng.uniform(*_ERASED_AREA) * height * width
+    low, high = map(math.log, _ERASED_ASPECT)
+    aspect = math.exp(rng.uniform(low, high))
+    rows, cols = min(int(math.sqrt(area * aspect)), height - 1), min(int(math.sqrt(area / aspect)), width - 1)
+    top, left = int(rng.integers(height - rows)), int(rng.integers(width - cols))
+    pixels[top : top + rows, left : left + cols, :3] = rng.integers(256, size=3, dtype=np.uint8)
 
 
 def sample_geometric(

@@ -287,7 +287,9 @@ class _TrainingRun:
     def _build_batches(self) -> tuple[Batches, Batches, dict[str, Any]]:
         """Return training and validation batches, and their entries in config.json."""
         options, group = self.options, self.group
-        augmentation = PaperAugmentation(options.input_size) if options.augment == "paper" else None
+        augmentation = None
+        if options.augment != "none":
+            augmentation = PaperAugmentation(options.input_size, erase=options.augment == "erase")
         regions = None
         if options.keep_off is not None:
             regions = read_regions(self.data, options.keep_off)

@@ -88,9 +88,13 @@ class RecipeOverrides(Options):
             default="2e-4 in grounded, 1e-4 in the other recipes", panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
-    augment: Annotated[Augment | None, Option("Augmentation of the training images.", default="paper", panel=_DATA)] = (
-        None
-    )
+    augment: Annotated[
+        Augment | None,
+        Option(
+            "Augmentation of the training images: the paper's, erase for random rectangles over it, or none.",
+            default="erase in grounded, paper in the other recipes", panel=_DATA,
+        ),
+    ] = None  # fmt: skip
     device: Annotated[str | None, Option("auto, cpu, cuda or cuda:N.", default="auto")] = None
     precision: Annotated[
         TrainingPrecision | None,

@@ -37,7 +37,8 @@ from opal_deploy.model.config import (
 from opal_deploy.model.network_names import TIMM_PREFIX, check_network, default_weights
 from opal_deploy.runtime.devices import parse_device
 
-Augment = Literal["paper", "none"]
+# erase: the paper's, and random erasing
+Augment = Literal["paper", "erase", "none"]
 ClassWeights = Literal["none", "balanced"]
 # learning rate: fixed; or falling to 0 along half a cosine (Loshchilov and Hutter 2017, without restarts), with a
 # warm-up after a fitted head

@@ -144,6 +144,21 @@ def test_a_draw_is_uint8_of_the_input_size_and_depends_on_the_generator_alone(in
     assert np.array_equal(pixels, before)
 
 
+def test_erasing_covers_a_rectangle_of_half_of_the_images_and_changes_nothing_else():
+    plain, erasing = (PaperAugmentation((64, 96), erase=erase) for erase in (False, True))
+    pixels = _noise(*plain.resize_size)
+    shares = []
+    for seed in range(200):
+        before, after = (each(pixels, np.random.default_rng(seed)) for each in (plain, erasing))
+        rows, cols = np.nonzero((before != after).any(axis=2))
+        if len(rows):
+            covered = after[rows.min() : rows.max() + 1, cols.min() : cols.max() + 1]
+            assert len(np.unique(covered.reshape(-1, 3), axis=0)) == 1
+            shares.append(covered[..., 0].size / before[..., 0].size)
+    assert 80 < len(shares) < 120
+    assert 0.01 < min(shares) < max(shares) <= 0.25
+
+
 class _Scripted:
     """Stands in for a generator: one choice of operation, one of the 31 strengths, and a sign."""
 

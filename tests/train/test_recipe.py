@@ -110,7 +110,8 @@ def test_a_recipe_that_says_something_else_is_refused(text, message, tmp_path):
 
 def test_the_grounded_recipe_is_the_papers_head_on_finer_cells():
     grounded, paper = (resolve_recipe(load_recipe(name), {}).options for name in ("grounded", "paper"))
-    assert (grounded.stride, grounded.head, grounded.augment) == (16, paper.head, paper.augment)
+    assert (grounded.stride, grounded.head) == (16, paper.head)
+    assert (grounded.augment, paper.augment) == ("erase", "paper")
     assert resolve_recipe(load_recipe("grounded"), {"model": {"stride": 8}}).options.stride == 8
     resnet50 = resolve_recipe(load_recipe("grounded-resnet50"), {}).options
     assert (resnet50.backbone, resnet50.stride, resnet50.keep_layers, resnet50.head) == (
@@ -174,7 +175,7 @@ def test_an_unknown_recipe_names_those_there_are():
             ({"model": {"input_size": size}}, "expected two whole numbers")
             for size in ([224], [224, 0], [224.0, 224], ["a", 3])
         ),
-        ({"training": {"augment": "strong"}}, "expected one of paper, none"),
+        ({"training": {"augment": "strong"}}, "expected one of paper, erase, none"),
         ({"training": {"precision": "int8"}}, "expected one of auto, fp32"),
         ({"training": {"schedule": "step"}}, "expected one of constant, cosine"),
         ({"training": {"agreement": -1.0}}, "at least 0"),
