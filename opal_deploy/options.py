@@ -21,7 +21,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import (
@@ -93,6 +93,17 @@ class Options:
     def keywords(self) -> dict[str, Any]:
         """Return the fields by name: the keywords with which `keywords` makes the same options again."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def changed(
+        self, declared_by: type[Options] | None = None, *, names: Sequence[str] | None = None, but: Sequence[str] = ()
+    ) -> str:
+        """Return the flags of options that do not have their default values: all, a base class's, or those named."""
+        return ", ".join(
+            _spell(field.name, option, getattr(self, field.name))
+            for field, _, option in option_fields(declared_by or type(self))
+            if option is not None and field.name not in but and (names is None or field.name in names)
+            if getattr(self, field.name) != default_of(field)
+        )
 
 
 def option_fields(options: type[Any]) -> Iterator[tuple[Field[Any], Any, Option | None]]:
@@ -240,6 +251,12 @@ def flag_of(name: str, option: Option | None = None) -> str:
     return (option.flag.partition("/")[0] if option else "") or "--" + name.replace("_", "-")
 
 
+def _spell(name: str, option: Option, value: Any) -> str:
+    """Return the flag that gives an option this value: of a switch that is off, the one that turns it off."""
+    on = flag_of(name, option)
+    return option.flag.partition("/")[2] or "--no-" + on.removeprefix("--") if value is False else on
+
+
 def to_arguments(options: Options) -> list[str]:
     """Return the command-line arguments that give options these values; defaults are left out."""
     arguments = []
@@ -247,10 +264,9 @@ def to_arguments(options: Options) -> list[str]:
         value = getattr(options, field.name)
         if option is None or value == default_of(field):
             continue
-        on = flag_of(field.name, option)
+        on = _spell(field.name, option, value)
         if isinstance(value, bool):
-            off = option.flag.partition("/")[2] or "--no-" + on.removeprefix("--")
-            arguments.append(on if value else off)
+            arguments.append(on)
         else:
             for item in value if isinstance(value, tuple) else (value,):
                 arguments += [on, str(item)]

@@ -131,7 +131,7 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     from opal_deploy.run import sheets
     from opal_deploy.runtime.select import open_sessions
 
-    path = Path(model) if model is not None else setup.find_default_model(options.device, log=options.log)
+    path = Path(model) if model is not None else setup.find_default_model(options.device, options.runtime, options.log)
     raise_pillow_limit(options.max_pixels)
     if options.expect_sha256 is not None:
         check_sha256(path, options.expect_sha256)

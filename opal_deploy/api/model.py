@@ -166,14 +166,12 @@ class Model:
         """
         if isinstance(images, str | os.PathLike) and (name := os.fspath(images)) and _names_several(name):
             raise UsageError(f"{name}: a folder or a pattern; use model.stream({name!r})")
-        one = isinstance(images, str | bytes | os.PathLike | Image.Image) or (
-            isinstance(images, np.ndarray) and images.ndim < 4 and images.dtype.kind not in "UO"
-        )
+        one = _is_one(images)
         sources = [cast(Source, images)] if one else _list_sources(images)
         box_list = _parse_boxes(boxes, len(sources), one=one)
         self._caution(boxed=boxes is not None)
         options = InferenceOptions(
-            batch=batch or default_batch(self.sessions[0]),
+            batch=self._choose_batch(batch),
             top=top,
             decision=self._decide(thresholds, self.predict),
             max_pixels=max_pixels,
@@ -222,7 +220,7 @@ class Model:
         """
         self._caution(boxed=False)
         options = InferenceOptions(
-            batch=batch or default_batch(self.sessions[0]), workers=workers, top=top,
+            batch=self._choose_batch(batch), workers=workers, top=top,
             decision=self._decide(thresholds, self.stream), max_pixels=max_pixels, model_sha256=self.sha256,
         )  # fmt: skip
         if isinstance(images, str | os.PathLike):
@@ -234,7 +232,7 @@ class Model:
             check_inputs(inputs)
             found = discover(inputs, Skipped())
         else:
-            several = cast(Iterable[Source], [images] if isinstance(images, bytes | Image.Image) else images)
+            several = cast(Iterable[Source], [images] if _is_one(images) else images)
             found = (InputImage(source_name(source), source) for source in several)
         for result in predict_stream(found, self.sessions, options):
             source = result.prepared.input.source
@@ -335,7 +333,7 @@ class Model:
         from opal_deploy.api.service import Service
 
         options = InferenceOptions(
-            batch=batch or default_batch(self.sessions[0]),
+            batch=self._choose_batch(batch),
             workers=workers,
             max_pixels=max_pixels,
             top=top,
@@ -346,6 +344,9 @@ class Model:
             model_sha256=self.sha256,
         )
         return Service(self.sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
+
+    def _choose_batch(self, batch: int | None) -> int:
+        return default_batch(self.sessions[0]) if batch is None else batch
 
     def _caution(self, *, boxed: bool) -> None:
         """Warn once of a model that is not verified, or that expects crops."""
@@ -424,6 +425,12 @@ def _parse_box(box: object) -> Box:
     except (TypeError, ValueError):
         raise ValueError(f"box {reprlib.repr(box)}: expected four numbers (x0, y0, x1, y1), in pixels") from None
     return x0, y0, x1, y1
+
+
+def _is_one(images: Any) -> bool:
+    """Return whether this is one image, and not several."""
+    is_array = isinstance(images, np.ndarray) and images.ndim < 4 and images.dtype.kind not in "UO"
+    return is_array or isinstance(images, str | bytes | os.PathLike | Image.Image)
 
 
 def load(

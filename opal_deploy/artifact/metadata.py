@@ -250,6 +250,11 @@ class Metadata:
         """Whether, on a CPU, OpenVINO is the runtime that has fast kernels for the file, or any."""
         return self.precision == "bf16" or self.int8_activations == "uint8"
 
+    @property
+    def cpu_extras(self) -> str:
+        """The extras of opal-deploy that run the file on a CPU."""
+        return "cpu,openvino" if self.precision == "bf16" else "cpu"
+
     def has_output(self, name: str) -> bool:
         """Return whether the graph has an output, whatever version named it."""
         return bool(self.find_outputs([name]))

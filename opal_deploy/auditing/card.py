@@ -21,7 +21,7 @@ _EVIDENCE = {
     "none": "The model returns logits only. Its answers cannot be explained.",
 }
 _USE = """```console
-$ pip install 'opal-deploy[cpu]'
+$ pip install 'opal-deploy[{extras}]'
 $ opal-deploy infer images/ --model {file}{explain}
 ```
 """
@@ -58,7 +58,7 @@ def describe_card(metadata: Metadata, path: Path, *, use: str | None = None) -> 
     head = f"{metadata.num_classes} classes, {metadata.backbone}. {_EVIDENCE[metadata.evidence]}"
     body = "\n".join(f"## {title}\n\n" + "\n".join(f"- {_escape(line)}" for line in lines) + "\n"
                      for title, lines in sections if lines)  # fmt: skip
-    use = use or _USE.format(file=path.name, explain=explain)
+    use = use or _USE.format(extras=metadata.cpu_extras, file=path.name, explain=explain)
     classes = ", ".join(metadata.class_names)
     return (
         f"{_format_front_matter(metadata)}\n# {_escape(path.stem)}\n\n{head}\n\n## Use\n\n{use}\n{body}\n"

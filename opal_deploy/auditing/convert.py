@@ -57,7 +57,10 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
 
     if options.config is not None and options.to != "label-studio":
         raise UsageError("--config: only --to label-studio has a labelling interface")
-    if (options.boxes is not None) != (options.to == "megadetector"):
+    for name, only in (("prefix", "label-studio"), ("categories", "coco"), ("boxes", "megadetector")):
+        if options.to != only and (unused := options.changed(names=[name])):
+            raise UsageError(f"{unused}: only for --to {only}; leave it out")
+    if options.boxes is None and options.to == "megadetector":
         raise UsageError("--to megadetector adds classifications to a detector's results: give them as --boxes FILE")
     path = find_results(Path(results))
     out, config, boxes = (None if name is None else Path(name) for name in (options.out, options.config, options.boxes))

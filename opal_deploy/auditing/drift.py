@@ -167,6 +167,11 @@ def _find_reference(
         raise UsageError(
             f"{path}: no single cell is its evidence (evidence {metadata.evidence}); expected an OPAL model"
         )
+    if not metadata.is_opal:
+        raise UsageError(
+            f"{path}: its records list only the strongest prototypes of a class (head {metadata.head_kind}), which no "
+            "baseline of all prototypes can be compared with; give --against earlier results"
+        )
     try:
         known = metadata.known_baseline
     except ArtifactError as error:

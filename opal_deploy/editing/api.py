@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from opal_deploy.editing.scores import Effect, Scores
     from opal_deploy.editing.suggestions import Suggestion
 
+# options that tell how --data is read and measured
+_OF_DATA = ("dataset", "partition", "skip_missing", "boxes", "annotations", "split", "batch")
+
 
 @dataclass(frozen=True)
 class EditResult:
@@ -158,6 +161,8 @@ def _check_options(path: Path, kind: ModelKind, options: EditOptions, edits: boo
     needs_data = [name for name in ("suggest", "background", "page") if getattr(options, name)]
     if needs_data and options.data is None:
         raise UsageError(f"--{needs_data[0]}: needs labelled images; add --data")
+    if options.data is None and (unused := options.changed(names=_OF_DATA)):
+        raise UsageError(f"{unused}: nothing is measured; add --data, or leave out {unused}")
     if options.atlas is not None and options.page is None:
         raise UsageError("--atlas: its patches are shown on a page; add --page FILE")
     if options.background is not None and not options.suggest:

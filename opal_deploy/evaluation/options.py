@@ -19,12 +19,19 @@ from opal_deploy.options import (
     SkipMissing,
     StrPath,
     Threads,
+    flag_of,
     parse_rate,
 )
 
 Split = Literal["test", "val", "train", "all"]
 Fill = Literal["blur", "mean", "noise"]
 FILLS: tuple[Fill, ...] = get_args(Fill)
+# options that only some measurements read, and these
+_ONLY_FOR = {
+    ("attack_levels", "attack_margin", "attack_steps"): ("attack_outside",),
+    ("fill",): ("faithfulness",),
+    ("limit",): ("faithfulness", "attack_outside", "randomise", "interventions"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,5 +125,8 @@ class EvaluateOptions(Options):
         super().__post_init__()
         if self.target_error is not None and not 0 < self.target_error < 1:
             raise UsageError(f"target_error {self.target_error}: expected a share between 0 and 1, such as 0.05")
+        for options, measures in _ONLY_FOR.items():
+            if not any(getattr(self, name) for name in measures) and (unused := self.changed(names=options)):
+                raise UsageError(f"{unused}: only for {', '.join(map(flag_of, measures))}; add one, or leave it out")
         # each once
         object.__setattr__(self, "fill", tuple(dict.fromkeys(self.fill)))

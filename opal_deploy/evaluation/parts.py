@@ -180,6 +180,8 @@ def explain_missing_outputs(metadata: Metadata) -> dict[str, str]:
     # another file: the evaluated one may be in use, and earlier results name its digest
     command = f"opal-deploy export {source} --out {Path(source).stem}.attention.onnx --outputs attention"
     instead = f"evaluate {source} itself, or a file that has them: {command}"
+    if not metadata.is_opal:
+        instead = f"evaluate a file that has them: {command} --arch ARCHITECTURE"
     reasons = {}
     if "attention" not in metadata.outputs:
         reasons[CONSISTENCY] = f"the model has no output attention; {instead}"

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 _COMMON = {field.name for field in fields(CommonOptions)}
 _SITE_ONLY = [field.name for field in fields(WebOptions) if field.name not in _COMMON]
-# options that apply where a file is served as it is
+# options that apply where a file is served or copied as it is
 _SERVING = ("triton", "name", "web", *_SITE_ONLY, *_COMMON)
+_COPYING = ("mlflow", "overwrite", "verify", "threads")
 
 
 @keywords(OnnxOptions)
@@ -174,13 +175,15 @@ def _export_folder(source: Path, kind: str | None, options: ExportOptions) -> Ex
     else:
         folder = MlflowFolder(Path(options.mlflow or ""), options.overwrite)
     folder.check()
+    if kind == "onnx" and options.precision is None and (unused := options.changed(but=_COPYING)):
+        raise UsageError(f"{source}: copied as it is; leave out {unused}")
     own = replace(options, hf=None, mlflow=None, out=folder.folder / OWN)
     if options.hf is not None:
         (folder.folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
         run_export(source, replace(own, out=folder.folder / MODEL, input="float32"))
     folder.folder.mkdir(parents=True, exist_ok=True)
     if kind == "onnx" and options.precision is None:
-        onnx_file.check_digest(source, onnx_file.read_metadata(source))
+        _check_as_is(source, options)
         shutil.copyfile(source, folder.folder / OWN)
         result = ExportResult(source, [], [])
     else:
@@ -305,14 +308,22 @@ def _serve_as_is(source: Path, target: Repository | Site, options: ExportOptions
     """
     if unused := options.changed(but=_SERVING):
         raise UsageError(f"{source}: served as it is; leave out {unused}")
-    if options.verify and model_kind(source) == "onnx":
-        require("onnxruntime", "cpu", "export, to verify what it serves,")
-        from opal_deploy.runtime.onnx_session import OnnxSession
-        from opal_deploy.runtime.verification import verify_test_vectors
-
-        options.log(f"Checking {source.name} against its own test vectors")
-        session = OnnxSession(source, device="cpu", threads=options.threads)
-        if session.metadata.unverified:
-            options.log(WarningLine(f"NOT VERIFIED: {source.name} was {session.metadata.unverified}"))
-        verify_test_vectors(session, str(source))
+    if model_kind(source) == "onnx":
+        _check_as_is(source, options)
     return _write_target(ExportResult(source, [], []), target)
+
+
+def _check_as_is(source: Path, options: ExportOptions) -> None:
+    """Run the test vectors of an ONNX file that is used as it is, and say if it was never verified."""
+    if not options.verify:
+        onnx_file.check_digest(source, onnx_file.read_metadata(source))
+        return
+    require("onnxruntime", "cpu", "export, to verify what it copies,")
+    from opal_deploy.runtime.select import open_sessions
+    from opal_deploy.runtime.verification import verify_test_vectors
+
+    options.log(f"Checking {source.name} against its own test vectors")
+    (session,) = open_sessions(source, device="cpu", threads=options.threads)
+    if session.metadata.unverified:
+        options.log(WarningLine(f"NOT VERIFIED: {source.name} was {session.metadata.unverified}"))
+    verify_test_vectors(session, str(source))

@@ -158,7 +158,10 @@ def stage_onnx(candidate: ExportCandidate, path: Path, options: ExportOptions) -
         digest = onnx_file.embed_digest(temporary)
         if options.verify and metadata.precision != "bf16":
             # the very bytes that are about to get the name: digest, metadata and test vectors
-            verify_test_vectors(OnnxSession(temporary, device="cpu", threads=options.threads), path.name)
+            try:
+                verify_test_vectors(OnnxSession(temporary, device="cpu", threads=options.threads), path.name)
+            except VerificationError as error:
+                raise VerificationError(f"{path.name} was not written: {error}") from None
         if options.verify and metadata.is_for_openvino and find_spec("openvino") is not None:
             _check_in_openvino(temporary, path.name, options)
         yield StagedOnnx(ExportedOnnx(path, replace(metadata, file_sha256=digest), comparison), temporary)

@@ -155,7 +155,9 @@ def choose_images(
         data = find_recorded_dataset(metadata.training, metadata.class_names, model, torchvision=torchvision)
         root = without_folders((metadata.training.get("data") or {}).get("root"))
         if data is None and root and options.images is None and options.calibrate is None:
-            options.log(f"The images that it was trained on ({root}) are not here any more; --images names others")
+            options.log(
+                f"The images that it was trained on ({root}) are not here any more; `export --images` names others"
+            )
         if data is not None and metadata.crop is None:
             data = data.without_crops()
     calibration = _choose_calibration_images(metadata, options, data) if calibrate else None

@@ -56,7 +56,7 @@ class MlflowFolder:
             # JSON is YAML
             _CONFIG: json.dumps({"flavors": {"python_function": flavour}}, indent=2) + "\n",
             _ENVIRONMENT: json.dumps(environment, indent=2) + "\n",
-            _REQUIREMENTS: f"opal-deploy[cpu]>={__version__}\n",
+            _REQUIREMENTS: f"opal-deploy[{metadata.cpu_extras}]>={__version__}\n",
             _CARD: describe_card(metadata, self.folder / OWN, use=_USE),
         }
         return [self.folder / OWN, *write_texts(self.folder, texts)]

@@ -13,7 +13,7 @@ from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.metadata import Activations, InputKind, Precision
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, ProgressChoice, log_line
-from opal_deploy.options import Option, Options, StrPath, Threads, default_of, flag_of, option_fields, parse_size
+from opal_deploy.options import Option, Options, StrPath, Threads, parse_size
 from opal_deploy.records.decision import Decision
 
 _ENGINES = "TensorRT engines (--trt)"
@@ -276,11 +276,3 @@ class ExportOptions(WebOptions, TritonOptions, EngineExportOptions):
     def int8_activations(self) -> Activations:
         """The type of the activations that int8 gets."""
         return "int8" if self.trt else "uint8"
-
-    def changed(self, declared_by: type[Options] | None = None, *, but: Sequence[str] = ()) -> str:
-        """Return the flags of options, all or a base class's, that do not have their default values."""
-        return ", ".join(
-            flag_of(field.name, option)
-            for field, _, option in option_fields(declared_by or type(self))
-            if option is not None and field.name not in but and getattr(self, field.name) != default_of(field)
-        )

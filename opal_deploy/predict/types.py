@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.errors import ImageError
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.decision import NO_DECISION, Decision
@@ -74,6 +74,12 @@ class InferenceOptions:
     keep_pixels: bool = False
     keep_images: bool = False
     keep_outputs: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for numbers that no run can have."""
+        for name in ("batch", "workers", "max_pixels", "top"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} {getattr(self, name)}: expected at least 1")
 
 
 @dataclass(frozen=True)

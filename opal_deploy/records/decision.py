@@ -100,6 +100,8 @@ def _check_ood_score(given: str, path: Path, metadata: Metadata) -> None:
             f"{given}: {path} computes no OOD score, since no single cell is its evidence (evidence "
             f"{metadata.evidence}); leave {flag} out"
         )
+    if not metadata.is_opal:
+        raise UsageError(f"{given}: {path} computes no OOD score (head {metadata.head_kind}); leave {flag} out")
     if not metadata.has_output("ood_score"):
         is_checkpoint = model_kind(path) == "checkpoint"
         why = "its checkpoint has no features of training images"

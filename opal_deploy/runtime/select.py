@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, ENGINE_SUFFIX, ONNX_SUFFIX, ModelKind, model_kind
@@ -129,6 +129,10 @@ def open_sessions(
         MissingExtra: the runtime is not installed.
         UsageError: a device is missing, or the runtime does not run such a model.
     """
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads {threads}: expected at least 1")
+    if runtime not in get_args(RuntimeName):
+        raise UsageError(f"runtime {runtime!r}: expected one of {', '.join(get_args(RuntimeName))}")
     return [_open(path, name, threads, cuda_graphs, runtime) for name in split_devices(device)]
 
 

@@ -176,8 +176,9 @@ class DriftMonitor:
 
 
 def open_monitor(metadata: Metadata, size: WindowSize) -> DriftMonitor | None:
-    """Return the monitor of a model; None without windows, or if the model has no baseline."""
-    baseline = metadata.known_baseline
+    """Return the monitor of a model; None without windows, or if the model has no baseline of what records list."""
+    # records of other heads list the strongest prototypes only
+    baseline = metadata.known_baseline if metadata.is_opal else None
     if baseline is None or size == WindowSize(None, None):
         return None
     return DriftMonitor(metadata, baseline, size)

@@ -231,6 +231,8 @@ class ServerState:
         """
         options, metadata, log = self.options, sessions[0].metadata, self.log.message
         check_model(path, metadata, explain=False, boxed=True, top=options.top, log=log)
+        if metadata.crop == "boxes":
+            log(f"{name}: trained on images cropped to boxes; send crops")
         inference = InferenceOptions(
             batch=options.batch or default_batch(sessions[0]), workers=options.workers or default_workers(),
             max_pixels=options.max_pixels, decode=parse_decoding(options.decode), isolate=True,

@@ -50,7 +50,7 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
         # before the models are loaded, which may take minutes
         listener = stack.enter_context(bind(options.host, options.port))
         if not models:
-            default = find_default_model(options.device, log=log, option="opal-deploy serve FILE")
+            default = find_default_model(options.device, options.runtime, log, option="opal-deploy serve FILE")
             models = {default.stem: default}
         for name, path in models.items():
             model = load_model(path, device=options.device, threads=options.threads, runtime=options.runtime, log=log)

@@ -339,7 +339,7 @@ def _check_model(path: Path, metadata: Metadata) -> None:
         "all classes as outputs": metadata.top_k is None,
     }
     if missing := [name for name, has in wanted.items() if not has]:
-        raise UsageError(f"{path}: --web needs a model with {', '.join(missing)}; export it with them")
+        raise UsageError(f"{path}: --web needs a model with {', '.join(missing)}, and this has not; export it so")
     if not metadata.test_vectors:
         raise ArtifactError(
             f"{path}: the model has no test vectors, which the page needs to check the browser; export it again"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import opal_deploy
 from opal_deploy.errors import ImageError, UsageError
@@ -82,6 +83,26 @@ def test_a_folder_or_a_pattern_is_for_stream(model, paths, several):
     with pytest.raises(UsageError, match=r"use model\.stream"):
         model.predict(given)
     assert [each.label for each in model.stream(given)] == [each.label for each in model.predict(paths)]
+
+
+def test_one_array_is_one_image_in_a_stream_too(model, paths):
+    pixels = np.asarray(Image.open(paths[0]).convert("RGB"))
+    (found,) = model.stream(pixels)
+    assert found == model.predict(pixels)
+
+
+def test_numbers_and_names_that_nothing_can_have_are_one_line(model, exact_model, paths):
+    calls = [
+        ("batch -2: expected at least 1", lambda: model.predict(paths[0], batch=-2)),
+        ("batch 0: expected at least 1", lambda: model.predict(paths[0], batch=0)),
+        ("top 0: expected at least 1", lambda: model.predict(paths[0], top=0)),
+        ("workers 0: expected at least 1", lambda: list(model.stream(paths, workers=0))),
+        ("threads 0: expected at least 1", lambda: opal_deploy.load(exact_model, threads=0)),
+        ("runtime 'tpu': expected one of auto, onnxruntime", lambda: opal_deploy.load(exact_model, runtime="tpu")),
+    ]
+    for message, call in calls:
+        with pytest.raises(UsageError, match=message):
+            call()
 
 
 def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures, tmp_path):

@@ -244,6 +244,8 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(folder, linear, 
         ({"second": "nothing.onnx"}, r"nothing.onnx: no such model"),
         ({"out": "data/train/metrics"}, "would become part of the data set"),
         ({"fill": ["grey"]}, "fill 'grey': expected one of blur, mean, noise"),
+        ({"fill": ["mean"]}, "--fill: only for --faithfulness; add one"),
+        ({"attack_levels": 3}, "--attack-levels: only for --attack-outside"),
         ({"target_error": 5.0}, "target_error 5.0: expected a share between 0 and 1"),
         ({"target_error": 0.05}, "12 labelled images cannot show .* even without errors, 59 are needed"),
         (

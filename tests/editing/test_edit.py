@@ -162,6 +162,10 @@ REFUSED = [
     (["--drop", "{0}/1", "--out", "model.pt", "--overwrite"], "this call reads that file"),
     (["--out", "x.pt"], "nothing to do"),
     (["--suggest"], "--suggest: needs labelled images; add --data"),
+    (
+        ["--drop", "{0}/1", "--annotations", "x.json", "--no-boxes", "--out", "x.pt"],
+        "--no-boxes, --annotations: nothing",
+    ),
     (["--suggest", "--data", "nowhere"], "nowhere"),
     (["--drops", "nowhere.toml", "--out", "x.pt"], "nowhere.toml: cannot be read"),
     (["--drop", "{0}/1", "--data", "data", "--page", "x.pt", "--out", "./x.pt"], "--out and --page are the same file"),

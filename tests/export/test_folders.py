@@ -53,6 +53,9 @@ def test_mlflows_loader_answers_as_infer_does(opal, exact_model, make_pictures, 
     assert loaded.predict([base64.b64encode(each).decode() for each in data], {"min_margin": 2.0}) == expected
     with pytest.raises(ValueError, match="columns path: expected a column 'image'"):
         loaded.predict(pd.DataFrame({"path": paths}))
+    refused = opal("export", exact_model, "--mlflow", tmp_path / "other", "--no-ood-score")
+    assert "copied as it is; leave out --no-ood-score" in refused.stderr
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,8 @@ def test_the_command_converts(opal, tmp_path):
         (["--to", "xml"], "'xml' is not one of 'coco', 'label-studio'"),
         (["--to", "coco", "--categories", "part"], "'part' is not one of 'class', 'slot'"),
         (["--to", "coco", "--config", "c.xml"], "only --to label-studio"),
+        (["--to", "coco", "--prefix", "x/"], "--prefix: only for --to label-studio"),
+        (["--to", "label-studio", "--boxes", "b.json"], "--boxes: only for --to megadetector"),
         (["--to", "coco"], "line 2 is not a whole record"),
     ],
 )

@@ -116,12 +116,13 @@ def test_a_bad_picture_is_refused_with_the_code_of_its_error_record(server, data
     ("how", "reason"),
     [
         ({"params": {"model": "none"}, "content": b"x"}, "model 'none' not found; available: trees, trees_explain"),
+        ({"params": {"box": "1,2,3,4"}, "content": b"x"}, "parameter 'box' found; expected format, model or name"),
         ({"params": {"format": "svg"}, "content": b"x"}, "format 'svg' found; expected record, overlay, sheet"),
         ({"data": {"a": "b"}, "headers": {"content-type": "multipart/form-data"}}, "the form cannot be read"),
         ({"files": {"a": (None, b"text")}}, "the form has no file"),
         ({"files": [("a", ("a", b"1")), ("b", ("b", b"2"))]}, "Too many files"),
     ],
-    ids=["model", "format", "form", "no file", "two files"],
+    ids=["model", "parameter", "format", "form", "no file", "two files"],
 )
 def test_a_wrong_call_is_refused_with_its_reason(server, how, reason):
     response = httpx.post(f"{server.url}/explain", **how)

@@ -236,7 +236,8 @@ def _entropy(cells: NDArray[np.int32]) -> float:
 
 def _spread(cells: NDArray[np.int32], grid: tuple[int, int]) -> float:
     rows, cols = grid
-    shares = cells.reshape(rows, cols) / cells.sum()
+    # a prototype that no record lists was seen nowhere
+    shares = cells.reshape(rows, cols) / max(int(cells.sum()), 1)
     y, x = np.mgrid[:rows, :cols].astype(np.float64)
     y, x = (y + 0.5) / rows, (x + 0.5) / cols
     variance = (shares * ((x - (shares * x).sum()) ** 2 + (y - (shares * y).sum()) ** 2)).sum()
