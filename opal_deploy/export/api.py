@@ -175,15 +175,18 @@ def _export_folder(source: Path, kind: str | None, options: ExportOptions) -> Ex
     else:
         folder = MlflowFolder(Path(options.mlflow or ""), options.overwrite)
     folder.check()
-    if kind == "onnx" and options.precision is None and (unused := options.changed(but=_COPYING)):
-        raise UsageError(f"{source}: copied as it is; leave out {unused}")
+    as_is = kind == "onnx" and options.precision is None
+    if as_is:
+        if unused := options.changed(but=_COPYING):
+            raise UsageError(f"{source}: copied as it is; leave out {unused}")
+        # before there is a folder, which a refused file would leave empty
+        _check_as_is(source, options)
     own = replace(options, hf=None, mlflow=None, out=folder.folder / OWN)
     if options.hf is not None:
         (folder.folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
         run_export(source, replace(own, out=folder.folder / MODEL, input="float32"))
     folder.folder.mkdir(parents=True, exist_ok=True)
-    if kind == "onnx" and options.precision is None:
-        _check_as_is(source, options)
+    if as_is:
         shutil.copyfile(source, folder.folder / OWN)
         result = ExportResult(source, [], [])
     else:
@@ -278,8 +281,8 @@ def _open_site(options: ExportOptions) -> Site | None:
         UsageError: the folder holds something else, ONNX Runtime Web is missing, or other options do not fit.
     """
     if options.web is None:
-        if given := [name for name in _SITE_ONLY if getattr(options, name) not in (None, False)]:
-            raise UsageError(f"{', '.join(map(flag_of, given))}: only for a site; add --web")
+        if given := options.changed(names=_SITE_ONLY):
+            raise UsageError(f"{given}: only for a site; add --web")
         return None
     if options.trt or options.triton is not None:
         raise UsageError("--web: writes only a site; leave out --trt and --triton")

@@ -23,6 +23,7 @@ from opal_deploy.server.admission import HttpError, error_response
 from opal_deploy.server.inference import (
     FORMATS,
     DrawingQueue,
+    check_parameters,
     choose_format,
     explain_image,
     infer_pixels,
@@ -218,6 +219,7 @@ class _PageHandlers:
         return list_uses(address, has_token=self._state.token is not None)
 
     async def explain(self, request: Request) -> Response:
+        check_parameters(request)
         name = request.query_params.get("model", self._state.models[0].name)
         model, _ = self._state.find(name)
         request.state.model, request.state.images = name, 1

@@ -182,15 +182,19 @@ class DrawingQueue:
         return drawings.files[chosen]
 
 
+def check_parameters(request: HttpRequest) -> None:
+    """Raise HttpError for a parameter of `/explain` that does not exist, such as a box."""
+    if unknown := set(request.query_params) - {"format", "model", "name"}:
+        expected = "format, model or name; crop before sending"
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"parameter {min(unknown)[:20]!r} found; expected {expected}")
+
+
 def choose_format(request: HttpRequest, model: ServedModel) -> Format:
     """Return the format that `?format=` or the header Accept asks for; by default `record`.
 
     Raises:
-        HttpError: an unknown parameter or format, or a drawing of evidence that the model does not have.
+        HttpError: an unknown format, or a drawing of evidence that the model does not have.
     """
-    if unknown := set(request.query_params) - {"format", "model", "name"}:
-        expected = "format, model or name; crop before sending"
-        raise HttpError(HTTPStatus.BAD_REQUEST, f"parameter {min(unknown)[:20]!r} found; expected {expected}")
     text, evidence = request.query_params.get("format"), model.metadata.evidence
     if text is not None and text not in FORMATS:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"format {text[:20]!r} found; expected {', '.join(FORMATS)}")
