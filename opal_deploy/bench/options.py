@@ -123,7 +123,7 @@ class ModelOptions(DeviceOptions, StrideOptions, BackboneOptions):
     ort_option: Annotated[
         tuple[str, ...],
         Option(
-            "NAME=VALUE for ONNX Runtime on a GPU: prefer_nhwc, fuse_conv_bias, enable_cuda_graph (0 or 1), "
+            "NAME=VALUE for ONNX Runtime on a GPU: prefer_nhwc, enable_cuda_graph (0 or 1), "
             "cudnn_conv_algo_search; repeatable.",
             cli=list[str],
             panel=_TIMING,

@@ -92,7 +92,7 @@ def _print(driver: Driver, statuses: list[RuntimeStatus], warnings: list[str]) -
 
 
 def _describe(status: RuntimeStatus) -> str:
-    on_gpu = "the GPU (never run on hardware)"
+    on_gpu = "the GPU (never run on hardware)" if status.name.startswith("tensorrt") else "the GPU"
     usable_on = [name for name, usable in (("the CPU", status.cpu), (on_gpu, status.gpu)) if usable]
     parts = ["usable on " + " and ".join(usable_on)] if usable_on else []
     if status.problem:

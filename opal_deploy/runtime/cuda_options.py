@@ -16,12 +16,12 @@ _FLAGS = {"0": False, "1": True}
 class CudaOptions:
     """Options of the CUDA provider that trade memory, start-up or last bits for speed, under the provider's names.
 
-    None has been measured on hardware yet. `bench latency --ort-option NAME=VALUE` times one.
+    `bench latency --ort-option NAME=VALUE` times one. The provider's `fuse_conv_bias` is left out: on an H100, batches
+    in flight had wrong outputs with it (ONNX Runtime 1.31).
 
     Attributes:
         prefer_nhwc: lay convolutions out as NHWC, the layout of tensor cores; None: in half precision, where NCHW costs
             two transpositions a layer.
-        fuse_conv_bias: add a convolution's bias in its own kernel; cuDNN compiles such a kernel at the first run.
         cudnn_conv_algo_search: how cuDNN chooses kernels since ONNX Runtime 1.20: EXHAUSTIVE asks its slower, better
             heuristic, HEURISTIC its fast one, DEFAULT takes its fallback kernels, which may be extremely slow.
         enable_cuda_graph: launch all kernels of a batch as one CUDA graph, recorded by the session once for each batch
@@ -29,7 +29,6 @@ class CudaOptions:
     """
 
     prefer_nhwc: bool | None = None
-    fuse_conv_bias: bool = False
     cudnn_conv_algo_search: str = "EXHAUSTIVE"
     enable_cuda_graph: bool = False
 
@@ -38,7 +37,6 @@ class CudaOptions:
         nhwc = precision == "fp16" if self.prefer_nhwc is None else self.prefer_nhwc
         return {
             "prefer_nhwc": _to_text(nhwc),
-            "fuse_conv_bias": _to_text(self.fuse_conv_bias),
             "cudnn_conv_algo_search": self.cudnn_conv_algo_search,
         }
 

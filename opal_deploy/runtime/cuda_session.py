@@ -1,8 +1,8 @@
 """Sessions on an ONNX file in ONNX Runtime on an NVIDIA GPU.
 
-This code was never run on hardware when it was written. Inputs and outputs are device memory of the
-pipeline (`runtime.pipeline`), bound once; ONNX Runtime queues its kernels on the pipeline's stream and waits for
-nothing, so that the thread that submits a batch is free while the GPU computes it. TF32 is off.
+Inputs and outputs are device memory of the pipeline (`runtime.pipeline`), bound once; ONNX Runtime queues its kernels
+on the pipeline's stream and waits for nothing, so that the thread that submits a batch is free while the GPU computes
+it. TF32 is off.
 
 Since ONNX Runtime 1.20 a convolution keeps the cuDNN plan of the last shape only, and making another takes longer than
 the computation (its issue 23006: 15 times as long). So batches are padded to a few sizes, and each size has its own
@@ -23,7 +23,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.runtime.buffers import BufferSet
 from opal_deploy.runtime.cuda import Cuda, Graph, Stream, load_cuda_libraries, number_gpu
 from opal_deploy.runtime.cuda_options import CudaOptions
-from opal_deploy.runtime.onnx_session import CPU, CUDA, ERROR_SEVERITY, OnnxSession, translate_errors
+from opal_deploy.runtime.onnx_session import CPU, CUDA, OnnxSession, translate_errors
 from opal_deploy.runtime.pipeline import PipelineSession
 from opal_deploy.runtime.verification import verify_test_vectors
 
@@ -31,6 +31,7 @@ from opal_deploy.runtime.verification import verify_test_vectors
 BATCH_SIZES = (1, 8, 16, 32, 64, 256)
 # a session allocates in its first runs, which a CUDA graph must not
 _RUNS_BEFORE_GRAPH = 2
+_FATAL_SEVERITY = 4
 # where bound memory lies, in ONNX Runtime's words
 _DEVICE_TYPE = "cuda"
 
@@ -166,8 +167,9 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
     def _load_on_gpu(self) -> Any:
         import onnxruntime
 
-        # each session would warn of a plug-in that this build does not have
-        onnxruntime.set_default_logger_severity(ERROR_SEVERITY)
+        # for NHWC, cuDNN is asked to fuse each convolution with its activation; where it has no such kernel, that is
+        # logged as an error (52 times for a ResNet-50 on an H100) and both run one after the other. Failures raise.
+        onnxruntime.set_default_logger_severity(_FATAL_SEVERITY)
         session = self._load([(CUDA, self._provider_options), CPU])
         providers = session.get_providers()
         if CUDA not in providers:

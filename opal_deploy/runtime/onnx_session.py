@@ -47,7 +47,7 @@ _OUT_OF_MEMORY = (
     "bad allocation",
 )
 # ONNX Runtime's number of the severity
-ERROR_SEVERITY = 3
+_ERROR_SEVERITY = 3
 # of an exported graph's inputs and outputs
 _DTYPES: dict[str, np.dtype[Any]] = {
     "tensor(uint8)": np.dtype(np.uint8), "tensor(int32)": np.dtype(np.int32), "tensor(float)": np.dtype(np.float32),
@@ -129,7 +129,7 @@ class OnnxSession:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = ERROR_SEVERITY
+        options.log_severity_level = _ERROR_SEVERITY
         # waiting threads must leave the cores to the threads that decode the next images
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if providers[0] != CPU:

@@ -87,7 +87,8 @@ class ProcessGroup:
             distributed.barrier()
 
     def wrap_ddp(self, network: nn.Module) -> nn.Module:
-        """Return the network for training: with several processes, gradients are averaged over them."""
+        """Return the network for training, on the device: with several processes, gradients are averaged over them."""
+        network = network.to(self.device)
         if self.size == 1:
             return network
         devices = [self.device] if self.device.type == "cuda" else None

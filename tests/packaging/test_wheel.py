@@ -93,7 +93,7 @@ def test_help_and_doctor_answer(installed, tmp_path):
     answer = run(installed / "opal-deploy", "doctor", cwd=tmp_path)
     assert answer.stdout == ""
     assert "pip install 'opal-deploy[cpu]'" in answer.stderr
-    assert "CUDA session: never run on hardware" in answer.stderr
+    assert "none was ever run on hardware" in answer.stderr
     document = json.loads(run(installed / "opal-deploy", "doctor", "--json", cwd=tmp_path).stdout)
     assert document["opal_deploy"] == __version__
     assert document["usable"] == {"cpu": False, "gpu": False, "any": False}

@@ -232,7 +232,7 @@ def test_options_reach_the_provider_are_told_and_gated_by_the_files_own_vectors(
     session = gpu.open(cuda_options=options)
     assert session.description.endswith("on CUDA device 0, fp32, prefer_nhwc=1, cudnn_conv_algo_search=HEURISTIC")
     given = gpu.loaded[0].options
-    assert (gpu.loaded[0].name, given["prefer_nhwc"], given["fuse_conv_bias"]) == (CUDA, "1", "0")
+    assert (gpu.loaded[0].name, given["prefer_nhwc"]) == (CUDA, "1")
 
     def refuse(session, name):
         raise VerificationError(f"{name}: does not reproduce")
@@ -240,7 +240,7 @@ def test_options_reach_the_provider_are_told_and_gated_by_the_files_own_vectors(
     monkeypatch.setattr(cuda_session, "verify_test_vectors", refuse)
     gpu.open()
     with pytest.raises(VerificationError):
-        gpu.open(cuda_options=CudaOptions(fuse_conv_bias=True))
+        gpu.open(cuda_options=CudaOptions(prefer_nhwc=True))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_options_reach_the_provider_are_told_and_gated_by_the_files_own_vectors(
         (["prefer_nhwc"], "expected NAME=VALUE"),
         (["prefer_nhwc=yes"], "one of 0, 1"),
         (["cudnn_conv_algo_search=FAST"], "one of EXHAUSTIVE, HEURISTIC, DEFAULT"),
-        (["fuse_conv_bias=1", "fuse_conv_bias=0"], "given twice"),
+        (["prefer_nhwc=1", "prefer_nhwc=0"], "given twice"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(texts, message):

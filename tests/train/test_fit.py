@@ -26,7 +26,7 @@ from opal_deploy.train.attention import NetworkTerms, measure_disagreement
 from opal_deploy.train.epoch import Objective, TrainStep, evaluate
 from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.loop import DivergenceError, fit
-from opal_deploy.train.machine import MixedPrecision, join_process_group
+from opal_deploy.train.machine import MixedPrecision, ProcessGroup, join_process_group
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.run_directory import FILES, TrainRunDirectory, _draw_curves
 from tests.authors import AuthorsModel
@@ -287,6 +287,13 @@ def test_training_steps_are_the_authors(tmp_path):
     weights = [key for key, value in expected.items() if value.is_floating_point()]
     difference = sum(float((found[key] - expected[key]).square().sum()) for key in weights)
     assert difference < 1e-4 * sum(float((expected[key] - first[key]).square().sum()) for key in weights)
+
+
+def test_the_whole_model_is_on_the_device():
+    """Tensors of the loss, too, which no file holds: on a GPU, training stopped at its first step for one of them."""
+    model = NetworkTerms(OpalNetwork(NetworkConfig(SMALL_BACKBONE, 2, (64, 64))), adversarial=True)
+    wrapped = ProcessGroup(torch.device("meta")).wrap_ddp(model)
+    assert {tensor.device.type for tensor in (*wrapped.parameters(), *wrapped.buffers())} == {"meta"}
 
 
 # mirror agreement -----------------------------------------------------------------------------------------------------
