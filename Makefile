@@ -130,6 +130,7 @@ demo: $(INSTALLED)
 quick-model: $(INSTALLED)
 	$(BIN)/opal-deploy demo --out runs/quick-model --overwrite
 	cp runs/quick-model/run/best.onnx opal_deploy/cli/demo/creatures.onnx
+	$(BIN)/opal-deploy evaluate runs/quick-model/data --model opal_deploy/cli/demo/creatures.onnx --faithfulness --record
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network" --ignore tests/gpu_stubs

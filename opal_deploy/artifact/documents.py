@@ -173,12 +173,25 @@ class PointingGame(Struct):
     distinguishing_part: Hits | None = None
 
 
+class Mean(Struct):
+    """A mean; the rest of its interval is not read."""
+
+    mean: Number
+
+
 class Removal(Struct):
-    """The share of images whose predicted class changes without the evidence's cells, or as many random ones."""
+    """The share of images whose predicted class changes without the evidence's cells, or as many random ones.
+
+    Attributes:
+        fill: what replaced the cells.
+        changed, changed_random: the shares, 0 ... 1.
+        drop_beyond_random: by how much more the predicted class's cosine falls without the evidence's cells.
+    """
 
     fill: str
     changed: Number
     changed_random: Number | None
+    drop_beyond_random: Mean | None = None
 
 
 class Faithfulness(Struct):

@@ -11,14 +11,16 @@ The document `Metadata.evaluation`; figures that were not measured are left out:
     data, split, images, boxes   the data set's folder, its split, how many images, whether they were cropped to boxes
     accuracy                     0 ... 1
     pointing_game                `object`, `part`, `distinguishing_part`: {mean, low, high, count, random} or null
-    faithfulness                 {images, removal: [{fill, changed, changed_random}], same_cell: {change: share}}
+    faithfulness                 {images, removal: [{fill, changed, changed_random, drop_beyond_random: {mean}}],
+                                 same_cell: {change: share}}
     attack                       {images, levels, margin, steps, outside: [{region, method, flipped}]}
     randomisation                {images, same_cell, part, part_before}
     interventions                {images, correlation: {method: rank correlation}}
     prototype_consistency, prototype_stability, part_purity
 
 `changed` is the share of images whose predicted class changes without the evidence's cells, `changed_random` without as
-many random foreground cells. `flipped` is the share of answers that small changes outside the evidence flip.
+many random foreground cells; `drop_beyond_random` is by how much more its cosine falls. `flipped` is the share of
+answers that small changes outside the evidence flip.
 """
 
 from __future__ import annotations
@@ -313,8 +315,10 @@ def _describe_faithfulness(measured: Faithfulness) -> Iterator[str]:
     for removal in measured.removal[:1]:
         random = removal.changed_random
         beside = "" if random is None else f", without as many random cells {100 * random:.0f} %"
+        more = removal.drop_beyond_random
+        falls = "" if more is None else f", and the cosine falls by {more.mean:.2f} more"
         yield (
-            f"without its cells {100 * removal.changed:.0f} % of {measured.images} answers change{beside} "
+            f"without its cells {100 * removal.changed:.0f} % of {measured.images} answers change{beside}{falls} "
             f"({removal.fill})"
         )
     shares = [(measured.same_cell.get(change), title) for change, title in _CHANGES.items()]
