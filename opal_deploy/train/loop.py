@@ -174,7 +174,7 @@ class _TrainingRun:
         train_batches, val_batches, batch_config = self._build_batches()
         fitted = None
         if options.compare_strides:
-            fitted = self._compare_strides(amp, train_batches.images, val_batches)
+            fitted = self._compare_strides(amp, train_batches, val_batches)
             self.options = options = fitted.options
             run_config["options"] = without_folders(asdict(options))
             network = fitted.network
@@ -234,7 +234,7 @@ class _TrainingRun:
             if last is not None:
                 self.log(f"continuing after epoch {state.epoch}, step {state.step}")
             elif options.head_steps and start is None:
-                fitted = fitted or self._fit_head(options, network, amp, train_batches.images, val_batches)
+                fitted = fitted or self._fit_head(options, network, amp, train_batches, val_batches)
                 self._finish_fit(fitted, time.perf_counter() - began, state, train_step)
             with self._open_summary_writer(state.epoch + 1) as writer:
                 for epoch in range(state.epoch + 1, self.epochs + 1):
@@ -425,13 +425,13 @@ class _TrainingRun:
             scale=self.logit_scale,
         )
 
-    def _compare_strides(self, amp: machine.MixedPrecision, images: TrainImages, val_batches: Batches) -> FittedNetwork:
+    def _compare_strides(self, amp: machine.MixedPrecision, batches: Batches, val_batches: Batches) -> FittedNetwork:
         """Fit a head at the recipe's stride and one to all layers, and return the network to train."""
         finer = replace(self.options, compare_strides=False)
         fitted = []
         for options in (finer, replace(finer, stride=own_stride(finer.backbone))):
             network = self._build_network(options)
-            fitted.append(self._fit_head(options, network, amp, images, val_batches))
+            fitted.append(self._fit_head(options, network, amp, batches, val_batches))
         chosen, why = choose_network(*fitted)
         self.log(why)
         return chosen
@@ -441,14 +441,15 @@ class _TrainingRun:
         options: TrainOptions,
         network: OpalNetwork,
         amp: machine.MixedPrecision,
-        images: TrainImages,
+        batches: Batches,
         val_batches: Batches,
     ) -> FittedNetwork:
-        """Fit the head to the frozen backbone, and validate the network."""
+        """Fit the head to the frozen backbone on the images of `batches`, and validate the network."""
         random_state, group = torch.get_rng_state(), self.group
         self._use(network)
+        # as many workers as in fine-tuning: with none, a GPU waits for the augmentation
         batches = Batches(
-            images, frozen.BATCH, shuffle_seed=options.seed, workers=val_batches.workers, rank=group.rank,
+            batches.images, frozen.BATCH, shuffle_seed=options.seed, workers=batches.workers, rank=group.rank,
             size=group.size,
         )  # fmt: skip
         fit = frozen.fit_head(
