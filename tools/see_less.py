@@ -22,8 +22,9 @@ from opal_deploy.model import checkpoint
 from opal_deploy.nn import save_checkpoint
 from opal_deploy.train.adversarial import DROP
 from opal_deploy.train.attention import NetworkTerms
+from opal_deploy.train.augmentation import PaperAugmentation
 from opal_deploy.train.epoch import find_logit_scale
-from opal_deploy.train.images import Batches, PaperAugmentation, TrainImages, normalize
+from opal_deploy.train.images import Batches, TrainImages, normalize
 
 EPOCHS, BATCH, RATE = 12, 16, 2e-4
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.logs import Estimate, Log, Progress, no_progress
-from opal_deploy.model.backbones import get_library, load_classifier, own_stride
+from opal_deploy.model.backbones import get_library, own_stride
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.records.decision import describe_supported_rates
 from opal_deploy.train import frozen, machine
 from opal_deploy.train.attention import NetworkTerms
+from opal_deploy.train.augmentation import PaperAugmentation
 from opal_deploy.train.balance import balanced_weights
 from opal_deploy.train.checkpoints import (
     CheckpointManager,
@@ -46,15 +47,15 @@ from opal_deploy.train.epoch import (
     find_logit_scale,
     train_epoch,
 )
-from opal_deploy.train.images import Batches, PaperAugmentation, TrainImages
+from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.machine import ProcessGroup, join_process_group
-from opal_deploy.train.measure import EVALUATION_BATCH, measure_best, measure_classifier
+from opal_deploy.train.measure import EVALUATION_BATCH, compare_with_classifiers, measure_best
 from opal_deploy.train.recipe import Recipe, TrainOptions
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.result import TrainResult, load_finished_result
 from opal_deploy.train.resume import check_same_run, fingerprint_dataset, read_config, restore_run
 from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
-from opal_deploy.train.start import build_network, describe_start, load_start
+from opal_deploy.train.start import build_network, describe_run, describe_start, load_start
 from opal_deploy.train.stride import FittedNetwork, choose_network, settle_stride
 
 _MEGABYTE = 1 << 20
@@ -230,13 +231,14 @@ class _TrainingRun:
                     self.checkpoints.run_config[name] = last["training"].get(name)
             group.barrier()  # no process writes before all have read
             self.checkpoints.start(replace(recipe, options=options).to_toml(), is_new=last is None)
-            self.log(self._describe_run(weights, start is not None))
+            self.log(describe_run(options, self.epochs, self.batch_size, weights, started=start is not None))
             if last is not None:
                 self.log(f"continuing after epoch {state.epoch}, step {state.step}")
             elif options.head_steps and start is None:
                 fitted = fitted or self._fit_head(options, network, amp, train_batches, val_batches)
                 self._finish_fit(fitted, time.perf_counter() - began, state, train_step)
-            with self._open_summary_writer(state.epoch + 1) as writer:
+            writing = options.tensorboard and group.is_main
+            with run_dir.open_summary_writer(state.epoch + 1) if writing else nullcontext() as writer:
                 for epoch in range(state.epoch + 1, self.epochs + 1):
                     if state.best is not None and options.stops_after(state.epoch, state.best[0]):
                         self.log(f"stopping: no lower validation loss since epoch {state.best[0]}")
@@ -249,35 +251,6 @@ class _TrainingRun:
                         for name, value in asdict(record).items():
                             writer.add_scalar(name, value, epoch)
             return self._finish(state, val_batches)
-
-    def _describe_run(self, weights: dict[str, Any] | None, started: bool) -> str:
-        """Return a line on the training: network, initial weights and method."""
-        options, head = self.options, self.options.head
-        where = "" if options.stride is None else f" at stride {options.stride}"
-        origin = f"from {options.start_from}"
-        if weights is not None and not started:
-            origin = "random weights" if options.weights is None else f"weights {weights['origin']}"
-        slots = f"{head.prototypes_per_class} prototypes per class" if head.anchors else f"head {head.kind}"
-        steps = ""
-        if options.head_steps and not started:
-            steps = f"the head fitted to the frozen network in {options.head_steps} steps or more"
-            if not self.epochs:
-                return f"training {options.backbone}{where}, {origin}, {slots}: {steps}"
-            steps += ", then "
-        trained = "the head" if options.freeze_backbone else "all layers"
-        return (
-            f"training {options.backbone}{where}, {origin}, {slots}: {steps}{self.epochs} epochs of {trained} in "
-            f"batches of {self.batch_size}, learning rate {options.lr:g}"
-        )
-
-    def _open_summary_writer(self, first_epoch: int) -> AbstractContextManager[Any]:
-        """Return TensorBoard's writer, which hides earlier logs from `first_epoch` on; a context of None without it."""
-        if not self.options.tensorboard or not self.group.is_main:
-            return nullcontext()
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer: AbstractContextManager[Any] = SummaryWriter(str(self.run_dir.tensorboard), purge_step=first_epoch)
-        return writer
 
     def _class_weights(self) -> torch.Tensor | None:
         if self.options.class_weights == "none":
@@ -474,24 +447,9 @@ class _TrainingRun:
             self.epochs = state.planned_epochs = min(self.epochs, planned)
         self._finish_epoch(record, val, state, train_step)
         if group.is_main:
-            split = "test" if self.data.test else "validation"
-            shown = Batches(TrainImages(self.data.test or self.data.val, options.input_size), EVALUATION_BATCH)
-            self.checkpoints.run_config["linear_accuracy"] = accuracy = fit.linear_accuracy(
-                self.network, shown, self.progress
+            self.checkpoints.run_config |= compare_with_classifiers(
+                fit, self.network, self.data, options.weights, self.progress, self.log
             )
-            self.log(
-                f"without explanation, a linear classifier of the same features answers {accuracy:.1%} of the "
-                f"{split} images correctly"
-            )
-            classifier = load_classifier(options.backbone, self.data.num_classes, options.weights, options.input_size)
-            if classifier is not None:
-                self.checkpoints.run_config["classifier_accuracy"] = accuracy = measure_classifier(
-                    classifier, self.network.config, shown, self.progress
-                )
-                self.log(
-                    f"the classifier in {options.weights} answers {accuracy:.1%} of them correctly, if its classes are "
-                    "in the same order"
-                )
         if self.epochs:
             minutes = max(round(self.epochs * epoch_seconds / 60), 1)
             self.log(f"fine-tuning takes about {minutes} min for {self.epochs} epochs; best.pt can be used meanwhile")

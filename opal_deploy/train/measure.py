@@ -15,13 +15,15 @@ from opal_deploy.evaluation.baseline import fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.metrics import ClassCounts, Evaluation, count_by_class
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
-from opal_deploy.logs import Progress, no_progress
+from opal_deploy.logs import Log, Progress
+from opal_deploy.model.backbones import load_classifier
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.train import machine
 from opal_deploy.train.epoch import predict
+from opal_deploy.train.frozen import HeadFit
 from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.machine import ProcessGroup
 
@@ -53,9 +55,40 @@ class Measurements:
         return {**self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {})}
 
 
-def measure_classifier(
-    classifier: nn.Module, config: NetworkConfig, batches: Batches, progress: Progress = no_progress
-) -> float:
+def compare_with_classifiers(
+    fit: HeadFit, network: OpalNetwork, data: DataSet, weights: str | None, progress: Progress, log: Log
+) -> dict[str, float]:
+    """Log and return the accuracies, 0 ... 1, of classifiers without explanations on the test or validation images.
+
+    They are `linear_accuracy`, that of a linear classifier of the same features, and `classifier_accuracy`, that of the
+    classifier in `weights`, if there is one of as many classes.
+
+    Args:
+        fit: of the network's head, with the features of the training images.
+        network: with the backbone that the head was fitted to.
+        data: without test images, the validation images are answered.
+        weights: the backbone's initial weights; see `TrainOptions`.
+        progress: called with images done.
+        log: called with one line per classifier.
+    """
+    config, split = network.config, "test" if data.test else "validation"
+    batches = Batches(TrainImages(data.test or data.val, config.input_size), EVALUATION_BATCH)
+    accuracies = {"linear_accuracy": fit.linear_accuracy(network, batches, progress)}
+    log(
+        f"without explanation, a linear classifier of the same features answers {accuracies['linear_accuracy']:.1%} of "
+        f"the {split} images correctly"
+    )
+    classifier = load_classifier(config.backbone, data.num_classes, weights, config.input_size)
+    if classifier is not None:
+        accuracies["classifier_accuracy"] = _measure_classifier(classifier, config, batches, progress)
+        log(
+            f"the classifier in {weights} answers {accuracies['classifier_accuracy']:.1%} of them correctly, if its "
+            "classes are in the same order"
+        )
+    return accuracies
+
+
+def _measure_classifier(classifier: nn.Module, config: NetworkConfig, batches: Batches, progress: Progress) -> float:
     """Return the accuracy of a classifier without slots, 0 ... 1, on images normalised as for the network."""
     correct = done = 0
     with torch.inference_mode():

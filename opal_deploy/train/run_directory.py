@@ -10,8 +10,10 @@ from __future__ import annotations
 import csv
 import os
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.datasets.location import PATHS
@@ -121,6 +123,13 @@ class TrainRunDirectory:
         with atomic_write(path) as temporary:
             # a path in a recipe may have bytes that are not UTF-8
             temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+    def open_summary_writer(self, first_epoch: int) -> AbstractContextManager[Any]:
+        """Return TensorBoard's writer, which hides earlier logs from `first_epoch` on."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: AbstractContextManager[Any] = SummaryWriter(str(self.tensorboard), purge_step=first_epoch)
+        return writer
 
     def read_epochs(self) -> list[EpochRecord]:
         """Return the records of metrics.csv; empty without such a file.

@@ -84,6 +84,36 @@ def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | N
     return network
 
 
+def describe_run(
+    options: TrainOptions, epochs: int, batch_size: int, weights: dict[str, Any] | None, *, started: bool
+) -> str:
+    """Return a line on the training: network, initial weights and method.
+
+    Args:
+        options: the run's.
+        epochs, batch_size: as planned for the data set.
+        weights: the initial weights' entry in config.json; None for those of another run.
+        started: whether the run starts from another one's network.
+    """
+    head = options.head
+    where = "" if options.stride is None else f" at stride {options.stride}"
+    origin = f"from {options.start_from}"
+    if weights is not None and not started:
+        origin = "random weights" if options.weights is None else f"weights {weights['origin']}"
+    slots = f"{head.prototypes_per_class} prototypes per class" if head.anchors else f"head {head.kind}"
+    steps = ""
+    if options.head_steps and not started:
+        steps = f"the head fitted to the frozen network in {options.head_steps} steps or more"
+        if not epochs:
+            return f"training {options.backbone}{where}, {origin}, {slots}: {steps}"
+        steps += ", then "
+    trained = "the head" if options.freeze_backbone else "all layers"
+    return (
+        f"training {options.backbone}{where}, {origin}, {slots}: {steps}{epochs} epochs of {trained} in "
+        f"batches of {batch_size}, learning rate {options.lr:g}"
+    )
+
+
 def describe_start(options: TrainOptions, start: Checkpoint) -> dict[str, Any]:
     """Return the checkpoint's entry in config.json: its file, and which of its parts are trained."""
     dropped = start.network.config.head.dropped if options.reset_dropped else ()

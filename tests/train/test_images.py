@@ -16,15 +16,13 @@ from opal_deploy.logs import no_progress
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
-from opal_deploy.train.images import (
-    Batches,
+from opal_deploy.train.augmentation import (
     PaperAugmentation,
-    TrainImages,
     apply_photometric,
-    normalize,
     sample_geometric,
     sample_resized_crop,
 )
+from opal_deploy.train.images import Batches, TrainImages, normalize
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.synthetic import draw_example, generate_dataset
-from opal_deploy.train import images as train_images
 from opal_deploy.train.attention import NetworkTerms, measure_kept_off
-from opal_deploy.train.images import PaperAugmentation, TrainImages
+from opal_deploy.train.augmentation import PaperAugmentation
+from opal_deploy.train.images import TrainImages
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.run_directory import TrainRunDirectory
 from tests.builders import SMALL_BACKBONE
@@ -52,7 +52,7 @@ def stamped(squares, tmp_path):
 @pytest.mark.parametrize("augmented", [False, True])
 def test_a_region_is_where_its_pixels_are_after_every_augmentation(stamped, tmp_path, monkeypatch, kind, augmented):
     # the light of the pixels, which alone tells them here, is not the subject
-    monkeypatch.setattr(train_images, "apply_photometric", lambda image, rng: image)
+    monkeypatch.setattr("opal_deploy.train.augmentation.apply_photometric", lambda image, rng: image)
     if kind == "outside":
         stamped = replace(stamped, train=[replace(stamped.train[0], box=BOX)]).without_crops()
         regions = read_regions(stamped, kind)
