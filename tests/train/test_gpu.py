@@ -1,5 +1,6 @@
 """Training on an NVIDIA GPU: every precision, compiled, continued, and on several GPUs."""
 
+import math
 import os
 import subprocess
 import sys
@@ -40,6 +41,12 @@ def creatures(tmp_path_factory):
 def test_every_precision_learns(creatures, tmp_path, precision):
     result = fit(creatures, replace(OPTIONS, precision=precision), tmp_path)
     assert result.epochs[-1].train_loss < 0.9 * result.epochs[0].train_loss
+
+
+@pytest.mark.parametrize("wanted", [{"head_steps": 60}, {"agreement": 0.5}, {"adversarial": 1.0}], ids=str)
+def test_the_fit_of_the_head_and_every_term_of_the_loss_run(creatures, tmp_path, wanted):
+    result = fit(creatures, replace(OPTIONS, epochs=1, augment="erase", **wanted), tmp_path)
+    assert math.isfinite(result.epochs[-1].train_loss)
 
 
 def test_the_result_is_judged_in_float32_although_epochs_are_not(creatures, tmp_path):
