@@ -231,7 +231,7 @@ class _TrainingRun:
                     self.checkpoints.run_config[name] = last["training"].get(name)
             group.barrier()  # no process writes before all have read
             self.checkpoints.start(replace(recipe, options=options).to_toml(), is_new=last is None)
-            self.log(describe_run(options, self.epochs, self.batch_size, weights, started=start is not None))
+            self.log(describe_run(options, full_config, self.epochs))
             if last is not None:
                 self.log(f"continuing after epoch {state.epoch}, step {state.step}")
             elif options.head_steps and start is None:

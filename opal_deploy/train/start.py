@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,19 +85,18 @@ def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | N
     return network
 
 
-def describe_run(
-    options: TrainOptions, epochs: int, batch_size: int, weights: dict[str, Any] | None, *, started: bool
-) -> str:
-    """Return a line on the training: network, initial weights and method.
+def describe_run(options: TrainOptions, config: Mapping[str, Any], epochs: int) -> str:
+    """Return a line on the training: network, a GPU, initial weights and method.
 
     Args:
         options: the run's.
-        epochs, batch_size: as planned for the data set.
-        weights: the initial weights' entry in config.json; None for those of another run.
-        started: whether the run starts from another one's network.
+        config: its config.json.
+        epochs: as planned; those of a run that goes on may differ from its config.json.
     """
-    head = options.head
+    head, weights, started = options.head, config["weights"], config["start"] is not None
     where = "" if options.stride is None else f" at stride {options.stride}"
+    if config["device"] != "cpu":
+        where += f" on {config['device']} in {config['precision']}"
     origin = f"from {options.start_from}"
     if weights is not None and not started:
         origin = "random weights" if options.weights is None else f"weights {weights['origin']}"
@@ -110,7 +110,7 @@ def describe_run(
     trained = "the head" if options.freeze_backbone else "all layers"
     return (
         f"training {options.backbone}{where}, {origin}, {slots}: {steps}{epochs} epochs of {trained} in "
-        f"batches of {batch_size}, learning rate {options.lr:g}"
+        f"batches of {config['batch_size']}, learning rate {options.lr:g}"
     )
 
 

@@ -11,6 +11,7 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
+from opal_deploy.train.start import describe_run
 from tests.builders import SMALL_BACKBONE
 
 OPTIONS = TrainOptions(
@@ -49,6 +50,14 @@ def test_all_layers_go_on_and_dropped_slots_stay_dropped(squares, runs, tmp_path
     shown = opal("inspect", tmp_path / "run" / "best.pt").stderr
     assert f"started from  edited.pt, sha256 {edited.source['sha256'][:16]}" in shown
     assert "a stamp" in shown
+
+
+def test_the_line_on_a_run_names_a_gpu_and_its_precision():
+    config = {"weights": None, "start": {}, "batch_size": 16, "device": "cpu", "precision": "fp32"}
+    options = TrainOptions(backbone="resnet18", stride=16, start_from="a.pt")
+    on_gpu = describe_run(options, {**config, "device": "cuda:0", "precision": "bf16"}, 3)
+    assert on_gpu.startswith("training resnet18 at stride 16 on cuda:0 in bf16, from a.pt, ")
+    assert on_gpu.replace(" on cuda:0 in bf16", "") == describe_run(options, config, 3)
 
 
 def test_a_run_starts_where_the_other_ended(squares, runs, tmp_path):
