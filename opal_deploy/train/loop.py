@@ -448,7 +448,7 @@ class _TrainingRun:
         self._finish_epoch(record, val, state, train_step)
         if group.is_main:
             self.checkpoints.run_config |= compare_with_classifiers(
-                fit, self.network, self.data, options.weights, self.progress, self.log
+                fit, self.network, self.data, options.weights, group, self.progress, self.log
             )
         if self.epochs:
             minutes = max(round(self.epochs * epoch_seconds / 60), 1)

@@ -56,7 +56,13 @@ class Measurements:
 
 
 def compare_with_classifiers(
-    fit: HeadFit, network: OpalNetwork, data: DataSet, weights: str | None, progress: Progress, log: Log
+    fit: HeadFit,
+    network: OpalNetwork,
+    data: DataSet,
+    weights: str | None,
+    group: ProcessGroup,
+    progress: Progress,
+    log: Log,
 ) -> dict[str, float]:
     """Log and return the accuracies, 0 ... 1, of classifiers without explanations on the test or validation images.
 
@@ -68,11 +74,13 @@ def compare_with_classifiers(
         network: with the backbone that the head was fitted to.
         data: without test images, the validation images are answered.
         weights: the backbone's initial weights; see `TrainOptions`.
+        group: the processes of the run, of which only this one compares.
         progress: called with images done.
         log: called with one line per classifier.
     """
     config, split = network.config, "test" if data.test else "validation"
-    batches = Batches(TrainImages(data.test or data.val, config.input_size), EVALUATION_BATCH)
+    images = TrainImages(data.test or data.val, config.input_size)
+    batches = Batches(images, EVALUATION_BATCH, workers=_choose_workers(group))
     accuracies = {"linear_accuracy": fit.linear_accuracy(network, batches, progress)}
     log(
         f"without explanation, a linear classifier of the same features answers {accuracies['linear_accuracy']:.1%} of "
@@ -86,6 +94,11 @@ def compare_with_classifiers(
             "classes are in the same order"
         )
     return accuracies
+
+
+def _choose_workers(group: ProcessGroup) -> int:
+    """Return how many processes decode images that are read once: none beside a network on the CPU."""
+    return machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
 
 
 def _measure_classifier(classifier: nn.Module, config: NetworkConfig, batches: Batches, progress: Progress) -> float:
@@ -132,9 +145,9 @@ def measure_best(
         session = TorchSession(checkpoint, device=str(group.device))
         baseline = measure_baseline(session, data.val, network.neighbours, progress=progress)
     if data.test:
-        workers = machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
         images = TrainImages(data.test, network.config.input_size)
-        batches = Batches(images, EVALUATION_BATCH, workers=workers, rank=group.rank, size=group.size)
+        share = {"rank": group.rank, "size": group.size}
+        batches = Batches(images, EVALUATION_BATCH, workers=_choose_workers(group), **share)
         outputs = predict(network, batches, progress=progress, group=group)
         test = outputs.compute_metrics(network.config.class_map)
     classes = count_by_class(outputs.logits, outputs.labels, data.class_names)
