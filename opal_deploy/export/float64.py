@@ -29,6 +29,8 @@ def run_in_float64(model: onnx.ModelProto, images: Array) -> Outputs:
     computed = {name for node in model.graph.node for name in node.output}
     names = [name for name in ("logits", "argmax", "scores") if name in computed]
     evaluator = ReferenceEvaluator(_to_float64(with_outputs(model, names)), new_ops=[Conv, MaxPool, AveragePool, Erf])
+    if images.dtype == np.float32:
+        images = images.astype(np.float64)
     # one by one: the evaluator keeps every intermediate value until the end, 200 MB per image of a ResNet-50
     values: list[Any] = [evaluator.run(names, {"images": image[None]}) for image in images]
     return Outputs.concatenate([Outputs.from_arrays(dict(zip(names, each, strict=True))) for each in values])

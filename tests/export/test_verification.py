@@ -16,6 +16,7 @@ from opal_deploy.export.graph_edit import BODY_OUTPUT
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.gates import WIDEST, Rounding
 from opal_deploy.runtime.onnx_session import OnnxSession
+from tests.builders import build_checkpoint
 
 
 def _edit(ending, change):
@@ -213,6 +214,12 @@ def test_rounding_of_a_runtime_passes_where_the_graph_is_the_network_in_float64(
     done = _write(noisy, tmp_path / "m.onnx").metadata.verification
     assert done["float64"]["graph"]["cosine"] < 2.5e-7
     assert 1e-6 < done["gate"]["cosine"] <= WIDEST.cosine
+
+
+def test_a_normalised_input_is_widened_too():
+    options = ExportOptions(threads=1, input="float32")
+    candidate = CheckpointSource(build_checkpoint(), Path("c.pt")).build_candidate(["fp32"], options)
+    assert candidate.compare_in_float64(candidate.model).graph.cosine < 1e-6
 
 
 def test_more_than_rounding_of_a_runtime_is_refused(candidate, tmp_path):
