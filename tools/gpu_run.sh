@@ -127,13 +127,13 @@ look "doctor.json: GPU and driver; onnxruntime-gpu usable, torch listed. Otherwi
 step imports 60 python3 -c "import onnxruntime, opal_deploy.bench.networks, opal_deploy.train.loop" || exit
 
 tests() {
-  local selected=gpu file
+  local selected=gpu package
   # the modules alone, without their GPU tests
   [ -z "${DRY:-}" ] || selected="gpu and not gpu"
   # one step per package, so that a step which runs out of time keeps the failures of the others
-  for file in $(grep -rlE 'mark\.gpu' tests --include='*.py' | cut -d/ -f1,2 | sort -u); do
-    step "gpu_tests_${file#tests/}" 150 python3 -m pytest -v --tb=short -m "$selected" -p no:cacheprovider \
-      --continue-on-collection-errors "$file"
+  for package in $(grep -rlE 'mark\.gpu' tests --include='*.py' | cut -d/ -f1,2 | sort -u); do
+    step "gpu_tests_${package#tests/}" 150 python3 -m pytest -v --tb=short -m "$selected" -p no:cacheprovider \
+      --continue-on-collection-errors "$package"
   done
   look "gpu_tests_*: no failure, no error. On an H100 the sessions' tests passed. Of training's, float32 and the float32 figures" \
     "  of bfloat16 did; four epochs in bfloat16 and float16 ended in errors whose text is lost, perhaps of other threads." \

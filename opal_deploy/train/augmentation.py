@@ -158,7 +158,7 @@ def apply_photometric(image: Image.Image, rng: np.random.Generator) -> Image.Ima
 
 
 def sample_resized_crop(image: Image.Image, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Draw (top, left, rows, cols) by the rule of torchvision's RandomResizedCrop.
+    """Draw a crop (top, left, rows, cols) as torchvision's RandomResizedCrop does.
 
     At 95 % of the area most aspect ratios do not fit; after ten failed draws the whole image is taken.
     """
