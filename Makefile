@@ -37,14 +37,14 @@ ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      train, export and explain a small model on generated images (a minute or two, CPU is enough)"
+	@echo "make demo      train, export and explain a small model on generated images (three minutes of one core)"
 	@echo "make quick-model  train the model of \`demo --quick\` again"
 	@echo "make test      the tests (about 15 minutes on 2 cores)"
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
 	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
 	@echo "make ort-web   ONNX Runtime Web by npm, and axe, for the tests of pages (170 MB)"
 	@echo "make test-cabrnet   exported PIP-Net and ProtoPNet files, compared with CaBRNet itself (5 minutes)"
-	@echo "make test-runtimes  exported files in twelve runtimes, compared with the table in the documentation (8 minutes)"
+	@echo "make test-runtimes  exported files in ten runtimes, compared with the table in the documentation (8 minutes)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter, and the length of the documentation"
 	@echo "make test-image  the image of Dockerfile, built and run (root, buildah and debootstrap; 3 minutes)"

@@ -3,12 +3,14 @@
     python tools/prose.py                   # totals, and what breaks a rule
     python tools/prose.py docs/limits.md    # figures of some pages, with their long sentences
 
-Prose is text without code, tables, comments and directives. Sentences are counted in words of letters or digits.
+Prose is text without code, tables, comments and directives. Sentences are counted in words of letters or digits. The
+patterns are looked for in CHANGELOG, too, and in the package's strings: help, messages and docstrings.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -27,6 +29,8 @@ PATTERNS = {
     r"\bwhat else\b": "the other things",
     r"\bbug of ours\b": "internal error",
     r"\bin work\b": "in flight or pending",
+    r"\bbeside\b": "next to",
+    r"\bexists already\b": "the file exists",
     r"\bby far\b": "a figure",
     r"\bfrom which no\b": "split the sentence",
     r"\bmost is gained\b": "say what helps",
@@ -58,6 +62,15 @@ def count_words(text: str) -> int:
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
+def find_patterns(place: str, text: str) -> list[str]:
+    """Return a line per pattern found in the text."""
+    return [
+        f"{place}: {match[0]!r}; write {better}"
+        for pattern, better in PATTERNS.items()
+        for match in re.finditer(pattern, text, re.IGNORECASE)
+    ]
+
+
 def main() -> int:
     """Print the figures; return 1 where a limit is exceeded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -67,16 +80,19 @@ def main() -> int:
     semicolons, problems = 0, []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         name, prose = path.relative_to(ROOT), read_prose(path)
-        sentences = {sentence: count_words(sentence) for sentence in split_sentences(prose)}
-        lengths += sentences.values()
+        sentences = [(count_words(sentence), sentence) for sentence in split_sentences(prose)]
+        lengths += [length for length, _ in sentences]
         semicolons += prose.count(";")
-        for pattern, better in PATTERNS.items():
-            matches = re.finditer(pattern, prose, re.IGNORECASE)
-            problems += [f"{name}: {match[0]!r}; write {better}" for match in matches]
+        problems += find_patterns(str(name), prose)
         if path in given:
-            print(f"{name}: {sum(sentences.values()):,} words, {prose.count(';')} semicolons")
-            long = (f"    {length} words: {text}" for text, length in sentences.items() if length > LONG)
+            print(f"{name}: {sum(length for length, _ in sentences):,} words, {prose.count(';')} semicolons")
+            long = (f"    {length} words: {text}" for length, text in sentences if length > LONG)
             print(*long, sep="\n", flush=True)
+    problems += find_patterns("CHANGELOG.md", read_prose(ROOT / "CHANGELOG.md"))
+    for path in sorted((ROOT / "opal_deploy").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                problems += find_patterns(f"{path.relative_to(ROOT)}:{node.lineno}", node.value)
     words, percentile = sum(lengths), sorted(lengths)[int(0.9 * len(lengths))]
     print(f"{words:,} words, nine of ten sentences up to {percentile} words, {semicolons} semicolons")
     limits = {"words": (words, WORDS), "words in nine of ten sentences": (percentile, LONG)}

@@ -4,7 +4,8 @@
     python tools/tutorial.py demo.log     # takes what it printed
 
 A line that the page shows is replaced by the last printed line that differs from it in numbers only. A shown line that
-nothing printed is an error: the page is stale.
+nothing printed is an error: the page is stale. The sentence on the evidence gets its figures from the same lines. The
+table of seeds and the sums of the sheet are written by hand.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs/tutorial.md"
 _BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
+_SENTENCE = re.compile(r"\d+ %( lies on a part that distinguishes the species, )[\d.]+ times")
 _NUMBER = re.compile(r"\d[\d,.:]*(?:e-?\d+)?(?:\+cu\d+)?")
 # made by hand: what no demo prints
 _OTHERS = ("$ pip", "$ opal-deploy doctor", "$ opal-deploy explain")
@@ -45,6 +47,13 @@ def fill(page: str, printed: list[str]) -> str:
             lines.append(line)
         return "```console\n" + "\n".join(lines) + "\n```"
 
+    pointing = re.search(
+        r"on a distinguishing part ([\d.]+) % .*\(random ([\d.]+) %\)$", "\n".join(printed), re.MULTILINE
+    )
+    if pointing is None or not _SENTENCE.search(page):
+        raise ValueError("not printed, or not on the page: the share of the evidence on distinguishing parts")
+    share, random = map(float, pointing.groups())
+    page = _SENTENCE.sub(rf"{share:.0f} %\g<1>{share / random:.1f} times", page)
     return _BLOCK.sub(fill_block, page)
 
 

@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from opal_deploy.errors import ImageError, MissingExtra, UsageError, install_command, is_installed
 from opal_deploy.logs import Log, Progress, ProgressChoice, WarningLine, as_progress, log_line, no_progress, one_line
-from opal_deploy.options import Batch, Devices, MaxPixels, Option, Options, StrPath, Threads, Workers, keywords
+from opal_deploy.options import (
+    Batch,
+    CropToBoxes,
+    DatasetName,
+    Devices,
+    MaxPixels,
+    Option,
+    Options,
+    Partition,
+    SkipMissing,
+    StrPath,
+    Threads,
+    Workers,
+    keywords,
+)
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
@@ -30,11 +44,11 @@ class AtlasOptions(Options):
     top: Annotated[int, Option("Patches to keep per slot.", min=1, max=100)] = 8
     only_correct: Annotated[bool, Option("Leave out images that are not predicted as their label.")] = False
     plain: Annotated[bool, Option("Use every image in DATA, labelled by its folder.")] = False
-    dataset: Annotated[str | None, Option("Name of the data set, as for `train`.", default="told by its files")] = None
-    partition: Annotated[int, Option("Partition of the data set (DTD, SUN-397).", min=1, max=10)] = 1
-    skip_missing: Annotated[bool, Option("Leave out missing images.")] = False
+    dataset: DatasetName = None
+    partition: Partition = 1
+    skip_missing: SkipMissing = False
     split: Annotated[Literal["test", "val", "train"], Option("Split of the data set.")] = "train"
-    boxes: Annotated[bool, Option("Crop to the data set's boxes.", flag="--boxes/--no-boxes")] = True
+    boxes: CropToBoxes = True
     limit: Annotated[int | None, Option("Maximum number of images per label.", min=1)] = None
     overwrite: Annotated[bool, Option("Replace the atlas in --out.")] = False
     device: Devices = "auto"

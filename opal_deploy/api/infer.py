@@ -335,7 +335,7 @@ class _Job:
         )  # fmt: skip
 
     def _context(self) -> dict[str, Any]:
-        """Return what summary.json holds beside its counts."""
+        """Return what summary.json holds besides its counts."""
         runtime = {"runtime": self.backend.description, **self.backend.summarize()}
         return {"model": self.loaded.fingerprint, **runtime, "command": self._format_command(short=True)}
 

@@ -1,6 +1,6 @@
 """The contents of a PyTorch checkpoint, read without torch and without running anything in it.
 
-A `.pt` file is a zip archive whose `data.pkl` describes plain values and tensors; the tensors' bytes lie beside it. The
+A `.pt` file is a zip archive whose `data.pkl` describes plain values and tensors, whose bytes lie next to it. The
 description is unpickled with an allowlist of names, and tensors become their shapes.
 """
 

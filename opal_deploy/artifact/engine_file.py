@@ -1,4 +1,4 @@
-"""TensorRT engines with their sidecars: `<name>.engine.json` beside `<name>.engine`.
+"""TensorRT engines with their sidecars: `<name>.engine.json` next to `<name>.engine`.
 
 An engine stays exactly what the builder wrote, since a prefix would break NVIDIA's own tools. Everything else is in the
 sidecar: the engine's sha256, its builder and target, its ONNX file, the model's metadata and test vectors. After the
@@ -156,7 +156,7 @@ def check_engine(engine: Path) -> Sidecar:
 
 
 def write_sidecar(engine: Path, sidecar: Sidecar) -> None:
-    """Write a sidecar beside its engine; raise UsageError if that fails."""
+    """Write a sidecar next to its engine; raise UsageError if that fails."""
     with atomic_write(sidecar_path(engine)) as temporary:
         temporary.write_text(sidecar.to_json(), "utf-8")
 
@@ -277,7 +277,7 @@ def read_checks(engine: Path) -> list[Check]:
 
 
 def record_check(engine: Path, check: Check) -> bool:
-    """Write an outcome beside the engine, replacing the same machine's earlier one; return whether that succeeded."""
+    """Write an outcome next to the engine, replacing the same machine's earlier one; return whether that succeeded."""
     others = [c for c in read_checks(engine) if (c.engine_sha256, c.machine) != (check.engine_sha256, check.machine)]
     document = {"schema": 1, "checks": [asdict(c) for c in (*others, check)]}
     try:

@@ -203,7 +203,7 @@ def remove_temporary_files(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path, *, keep: bool = True, replace: bool = True) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, renamed to it when the block ends and removed when the block raises.
+    """Yield a temporary path next to `path`, renamed to it when the block ends and removed when the block raises.
 
     Args:
         path: the final path; missing folders are created, and removed again if the block raises.
@@ -245,7 +245,7 @@ def atomic_write(path: Path, *, keep: bool = True, replace: bool = True) -> Iter
 
 
 def _create_temporary(path: Path) -> tuple[IO[bytes], Path]:
-    """Create a file beside `path` with the user's default permissions; return a stream that locks it, and its path."""
+    """Create a file next to `path` with the user's default permissions; return a stream that locks it, and its path."""
     umask = os.umask(0)
     os.umask(umask)
     while True:

@@ -37,4 +37,4 @@ def check_output(
     if path.suffix.lower() not in suffixes:
         raise UsageError(f"{option} {path}: exists and is not a {' or '.join(suffixes)} file; {advice}")
     if not overwrite:
-        raise UsageError(f"{option} {path}: already exists; {advice}, or replace it with --overwrite")
+        raise UsageError(f"{option} {path}: the file exists; choose another name, or pass --overwrite")

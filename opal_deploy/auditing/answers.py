@@ -197,7 +197,7 @@ class Answers:
                 )
 
     def find_model(self) -> Path | None:
-        """Return the model of the run: beside its results, in the working directory or in a run below `runs`, or None.
+        """Return the model of the run: next to its results, in the working directory or in a run below `runs`, or None.
 
         Only the file with the digest that run.json names is taken.
         """

@@ -160,7 +160,7 @@ def _find_reference(
         return baseline, layout, sha256, without_folders(earlier.shown)
     if path is None or metadata is None:
         missing = (
-            "no model given" if answers.in_memory else "its model is neither beside it, in this folder nor in runs/"
+            "no model given" if answers.in_memory else "its model is neither next to it, in this folder nor in runs/"
         )
         raise UsageError(f"{answers.shown}: {missing}; give --baseline MODEL, or --against earlier results")
     if metadata.evidence != "exact":

@@ -48,7 +48,7 @@ def find_results(path: Path) -> Path:
 
 
 def read_run_document(results: Path) -> dict[str, Any] | None:
-    """Return the run.json beside a results.jsonl; None if there is none, or a damaged one."""
+    """Return the run.json next to a results.jsonl; None if there is none, or a damaged one."""
     path = results.parent / RUN
     try:
         document = parse_json(path.read_bytes()) if path.is_file() else None
@@ -58,7 +58,7 @@ def read_run_document(results: Path) -> dict[str, Any] | None:
 
 
 def read_run_options(results: Path) -> dict[str, Any]:
-    """Return the options in the run.json beside a results.jsonl; empty without one."""
+    """Return the options in the run.json next to a results.jsonl; empty without one."""
     options = (read_run_document(results) or {}).get("run")
     return options if isinstance(options, dict) else {}
 

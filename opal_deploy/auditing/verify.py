@@ -117,7 +117,7 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
     if model_kind(path) == "onnx":
         batch = wide_batch(session.metadata)
         verify_test_vectors(session, str(path), batch)
-        wide = f", also {batch} at once"
+        wide = f", in a batch of {batch} too"
     log(f"{path}: {comparison.images} test vectors reproduced in {session.description}{wide}")
     if comparison.max_cosine is not None:
         log(

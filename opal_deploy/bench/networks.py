@@ -357,8 +357,8 @@ def _compile_graph(graph: nn.Module, *, cuda_graphs: bool) -> Any:
     Autotuning is off: it multiplies the minutes of compiling, and its gain was never measured on a GPU here.
     """
     # beyond its limits torch.compile would silently run eagerly
-    torch._dynamo.config.recompile_limit = _MAX_RECOMPILATIONS
-    torch._dynamo.config.accumulated_recompile_limit = _MAX_RECOMPILATIONS
+    torch.compiler.config.recompile_limit = _MAX_RECOMPILATIONS
+    torch.compiler.config.accumulated_recompile_limit = _MAX_RECOMPILATIONS
     # it warns on every machine without a GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     return torch.compile(graph, dynamic=False, options={"freezing": True, "triton.cudagraphs": cuda_graphs})

@@ -48,7 +48,7 @@ def _print_report(report: DriftReport) -> None:
         print_message(f"{report.failed / (report.failed + report.images):.1%} of all images failed ({report.failed:,})")
     if not report.shifts:
         print_message(
-            f"No shift found. So many images show a shift of cosine or margin by {report.smallest_shift:.2f} or more"
+            f"No shift found. A shift of cosine or margin by {report.smallest_shift:.2f} would show in so many images"
         )
     from opal_deploy.records.shifts import interpret
 

@@ -1,4 +1,4 @@
-"""`opal-deploy reproduce`: a table of the paper, with our metrics beside the paper's."""
+"""`opal-deploy reproduce`: a table of the paper, with our metrics next to the paper's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reproduce(
     ],
     options: ReproduceOptions,
 ) -> None:
-    """Train the runs that a table of the paper still needs, and print our results beside the paper's.
+    """Train the runs that a table of the paper still needs, and print our results next to the paper's.
 
     Repeat the command to continue: finished runs are kept, an interrupted run is resumed, and tables share runs.
     """

@@ -41,7 +41,7 @@ def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
     if found := sorted(paths & (known | copies)):
         listed = shorten_list([display_path(path, Path(folder)) for path in found])
         raise UsageError(
-            f"--background {folder}: {pluralize(len(found), 'image is', 'images are')} also in {data.root}: {listed}; "
-            "it is for images that none of the classes fits"
+            f"--background {folder}: {pluralize(len(found), 'image is', 'images are')} in {data.root} too: {listed}; "
+            "it is for out-of-distribution images"
         )
     return background

@@ -1,6 +1,6 @@
 """Boxes as data sets publish them, for images that are used without the rest of their data set.
 
-    bounding_boxes.txt    CUB-200-2011: <image id> <x> <y> <width> <height>, with images.txt beside it
+    bounding_boxes.txt    CUB-200-2011: <image id> <x> <y> <width> <height>, with images.txt next to it
     Annotation/           Stanford Dogs: a folder of PASCAL VOC XML files, one per image, named like the image (without
                           its suffix, with or without `.xml`); also Oxford-IIIT Pet's annotations/xmls/
 
@@ -56,18 +56,18 @@ def read_cub_boxes(path: Path) -> list[tuple[str, Box]]:
     """Return (path under the images' folder, box) of every image in CUB's bounding_boxes.txt.
 
     Raises:
-        UsageError: images.txt is not beside the file or lacks some of its ids, or a table is not CUB's.
+        UsageError: images.txt is not next to the file or lacks some of its ids, or a table is not CUB's.
     """
     names_path = path.with_name(CUB_IMAGES)
     if not names_path.is_file():
         raise UsageError(
-            f"{path}: CUB's boxes by image id, but {CUB_IMAGES}, which names the images, is not beside it; copy it "
+            f"{path}: CUB's boxes by image id, but {CUB_IMAGES}, which names the images, is not next to it; copy it "
             "there, or give a CSV file (image,x,y,width,height)"
         )
     boxes, names = read_table(path, 4), read_table(names_path, 1)
     if unknown := [key for key in boxes if key not in names]:
         ids = pluralize(len(unknown), "image id", "image ids")
-        raise UsageError(f"{path}: {ids} that {names_path.name} beside it does not name: {shorten_list(unknown)}")
+        raise UsageError(f"{path}: {ids} that {names_path.name} next to it does not name: {shorten_list(unknown)}")
     return [(names[key][0], to_corners(values)) for key, values in boxes.items()]
 
 

@@ -165,7 +165,7 @@ def _find_mismatches(tables: dict[str, dict[str, list[str]]]) -> list[str]:
                 are = pluralize(len(ids), f"id of {has} is", f"ids of {has} are")
                 problems.append(f"{are} not in {lacks}: {shorten_list(ids)}")
     if flags := sorted({flag for (flag,) in tables[_SPLIT].values()} - {"0", "1"}):
-        problems.append(f"{_SPLIT} holds {shorten_list(flags)} beside 0 and 1")
+        problems.append(f"{_SPLIT} holds {shorten_list(flags)} besides 0 and 1")
     if unknown := sorted({class_id for (class_id,) in tables[_LABELS].values()} - classes.keys()):
         problems.append(f"class ids that {_CLASSES} does not name: {shorten_list(unknown)}")
     return problems

@@ -82,7 +82,7 @@ def _read_image_folder(root: Path) -> Listing:
             f"{root}/<class>/*.jpg: move each class's images into a folder of its name"
         )
     if splits and (unused := [f.name for f in subfolders(root) if f not in splits.values()]):
-        warnings.append(f"skipped folders beside train/: {shorten_list(unused)}")
+        warnings.append(f"skipped folders next to train/: {shorten_list(unused)}")
     train = _list_samples(search, train_root, class_names)
     others: dict[str, list[Sample]] = {"val": [], "test": []}
     for split, folder in splits.items():
@@ -176,7 +176,7 @@ class ImageSearch:
         lines = {
             ("image outside the class folders", "images outside the class folders"): self.stray,
             ("image in an unsupported format", "images in unsupported formats"): self._unsupported,
-            ("broken link beside the class folders", "broken links beside the class folders"): self._broken_links,
+            ("broken link next to the class folders", "broken links next to the class folders"): self._broken_links,
         }
         return [
             f"skipped {pluralize(len(paths), *words)}: "

@@ -5,7 +5,7 @@
       ILSVRC2012_devkit_t12/data/           meta.mat, ILSVRC2012_validation_ground_truth.txt
       LOC_val_solution.csv                  Kaggle's
 
-Kaggle's own tree (ILSVRC/Data/CLS-LOC beside the LOC_ files) is read as it is. Validation is set aside from train/.
+Kaggle's own tree (ILSVRC/Data/CLS-LOC next to the LOC_ files) is read as it is. Validation is set aside from train/.
 
 Classes are sorted by wnid, the order of every published ImageNet network (not the devkit's ids). A class is named by
 its wnid. With a devkit or LOC_synset_mapping.txt, its first name follows ("n01440764 tench"), spelled alike in both.
@@ -47,7 +47,7 @@ _KAGGLE_NAMES = "LOC_synset_mapping.txt"
 
 
 def _is_imagenet(folder: Path) -> bool:
-    """Return whether train/ or val/ lie beside a devkit or Kaggle's files, or train/ has all of the thousand wnids.
+    """Return whether train/ or val/ lie next to a devkit or Kaggle's files, or train/ has all of the thousand wnids.
 
     Data sets such as Imagenette have folders named by wnid and a val/ for validation: those are ImageFolders.
     """

@@ -17,7 +17,7 @@ def find_root(training: Mapping[str, Any], model: Path | None = None) -> Path | 
 
     Args:
         training: `training` of a checkpoint or metadata; earlier versions stored the whole path there.
-        model: the model's file, beside which its run's `paths.json` may lie.
+        model: the model's file, next to which its run's `paths.json` may lie.
     """
     data = training.get("data")
     name = data.get("root") if isinstance(data, dict) else None

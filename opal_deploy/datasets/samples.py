@@ -150,7 +150,7 @@ def stratified_split(
     *,
     root: Path,
     part: str = "validation",
-    advice: str = "add images, or give a val/ folder beside train/",
+    advice: str = "add images, or give a val/ folder next to train/",
 ) -> tuple[list[int], list[int]]:
     """Split images class by class; the split depends on the order of images and classes.
 

@@ -108,7 +108,7 @@ def _user_path(path: Path, root: Path, links: Mapping[str, Path]) -> Path:
 # Stanford Cars: class names are the devkit's
 #
 #     devkit/cars_meta.mat, devkit/cars_train_annos.mat
-#     cars_test_annos_withlabels.mat          beside devkit/ or in it; a download of its own
+#     cars_test_annos_withlabels.mat          next to devkit/ or in it; a download of its own
 #     cars_train/*.jpg, cars_test/*.jpg
 
 
@@ -212,13 +212,13 @@ def _read_dtd(folder: Path, partition: int) -> Listing:
 # SUN397: torchvision reads the classes and knows no split; a partition has 50 training and 50 test images a class
 #
 #     SUN397/ClassName.txt, SUN397/<letter>/<scene>/sun_*.jpg
-#     Training_<pp>.txt, Testing_<pp>.txt     pp = 01 ... 10, of Partitions.zip, in SUN397/, Partitions/ or beside
+#     Training_<pp>.txt, Testing_<pp>.txt     pp = 01 ... 10, of Partitions.zip, in SUN397/, Partitions/ or next to
 #
 # A partition uses only a part of the archive, so unlisted images give no warning.
 
 
 def _is_sun397(folder: Path) -> bool:
-    """Return whether a/ lies beside the class names, or beside other letters' scenes only.
+    """Return whether a/ lies next to the class names, or next to other letters' scenes only.
 
     An ImageFolder of letters has images in its folders, not folders that begin with the letter.
     """

@@ -149,7 +149,7 @@ def draw_confusion_matrix(counts: NDArray[np.int64], names: Sequence[str], path:
     inches = 7.0 if num_classes <= _MAX_COUNTED else 11.0
     figure = Figure(figsize=(inches * 1.1, inches), layout="constrained")
     axes = figure.subplots()
-    # the square root: one image in thirty must be seen beside a full diagonal
+    # the square root: one image in thirty must be seen next to a full diagonal
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest")
     axes.set_xlabel("prediction")
     axes.set_ylabel("label")

@@ -92,8 +92,8 @@ def stage_engines(
                 options.log(f"Reusing {out}: same graph, {title} for {target.sm}, same options")
                 sidecar = _follow_onnx(stack, out, sidecar, onnx_input.metadata)
             elif out.exists() and not (options.overwrite or options.rebuild):
-                found = "it exists already, from another graph, builder, GPU or options"
-                raise UsageError(f"{out}: {found}; replace it with --overwrite")
+                found = "the file exists, from another graph, builder, GPU or options"
+                raise UsageError(f"{out}: {found}; pass --overwrite to replace it")
             else:
                 options.log(f"Building for {target.sm} with {title} ({target.reason}), batches {options.batch_range}")
                 sidecar = _stage_engine(stack, out, build, network.build(target, options, report_progress))

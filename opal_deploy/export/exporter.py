@@ -272,7 +272,7 @@ def _check_same(
 
 
 def _in_the_way(path: Path, what: str, advice: str = "--out") -> UsageError:
-    return UsageError(f"{path}: it exists already, {what}; replace it with --overwrite, or give another {advice}")
+    return UsageError(f"{path}: the file exists, {what}; choose another {advice}, or pass --overwrite to replace it")
 
 
 def _describe_file(metadata: Metadata) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def plan_targets(
         source: the checkpoint or ONNX file.
         precision: precision of the ONNX file or of the engines. None: fp32; for engines the precision of an ONNX
             source that is not fp32, else fp16.
-        out: the ONNX file, where no engines are built; None: beside the source.
+        out: the ONNX file, where no engines are built; None: next to the source.
         engines: engines to build; all files go to their folder.
 
     Raises:
@@ -77,7 +77,7 @@ def plan_targets(
 
 
 def onnx_path(source: Path, precision: Precision) -> Path:
-    """Return `ckpt.onnx`, or `ckpt.fp16.onnx` for a lower precision, beside `ckpt.pt` or `ckpt.onnx`.
+    """Return `ckpt.onnx`, or `ckpt.fp16.onnx` for a lower precision, next to `ckpt.pt` or `ckpt.onnx`.
 
     Raises:
         UsageError: the name of a checkpoint ends like a precision.

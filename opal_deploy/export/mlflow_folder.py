@@ -42,7 +42,7 @@ class MlflowFolder:
         check_folder("--mlflow", self.folder, _CONFIG, overwrite=self.overwrite)
 
     def write(self) -> list[Path]:
-        """Write the files beside the exported model, and return the paths of all."""
+        """Write the files next to the exported model, and return the paths of all."""
         metadata = onnx_file.read_metadata(self.folder / OWN)
         flavour = {
             "loader_module": "opal_deploy.api.mlflow", "data": OWN, "python_version": platform.python_version(),

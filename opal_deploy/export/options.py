@@ -163,7 +163,7 @@ class OnnxOptions(CheckpointOptions, CommonOptions):
     """Options of an export to an ONNX file."""
 
     out: Annotated[
-        StrPath | None, Option("File to write; with --trt a folder.", default="beside the source", cli=Path)
+        StrPath | None, Option("File to write; with --trt a folder.", default="next to the source", cli=Path)
     ] = None
     precision: Annotated[
         Precision | None, Option("Precision of the body; the head stays float32.", default="fp32; fp16 with --trt")
@@ -249,7 +249,7 @@ class WebOptions(Decision, CommonOptions):
         ),
     ] = None  # fmt: skip
     atlas: Annotated[
-        StrPath | None, Option("Atlas folder; its patches are shown beside each slot.", panel=_WEB, cli=Path)
+        StrPath | None, Option("Atlas folder; its patches are shown next to each slot.", panel=_WEB, cli=Path)
     ] = None
     webgpu: Annotated[
         bool, Option("Also copy the WebGPU runtime (27 MB), for large models; used where it is exact.", panel=_WEB)

@@ -76,7 +76,7 @@ def verify_candidate(
 ) -> Verification:
     """Run a candidate's graph on its images and compare the outputs with its reference.
 
-    The candidate has the metadata, test vectors included, that its file `path` is to have, beside which
+    The candidate has the metadata, test vectors included, that its file `path` is to have, next to which
     the graph lies while it runs.
 
     Raises:

@@ -31,7 +31,7 @@ def compute_distances(z: Tensor, anchors: Tensor, prototypes_per_class: int, dis
 
 
 def epsilon_tensor(tensor: Tensor, value: float) -> Tensor:
-    """Return `value` as a tensor [1] beside `tensor`: ONNX optimisers take a scalar of 1e-8 for 0 and drop the sum."""
+    """Return `value` as a tensor [1] next to `tensor`: ONNX optimisers take a scalar of 1e-8 for 0 and drop the sum."""
     return tensor.new_full((1,), value)
 
 

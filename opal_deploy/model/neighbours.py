@@ -26,7 +26,7 @@ NUM_NEAREST = 5
 MAX_IMAGES = 2_000
 # directions with a variance of their own
 _RANK = 64
-# weight of the mean variance beside the measured covariance
+# weight of the mean variance relative to the measured covariance
 _SHRINKAGE = 1.0
 # weight of the difference between the similarity to background and to training images; measured
 _BACKGROUND_WEIGHT = 2.0
@@ -53,7 +53,7 @@ class Neighbours(nn.Module):
     def __init__(self, mean: Tensor, basis: Tensor, bank: Tensor, background: Tensor) -> None:
         super().__init__()
         for name, tensor in zip(_TENSORS, (mean, basis, bank, background), strict=True):
-            # checkpoints keep them beside the state dict, which holds what was learned
+            # checkpoints keep them next to the state dict, which holds what was learned
             self.register_buffer(name, tensor.float().contiguous(), persistent=False)
 
     @property

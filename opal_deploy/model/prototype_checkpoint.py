@@ -4,7 +4,7 @@
                      `module._add_on.0.*` and `module._classification.*`; NET as its option --net: convnext_tiny_26, ...
     protopnet:NET    the state dict of ProtoPNet's own code: `features.*`, `add_on_layers.*`, `prototype_vectors` and
                      `last_layer.weight`; NET as torchvision calls it: resnet34, vgg19, ...
-    FILE.yml         CaBRNet's model_arch.yml, beside its model_state.pth: `extractor.*` and `classifier.*`
+    FILE.yml         CaBRNet's model_arch.yml, next to its model_state.pth: `extractor.*` and `classifier.*`
 
 None of them records the input size or class names. Facts on the formats are from
 github.com/M-Nauta/PIPNet, github.com/cfchen-duke/ProtoPNet and CaBRNet 1.2.

@@ -127,7 +127,7 @@ def interpret(shifts: Sequence[Shift]) -> list[Suggestion]:
         found.append(Suggestion(
             "Pictures are less like the training images: other objects or scenes, or another picture quality.",
             "Look at the images with the highest OOD score; if they keep coming, make them a class of their own.",
-            "OpalStrangeImages",
+            "OpalUnknownImages",
         ))  # fmt: skip
     if "norm" in fell or "shared_cells" in rose:
         found.append(Suggestion(

@@ -147,7 +147,7 @@ class ReportOptions:
     Attributes:
         facts: (name, value) pairs about the run, below the head of the page.
         limit: images shown; all are counted.
-        images: `embed` overlays in the page or show the `files` beside it; None: embed if there are few.
+        images: `embed` overlays in the page or show the `files` next to it; None: embed if there are few.
         evidence: (name, value) pairs of what was measured of the model's evidence.
         field: the model's effective receptive field, shown on demand; None if it is unknown.
         draw_field: always draw it on the overlays.

@@ -41,7 +41,7 @@ class InferOptions(Decision):
     """
 
     explain: Annotated[bool, Option("Draw an overlay per image and write report.html.")] = False
-    sheets: Annotated[bool, Option("Draw an evidence sheet per image: the prediction beside the runner-up.")] = False
+    sheets: Annotated[bool, Option("Draw an evidence sheet per image: the prediction next to the runner-up.")] = False
     atlas: AtlasFolder = None
     heatmap: Annotated[
         bool, Option("Show attention maps on sheets (implies --sheets); an export needs --outputs attention.")
@@ -60,7 +60,7 @@ class InferOptions(Decision):
     ] = None
     overwrite: Annotated[bool, Option("Replace the files of an earlier run in --out.")] = False
     resume: Annotated[
-        bool, Option("Continue an interrupted run of the same model, images and options.", flag="--resume/--no-resume")
+        bool, Option("Resume an interrupted run of the same model, images and options.", flag="--resume/--no-resume")
     ] = True
     boxes: CropFile = None
     box_confidence: BoxConfidence = DEFAULT_CONFIDENCE

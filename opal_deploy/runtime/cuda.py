@@ -360,7 +360,7 @@ def load_cuda_libraries() -> None:
 
     NVIDIA's `cuda.pathfinder` searches site-packages, Conda, CUDA_PATH and the system's folders; the rest of Python's
     import path, such as a folder of `pip install --target`, is searched after it. Without pathfinder, ONNX Runtime's
-    `preload_dlls` looks beside itself. A missing library is not an error here: ONNX Runtime names it.
+    `preload_dlls` looks next to itself. A missing library is not an error here: ONNX Runtime names it.
     """
     try:
         from cuda import pathfinder

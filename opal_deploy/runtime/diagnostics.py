@@ -35,7 +35,7 @@ providers = ort.get_available_providers()
 problem = ""
 if "CUDAExecutionProvider" in providers:
     try:
-        # last on the path: nothing beside opal_deploy may be imported instead of what is installed
+        # last on the path: nothing next to opal_deploy may be imported instead of what is installed
         sys.path.append(sys.argv[1])
         from opal_deploy.runtime.cuda import load_cuda_libraries
         load_cuda_libraries()

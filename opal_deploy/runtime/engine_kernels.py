@@ -136,7 +136,7 @@ class KernelCache:
     def __init__(self, engine: Path, engine_sha256: str, native: Any) -> None:
         """Read the kernels that an earlier start kept for an engine into `native`, an empty `IRuntimeCache`.
 
-        The file lies beside the engine, or in the user's cache folder where that is read-only.
+        The file lies next to the engine, or in the user's cache folder where that is read-only.
         """
         self._engine_sha256, self._native = engine_sha256.encode(), native
         # the user's cache folder by the XDG base directory specification

@@ -34,7 +34,7 @@ class EngineSession(PipelineSession):
         """Check the files, then the machine; load the engine; run its test vectors if this machine never did.
 
         Args:
-            path: the engine; its sidecar lies beside it.
+            path: the engine; its sidecar lies next to it.
             device: `auto`, `cuda` or `cuda:N`.
             cuda_graphs: record the engine's kernels once per batch size and launch them as one.
 
@@ -206,7 +206,7 @@ class EngineSession(PipelineSession):
         source = self._path.with_name(str(self.sidecar.onnx["file"]))
         if not source.is_file():
             raise ArtifactError(
-                f"{self._path}: built with --strip-weights, and {source.name}, which holds its weights, is not beside "
+                f"{self._path}: built with --strip-weights, and {source.name}, which holds its weights, is not next to "
                 "it; copy that file here too"
             )
         metadata = onnx_file.read_metadata(source)
@@ -241,7 +241,7 @@ class EngineSession(PipelineSession):
             raise ArtifactError(f"{self._path}: {error}; rebuild it with: {self._rebuild}") from None
 
     def _verify_once(self) -> str:
-        """Run the test vectors unless this machine passed them before, and keep the outcome beside the engine."""
+        """Run the test vectors unless this machine passed them before, and keep the outcome next to the engine."""
         sha256 = str(self.sidecar.engine["sha256"])
         earlier = find_passed_check(self._path, sha256, self._machine)
         if earlier is not None:

@@ -61,7 +61,7 @@ async def infer_pixels(model: ServedModel, request: InferRequest, seconds: float
     pixels = cast("np.ndarray[Any, np.dtype[np.uint8]]", request.inputs["images"])
     rows = await _run_jobs(lambda: model.service.submit_pixels(pixels, wait=False), seconds)
     arrays = Outputs.concatenate(rows).to_arrays()
-    # in Triton every tensor has a dimension beside N
+    # in Triton every tensor has a dimension besides N
     return {name: array.reshape(len(array), -1) if array.ndim == 1 else array for name, array in arrays.items()}
 
 

@@ -123,7 +123,7 @@ class ServedModel:
         # the session normalises where the graph does not
         inputs = [TensorSpec("images", "UINT8", (-1, *metadata.input_size, 3))]
         shapes = tensor_specs(metadata)
-        # in Triton every tensor has a dimension beside N
+        # in Triton every tensor has a dimension besides N
         outputs = [
             TensorSpec(name, datatype_of(shapes[name][1]), (-1, *(shapes[name][0] or (1,))))
             for name in metadata.outputs

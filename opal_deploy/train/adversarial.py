@@ -24,7 +24,7 @@ from opal_deploy.model.config import NetworkConfig
 
 # the attack that `evaluate` measures, in one step
 _LEVELS, _MARGIN = EvaluateOptions.attack_levels, EvaluateOptions.attack_margin
-# weight of the drop beside the changed image's cross-entropy
+# weight of the drop relative to the changed image's cross-entropy
 DROP = 4.0
 
 

@@ -28,7 +28,7 @@ from opal_deploy.train.machine import ProcessGroup
 from opal_deploy.train.measure import Measurements
 from opal_deploy.train.run_directory import FILES, EpochRecord, TrainRunDirectory
 
-# the key in last.pt beside the checkpoint's own
+# the key in last.pt next to the checkpoint's own
 RESUME_KEY = "resume"
 RESUME_ADVICE = "give --resume with the options that the run was started with, another --out, or --overwrite"
 

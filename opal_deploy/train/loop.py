@@ -233,7 +233,7 @@ class _TrainingRun:
             self.checkpoints.start(replace(recipe, options=options).to_toml(), is_new=last is None)
             self.log(describe_run(options, full_config, self.epochs))
             if last is not None:
-                self.log(f"continuing after epoch {state.epoch}, step {state.step}")
+                self.log(f"resuming after epoch {state.epoch}, step {state.step}")
             elif options.head_steps and start is None:
                 fitted = fitted or self._fit_head(options, network, amp, train_batches, val_batches)
                 self._finish_fit(fitted, time.perf_counter() - began, state, train_step)

@@ -97,7 +97,7 @@ def compare_with_classifiers(
 
 
 def _choose_workers(group: ProcessGroup) -> int:
-    """Return how many processes decode images that are read once: none beside a network on the CPU."""
+    """Return how many processes decode images that are read once: none next to a network on the CPU."""
     return machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
 
 

@@ -105,7 +105,7 @@ class RecipeOverrides(Options):
         ),
     ] = None
     workers: Annotated[
-        int | None, Option("Processes that prepare images.", min=0, default="by the machine", panel=_ADVANCED)
+        int | None, Option("Processes that prepare images.", min=0, default="fits the machine", panel=_ADVANCED)
     ] = None
 
     def to_sections(self) -> Sections:
@@ -142,7 +142,12 @@ class TrainRunOptions(RecipeOverrides):
         int | None, Option("Official partition (DTD, SUN-397).", min=1, max=10, default="1", panel=_DATA)
     ] = None
     skip_missing: Annotated[
-        bool | None, Option("Leave out missing images.", flag="--skip-missing/--no-skip-missing", panel=_DATA)
+        bool | None,
+        Option(
+            "Leave out images that the data set lists but lacks.",
+            flag="--skip-missing/--no-skip-missing",
+            panel=_DATA,
+        ),
     ] = None
     boxes: Annotated[
         bool | None,
@@ -219,7 +224,8 @@ class TrainRunOptions(RecipeOverrides):
     start_from: Annotated[
         StrPath | None,
         Option(
-            "Initialise backbone and head from this checkpoint instead of --weights.",
+            "Initialise backbone and head from this checkpoint instead of --weights. To continue an interrupted run, "
+            "use --resume.",
             default="none", cli=str, panel=_OPTIMISATION,
         ),
     ] = None  # fmt: skip
@@ -282,7 +288,7 @@ class TrainRunOptions(RecipeOverrides):
         bool | None, Option("Log for TensorBoard.", flag="--tensorboard/--no-tensorboard", panel=_ADVANCED)
     ] = None
     out: Annotated[StrPath | None, Option("Run directory.", default="runs/<name of DATA>", cli=Path)] = None
-    resume: Annotated[bool, Option("Continue the run in --out with its own options, or start one.")] = False
+    resume: Annotated[bool, Option("Resume the run in --out with its own options, or start one.")] = False
     overwrite: Annotated[bool, Option("Replace the run in --out.")] = False
     log: Log = log_line
     progress: ProgressChoice | None = None

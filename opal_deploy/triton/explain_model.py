@@ -57,7 +57,7 @@ class TensorModelSession:
             part = np.ascontiguousarray(images[start : start + self._max_batch])
             as_float = metadata.input_kind == "float32"
             arrays = dict(self._infer(normalise(part, metadata.mean, metadata.std) if as_float else part))
-            # in Triton every tensor has a dimension beside N
+            # in Triton every tensor has a dimension besides N
             shapes = {name: shape for name, (shape, _) in tensor_specs(metadata).items()}
             parts.append(Outputs.from_arrays({name: each.reshape(-1, *shapes[name]) for name, each in arrays.items()}))
         return Outputs.concatenate(parts)

@@ -113,7 +113,7 @@ def _describe_output(name: str, spec: TensorSpec) -> str:
 
 
 def _type(spec: TensorSpec) -> tuple[str, list[int]]:
-    """Return the type, and the shape without N; in Triton every tensor has a dimension beside N."""
+    """Return the type, and the shape without N; in Triton every tensor has a dimension besides N."""
     shape, dtype = spec
     return _TYPES[dtype.name], list(shape) or [1]
 

@@ -271,7 +271,7 @@ def _place_tag(
     )
     for gap in range(0, 7 * height, height):
         if gap == 0 and height > y1 - y0 + 1:
-            continue  # beside a smaller box it would look like the box
+            continue  # next to a smaller box it would look like the box
         xs, ys = (x0 - gap, (x0 + x1 + 1 - width) // 2, x1 + 1 - width + gap), (y0 - height - gap, y1 + 1 + gap)
         for x, y in (*itertools.product(xs, ys), (x1 + 1 + gap, y0), (x0 - width - gap, y0)):
             place = x, y, x + width - 1, y + height - 1

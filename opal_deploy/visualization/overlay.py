@@ -49,7 +49,7 @@ _HEADINGS = {COSINE: "contribution", DISTANCE: "distance share", SCORE: "", LOGI
 _MIN_SIDE, _ENLARGED_SIDE, _MAX_SIDE = 160, 256, 1600
 # font size of tags on a page, where photographs are a few hundred pixels wide, as a share of the longer side
 _PAGE_LETTERS = 1 / 38
-# height over width from which on the legend is beside the photograph
+# height over width from which on the legend is next to the photograph
 _BESIDE_RATIO = 1.6
 # longest side of a JPEG
 _MAX_JPEG_SIDE = 65_500
@@ -136,7 +136,7 @@ def _font_size(width: int, height: int) -> int:
 
 
 def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | None = None) -> Image.Image:
-    """Return a photograph with a box per slot, and the legend below, or beside a tall and narrow photograph.
+    """Return a photograph with a box per slot, and the legend below, or next to a tall and narrow photograph.
 
     Args:
         image: the whole image, EXIF orientation applied, or its `to_display`; not changed.

@@ -85,7 +85,7 @@ class Site:
         ort_web: the npm package, or its folder `dist`; None: in `node_modules` of the working directory.
         examples: a folder of pictures to try, of which six are taken, from its subfolders in turn. None: the best
             patches of the atlas; without one, generated creatures if the model knows these, else no pictures.
-        atlas: the model's atlas, whose best three patches of each slot are shown beside it.
+        atlas: the model's atlas, whose best three patches of each slot are shown next to it.
         decision: thresholds that mark answers.
         webgpu: include ONNX Runtime's files for WebGPU, which the page prefers where their answers are exact.
         overwrite: replace an earlier site's files; others in the folder stay.
@@ -123,7 +123,7 @@ class Site:
                 "folder"
             )
         if not self.overwrite:
-            raise UsageError(f"--web {self.folder}: exists already; replace it with --overwrite")
+            raise UsageError(f"--web {self.folder}: the site exists; pass --overwrite to replace it")
 
     def _list_others(self) -> list[str]:
         """Return the names in the folder, except those that an interrupted export left."""

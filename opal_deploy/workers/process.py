@@ -47,7 +47,7 @@ _EXIT_SECONDS = 2.0
 _PIPE_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 1 << 20
 
-# not `-m`, and no module of multiprocessing: both would import the caller's main module, or write beside it
+# not `-m`, and no module of multiprocessing: both would import the caller's main module, or write next to it
 _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main(int(sys.argv[2]))"
 
 

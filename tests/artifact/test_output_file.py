@@ -17,7 +17,7 @@ CASES = {
     "an input": ("input.html", True, READ),
     "an input by a hard link": ("linked.html", True, READ),
     "a file of another kind": ("model.onnx", True, OTHER),
-    "a file of its kind": ("page.html", False, "already exists; give another name, or replace it with --overwrite"),
+    "a file of its kind": ("page.html", False, "the file exists; choose another name, or pass --overwrite"),
     "a file of its kind, to be replaced": ("page.html", True, None),
 }
 

@@ -98,11 +98,11 @@ def test_an_interrupted_demo_goes_on_with_the_commands_that_it_prints_and_checks
         return process.returncode, printed
 
     call = ("demo", "--out", "d", "--epochs", "2", "--train-per-class", "8")
-    hint = f"The demo goes on where it was with: opal-deploy {' '.join(call)}\n"
+    hint = f"Resume the demo with: opal-deploy {' '.join(call)}\n"
     code, printed = stop("epoch 1/2: ", signal.SIGINT)
     assert (code, " left, at " in printed, hint in printed) == (130, True, True)
     code, printed = stop("$ opal-deploy infer", signal.SIGKILL)
-    assert (code, "continuing after epoch 1" in printed) == (-signal.SIGKILL, True)
+    assert (code, "resuming after epoch 1" in printed) == (-signal.SIGKILL, True)
     printed = check(opal(*call, cwd=tmp_path)).stderr
     assert "Going on with the demo in d: 4 steps are complete" in printed
     assert "epoch" not in printed.split("$ opal-deploy infer")[0].split("$ opal-deploy train")[1].split("\n", 1)[1]

@@ -97,7 +97,7 @@ def test_a_known_label_stands_beside_the_answer_with_a_mark(run, tmp_path):
 
 def test_a_sheet_that_is_there_is_not_replaced_unasked(run, tmp_path):
     (tmp_path / "a.png").write_text("mine")
-    assert "a.png: already exists" in run("explain in/000.png --out a.png", 2).stderr
+    assert "a.png: the file exists" in run("explain in/000.png --out a.png", 2).stderr
     assert (tmp_path / "a.png").read_text() == "mine"
     run("explain in/000.png --out a.png --overwrite")
 

@@ -119,7 +119,7 @@ def test_the_same_file_is_kept_and_another_is_replaced_only_when_told(opal, fold
     # not verified, and of another format
     for arguments in (call[:4] + call[5:], ("export", "c.onnx", "--precision", "bf16", *call[4:])):
         refused = one_line(opal(*arguments, cwd=folder))
-        assert "out.onnx: it exists already, of " in refused
+        assert "out.onnx: the file exists, of " in refused
         assert "the same checkpoint, exported with other" in refused
     assert (folder / "out.onnx").read_bytes() == first
     # done again in another process, the bytes are the same
@@ -162,7 +162,7 @@ def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kep
     # the engine is refused before the work is done, although the ONNX file is gone
     (folder / "c.fp16.onnx").unlink()
     refused = one_line(opal(*call, "--batch", "1:1:1", cwd=folder))
-    assert "c.fp16.sm80.rtx.engine: it exists already, built with other options" in refused
+    assert "c.fp16.sm80.rtx.engine: the file exists, built with other options" in refused
 
 
 @needs_rtx

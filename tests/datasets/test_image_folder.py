@@ -76,7 +76,7 @@ class TestNothingIsPassedOverInSilence:
             (tmp_path / "a" / name).touch()
         (tmp_path / "c").symlink_to(tmp_path / "unmounted")
         assert sorted(read_dataset(tmp_path).warnings) == [
-            "skipped 1 broken link beside the class folders: c",
+            "skipped 1 broken link next to the class folders: c",
             "skipped 2 images in unsupported formats: a/x.heic, a/y.CR2",
         ]
 

@@ -286,7 +286,7 @@ DAMAGES = {
     "cub: ids without image": ("cub", _text("images.txt", "1 001.Auk/0.png"), r"7 ids of image_class_labels.txt are not in images.txt: 2, 3"),
     "cub: images without label": ("cub", _text("image_class_labels.txt", "1 1"), r"7 ids of images.txt are not in image_class_labels.txt: 2, 3"),
     "cub: unknown class": ("cub", _text("image_class_labels.txt", *(f"{i} {i}" for i in range(1, 9))), "classes.txt does not name: 3, 4"),
-    "cub: third flag": ("cub", _text("train_test_split.txt", *(f"{i} {i % 3}" for i in range(1, 9))), "holds 2 beside 0 and 1"),
+    "cub: third flag": ("cub", _text("train_test_split.txt", *(f"{i} {i % 3}" for i in range(1, 9))), "holds 2 besides 0 and 1"),
     "cub: class without training": ("cub", _text("train_test_split.txt", *(f"{i} {int(i < 5)}" for i in range(1, 9))), "without a training image: 002"),
     "cub: cub100's id format": ("cub", _text("images.txt", "0, 001.Auk/0.png"), r"line 1: '0, 001\.Auk/0\.png' is not CUB's format"),
     "cub: box of words": ("cub", _text("bounding_boxes.txt", "1 2 3 4 wide"), "is not CUB's format"),

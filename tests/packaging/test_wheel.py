@@ -105,7 +105,7 @@ def test_help_and_doctor_answer(installed, tmp_path):
 def test_without_a_runtime_a_command_names_the_extra_in_one_line(installed, tmp_path, call):
     (tmp_path / "images").mkdir()
     run(installed / "python", "-c", IMAGE, cwd=tmp_path)
-    (tmp_path / "model.onnx").write_bytes(b"\x08\x0a")
+    shutil.copy(ROOT / "opal_deploy/cli/demo/creatures.onnx", tmp_path / "model.onnx")
     answer = run(installed / "opal-deploy", *call, cwd=tmp_path, check=False)
     assert answer.returncode == 2
     assert len(answer.stderr.splitlines()) == 1

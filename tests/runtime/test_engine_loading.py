@@ -189,7 +189,7 @@ def test_stripped_weights_are_put_back_from_the_onnx_file_beside_it_and_from_no_
     with pytest.raises(ArtifactError, match="not the file that it was built from"):
         stand.open()
     stand.onnx.unlink()
-    with pytest.raises(ArtifactError, match=r"c\.fp16\.onnx, which holds its weights, is not beside it"):
+    with pytest.raises(ArtifactError, match=r"c\.fp16\.onnx, which holds its weights, is not next to it"):
         stand.open()
     assert len(stand.trt.refitted) == 1
 

@@ -80,7 +80,7 @@ def test_the_function_trains_what_the_command_trains_and_prints_nothing(squares,
     )
     assert capsys.readouterr() == ("", "")
     assert (result.best, result.last) == (out / "best.pt", out / "last.pt")
-    assert "continuing after epoch 1, step 0" in lines
+    assert "resuming after epoch 1, step 0" in lines
     assert len([line for line in lines if line.startswith("epoch ")]) == len(result.epochs) == 2
     assert notes[-1][:2] == (9, 9)  # the test images
     assert (result.val.images, result.test.images) == (6, 9)

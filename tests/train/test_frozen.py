@@ -148,7 +148,7 @@ def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, options, tmp_
     monkeypatch.undo()
     lines = []
     ended = fit(squares, options, tmp_path / "ended", resume=True, log=lines.append)
-    assert "continuing after epoch 0, step 0" in lines
+    assert "resuming after epoch 0, step 0" in lines
     weights, expected = (checkpoint.load(each.last).network.state_dict() for each in (ended, whole))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert [record.epoch for record in ended.epochs] == [0, 1]

@@ -75,7 +75,7 @@ def demo(
     except (KeyboardInterrupt, typer.Exit) as stop:
         if isinstance(stop, typer.Exit) and stop.exit_code != ExitCode.INTERRUPTED:
             raise
-        print_message(f"The demo goes on where it was with: {_format_own_command()}")
+        print_message(f"Resume the demo with: {_format_own_command()}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 

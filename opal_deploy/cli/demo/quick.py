@@ -52,7 +52,7 @@ def show_quick(context: typer.Context, out: Path, seed: int, ort_web: Path | Non
     _report(demo, data, explanations / "results.jsonl", metadata)
     print_message(f"\nDone in {demo.seconds:.0f} s. Open:")
     print_message(f"  {explanations / 'report.html'}  every image with the evidence for its answer")
-    print_message(f"  {out / 'sheets'}  evidence sheets: the answer beside the runner-up")
+    print_message(f"  {out / 'sheets'}  evidence sheets: the answer next to the runner-up")
     print_message(f"  {page}")
     print_own_folder()
 

@@ -23,7 +23,7 @@ def show_whole_job(demo: Demo, training: Training) -> None:
     """Train, evaluate, export, infer and verify, and print how good the evidence is."""
     import torch
 
-    # in so small a network, a second thread mostly waits: beside other work, two took 159 s where one took 74 to 88
+    # in so small a network, a second thread mostly waits: next to other work, two took 159 s where one took 74 to 88
     torch.set_num_threads(1)
     data, run, evaluation = demo.out / "data", demo.out / "run", demo.out / "evaluation"
     demo.draw(

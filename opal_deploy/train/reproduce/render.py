@@ -1,4 +1,4 @@
-"""A table as text, Markdown or JSON, and Fig. 4 as a chart: our metrics beside the paper's.
+"""A table as text, Markdown or JSON, and Fig. 4 as a chart: our metrics next to the paper's.
 
 A cell shows its difference to the row's baseline in brackets, in percentage points, as in the paper's tables.
 """

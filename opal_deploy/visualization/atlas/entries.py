@@ -312,7 +312,7 @@ def list_findings(
 
 @dataclass(frozen=True)
 class Exemplar:
-    """A patch of another image, shown beside an image of the same predicted class.
+    """A patch of another image, shown next to an image of the same predicted class.
 
     Attributes:
         box: (x0, y0, x1, y1) of the cell, in pixels of the whole image.

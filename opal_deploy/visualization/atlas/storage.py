@@ -1,6 +1,6 @@
 """An atlas on disk: `atlas.json`, `atlas.html`, and one JPEG per patch in `patches/`, named by the digest of its bytes.
 
-Names by digest let a new atlas be written beside an old one: the old atlas stays whole until `atlas.json` is replaced,
+Names by digest let a new atlas be written next to an old one: the old atlas stays whole until `atlas.json` is replaced,
 in one step.
 """
 

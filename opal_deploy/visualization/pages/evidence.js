@@ -189,7 +189,7 @@ const evidence = (() => {
   }
 
   /**
-   * Draw the boxes of slots {slot, channel, cell, box} over a picture of width x height: thin, with tags beside them; of a
+   * Draw the boxes of slots {slot, channel, cell, box} over a picture of width x height: thin, with tags next to them; of a
    * `record` with its strongest and weakest apart. Those of `others`, slots of other classes, are shown while their row is
    * pointed at. With `isDrawn` the picture has its boxes.
    */

@@ -108,7 +108,7 @@
     for (const [file, description] of files.filter(([name]) => name)) {
       const link = el("a", { target: "_blank", rel: "noopener" }, description);
       link.href = file;
-      figure.append(el("p", { class: "note" }, link, " (file beside this page)"));
+      figure.append(el("p", { class: "note" }, link, " (file next to this page)"));
     }
     if (row[STATUS] !== FAILED) {
       text.append(...(d.slots.length ? [el("h3", null, "Slots"), evidence.evidenceTable(record(position))] : [el("p", { class: "note" }, config.no_evidence)]));

@@ -40,7 +40,7 @@ from opal_deploy.visualization.report.page import (
 )
 from opal_deploy.visualization.style import escape_unprintable, format_number
 
-# largest number of images embedded in the page; larger reports show the overlay files beside it
+# largest number of images embedded in the page; larger reports show the overlay files next to it
 EMBED_LIMIT = 200
 # largest number of images that a browser filters and sorts while one types
 REPORT_LIMIT = 10_000
@@ -54,7 +54,7 @@ _KIND_NAMES = {_CORRECT: "correct", _WRONG: "wrong", _UNLABELLED: "without a lab
 
 
 def choose_image_mode(count: int) -> ImageMode:
-    """Return where a report of `count` images keeps them: embedded up to 200 images, else as files beside the page."""
+    """Return where a report of `count` images keeps them: embedded up to 200 images, else as files next to the page."""
     return "embed" if count <= EMBED_LIMIT else "files"
 
 
@@ -65,7 +65,7 @@ class ReportWriter:
     be used from several threads at once.
 
     Args:
-        path: the report's file; its folder must exist. A hidden file beside it, `.<name>.*.part`, is used to write it.
+        path: the report's file; its folder must exist. A hidden file next to it, `.<name>.*.part`, is used to write it.
         facts: (name, value) pairs about the run: model, runtime, versions, ...
         limit: largest number of images, and of failures, that are shown; all are counted.
         field: the effective receptive field, which the page shows around cells on demand; None: not shown.

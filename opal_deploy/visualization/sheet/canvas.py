@@ -47,7 +47,7 @@ class Form:
 
     @property
     def stacked(self) -> bool:
-        """Whether the runner-up is below the predicted class instead of beside it."""
+        """Whether the runner-up is below the predicted class instead of next to it."""
         return self.columns[0][0] == self.columns[1][0]
 
 

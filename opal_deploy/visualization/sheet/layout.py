@@ -152,7 +152,7 @@ class _Page(Canvas):
         self.y += 32
 
     def _margin(self, number: str, middle: int) -> None:
-        """Add the margin beside the bars of the cosines, whose middle is given, or below them."""
+        """Add the margin next to the bars of the cosines, whose middle is given, or below them."""
         if self.form.stacked:
             self.y += 50
             self.text(self.left, self.y - 12, number, _MARGIN, bold=True)
