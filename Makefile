@@ -28,8 +28,8 @@ RUNTIMES_INSTALLED := $(RUNTIMES_VENV)/.installed
 CABRNET_VENV := .venv-cabrnet
 CABRNET_INSTALLED := $(CABRNET_VENV)/.installed
 
-# ONNX Runtime Web, which `export --web` copies and tests run in Chromium, and axe, which looks for what keeps people with
-# disabilities from using a page
+# ONNX Runtime Web, which `export --web` copies and tests run in Chromium, axe, which looks for what keeps people with
+# disabilities from using a page, and pyright, which checks types as many editors do
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
@@ -42,7 +42,7 @@ help:
 	@echo "make test      the tests (about 15 minutes on 2 cores)"
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
 	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
-	@echo "make ort-web   ONNX Runtime Web by npm, and axe, for the tests of pages (170 MB)"
+	@echo "make ort-web   ONNX Runtime Web, axe and pyright by npm, for tests (200 MB)"
 	@echo "make test-cabrnet   exported PIP-Net and ProtoPNet files, compared with CaBRNet itself (5 minutes)"
 	@echo "make test-runtimes  exported files in ten runtimes, compared with the table in the documentation (8 minutes)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
@@ -118,7 +118,8 @@ test-cabrnet: $(CABRNET_INSTALLED)
 
 $(ORT_WEB_INSTALLED): opal_deploy/web/site.py | $(INSTALLED)
 	@npm install --silent --no-audit --no-fund --no-save --prefix $(ORT_WEB) \
-	  "$$($(BIN)/python -c 'from opal_deploy.web.site import ORT_WEB; print(ORT_WEB)')" axe-core@4.11.0
+	  "$$($(BIN)/python -c 'from opal_deploy.web.site import ORT_WEB; print(ORT_WEB)')" axe-core@4.11.0 \
+	  pyright@1.1.414
 	@touch $@
 
 ort-web: $(ORT_WEB_INSTALLED)

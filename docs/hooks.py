@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from importlib.resources import as_file
 from importlib.resources import files as package_files
 from inspect import Parameter, formatannotation
@@ -134,7 +135,7 @@ def _annotation(annotation: Any) -> str:
     """Return a keyword's type: choices one by one, everything else as in code without `None`."""
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice!r}`" for choice in get_args(annotation))
-    if get_origin(annotation) is tuple:
+    if get_origin(annotation) in (tuple, Sequence):
         return f"sequence of {_annotation(get_args(annotation)[0])}"
     if get_origin(annotation) in (Union, UnionType):
         kinds = [_annotation(each) for each in get_args(annotation) if each is not type(None)]

@@ -45,13 +45,14 @@ if TYPE_CHECKING:
     from opal_deploy.export.api import export_engines, export_hugging_face, export_model, export_triton, export_web
     from opal_deploy.export.files import ExportResult
     from opal_deploy.records.converters import to_coco, to_label_studio
-    from opal_deploy.records.record import Answered, Failed, Record, json_schema
+    from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
     from opal_deploy.records.tables import to_pandas
     from opal_deploy.server.mounted import ModelApp
     from opal_deploy.train.api import train_model
     from opal_deploy.train.result import TrainResult
 
 __all__ = [
+    "Answer",
     "Answered",
     "ArtifactError",
     "CheckpointError",
@@ -73,6 +74,7 @@ __all__ = [
     "OpalError",
     "Record",
     "Service",
+    "Slot",
     "StoppedEarly",
     "TrainResult",
     "UsageError",
@@ -121,29 +123,34 @@ _LAZY = {
     "api.service": ("Service",),
     "records.converters": ("to_coco", "to_label_studio"),
     "records.tables": ("to_pandas",),
-    "records.record": ("Answered", "Failed", "Record", "json_schema"),
+    "records.record": ("Answer", "Answered", "Failed", "Record", "Slot", "json_schema"),
     "server.mounted": ("ModelApp",),
     "train.api": ("train_model",),
     "train.result": ("TrainResult",),
 }
 
 
-def __getattr__(name: str) -> Any:
-    # numpy and Pillow are imported when an image is explained, not by `opal-deploy --help`
-    import importlib
+if not TYPE_CHECKING:
 
-    if name == "nn":
-        return importlib.import_module(f"{__name__}.nn")
-    for module, names in _LAZY.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    known = {
-        "load_model": "load", "from_pretrained": "load", "train": "train_model", "evaluate": "evaluate_model",
-        "export": "export_model", "edit": "edit_model", "infer": "run_inference",
-        "predict": "load(path).predict(images)", "explain": "load(path).predict(images)", "compare": "diff",
-        "drift": "find_drift", "atlas": "create_atlas",
-    }  # fmt: skip
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest_attribute(name, known)}")
+    def __getattr__(name: str) -> Any:
+        # numpy and Pillow are imported when an image is explained, not by `opal-deploy --help`
+        import importlib
+
+        if name == "nn":
+            return importlib.import_module(f"{__name__}.nn")
+        for module, names in _LAZY.items():
+            if name in names:
+                return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        known = {
+            "load_model": "load", "from_pretrained": "load", "create_model": "load, or nn.build_network",
+            "pipeline": "load", "OPAL": "load", "YOLO": "load", "Results": "Explanations",
+            "train": "train_model", "fit": "train_model", "Trainer": "train_model", "evaluate": "evaluate_model",
+            "export": "export_model", "edit": "edit_model", "infer": "run_inference",
+            "predict": "load(path).predict(images)", "explain": "load(path).predict(images)", "compare": "diff",
+            "drift": "find_drift", "atlas": "create_atlas", "convert": "to_coco, to_label_studio or to_pandas",
+            "serve": "ModelApp, or `opal-deploy serve`", "export_mlflow": "`opal-deploy export --mlflow`",
+        }  # fmt: skip
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest_attribute(name, known)}")
 
 
 def __dir__() -> list[str]:

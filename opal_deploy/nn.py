@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -45,7 +45,7 @@ def build_network(
     prototypes: int = 5,
     distance: Distance = "l2",
     stride: int | None = 16,
-    weights: StrPath | None = None,
+    weights: StrPath | Mapping[str, Tensor] | torch.nn.Module | None = None,
 ) -> OpalNetwork:
     """Return a network with OPAL's head.
 
@@ -56,15 +56,17 @@ def build_network(
         prototypes: per class, m.
         distance: of the embedding to a class's anchor.
         stride: pixels per cell; None keeps the backbone's own, usually 32.
-        weights: `imagenet` (downloaded once), or a file of backbone weights, such as those of an earlier classifier;
-            None leaves them random.
+        weights: `imagenet` (downloaded once); a classifier of that name which you trained, its state dict, or a file of
+            it (.pth, .ckpt, .safetensors), whose last layer is left out; None leaves them random.
 
     Raises:
         UsageError: no such backbone, or the values do not fit together. CheckpointError: weights that do not fit.
     """
     head = HeadConfig(prototypes_per_class=prototypes, distance=distance)
     config = NetworkConfig(backbone, num_classes, (size, size), head, stride=stride)
-    return OpalNetwork(config, weights=None if weights is None else str(weights))
+    if isinstance(weights, torch.nn.Module):
+        weights = weights.state_dict()
+    return OpalNetwork(config, weights=weights if weights is None or isinstance(weights, Mapping) else str(weights))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -75,16 +75,14 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of all options classes; checks ranges and choices, and turns lists into tuples."""
+    """Base of all options classes; checks ranges and choices, and turns sequences into tuples."""
 
     def __post_init__(self) -> None:
         for field, annotation, option in option_fields(type(self)):
             value = getattr(self, field.name)
-            of_many = get_origin(annotation) is tuple
-            if isinstance(value, list):
-                object.__setattr__(self, field.name, tuple(value))
-            elif of_many and isinstance(value, str | os.PathLike):
-                value = (value,)
+            of_many = get_origin(annotation) in (tuple, Sequence)
+            if of_many or isinstance(value, list):
+                value = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
                 object.__setattr__(self, field.name, value)
             if value is not None and option is not None:
                 for each in value if of_many else [value]:

@@ -23,7 +23,7 @@ from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.records.names import find_common_folder, unescape_name
-from opal_deploy.records.record import Answer, Answered, Failed, Problem, Record, Slot, to_record
+from opal_deploy.records.record import Answer, Answered, Failed, Problem, Record, Slot, Status, to_record
 from opal_deploy.sources.image import InputImage
 
 if TYPE_CHECKING:
@@ -31,6 +31,25 @@ if TYPE_CHECKING:
     from opal_deploy.records.tables import Rows
     from opal_deploy.run.drawing import ReportOptions, Thumbnails
 
+# names that people try first, from habit, and what to use
+_ATTRIBUTES = {
+    name: f"explanation.{name}" for name in ("label", "probability", "margin", "slots", "boxes", "top", "status")
+}
+_ABSENT = {"calibrated_probability": "explanation.probability, which is None where no temperature was fitted"}
+_HABITS = {
+    "save": "save_overlay(path) or save_sheet(path)", "show": "overlay().show()", "plot": "overlay()",
+    "name": "label", "names": "label", "cls": "label", "evidence": "slots", "prediction": "label, or record.prediction",
+    "conf": "margin, or probability", "confidence": "margin, or probability", "score": "margin",
+    "scores": "[slot.score for slot in explanation.slots]", "to_dict": "dict(explanation)", "json": "to_json()",
+    "class_name": "label", "predicted_label": "label", "predicted_class": "label", "top1": "label",
+    "class_id": "top[0].class_id", "cosine": "top[0].cosine", "logit": "top[0].logit",
+    "logits": "[each.logit for each in explanation.top]", "prob": "probability", "probs": "top", "top5": "top",
+    "topk": "top", "parts": "slots", "regions": "slots", "draw": "overlay()", "visualize": "overlay()",
+    "heatmap": "overlay()", "image": "record.image", "path": "record.image", "error": "record.error",
+    "ood_score": "answered.ood_score", "width": "answered.width", "height": "answered.height",
+    "to_pandas": "opal_deploy.to_pandas([explanation])", "to_df": "opal_deploy.to_pandas([explanation])",
+    "to_coco": "opal_deploy.to_coco([explanation])", "explain": "overlay(), or sheet()",
+}  # fmt: skip
 # width of an overlay in a notebook, pixels
 _WIDTH = 420
 # rows of a list's table
@@ -53,6 +72,13 @@ class Origin:
     options: InferenceOptions
 
 
+class _Fields(dict[str, Any]):
+    """Fields of an answer, of which those without a value are absent."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(f"{key}{suggest_attribute(key, _ABSENT)}; fields are {', '.join(self)}")
+
+
 class Explanation(dict[str, Any]):
     """The explanation of one image: a line of results.jsonl as a dictionary, with methods that draw it.
 
@@ -62,6 +88,8 @@ class Explanation(dict[str, Any]):
     def __init__(self, record: Record | Mapping[str, Any], origin: Origin | None = None) -> None:
         """Wrap a record or its fields; without `origin`, the image is the file that the record names."""
         super().__init__(record if isinstance(record, Mapping) else to_document(record))
+        if type(answer := self.get("prediction")) is dict:
+            self["prediction"] = _Fields(answer)
         self._origin = origin
 
     @property
@@ -90,7 +118,7 @@ class Explanation(dict[str, Any]):
         return self.answered.prediction.label
 
     @property
-    def status(self) -> str:
+    def status(self) -> Status:
         """`ok`, `abstained`, `unknown` or `error`."""
         return self.record.status
 
@@ -119,19 +147,14 @@ class Explanation(dict[str, Any]):
         """The slots' boxes (x0, y0, x1, y1) in pixels of the whole image; raises as `answered`."""
         return [slot.box for slot in self.slots]
 
-    def __getattr__(self, name: str) -> Any:
-        # what people try first, from habit
-        known = {
-            "save": "save_overlay(path) or save_sheet(path)", "show": "overlay().show()", "plot": "overlay()",
-            "name": "label", "cls": "label", "evidence": "slots", "prediction": "label, or record.prediction",
-            "conf": "margin, or probability", "confidence": "margin, or probability", "score": "margin",
-            "to_dict": "dict(explanation)", "json": "to_json()", "class_name": "label", "class_id": "top[0].class_id",
-            "cosine": "top[0].cosine", "prob": "probability", "probs": "top", "top5": "top", "topk": "top",
-            "parts": "slots", "regions": "slots", "draw": "overlay()", "visualize": "overlay()",
-            "image": "record.image",
-            "to_pandas": "opal_deploy.to_pandas([explanation])", "to_coco": "opal_deploy.to_coco([explanation])",
-        }  # fmt: skip
-        raise AttributeError(f"an Explanation has no {name!r}{suggest_attribute(name, known)}")
+    def __missing__(self, key: str) -> Any:
+        # a KeyError that says where the value is
+        raise KeyError(f"{key}{suggest_attribute(key, _ATTRIBUTES)}; fields are {', '.join(self)}")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"an Explanation has no {name!r}{suggest_attribute(name, _HABITS)}")
 
     def to_json(self) -> str:
         """Return the record as a line of results.jsonl."""
@@ -235,14 +258,27 @@ class Explanations(list[Explanation]):
         # without the slice's type a report could not be saved
         return Explanations(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
-    def __getattr__(self, name: str) -> Any:
-        known = {
-            "to_df": "to_pandas()", "to_dataframe": "to_pandas()", "to_csv": "to_pandas().to_csv(path)",
-            "to_json": "[each.to_json() for each in records]", "to_html": "save_report(folder)",
-            "report": "save_report(folder)", "save": "save_report(folder)",
-            "labels": "[each.label for each in records]",
-        }  # fmt: skip
-        raise AttributeError(f"Explanations have no {name!r}{suggest_attribute(name, known)}")
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            known = {
+                "to_df": "to_pandas()", "to_dataframe": "to_pandas()", "to_csv": "to_pandas().to_csv(path)",
+                "to_json": "[each.to_json() for each in records]", "to_html": "save_report(folder)",
+                "to_label_studio": "opal_deploy.to_label_studio(records)",
+                "report": "save_report(folder)", "save": "save_report(folder)", "show": "save_report(folder)",
+                "labels": "[each.label for each in records]", "label": "[each.label for each in records]",
+                "boxes": "[each.boxes for each in records]", "margin": "[each.margin for each in records]",
+                "errors": "[each for each in records if each.status == 'error']",
+                "accuracy": "opal_deploy.evaluate_model(model, data)",
+            }  # fmt: skip
+            raise AttributeError(f"Explanations have no {name!r}{suggest_attribute(name, known)}")
+
+    def __add__(self, other: list[Explanation]) -> Explanations:  # type: ignore[override]
+        return Explanations([*self, *other])
+
+    def copy(self) -> Explanations:
+        """Return a copy, which shares the records."""
+        return Explanations(self)
 
     def to_coco(self) -> dict[str, Any]:
         """Return `opal_deploy.to_coco` of the records."""

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from opal_deploy.cluster.connection import ActorPlan, check_ray_options
 from opal_deploy.cluster.process import open_driver
@@ -57,9 +57,13 @@ class InferenceRun:
     """
 
     out: Path | str
-    summary: dict[str, Any]
+    summary: dict[str, Any] = field(repr=False)
     lines: tuple[str, ...] = field(default=(), repr=False)
     _files: frozenset[str] = field(default=frozenset(), repr=False)
+
+    def __str__(self) -> str:
+        """Return what the command prints about the run."""
+        return "\n".join([f"run of {sum(self.counts.values()):,} images in {self.out}", *self.lines])
 
     @property
     def records(self) -> Path | str:
@@ -144,7 +148,7 @@ def _prepare(
     out, remote = _parse_out(options)
     check_ray_options(options)
     signer = None if options.sign is None else Signer(options.sign, options.log)
-    is_open = not (model is None or isinstance(model, str | os.PathLike))
+    is_open = _is_open(model)
     processes = plan_processes(options, model_is_open=is_open)
     raise_pillow_limit(options.max_pixels)
 
@@ -374,11 +378,16 @@ def _parse_out(options: InferOptions) -> tuple[Path | None, RemoteFile | None]:
     return (None, check_output(out)) if is_url(out) else (Path(out), None)
 
 
+def _is_open(model: StrPath | Model | None) -> TypeGuard[Model]:
+    """Return whether this is a loaded model, which has a path, too."""
+    return hasattr(model, "sessions")
+
+
 def _open_model(
     model: StrPath | Model | None, plan: ActorPlan | ProcessPlan | None, options: InferOptions
 ) -> LoadedModel:
     """Open a model; if a cluster's actors or other processes open it, only read its metadata."""
-    if not (model is None or isinstance(model, str | os.PathLike)):
+    if _is_open(model):
         if model.path is None or model.sha256 is None or plan is not None:
             raise UsageError("model: an open model has no file, or other processes open it; give the path of a file")
         fingerprint = {"file": model.path.name, "sha256": model.sha256}

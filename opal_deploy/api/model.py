@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Protocol, cast, overload, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 class Model:
     """A loaded model that classifies and explains images; its methods may be called from any thread.
 
+    Functions that take a model's path, such as `verify` and `find_drift(baseline=)`, take the model, too.
+
     Attributes:
         metadata: class names, prototypes per class, grid, input size, kind of evidence, verification report, ...
         description: engine, device, threads and precision, in one line.
@@ -59,6 +61,8 @@ class Model:
         self.sessions = list(sessions)
         self._cautioned: set[bool] = set()
         self.sha256, self.path = sha256, path
+        # the file and the slots that `without` left out
+        self._whole, self._left_out = path, tuple[SlotName, ...]()
         self.metadata: Metadata = sessions[0].metadata
         self.description: str = sessions[0].description
 
@@ -67,29 +71,52 @@ class Model:
         """The label of each class by its id, the index of its logit, as in `class_id` and `label` of a record."""
         return dict(enumerate(self.metadata.class_names))
 
-    def __getattr__(self, name: str) -> Any:
-        # what people try first, from habit
-        known = {
-            "classes": "names", "class_names": "names", "num_classes": "len(model.names)", "device": "description",
-            "explain": "predict", "infer": "predict", "run": "predict", "classify": "predict", "forward": "predict",
-            "predict_one": "predict", "predict_proba": "predict(image).probability", "predict_async": "apredict",
-            "drop": "without", "train": "opal_deploy.train_model", "fit": "opal_deploy.train_model",
-            "evaluate": "opal_deploy.evaluate_model(model, data)", "export": "opal_deploy.export_model(model.path)",
-            "verify": "opal_deploy.verify(model.path)", "inspect": "opal_deploy.inspect(model.path)",
-            "info": "opal_deploy.inspect(model.path)", "summary": "opal_deploy.inspect(model.path)",
-            "to": "opal_deploy.load(path, device=...)", "report": "predict(images).save_report(folder)",
-        }  # fmt: skip
-        raise AttributeError(f"a Model has no {name!r}{suggest_attribute(name, known)}")
+    def __fspath__(self) -> str:
+        """Return the path of the model's file, so that functions which take a path take the model.
 
-    def __call__(self, *_: object, **__: object) -> Any:
-        """Raise TypeError, which names `predict`."""
-        raise TypeError("a Model is not a function; use model.predict(images), or ModelApp(model) as an application")
+        Raises:
+            UsageError: the model has no file.
+        """
+        if self.path is None:
+            raise UsageError("this model has no file; write it with model.save(path), and give that path")
+        return str(self.path)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # what people try first, from habit
+            known = {
+                "classes": "names", "class_names": "names", "num_classes": "len(model.names)", "id2label": "names",
+                "labels": "names", "class_to_idx": "names", "config": "metadata", "device": "description",
+                "input_size": "metadata.input_size", "imgsz": "metadata.input_size",
+                "explain": "predict", "infer": "predict", "run": "predict", "classify": "predict", "forward": "predict",
+                "predict_one": "predict", "predict_batch": "predict", "predict_async": "apredict",
+                "predict_proba": "predict(image).probability",
+                "drop": "without", "remove": "without", "edit": "without, or opal_deploy.edit_model(model, ...)",
+                "train": "opal_deploy.train_model", "fit": "opal_deploy.train_model",
+                "val": "opal_deploy.evaluate_model(model, data)", "eval": "predict; a Model never trains",
+                "evaluate": "opal_deploy.evaluate_model(model, data)", "export": "opal_deploy.export_model(model)",
+                "verify": "opal_deploy.verify(model)", "inspect": "opal_deploy.inspect(model)",
+                "info": "opal_deploy.inspect(model)", "summary": "opal_deploy.inspect(model)",
+                "atlas": "opal_deploy.create_atlas(data, model)", "diff": "opal_deploy.diff(model, other)",
+                "drift": "opal_deploy.find_drift(answers, baseline=model)", "asgi": "opal_deploy.ModelApp(model)",
+                "to": "opal_deploy.load(path, device=...)", "cuda": "opal_deploy.load(path, device='cuda')",
+                "half": "opal_deploy.export_model(path, precision='fp16')",
+                "from_pretrained": "opal_deploy.load(path)", "load": "opal_deploy.load(path)",
+                "report": "predict(images).save_report(folder)",
+            }  # fmt: skip
+            raise AttributeError(f"a Model has no {name!r}{suggest_attribute(name, known)}")
+
+        def __call__(self, *_: object, **__: object) -> Any:
+            raise TypeError(
+                "a Model is not a function; use model.predict(images), or ModelApp(model) as an application"
+            )
 
     def without(self, *slots: SlotName) -> Model:
         """Return this model without some slots, to try what `edit` would do; nothing is recomputed or written.
 
         Answers are exact: a dropped slot changes no other score. The result has no file, and no thresholds by rates,
-        since it has no validation figures. `edit_model` writes such a model.
+        since it has no validation figures. `save` writes it.
 
         Args:
             slots: `CLASS/SLOT`, such as `Gull/2`, or (class, number); the number of a prototype that classes share.
@@ -101,7 +128,27 @@ class Model:
         check_drops(channels, [], self.metadata)
         if self.metadata.top_k is not None or "scores" not in self.metadata.outputs:
             raise UsageError("without: the model's outputs are not all classes and scores; load the file it came from")
-        return Model([_Reduced(session, channels) for session in self.sessions])
+        reduced = Model([_Reduced(session, channels) for session in self.sessions])
+        reduced._whole, reduced._left_out = self._whole, (*self._left_out, *slots)
+        return reduced
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write the model that `without` returned, as `opal-deploy edit --drop` does, and return the path.
+
+        Args:
+            path: the file, of the same kind as the one that was loaded: an ONNX file or a checkpoint.
+            overwrite: whether an existing file is replaced.
+
+        Raises:
+            UsageError: nothing was left out, or the file cannot be written. VerificationError: the edited graph does
+                not reproduce these answers.
+        """
+        from opal_deploy.editing.api import edit_model
+
+        if self._whole is None or not self._left_out:
+            raise UsageError("save: nothing was left out, so there is nothing to write; use model.without(...)")
+        edit_model(self._whole, drop=self._left_out, out=path, overwrite=overwrite)
+        return Path(path)
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path
@@ -144,7 +191,7 @@ class Model:
 
         Args:
             images: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB; or a sequence of these. A uint8 array
-                [N, H, W, 3] is a sequence of N.
+                [N, H, W, 3] is a sequence of N, as is a PyTorch tensor uint8 [N, 3, H, W].
             boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one per image, None for no
                 crop. For one image a sequence of one box is accepted.
             top: maximum number of classes in the record's `top`.
@@ -162,12 +209,11 @@ class Model:
 
         Raises:
             ValueError: not boxes, or not as many as images. StoppedEarly: the device was lost.
-            UsageError: a folder or a pattern (use `stream`), or a threshold that the model does not support.
+            UsageError: a folder or a pattern (use `stream`), an array or tensor of another type or shape, or a
+                threshold that the model does not support.
         """
-        if isinstance(images, str | os.PathLike) and (name := os.fspath(images)) and _names_several(name):
-            raise UsageError(f"{name}: a folder or a pattern; use model.stream({name!r})")
         one = _is_one(images)
-        sources = [cast(Source, images)] if one else _list_sources(images)
+        sources = [_parse_source(each) for each in ([images] if one else _list_sources(images))]
         box_list = _parse_boxes(boxes, len(sources), one=one)
         self._caution(boxed=boxes is not None)
         options = InferenceOptions(
@@ -185,6 +231,7 @@ class Model:
                 report(len(records), len(found), "")
         return records[0] if one else records
 
+    # the type of `options` follows `predict`, which checks them
     @overload
     async def apredict(self, images: Source, **options: Any) -> Explanation: ...
 
@@ -204,11 +251,13 @@ class Model:
         batch: int | None = None,
         workers: int = 2,
         max_pixels: int = MAX_PIXELS,
+        progress: ProgressChoice | None = None,
         **thresholds: float | str | None,
     ) -> Iterator[Explanation]:
         """Yield one record per image, in order, while the next images are decoded; for inputs of any size.
 
-        `top`, `batch`, `max_pixels` and `thresholds` are those of `predict`.
+        `top`, `batch`, `max_pixels`, `progress` and `thresholds` are those of `predict`. How many images there are is
+        not known.
 
         Args:
             images: a folder, a glob, an archive or their URL, searched as `opal-deploy infer` does; or any iterable of
@@ -233,12 +282,19 @@ class Model:
             found = discover(inputs, Skipped())
         else:
             several = cast(Iterable[Source], [images] if _is_one(images) else images)
-            found = (InputImage(source_name(source), source) for source in several)
-        for result in predict_stream(found, self.sessions, options):
-            source = result.prepared.input.source
-            # pixels of all images that were streamed would fill the memory of a caller who keeps the records
-            kept = source if isinstance(source, str | os.PathLike) else None
-            yield Explanation(result.record, Origin(self, kept, None, options))
+            found = (InputImage(source_name(source), source) for source in map(_parse_source, several))
+        return self._stream(found, options, progress)
+
+    def _stream(
+        self, found: Iterator[InputImage], options: InferenceOptions, progress: ProgressChoice | None
+    ) -> Iterator[Explanation]:
+        with show_progress("predict") if progress is True else nullcontext(as_progress(progress)) as report:
+            for number, result in enumerate(predict_stream(found, self.sessions, options), 1):
+                source = result.prepared.input.source
+                # pixels of all images that were streamed would fill the memory of a caller who keeps the records
+                kept = source if isinstance(source, str | os.PathLike) else None
+                report(number, None, "")
+                yield Explanation(result.record, Origin(self, kept, None, options))
 
     def draw_overlay(
         self, record: Record | Mapping[str, Any], path: str | os.PathLike[str], image: Source | None = None
@@ -359,9 +415,11 @@ class Model:
         if unknown := thresholds.keys() - THRESHOLDS:
             parameters = inspect.signature(method).parameters.values()
             known = [*(each.name for each in parameters if each.kind is each.KEYWORD_ONLY), *THRESHOLDS]
+            habits = {"conf": "min_margin", "threshold": "min_margin", "source": "images", "batch_size": "batch"}
+            hint = suggest_attribute(min(unknown), habits) or suggest_names(min(unknown), known)
             raise TypeError(
-                f"unexpected keyword {min(unknown)!r}{suggest_names(min(unknown), known)}; keywords are "
-                f"{', '.join(known)}; threads, device and runtime are those of opal_deploy.load"
+                f"unexpected keyword {min(unknown)!r}{hint}; keywords are {', '.join(known)}; threads, device and "
+                "runtime are those of opal_deploy.load, drawings those of the answer"
             )
         path = self.path or Path("the model")
         return Decision(**thresholds).resolve(path, self.metadata, lambda _: None)
@@ -396,9 +454,38 @@ def _list_sources(images: Any) -> list[Source]:
         raise UsageError(f"predict: {type(images).__name__} found; {expected}")
     sources = images.tolist() if isinstance(images, np.ndarray) and images.dtype.kind in "UO" else list(images)
     for source in sources:
-        if not isinstance(source, str | bytes | os.PathLike | FileSource | Image.Image | np.ndarray):
+        if not isinstance(source, str | bytes | os.PathLike | FileSource | Image.Image | np.ndarray | _Tensor):
             raise UsageError(f"predict: images of type {type(source).__name__} found; {expected}")
     return sources
+
+
+@runtime_checkable
+class _Tensor(Protocol):
+    """A PyTorch tensor, without importing torch."""
+
+    def detach(self) -> Any: ...
+
+    def permute(self, *dimensions: int) -> Any: ...
+
+
+def _parse_source(source: Any) -> Source:
+    """Return an image as sessions take it; raise UsageError for a folder, a pattern or another kind of array."""
+    if isinstance(source, str | os.PathLike):
+        name = os.fspath(source)
+        if isinstance(name, str) and name and _names_several(name):
+            raise UsageError(f"{name}: a folder or a pattern; use model.stream({name!r})")
+    if isinstance(source, _Tensor):
+        if str(source.dtype) != "torch.uint8" or source.ndim != 3 or source.shape[0] != 3:  # type: ignore[attr-defined]
+            raise UsageError(
+                f"predict: a tensor of {source.dtype} {list(source.shape)} found; "  # type: ignore[attr-defined]
+                "expected uint8 [N, 3, H, W] or [3, H, W], RGB and not normalised"
+            )
+        return cast(Source, source.detach().cpu().permute(1, 2, 0).contiguous().numpy())
+    is_pixels = isinstance(source, np.ndarray) and source.dtype.kind not in "UO" and 0 not in source.shape
+    if is_pixels and (source.dtype != np.uint8 or source.ndim not in (2, 3) or source.shape[2:] not in ((), (3,))):
+        found = f"an array of {source.dtype} {list(source.shape)}"
+        raise UsageError(f"predict: {found} found; expected uint8 [H, W, 3] RGB or [H, W]")
+    return cast(Source, source)
 
 
 def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
@@ -429,8 +516,10 @@ def _parse_box(box: object) -> Box:
 
 def _is_one(images: Any) -> bool:
     """Return whether this is one image, and not several."""
-    is_array = isinstance(images, np.ndarray) and images.ndim < 4 and images.dtype.kind not in "UO"
-    return is_array or isinstance(images, str | bytes | os.PathLike | Image.Image)
+    is_array = isinstance(images, np.ndarray) and images.dtype.kind not in "UO"
+    if is_array or isinstance(images, _Tensor):
+        return bool(images.ndim < 4)
+    return isinstance(images, str | bytes | os.PathLike | Image.Image)
 
 
 def load(

@@ -5,9 +5,10 @@ Light to import.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class DiffOptions(Options):
     device: Device = "auto"
     threads: Threads = None
     max_pixels: MaxPixels = 100_000_000
-    images: tuple[str, ...] = ()
+    images: Sequence[StrPath] = ()
     log: Log = log_line
     progress: ProgressChoice | None = None
 
@@ -121,7 +122,7 @@ def _write_records(model: Path, out: Path, options: DiffOptions) -> None:
     from opal_deploy.sources.annotations import annotate, read_boxes
     from opal_deploy.sources.items import Skipped
 
-    images = list(options.images)
+    images = [os.fspath(image) for image in options.images]
     if "-" in images:
         raise UsageError("-: standard input can be read only once; give a list as @FILE")
     discovery.check_inputs(images)
@@ -152,7 +153,7 @@ def _image_loader(report: DiffReport, options: DiffOptions) -> Callable[[Record]
     from opal_deploy.sources.items import Skipped
 
     shown = [record for _, old, new in report.worst for record in (old, new)]
-    images = list(options.images)
+    images = [os.fspath(image) for image in options.images]
     sources = RecordSources(discovery.discover(images, Skipped(), sys.stdin) if images and shown else (), shown)
 
     def load(record: Record) -> Image | None:

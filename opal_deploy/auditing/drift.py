@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from opal_deploy.errors import UsageError
 from opal_deploy.options import Option, Options, StrPath, keywords
+from opal_deploy.records.record import Record
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.baseline import Baseline
     from opal_deploy.auditing.answers import Answers, Layout
-    from opal_deploy.records.record import Record
     from opal_deploy.records.shifts import Shift
 
 # images that a run is reduced to, at random, when others are compared with it
@@ -33,7 +33,8 @@ class DriftOptions(Options):
         Option("Model whose baseline to compare with.", default="the run's model, where it is found", cli=Path),
     ] = None
     against: Annotated[
-        StrPath | None, Option("Earlier results of the same model, to compare with instead.", cli=str)
+        StrPath | Sequence[Record | Mapping[str, Any]] | None,
+        Option("Earlier results of the same model, to compare with instead.", cli=str),
     ] = None
     max_q: Annotated[float, Option("Largest false discovery rate of a shift.", min=0, max=1)] = 0.01
     min_effect: Annotated[float, Option("Smallest effect of a shift, 0 to 1.", min=0, max=1)] = 0.1
@@ -93,7 +94,8 @@ def find_drift(results: StrPath | Sequence[Record | Mapping[str, Any]], options:
 
     Args:
         results: results.jsonl, its folder, or its results.parquet or results.csv; the URL of a run in a bucket; or
-            records in memory, including `Model.predict`'s, which need `baseline` or `against`.
+            records in memory, including `Model.predict`'s, which need `baseline` or `against`. `against` takes the
+            same.
 
     Raises:
         UsageError: a file cannot be read, the results are not the model's, or there are too few.
@@ -104,12 +106,11 @@ def find_drift(results: StrPath | Sequence[Record | Mapping[str, Any]], options:
     from opal_deploy.records.shifts import Limits, Share
 
     if options.html is not None:
-        inputs = (results if isinstance(results, str | os.PathLike) else None, options.baseline, options.against)
+        given = (results, options.baseline, options.against)
+        inputs = [each for each in given if isinstance(each, str | os.PathLike)]
         check_output("--html", Path(options.html), [".html"], inputs=inputs, overwrite=options.overwrite)
-    if not isinstance(options.against, str | os.PathLike | None):
-        raise UsageError("against: expected results.jsonl or its folder; records in memory take baseline=MODEL")
     answers = Answers.open(results)
-    earlier = None if options.against is None else Answers(str(options.against))
+    earlier = None if options.against is None else Answers.open(options.against)
     baseline, layout, sha256, reference = _find_reference(answers, earlier, options)
     counts = DriftCounts(baseline, layout.class_map)
     for _, observations in answers.observe(layout, sha256):

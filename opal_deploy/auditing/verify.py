@@ -5,10 +5,11 @@ Light to import.
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,7 +55,7 @@ class VerifyOptions(Decision):
     threads: Threads = None
     runtime: RuntimeChoice = "auto"
     expect_sha256: ExpectSha256 = None
-    images: tuple[str, ...] = ()
+    images: Sequence[StrPath] = ()
     log: Log = log_line
     progress: ProgressChoice | None = None
 
@@ -256,7 +257,7 @@ def _find_sources(
     from opal_deploy.sources import discovery
     from opal_deploy.sources.items import Skipped
 
-    images = list(options.images)
+    images = [os.fspath(image) for image in options.images]
 
     def records() -> Iterator[tuple[int, Record]]:
         for number, line in enumerate(read_all_lines(path), 1):

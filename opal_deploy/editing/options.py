@@ -34,13 +34,13 @@ class EditOptions(Options):
     """
 
     drop: Annotated[
-        tuple[SlotName, ...], Option("Slot to take out: CLASS/SLOT, such as Gull/2. Repeatable.", cli=list[str])
+        Sequence[SlotName], Option("Slot to take out: CLASS/SLOT, such as Gull/2. Repeatable.", cli=list[str])
     ] = ()
     drops: Annotated[
         StrPath | None, Option('TOML file of slots to take out: drop = ["Gull/2", "Gull/4"].', cli=Path)
     ] = None
     restore: Annotated[
-        tuple[SlotName, ...], Option("Dropped slot to restore, in a checkpoint. Repeatable.", cli=list[str])
+        Sequence[SlotName], Option("Dropped slot to restore, in a checkpoint. Repeatable.", cli=list[str])
     ] = ()
     data: Annotated[StrPath | None, Option("A data set as `train` takes it, to measure on.", cli=Path)] = None
     suggest: Annotated[bool, Option("List slots that look at the wrong thing. Needs --data.")] = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -94,7 +95,7 @@ class EvaluateOptions(Options):
         Option("Images for --faithfulness and the options after it, evenly over classes.", min=1),
     ] = 100
     fill: Annotated[
-        tuple[Fill, ...], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])
+        Sequence[Fill], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])
     ] = FILLS
     seed: Annotated[int, Option("Seed of the noise and the random cells.", min=0)] = 0
     device: Device = "auto"

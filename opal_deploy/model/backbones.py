@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from opal_deploy.model.config import check_tiling
 from opal_deploy.model.convolutional_backbones import ConvolutionalNetwork, Library
 from opal_deploy.model.feature_graph import FEATURES
 from opal_deploy.model.network_names import TIMM_PREFIX, check_weights, is_weights_file
-from opal_deploy.model.state_dicts import describe_key_errors, get_shapes, is_counter, read_state_dict
+from opal_deploy.model.state_dicts import describe_key_errors, get_shapes, is_counter, read_state_dict, strip_prefix
 from opal_deploy.model.token_backbones import TokenNetwork, find_tokens
 
 # not the default of any library: tells which layers depend on the number of classes
@@ -179,28 +179,34 @@ def list_variants(
     return [(name, stride, keep_layers and stride != own_stride(name)) for name, stride in variants]
 
 
-def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module | None = None) -> str:
-    """Load ImageNet weights into a backbone and return their origin.
+def load_weights(
+    backbone: Backbone, weights: str | Path | Mapping[str, Tensor], classifier: nn.Module | None = None
+) -> str:
+    """Load weights into a backbone and return their origin.
 
     Args:
         backbone: from `build`.
-        weights: a local `.pth`/`.safetensors` state dict with the library's names, or the name of the library's own
-            weights (torchvision's `DEFAULT`, `IMAGENET1K_V1`, ...; a timm tag), which are downloaded if necessary.
+        weights: a state dict with the library's names, or a file that holds one (`.pth`, `.safetensors`, Lightning's
+            `.ckpt`), with or without a prefix such as `module.`; or the name of the library's own weights
+            (torchvision's `DEFAULT`, `IMAGENET1K_V1`, ...; a timm tag), which are downloaded if necessary.
         classifier: from `build_classifier`; gets weights too, except for layers that depend on the number of classes.
 
     Raises:
         CheckpointError: the file lacks keys of the backbone, or has keys that the library's network lacks.
         UsageError: no such file and no such weights, or the download failed.
     """
-    path, library = Path(weights), get_library(backbone.name)
-    check_weights(backbone.name, str(weights))
-    if is_weights_file(str(weights)):
-        state, origin = read_state_dict(path), path.name
+    library = get_library(backbone.name)
+    if isinstance(weights, Mapping):
+        state, origin = dict(weights), "a state dict in memory"
     else:
-        state, origin = library.download_weights(backbone.name, str(weights))
-    state = _find_network(backbone.name).fit_weights(backbone.body, state)
-    network = library.build_network(backbone.name, "meta").state_dict()
+        check_weights(backbone.name, str(weights))
+        if is_weights_file(str(weights)):
+            state, origin = read_state_dict(Path(weights)), Path(weights).name
+        else:
+            state, origin = library.download_weights(backbone.name, str(weights))
     expected = backbone.body.state_dict()
+    state = _find_network(backbone.name).fit_weights(backbone.body, strip_prefix(state, expected))
+    network = library.build_network(backbone.name, "meta").state_dict()
     if classifier is not None:
         other = library.build_network(backbone.name, "meta", _OTHER_CLASSES).state_dict()
         expected |= {k: v for k, v in classifier.state_dict().items() if network[k].shape == other[k].shape}
@@ -228,7 +234,7 @@ def load_classifier(
         return None
     found = _find_network(name)
     network = found.build_network(num_classes, input_size)
-    state = found.fit_weights(network, read_state_dict(Path(weights)))
+    state = found.fit_weights(network, strip_prefix(read_state_dict(Path(weights)), network.state_dict()))
     shapes = get_shapes(network.state_dict())
     if any(state.get(key, torch.empty(0)).shape != shape for key, shape in shapes.items() if not is_counter(key)):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ class OpalNetwork(nn.Module):
         neighbours: features of training images; None where they were not kept. No part of the state dict.
     """
 
-    def __init__(self, config: NetworkConfig, *, weights: str | Path | None = None) -> None:
+    def __init__(self, config: NetworkConfig, *, weights: str | Path | Mapping[str, Tensor] | None = None) -> None:
         """Build the network.
 
         Args:

@@ -15,7 +15,7 @@ from opal_deploy.errors import UsageError, require, suggest_names
 
 # networks of timm are named `timm:NAME` or `timm:NAME.TAG`
 TIMM_PREFIX = "timm:"
-_WEIGHTS_SUFFIXES = (".pth", ".pt", ".safetensors")
+_WEIGHTS_SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors")
 _REGISTERED = re.compile(r"^@register_model\b.*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 _MEMBER = re.compile(r"^    (\w+) = Weights\(", re.MULTILINE)
 
@@ -85,7 +85,7 @@ def check_weights(name: str, weights: str) -> None:
             raise UsageError(f"{weights}: no such weights file")
     elif not name.startswith(TIMM_PREFIX) and weights not in (known := [*list_torchvision_weights(name), "DEFAULT"]):
         raise UsageError(
-            f"weights {weights!r}: no such file (.pth, .safetensors) and not torchvision's for {name} "
+            f"weights {weights!r}: no such file (.pth, .ckpt, .safetensors) and not torchvision's for {name} "
             f"({', '.join(known[:-1])})"
         )
 

@@ -15,6 +15,8 @@ from opal_deploy.errors import CheckpointError, first_line
 
 # keys of each kind that an error names; the rest is counted
 _MAX_KEYS = 3
+# keys of checkpoints that hold a state dict
+_NESTED = ("state_dict", "model_state_dict", "model")
 _PICKLED_OBJECT = re.compile(r"GLOBAL (\S+)")
 
 
@@ -33,9 +35,24 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     raw = load_torch_file(path)
+    # as Lightning and most training scripts save it
+    raw = next((raw[key] for key in _NESTED if isinstance(raw, dict) and isinstance(raw.get(key), dict)), raw)
     if not isinstance(raw, dict) or not all(isinstance(v, Tensor) for v in raw.values()):
         raise CheckpointError(f"{path}: expected a state dict (names to tensors), found {type(raw).__name__}")
     return raw
+
+
+def strip_prefix(state: Mapping[str, Tensor], expected: Collection[str]) -> dict[str, Tensor]:
+    """Return the tensors below the one prefix, such as `module.` or `model.`, that makes names the expected ones.
+
+    The state dict is returned as it is if it has an expected name, or if no prefix or several do.
+    """
+    longest = max(expected, key=len)
+    prefixes = {key.removesuffix(longest) for key in state if key.endswith(f".{longest}")}
+    if len(prefixes) != 1 or not state.keys().isdisjoint(expected):
+        return dict(state)
+    prefix = prefixes.pop()
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
 
 def load_torch_file(path: Path) -> Any:

@@ -94,7 +94,8 @@ def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
     if weights not in configs or not configs[weights].has_weights:
         known = ", ".join(tag for tag, config in configs.items() if config.has_weights) or "it has none"
         raise UsageError(
-            f"weights {weights!r}: no such file (.pth, .safetensors) and no timm tag for {architecture} ({known})"
+            f"weights {weights!r}: no such file (.pth, .ckpt, .safetensors) and no timm tag for {architecture} "
+            f"({known})"
         )
     full_name = f"{architecture}.{weights}"
     try:

@@ -187,7 +187,7 @@ def _escape_surrogates(value: Any) -> Any:
 
 
 def to_pandas(records: Iterable[Record | Mapping[str, Any]], rows: Rows = "images") -> Any:
-    """Return records as a `pandas.DataFrame`.
+    """Return records as a `pandas.DataFrame`; its column `prediction` is the predicted class, `label` the true one.
 
     Args:
         records: records, including `Model.predict`'s, or the lines of a results.jsonl.

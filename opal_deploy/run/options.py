@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -67,7 +68,7 @@ class InferOptions(Decision):
     labels: LabelSource = None
     top: Top = 5
     formats: Annotated[
-        tuple[str, ...],
+        Sequence[str],
         Option("Also write a table: parquet or csv; may be repeated.", flag="--format", cli=list[str]),
     ] = ()
     sign: SigningKey = None

@@ -32,7 +32,7 @@ class RecipeOverrides(Options):
     weights: Annotated[
         StrPath | None,
         Option(
-            "Initial weights of the backbone: a .pth or .safetensors file, a torchvision name or timm tag "
+            "Initial weights of the backbone: a .pth, .ckpt or .safetensors file, a torchvision name or timm tag "
             "(downloaded), imagenet for the library's usual ones, or none for random ones.",
             default="imagenet", cli=str,
         ),

@@ -200,7 +200,8 @@ class TrainOptions:
                 )
         if self.start_from is None and (self.freeze_backbone or self.reset_dropped):
             name = "--freeze-backbone" if self.freeze_backbone else "--reset-dropped"
-            raise UsageError(f"{name} without a trained network; add --start-from CHECKPOINT")
+            advice = "; to fit only the head to --weights, use --epochs 0" if self.freeze_backbone else ""
+            raise UsageError(f"{name} without a trained network; add --start-from CHECKPOINT{advice}")
         choices = {
             "schedule": Schedule, "class_weights": ClassWeights, "augment": Augment, "precision": TrainingPrecision
         }  # fmt: skip

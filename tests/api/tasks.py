@@ -1,4 +1,4 @@
-"""Tasks of a Python user, with types: `test_tasks.py` checks this file with mypy in strict mode, and runs it."""
+"""Tasks of a Python user; `test_tasks.py` runs them, and checks their types with mypy and pyright in strict mode."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ from starlette.routing import Mount
 import opal_deploy
 
 model_path, images, out = (Path(argument) for argument in sys.argv[1:])
-paths = sorted(images.glob("*.png"))
+paths = sorted(images.glob("*/*.png"))
 
 model = opal_deploy.load(model_path, threads=1)
 answers = model.predict(paths)
@@ -18,18 +18,23 @@ label: str = answers[0].label
 margin: float | None = answers[0].margin
 box: tuple[float, float, float, float] = answers[0].slots[0].box
 picture = answers[0].overlay()
-sheet = answers[0].save_sheet(out / "sheet.png")
+sheet = answers[0].sheet(), answers[0].save_sheet(out / "sheet.png")
+annotations, table = answers.to_coco(), answers.to_pandas()
 report = answers[:2].save_report(out / "report")
-annotations = answers.to_coco()
-refused = model.predict(paths[0], min_margin=2.0).status
+refused = model.predict(paths[0], min_margin=0.99, unknown="5%").status
 one = asyncio.run(model.apredict(paths[0].read_bytes()))
-reduced = model.without(f"{label}/0")
-other = [each.label for each in reduced.stream(images)]
-checked = opal_deploy.verify(model_path)
-facts: str = str(opal_deploy.inspect(model_path))
-changes = opal_deploy.diff(report.parent, report.parent)
+what_if = model.without(f"{label}/0")
+edited = what_if.save(out / "edited.onnx")
+other = [each.label for each in what_if.stream(images)]
+checked = opal_deploy.verify(model)
+facts: str = str(opal_deploy.inspect(model))
+changes = opal_deploy.diff(model, edited, images=paths)
+atlas = opal_deploy.create_atlas(images, model, out=out / "atlas", plain=True)
+drift = opal_deploy.find_drift(answers, baseline=model)
 with opal_deploy.ModelApp(model, workers=1) as app:  # in somebody's own: shop.mount("/model", app)
     shop = Starlette(routes=[Mount("/model", app)])
+head = opal_deploy.nn.OpalHead(512, num_classes=10)
+network = opal_deploy.nn.build_network("shufflenet_v2_x0_5", num_classes=3, size=64, stride=None)
 lines: list[str] = [str(answer) for answer in answers]
-print(label, margin, box, picture.size, sheet.name, len(annotations["images"]), refused, one.label, len(other))
-print(checked.passed, changes.changed, len(lines), facts.split()[0])
+print(label, margin, box, picture.size, sheet[1].name, len(annotations["images"]), refused, one.label, len(other))
+print(checked.passed, changes.changed, len(lines), facts.split()[0], len(table), drift.images, head.num_prototypes)

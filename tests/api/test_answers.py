@@ -57,6 +57,38 @@ def test_a_model_without_slots_answers_as_the_edited_file(model, exact_model, pa
     assert model.predict(paths[0]) == opal_deploy.load(exact_model, device="cpu", threads=1).predict(paths[0])
     with pytest.raises(UsageError, match="is dropped already"):
         reduced.without(f"{label}/0")
+    saved = reduced.save(tmp_path / "saved.onnx")
+    assert opal_deploy.load(saved, device="cpu", threads=1).metadata.dropped == reduced.metadata.dropped
+    with pytest.raises(UsageError, match=r"write it with model\.save\(path\)"):
+        opal_deploy.verify(reduced)
+    with pytest.raises(UsageError, match="nothing was left out"):
+        model.save(tmp_path / "same.onnx")
+
+
+def test_a_function_that_takes_a_path_takes_the_model(model, exact_model, paths):
+    assert opal_deploy.verify(model).passed
+    assert opal_deploy.inspect(model).document == opal_deploy.inspect(exact_model).document
+    assert opal_deploy.diff(model, model, images=paths).changed == 0
+
+
+def test_tensors_are_images_with_their_channels_first(model, paths):
+    torch = pytest.importorskip("torch")
+    pixels = [np.asarray(Image.open(path).convert("RGB").resize((64, 48))) for path in paths]
+    batch = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+    expected = model.predict(pixels)
+    assert model.predict(batch) == model.predict(list(batch)) == expected
+    assert model.predict(batch[0]) == expected[0] == next(model.stream(batch[0]))
+    for wrong in (batch.float(), batch.numpy(), batch[0].numpy(), pixels[0].astype(float)):
+        with pytest.raises(UsageError, match=r"found; expected uint8 \["):
+            model.predict(wrong)
+
+
+def test_a_stream_refuses_at_once_and_reports_what_it_did(model, paths):
+    with pytest.raises(UsageError, match="no such file"):
+        model.stream("none/")
+    seen = []
+    list(model.stream(paths, progress=lambda done, total, note: seen.append((done, total))))
+    assert seen == [(number, None) for number in range(1, len(paths) + 1)]
 
 
 @pytest.mark.parametrize(
@@ -111,10 +143,10 @@ def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures
     answers = model.predict([path])
     guesses = [
         (AttributeError, "use diff", lambda: opal_deploy.compare),
-        (AttributeError, r"use opal_deploy.export_model\(model.path\)", lambda: model.export),
+        (AttributeError, r"use opal_deploy.export_model\(model\)", lambda: model.export),
         (AttributeError, r"use top\[0\].cosine", lambda: answers[0].cosine),
         (AttributeError, r"use to_pandas\(\)", lambda: answers.to_df),
-        (TypeError, "did you mean batch", lambda: model.predict(path, batch_size=2)),
+        (TypeError, "use batch", lambda: model.predict(path, batch_size=2)),
         (TypeError, "argument 'epoch'; did you mean epochs", lambda: opal_deploy.train_model("x", epoch=1)),
         (TypeError, r"opal_deploy.load\(path\)", lambda: opal_deploy.Model(exact_model)),
         (TypeError, r"opal_deploy.load\(path\)", lambda: opal_deploy.ModelApp(exact_model)),
@@ -122,7 +154,10 @@ def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures
         (UsageError, "type object found; expected paths, bytes", lambda: model.predict([object()])),
         (UsageError, r"expected 'CLASS/SLOT'", lambda: model.without([0])),
         (UsageError, r"expected a \.jpg file", lambda: answers[0].save_overlay(tmp_path / "o.png")),
-        (UsageError, "records in memory take baseline=MODEL", lambda: opal_deploy.find_drift(answers, against=answers)),
+        (TypeError, "use min_margin", lambda: model.predict(path, conf=0.5)),
+        (KeyError, "use explanation.label", lambda: answers[0]["label"]),
+        (KeyError, "use explanation.probability", lambda: answers[0]["prediction"]["calibrated_probability"]),
+        (UsageError, r"use model\.stream", lambda: model.predict([tmp_path / "in"])),
     ]
     for kind, message, guess in guesses:
         with pytest.raises(kind, match=message):

@@ -3,13 +3,27 @@
 import numpy as np
 import pytest
 import torch
+from torchvision.models import shufflenet_v2_x0_5
 
 import opal_deploy
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.synthetic import example_images
 
 NAMES = ["Albatross", "Gull", "Tern"]
+
+
+def test_a_trained_classifier_gives_its_backbone_in_memory_or_from_any_file(tmp_path):
+    own = shufflenet_v2_x0_5(num_classes=7)
+    state = own.state_dict()
+    torch.save({"state_dict": {f"model.module.{name}": value for name, value in state.items()}}, tmp_path / "own.ckpt")
+    for weights in (own, state, tmp_path / "own.ckpt"):
+        network = opal_deploy.nn.build_network("shufflenet_v2_x0_5", 3, size=64, weights=weights)
+        taken = network.backbone.body.state_dict()
+        assert taken
+        assert all(torch.equal(value, state[name]) for name, value in taken.items())
+    with pytest.raises(CheckpointError, match="a state dict in memory does not fit resnet18: "):
+        opal_deploy.nn.build_network("resnet18", 3, weights=own)
 
 
 def test_a_loop_of_one_s_own_trains_a_network_that_is_exported(tmp_path):

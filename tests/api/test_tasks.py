@@ -1,23 +1,43 @@
 """The script of tasks.py, without `Any` where a type is known, as it stands."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).with_name("tasks.py")
+import pytest
+
+ROOT, SCRIPT = Path(__file__).parents[2], Path(__file__).with_name("tasks.py")
+# its baseline and OOD score are measured
+MODEL = ROOT / "opal_deploy/cli/demo/creatures.onnx"
+PYRIGHT = ROOT / ".ort-web/node_modules/.bin/pyright"
 
 
-def test_the_tasks_are_typed_and_run(exact_model, make_pictures, tmp_path):
+def test_the_tasks_are_typed_and_run(make_pictures, tmp_path):
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(SCRIPT)],
-        capture_output=True, text=True, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert checked.returncode == 0, checked.stdout
-    make_pictures(tmp_path / "images", 4)
+    make_pictures(tmp_path / "images/bimlu", 20)
     done = subprocess.run(
-        [sys.executable, SCRIPT, exact_model, tmp_path / "images", tmp_path], capture_output=True, text=True
+        [sys.executable, SCRIPT, MODEL, tmp_path / "images", tmp_path], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.strip().splitlines()[-2:]
-    assert "sheet.png 4 abstained" in first
-    assert last == "True 0 4 file"
+    assert "sheet.png 20 " in first
+    assert last.split()[:1] + last.split()[2:] == ["True", "20", "file", "20", "20", "50"]
+
+
+@pytest.mark.skipif(not PYRIGHT.exists(), reason="no pyright: `make ort-web`")
+def test_pyright_finds_the_types_and_a_wrong_name(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("import opal_deploy\nprint(opal_deploy.load('m').predict('a.jpg').lable)\nopal_deploy.lode('m')\n")
+    settings = {"include": [str(SCRIPT), str(wrong)], "typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        [PYRIGHT, "--project", tmp_path, "--pythonpath", sys.executable, "--outputjson"], capture_output=True, text=True
+    )
+    found = [(Path(each["file"]).name, each["rule"]) for each in json.loads(done.stdout)["generalDiagnostics"]]
+    assert [name for name, rule in found if rule == "reportAttributeAccessIssue"] == ["wrong.py", "wrong.py"]
+    assert [name for name, _ in found if name == "tasks.py"] == [], done.stdout
