@@ -52,6 +52,7 @@ class Model:
         description: engine, device, threads and precision, in one line.
         sha256, path: hex digest and path of the model file; None for a model without a file.
         sessions: run the model, one per device.
+        whole, left_out: the file, and the slots that `without` left out of it.
     """
 
     def __init__(self, sessions: Sequence[Session], sha256: str | None = None, path: Path | None = None) -> None:
@@ -61,8 +62,7 @@ class Model:
         self.sessions = list(sessions)
         self._cautioned: set[bool] = set()
         self.sha256, self.path = sha256, path
-        # the file and the slots that `without` left out
-        self._whole, self._left_out = path, tuple[SlotName, ...]()
+        self.whole, self.left_out = path, tuple[SlotName, ...]()
         self.metadata: Metadata = sessions[0].metadata
         self.description: str = sessions[0].description
 
@@ -78,7 +78,9 @@ class Model:
             UsageError: the model has no file.
         """
         if self.path is None:
-            raise UsageError("this model has no file; write it with model.save(path), and give that path")
+            raise UsageError(
+                "this model has no file; write it with opal_deploy.edit_model(model, out=PATH), and give that path"
+            )
         return str(self.path)
 
     if not TYPE_CHECKING:
@@ -92,7 +94,8 @@ class Model:
                 "explain": "predict", "infer": "predict", "run": "predict", "classify": "predict", "forward": "predict",
                 "predict_one": "predict", "predict_batch": "predict", "predict_async": "apredict",
                 "predict_proba": "predict(image).probability",
-                "drop": "without", "remove": "without", "edit": "without, or opal_deploy.edit_model(model, ...)",
+                "save": "opal_deploy.edit_model(model, out=path)", "drop": "without", "remove": "without",
+                "edit": "without, or opal_deploy.edit_model(model, ...)",
                 "train": "opal_deploy.train_model", "fit": "opal_deploy.train_model",
                 "val": "opal_deploy.evaluate_model(model, data)", "eval": "predict; a Model never trains",
                 "evaluate": "opal_deploy.evaluate_model(model, data)", "export": "opal_deploy.export_model(model)",
@@ -116,7 +119,7 @@ class Model:
         """Return this model without some slots, to try what `edit` would do; nothing is recomputed or written.
 
         Answers are exact: a dropped slot changes no other score. The result has no file, and no thresholds by rates,
-        since it has no validation figures. `save` writes it.
+        since it has no validation figures. `edit_model(model, out=...)` writes it.
 
         Args:
             slots: `CLASS/SLOT`, such as `Gull/2`, or (class, number); the number of a prototype that classes share.
@@ -129,26 +132,8 @@ class Model:
         if self.metadata.top_k is not None or "scores" not in self.metadata.outputs:
             raise UsageError("without: the model's outputs are not all classes and scores; load the file it came from")
         reduced = Model([_Reduced(session, channels) for session in self.sessions])
-        reduced._whole, reduced._left_out = self._whole, (*self._left_out, *slots)
+        reduced.whole, reduced.left_out = self.whole, (*self.left_out, *slots)
         return reduced
-
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write the model that `without` returned, as `opal-deploy edit --drop` does, and return the path.
-
-        Args:
-            path: the file, of the same kind as the one that was loaded: an ONNX file or a checkpoint.
-            overwrite: whether an existing file is replaced.
-
-        Raises:
-            UsageError: nothing was left out, or the file cannot be written. VerificationError: the edited graph does
-                not reproduce these answers.
-        """
-        from opal_deploy.editing.api import edit_model
-
-        if self._whole is None or not self._left_out:
-            raise UsageError("save: nothing was left out, so there is nothing to write; use model.without(...)")
-        edit_model(self._whole, drop=self._left_out, out=path, overwrite=overwrite)
-        return Path(path)
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path

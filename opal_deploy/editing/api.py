@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opal_deploy._version import __version__
+from opal_deploy.api.model import Model
 from opal_deploy.artifact.drops import check_drops, name_slot, parse_slots, read_drops, write_slot
 from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind, remove_temporary_files
 from opal_deploy.artifact.measurements import Calibration
@@ -56,15 +57,15 @@ class EditResult:
 
 
 @keywords(EditOptions)
-def edit_model(model: StrPath, options: EditOptions) -> EditResult:
+def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
     """Take slots out of a model, or suggest which, and measure what that changes.
 
     A dropped slot's score is 0, and its class's anchor is shared among the slots that are left; nothing else changes,
     so that the effect on images is known without running the edited model. Does what `opal-deploy edit` does.
 
     Args:
-        model: a checkpoint, or an exported ONNX file with all outputs. Slots to drop or restore are texts such as
-            "Gull/2", or pairs such as ("Gull", 2).
+        model: a checkpoint, or an exported ONNX file with all outputs; or what `Model.without` returned, to drop the
+            same slots. Slots to drop or restore are texts such as "Gull/2", or pairs such as ("Gull", 2).
 
     Raises:
         ArtifactError: the model is missing or damaged.
@@ -72,10 +73,12 @@ def edit_model(model: StrPath, options: EditOptions) -> EditResult:
         UsageError: a class or slot does not exist, options or files do not fit together, or a file is in the way.
         VerificationError: the edited graph does not reproduce the closed form; nothing is written.
     """
+    drops = [*options.drop]
+    if isinstance(model, Model) and model.whole is not None:
+        drops += model.left_out
+        model = model.whole
     path = Path(model)
-    options = replace(
-        options, drop=tuple(map(write_slot, options.drop)), restore=tuple(map(write_slot, options.restore))
-    )
+    options = replace(options, drop=tuple(map(write_slot, drops)), restore=tuple(map(write_slot, options.restore)))
     kind, metadata = _read_model(path)
     listed = read_drops(Path(options.drops)) if options.drops else []
     drop = parse_slots([*listed, *options.drop], metadata, "--drop")

@@ -24,11 +24,11 @@ report = answers[:2].save_report(out / "report")
 refused = model.predict(paths[0], min_margin=0.99, unknown="5%").status
 one = asyncio.run(model.apredict(paths[0].read_bytes()))
 what_if = model.without(f"{label}/0")
-edited = what_if.save(out / "edited.onnx")
+edited = opal_deploy.edit_model(what_if, out=out / "edited.onnx").path
 other = [each.label for each in what_if.stream(images)]
 checked = opal_deploy.verify(model)
 facts: str = str(opal_deploy.inspect(model))
-changes = opal_deploy.diff(model, edited, images=paths)
+changes = opal_deploy.diff(model, edited or "", images=paths)
 atlas = opal_deploy.create_atlas(images, model, out=out / "atlas", plain=True)
 drift = opal_deploy.find_drift(answers, baseline=model)
 with opal_deploy.ModelApp(model, workers=1) as app:  # in somebody's own: shop.mount("/model", app)
