@@ -15,6 +15,7 @@ import re
 import stat
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,8 @@ _KINDS: dict[str, ModelKind] = {".pt": "checkpoint", ".pth": "checkpoint", ONNX_
 _LONG_KEY = re.compile(r"""(?<!["'\w-])(?:["'\w-]++[ \t]*+\.[ \t]*+){100}""")
 # some file systems of clusters have no locks: work goes on without one there
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+# longest wait for the writer of a pipe, seconds
+_PIPE_SECONDS = 10
 
 
 def model_kind(path: Path) -> ModelKind | None:
@@ -44,6 +47,35 @@ def check_regular(path: Path) -> None:
     """Raise OSError unless a path leads to a regular file: reading a pipe could block, and some devices never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a file")
+
+
+def read_secret(path: str | os.PathLike[str], size: int) -> bytes:
+    """Return the first bytes of a file, or of a pipe, which shells use to hand over keys and tokens.
+
+    Args:
+        path: the file or pipe; endless devices are refused.
+        size: the number of bytes at most.
+
+    Raises:
+        OSError: it cannot be read, or nothing ended the pipe within 10 s.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(handle, "rb", buffering=0) as stream:
+        if not stat.S_ISFIFO(os.fstat(handle).st_mode):
+            check_regular(Path(path))
+            return stream.read(size)
+        data, deadline = b"", time.monotonic() + _PIPE_SECONDS
+        while len(data) < size:
+            # None: nothing yet; empty: no writer yet, or no longer
+            part = stream.read(size)
+            data += part or b""
+            if part == b"" and data:
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, f"nothing ended this pipe within {_PIPE_SECONDS} s")
+            if not part:
+                time.sleep(0.01)
+        return data
 
 
 def check_replaceable(path: Path) -> bool:

@@ -45,7 +45,7 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
     categories: dict[str, str] = {}
     failures: dict[str, str] = {}
     answered: set[str] = set()
-    digest = None
+    digest, with_cosines = None, False
     for record in records:
         name, digest = unescape_name(record.image or ""), record.model_sha256 or digest
         if isinstance(record, Failed):
@@ -59,6 +59,7 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
         if record.status == "ok":
             classes = sorted(((_find_confidence(answer), answer) for answer in record.top), key=lambda pair: -pair[0])
             detection["classifications"] = [[str(answer.class_id), confidence] for confidence, answer in classes]
+            with_cosines |= any(answer.calibrated_probability is None for answer in record.top)
             categories |= {str(answer.class_id): answer.label for answer in record.top}
     for name, failure in failures.items():
         if name in answered:
@@ -70,7 +71,9 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
         image |= {"failure": failure, "detections": None}
     document["classification_categories"] = dict(sorted(categories.items(), key=lambda pair: int(pair[0])))
     document.pop("classification_category_descriptions", None)
-    document["info"] = {**document.get("info", {}), "classifier": f"opal-deploy, model sha256 {digest}"}
+    confidence = "cosines, no calibrated probabilities" if with_cosines else "calibrated probabilities"
+    classifier = f"opal-deploy, model sha256 {digest}; confidences are {confidence}"
+    document["info"] = {**document.get("info", {}), "classifier": classifier}
     return document
 
 

@@ -26,6 +26,8 @@ def convert(
     else:
         images = document["images"] if isinstance(document, dict) else document
         print_message(f"{options.out}: {len(images)} images")
+    if options.to == "megadetector":
+        print_message(f"Classifier: {document['info']['classifier']}")
     if options.to == "label-studio":
         what = "the following" if options.config is None else options.config
         print_message(f"Paste {what} into the project's Settings > Labeling Interface, or predictions are not shown.")

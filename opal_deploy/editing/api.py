@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from opal_deploy._version import __version__
 from opal_deploy.api.model import Model
 from opal_deploy.artifact.drops import check_drops, name_slot, parse_slots, read_drops, write_slot
-from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind, remove_temporary_files
+from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind, remove_temporary_files, without_folders
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.artifact.output_file import check_output
@@ -205,7 +205,7 @@ def _describe_edited(
         "dropped": [name_slot(channel, metadata) for channel in drop],
         "restored": [name_slot(channel, metadata) for channel in restore],
         "reason": options.reason or "",
-        "command": shlex.join(["opal-deploy", "edit", str(path), *to_arguments(options)]),
+        "command": shlex.join(without_folders(["opal-deploy", "edit", str(path), *to_arguments(options)])),
         "parent": {"file": path.name, "sha256": compute_sha256(path)},
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "opal_deploy": __version__,
@@ -213,7 +213,7 @@ def _describe_edited(
     if data is not None and effect is not None:
         before, after = effect.accuracy
         edit["measured"] = {
-            "data": str(options.data), "split": options.split, "images": len(effect.labels),
+            "data": without_folders(str(options.data)), "split": options.split, "images": len(effect.labels),
             "accuracy": [before, after], "gained": effect.gained, "lost": effect.lost, "p_value": effect.p_value,
         }  # fmt: skip
     edited = replace(

@@ -93,8 +93,8 @@ def write_page(
     live = metadata.distance == "l2" and scores.size <= _MAX_SCORES
     command = options.repeat(model)
     document = {
-        "command": shlex.join(command[:3]),
         # the page may be passed on
+        "command": shlex.join(without_folders(command[:3])),
         "rest": shlex.join(without_folders(command[3:])),
         "epsilon": metadata.epsilon,
         "class_map": metadata.class_map.to_dict(),

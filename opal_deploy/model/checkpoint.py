@@ -6,6 +6,7 @@ The authors' is a bare state dict, see `authors_checkpoint`.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.receptive_field import compute_receptive_field
 
+# keys whose documents become part of the metadata of exported files
+_PLAIN = ("crop", "metrics", "training", "edits", "evaluation")
 FORMAT = "opal-deploy checkpoint"
 SCHEMA = 1
 _KEYS = frozenset({
@@ -94,7 +97,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "crop": checkpoint.crop,
         "metrics": checkpoint.metrics,
         "training": without_folders(checkpoint.training),
-        "edits": list(checkpoint.edits),
+        "edits": without_folders(list(checkpoint.edits)),
         "evaluation": checkpoint.evaluation,
         "receptive_field": checkpoint.receptive_field.to_dict() if checkpoint.receptive_field else {},
         "calibration": checkpoint.calibration.to_dict() if checkpoint.calibration else {},
@@ -223,6 +226,9 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         config = NetworkConfig.from_dict(raw["config"])
         stored_names, state = list(raw["class_names"]), dict(raw["state_dict"])
         check_checkpoint(raw)
+        if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+            raise TypeError(f"{odd[0]} of its state_dict is no tensor")
+        json.dumps([raw.get(name) for name in _PLAIN])
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
         calibration = Calibration.from_dict(raw.get("calibration") or {})
         baseline = Baseline.from_dict(raw.get("baseline") or {})

@@ -29,6 +29,8 @@ _USUAL_RATE = 0.05
 
 # of two cosines
 _LARGEST_MARGIN = 2
+# without and with background images (docs/contract.md)
+_LARGEST_OOD_SCORE = {False: 2, True: 6}
 
 
 class Chosen(NamedTuple):
@@ -111,6 +113,9 @@ def _check_ood_score(given: str, path: Path, metadata: Metadata) -> None:
             f"{why if is_checkpoint else f'exported with --no-ood-score, or {why}'}; add them with "
             f"`opal-deploy evaluate DATA --model {model} --split val --record`{after}"
         )
+    largest = _LARGEST_OOD_SCORE[bool(metadata.known_baseline and metadata.known_baseline.background)]
+    if (parse_number(given.partition(" ")[2]) or 0) > largest:
+        raise UsageError(f"{given}: above every OOD score, so no image would be unknown; expected at most {largest}")
 
 
 def _choose_ood_score(given: str, path: Path, metadata: Metadata, rate: float) -> Chosen:

@@ -7,13 +7,10 @@ Light to import: `cryptography` is loaded with a key.
 from __future__ import annotations
 
 import base64
-import errno
 import hashlib
 import json
 import os
 import re
-import stat
-import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from opal_deploy.artifact.files import check_regular
+from opal_deploy.artifact.files import read_secret
 from opal_deploy.errors import UsageError, require
 from opal_deploy.logs import Log, WarningLine
 from opal_deploy.options import StrPath
@@ -36,7 +33,6 @@ PASSPHRASE_VARIABLE = "OPAL_DEPLOY_SIGNING_PASSPHRASE"
 _REQUIRED = ("algorithm", "key", "value")
 # a key has about 120 bytes
 _MAX_KEY_BYTES = 1 << 16
-_PIPE_SECONDS = 10
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NEW_KEY = "make one with: openssl genpkey -algorithm ed25519 -out key.pem"
 
@@ -205,7 +201,7 @@ def _read_public_key(path: StrPath) -> Ed25519PublicKey:
 
 def _read_pem(path: StrPath, option: str) -> bytes:
     try:
-        data = _read_file(path)
+        data = read_secret(path, _MAX_KEY_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{option}: cannot be read ({error.strerror or error}); expected a PEM file") from None
     if b"-----BEGIN " not in data:
@@ -215,24 +211,3 @@ def _read_pem(path: StrPath, option: str) -> bytes:
     if len(data) > _MAX_KEY_BYTES or not re.search(rb"-----END [A-Z ]+-----\s*\Z", data):
         raise UsageError(f"{option}: something follows the key, or its end is missing; expected a file with one key")
     return data
-
-
-def _read_file(path: StrPath) -> bytes:
-    """Return the first bytes of a file, or of a pipe, which shells use to hand over keys; raise OSError."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(handle, "rb", buffering=0) as stream:
-        if not stat.S_ISFIFO(os.fstat(handle).st_mode):
-            check_regular(Path(path))
-            return stream.read(_MAX_KEY_BYTES + 1)
-        data, deadline = b"", time.monotonic() + _PIPE_SECONDS
-        while len(data) <= _MAX_KEY_BYTES:
-            # None: nothing yet; empty: no writer yet, or no longer
-            part = stream.read(_MAX_KEY_BYTES)
-            data += part or b""
-            if part == b"" and data:
-                break
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, f"nothing ended this pipe within {_PIPE_SECONDS} s")
-            if not part:
-                time.sleep(0.01)
-        return data

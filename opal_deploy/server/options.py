@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from opal_deploy.artifact.files import read_secret
 from opal_deploy.errors import UsageError
 from opal_deploy.options import (
     Batch,
@@ -25,7 +26,7 @@ from opal_deploy.records.decision import Decision
 
 TOKEN_VARIABLE = "OPAL_DEPLOY_TOKEN"
 # of a token and the line end after it
-_MOST_CHARACTERS = 10_000
+_MOST_BYTES = 10_000
 LogFormat = Literal["text", "json", "off"]
 
 
@@ -98,9 +99,7 @@ def read_token(path: StrPath | None) -> str | None:
     token = os.environ.get(TOKEN_VARIABLE)
     if path is not None:
         try:
-            # a pipe is a way to hand over a token, so more than regular files are read, but no endless device
-            with Path(path).open(encoding="utf-8") as stream:
-                token = stream.read(_MOST_CHARACTERS)
+            token = read_secret(path, _MOST_BYTES).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{origin}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
     if token is None:

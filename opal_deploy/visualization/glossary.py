@@ -7,7 +7,7 @@ GLOSSARY: dict[str, str] = {
     ),
     "box": (
         "The rectangle of the image that a cell covers. "
-        "It shows where a score was read. The network also sees pixels around it."
+        "It shows where a score was read. The network also sees pixels around it, a transformer the whole image."
     ),
     "prototype": (
         "A fixed direction in the network's feature space that stands for one part of one class. "

@@ -220,11 +220,16 @@ class Site:
         """Write pictures to try, upright and no larger than a screen; yield their paths and descriptions."""
         shown: list[tuple[str, Image.Image]] = []
         if chosen := self._list_examples():
+            broken: dict[Path, ImageError] = {}
             for number, path in enumerate(chosen, 1):
                 try:
                     shown.append((f"example {number}", to_display(decode(path).convert("RGB"))))
                 except ImageError as error:
-                    raise UsageError(f"--examples {path}: {error}; remove what is not a picture") from None
+                    broken[path] = error
+            if broken:
+                (path, reason), *others = broken.items()
+                more = f" (and {', '.join(each.name for each, _ in others)})" if others else ""
+                raise UsageError(f"--examples {path}: {reason}{more}; remove what is not a picture")
         elif atlas is not None:
             for class_id, slots in islice(atlas.slots.items(), _EXAMPLES):
                 patches = chain(*(atlas.patches(class_id, slot)[:1] for slot in slots))

@@ -1,6 +1,7 @@
 """Thresholds: numbers and rates, what they are read from, and which one decides."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.errors import UsageError
 from opal_deploy.records.decision import THRESHOLDS, Decision, describe_supported_rates
 from opal_deploy.statistics import choose_threshold, compute_risk_curve
+
+# has an OOD score and no background images
+CREATURES = Path(__file__).parents[2] / "opal_deploy/cli/demo/creatures.onnx"
 
 
 def choose_margin(value, path, metadata):
@@ -23,6 +27,8 @@ def test_a_margin_is_taken_as_it_is_and_other_text_refused(exact_model):
             choose_margin(text, exact_model, metadata)
     with pytest.raises(UsageError, match=r"--min-margin 2.5: above every margin, .*expected at most 2$"):
         choose_margin("2.5", exact_model, metadata)
+    with pytest.raises(UsageError, match=r"--unknown 3: above every OOD score, .*expected at most 2$"):
+        Decision(unknown=3).resolve(CREATURES, read_metadata(CREATURES))
     for text in ("1_0%", "٣%", "nan%"):
         with pytest.raises(UsageError, match=r"expected a percentage between 0 and 100"):
             choose_margin(text, exact_model, metadata)

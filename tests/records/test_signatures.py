@@ -234,6 +234,6 @@ def test_a_key_may_come_from_a_pipe_which_is_not_waited_for(keys, tmp_path, monk
     writer.start()
     assert PublicKeys([pipe])._keys.keys() == PublicKeys([keys / "public.pem"])._keys.keys()
     writer.join()
-    monkeypatch.setattr("opal_deploy.records.signatures._PIPE_SECONDS", 0.1)
+    monkeypatch.setattr("opal_deploy.artifact.files._PIPE_SECONDS", 0.1)
     with pytest.raises(UsageError, match=r"cannot be read \(nothing ended this pipe"):
         PublicKeys([pipe])

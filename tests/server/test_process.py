@@ -152,8 +152,11 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
             read_token(file)
     with pytest.raises(UsageError, match="cannot be read"):
         read_token(tmp_path / "none")
-    with pytest.raises(UsageError, match="no valid token found"):
-        read_token("/dev/zero")
+    monkeypatch.setattr("opal_deploy.artifact.files._PIPE_SECONDS", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    for endless in ("/dev/zero", tmp_path / "pipe"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            read_token(endless)
 
 
 @pytest.mark.parametrize(
