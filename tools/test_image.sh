@@ -47,7 +47,8 @@ clean() {
   buildah rm "$container" >/dev/null
 }
 trap clean EXIT
-mkdir -p "$INSIDE"
+mkdir -p "$INSIDE" "$ROOT/models"
+touch "$ROOT/models/model.onnx"
 mount --bind "$ROOT" "$INSIDE"
 mount -o remount,bind,ro "$INSIDE"
 mount -t proc proc "$INSIDE/proc"
@@ -75,19 +76,26 @@ inside opal-deploy demo --quick | tail -3
 step "infer"
 inside opal-deploy infer opal-demo-quick/data/test --model opal-demo-quick/creatures.onnx --explain --out answers
 inside test -s answers/report.html
-step "serve: ready, an answer over HTTP, the health check, SIGTERM"
-inside opal-deploy serve opal-demo-quick/creatures.onnx --port "$PORT" &
+step "serve as in compose.yaml: a mounted model, a token, ready, an answer over HTTP, the health check, SIGTERM"
+mount --bind "$INSIDE/data/opal-demo-quick/creatures.onnx" "$INSIDE/models/model.onnx"
+mount -o remount,bind,ro "$INSIDE/models/model.onnx"
+inside env OPAL_DEPLOY_TOKEN=secret opal-deploy serve model=/models/model.onnx --host=0.0.0.0 --log-format=json \
+  --port "$PORT" &
 server=$!
 for _ in $(seq 60); do
   if curl --silent --fail "http://127.0.0.1:$PORT/v2/health/ready" >/dev/null; then break; fi
   sleep 1
 done
 image=$(find "$INSIDE/data/opal-demo-quick/data/test" -name '*.png' | sort | head -1)
-curl --silent --fail --data-binary "@$image" "http://127.0.0.1:$PORT/explain" | grep --quiet '"status":"ok"'
+if curl --silent --fail --output /dev/null --data-binary "@$image" "http://127.0.0.1:$PORT/explain"; then
+  echo "an answer without the token" && exit 1
+fi
+curl --silent --fail --header "Authorization: Bearer secret" --data-binary "@$image" "http://127.0.0.1:$PORT/explain" |
+  grep --quiet '"status":"ok"'
 # the check reads the command of process 1, which is another here
 inside python -c "import sys; from opal_deploy.server.health import check_health; sys.exit(check_health(sys.argv[1:]))" \
   opal-deploy serve --port "$PORT"
-pkill -TERM --full "opal-deploy serve.*--port $PORT"
+pkill -TERM --full "opal-deploy serve model=.*--port $PORT"
 wait "$server"
 server=
 echo "The image answers, and stopped with 0"
