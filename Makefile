@@ -116,7 +116,7 @@ $(CABRNET_INSTALLED): $(INSTALLED)
 test-cabrnet: $(CABRNET_INSTALLED)
 	PYTHONPATH=. OMP_NUM_THREADS=2 $(CABRNET_VENV)/bin/python tests/cabrnet/compare.py
 
-$(ORT_WEB_INSTALLED): opal_deploy/web/site.py | $(INSTALLED)
+$(ORT_WEB_INSTALLED): opal_deploy/web/site.py Makefile | $(INSTALLED)
 	@npm install --silent --no-audit --no-fund --no-save --prefix $(ORT_WEB) \
 	  "$$($(BIN)/python -c 'from opal_deploy.web.site import ORT_WEB; print(ORT_WEB)')" axe-core@4.11.0 \
 	  pyright@1.1.414

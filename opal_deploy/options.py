@@ -255,8 +255,13 @@ def _spell(name: str, option: Option, value: Any) -> str:
     return option.flag.partition("/")[2] or "--no-" + on.removeprefix("--") if value is False else on
 
 
-def to_arguments(options: Options) -> list[str]:
-    """Return the command-line arguments that give options these values; defaults are left out."""
+def to_arguments(options: Options, *, folders: bool = True) -> list[str]:
+    """Return the command-line arguments that give options these values; defaults are left out.
+
+    Args:
+        options: the options.
+        folders: whether paths keep their folders; not in a file that may be passed on.
+    """
     arguments = []
     for field, _, option in option_fields(type(options)):
         value = getattr(options, field.name)
@@ -267,7 +272,7 @@ def to_arguments(options: Options) -> list[str]:
             arguments.append(on)
         else:
             for item in value if isinstance(value, tuple) else (value,):
-                arguments += [on, str(item)]
+                arguments += [on, str(item) if folders or option.cli is not Path else Path(item).name]
     return arguments
 
 

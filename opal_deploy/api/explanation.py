@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,18 +35,19 @@ if TYPE_CHECKING:
 # names that people try first, from habit, and what to use
 _ATTRIBUTES = {
     name: f"explanation.{name}" for name in ("label", "probability", "margin", "slots", "boxes", "top", "status")
-}
+} | {"calibrated_probability": "explanation.probability"}
 _ABSENT = {"calibrated_probability": "explanation.probability, which is None where no temperature was fitted"}
 _HABITS = {
     "save": "save_overlay(path) or save_sheet(path)", "show": "overlay().show()", "plot": "overlay()",
     "name": "label", "names": "label", "cls": "label", "evidence": "slots", "prediction": "label, or record.prediction",
     "conf": "margin, or probability", "confidence": "margin, or probability", "score": "margin",
-    "scores": "[slot.score for slot in explanation.slots]", "to_dict": "dict(explanation)", "json": "to_json()",
+    "scores": "[slot.score for slot in explanation.slots]", "json": "to_json()",
     "class_name": "label", "predicted_label": "label", "predicted_class": "label", "top1": "label",
     "class_id": "top[0].class_id", "cosine": "top[0].cosine", "logit": "top[0].logit",
     "logits": "[each.logit for each in explanation.top]", "prob": "probability", "probs": "top", "top5": "top",
     "topk": "top", "parts": "slots", "regions": "slots", "draw": "overlay()", "visualize": "overlay()",
-    "heatmap": "overlay()", "image": "record.image", "path": "record.image", "error": "record.error",
+    "heatmap": "overlay()", "image": "record.image", "path": "record.image",
+    "error": "record.error, if the status is error",
     "ood_score": "answered.ood_score", "width": "answered.width", "height": "answered.height",
     "to_pandas": "opal_deploy.to_pandas([explanation])", "to_df": "opal_deploy.to_pandas([explanation])",
     "to_coco": "opal_deploy.to_coco([explanation])", "explain": "overlay(), or sheet()",
@@ -155,6 +157,11 @@ class Explanation(dict[str, Any]):
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(f"an Explanation has no {name!r}{suggest_attribute(name, _HABITS)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain dictionaries and lists."""
+        document: dict[str, Any] = json.loads(self.to_json())
+        return document
 
     def to_json(self) -> str:
         """Return the record as a line of results.jsonl."""
@@ -274,7 +281,7 @@ class Explanations(list[Explanation]):
             raise AttributeError(f"Explanations have no {name!r}{suggest_attribute(name, known)}")
 
     def __add__(self, other: list[Explanation]) -> Explanations:  # type: ignore[override]
-        return Explanations([*self, *other])
+        return Explanations([*self, *other]) if isinstance(other, list) else NotImplemented
 
     def copy(self) -> Explanations:
         """Return a copy, which shares the records."""

@@ -62,7 +62,7 @@ class InferenceRun:
     _files: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __str__(self) -> str:
-        """Return what the command prints about the run."""
+        """Return the number of images and the folder, and then what the command prints about the run."""
         return "\n".join([f"run of {sum(self.counts.values()):,} images in {self.out}", *self.lines])
 
     @property

@@ -27,7 +27,7 @@ from opal_deploy.options import RuntimeName
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.setup import log_cautions
 from opal_deploy.predict.types import InferenceOptions
-from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, FileSource, Source
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, FileSource, Source, check_array
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.progress import show_progress
 from opal_deploy.records.decision import THRESHOLDS, Decision
@@ -78,9 +78,8 @@ class Model:
             UsageError: the model has no file.
         """
         if self.path is None:
-            raise UsageError(
-                "this model has no file; write it with opal_deploy.edit_model(model, out=PATH), and give that path"
-            )
+            advice = "write it with opal_deploy.edit_model(model, out=PATH), and give that path"
+            raise UsageError(f"this model has no file; {advice if self.whole else 'load one with opal_deploy.load'}")
         return str(self.path)
 
     if not TYPE_CHECKING:
@@ -89,12 +88,13 @@ class Model:
             # what people try first, from habit
             known = {
                 "classes": "names", "class_names": "names", "num_classes": "len(model.names)", "id2label": "names",
-                "labels": "names", "class_to_idx": "names", "config": "metadata", "device": "description",
+                "labels": "names", "config": "metadata", "device": "description",
+                "class_to_idx": "{name: index for index, name in model.names.items()}",
                 "input_size": "metadata.input_size", "imgsz": "metadata.input_size",
                 "explain": "predict", "infer": "predict", "run": "predict", "classify": "predict", "forward": "predict",
                 "predict_one": "predict", "predict_batch": "predict", "predict_async": "apredict",
                 "predict_proba": "predict(image).probability",
-                "save": "opal_deploy.edit_model(model, out=path)", "drop": "without", "remove": "without",
+                "save": "opal_deploy.edit_model(model.without(...), out=path)", "drop": "without", "remove": "without",
                 "edit": "without, or opal_deploy.edit_model(model, ...)",
                 "train": "opal_deploy.train_model", "fit": "opal_deploy.train_model",
                 "val": "opal_deploy.evaluate_model(model, data)", "eval": "predict; a Model never trains",
@@ -151,7 +151,7 @@ class Model:
     @overload
     def predict(
         self,
-        images: Sequence[Source],
+        images: Sequence[Source | Tensor],
         *,
         boxes: Sequence[Box | None] | None = None,
         top: int = 5,
@@ -161,9 +161,12 @@ class Model:
         **thresholds: float | str | None,
     ) -> Explanations: ...
 
+    @overload
+    def predict(self, images: Tensor, **options: Any) -> Explanation | Explanations: ...
+
     def predict(
         self,
-        images: Source | Sequence[Source],
+        images: Source | Tensor | Sequence[Source | Tensor],
         *,
         boxes: Sequence[Box | None] | Box | None = None,
         top: int = 5,
@@ -197,8 +200,11 @@ class Model:
             UsageError: a folder or a pattern (use `stream`), an array or tensor of another type or shape, or a
                 threshold that the model does not support.
         """
+        if isinstance(images, str | os.PathLike) and _names_several(os.fspath(images)):
+            raise UsageError(f"{os.fspath(images)}: a folder or a pattern; use model.stream({os.fspath(images)!r})")
         one = _is_one(images)
-        sources = [_parse_source(each) for each in ([images] if one else _list_sources(images))]
+        sources = [_to_source(each) for each in ([cast(Source, images)] if one else _list_sources(images))]
+        _check_sources(sources)
         box_list = _parse_boxes(boxes, len(sources), one=one)
         self._caution(boxed=boxes is not None)
         options = InferenceOptions(
@@ -230,7 +236,7 @@ class Model:
 
     def stream(
         self,
-        images: Source | Iterable[Source],
+        images: Source | Tensor | Iterable[Source | Tensor],
         *,
         top: int = 5,
         batch: int | None = None,
@@ -266,8 +272,8 @@ class Model:
             check_inputs(inputs)
             found = discover(inputs, Skipped())
         else:
-            several = cast(Iterable[Source], [images] if _is_one(images) else images)
-            found = (InputImage(source_name(source), source) for source in map(_parse_source, several))
+            several = cast(Iterable[Source | Tensor], [images] if _is_one(images) else images)
+            found = (InputImage(source_name(source), source) for source in map(_to_source, several))
         return self._stream(found, options, progress)
 
     def _stream(
@@ -300,7 +306,7 @@ class Model:
         return save_bytes(path, encode_jpeg(draw_overlay(load_record_image(typed, image), typed)))
 
     def draw_sheet(
-        self, image: Source, path: str | os.PathLike[str], box: Box | None = None, *, narrow: bool = False
+        self, image: Source | Tensor, path: str | os.PathLike[str], box: Box | None = None, *, narrow: bool = False
     ) -> Path:
         """Draw the evidence sheet of an image as `opal-deploy explain` does, write it to `path`, and return the path.
 
@@ -314,7 +320,8 @@ class Model:
             ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells, or the
                 file cannot be written.
         """
-        return save_bytes(path, self.encode_sheet(InputImage(source_name(image), image, box), path, narrow=narrow))
+        request = InputImage(source_name(image), _to_source(image), box)
+        return save_bytes(path, self.encode_sheet(request, path, narrow=narrow))
 
     def encode_sheet(
         self,
@@ -400,7 +407,7 @@ class Model:
         if unknown := thresholds.keys() - THRESHOLDS:
             parameters = inspect.signature(method).parameters.values()
             known = [*(each.name for each in parameters if each.kind is each.KEYWORD_ONLY), *THRESHOLDS]
-            habits = {"conf": "min_margin", "threshold": "min_margin", "source": "images", "batch_size": "batch"}
+            habits = {"conf": "min_margin", "threshold": "min_margin", "batch_size": "batch"}
             hint = suggest_attribute(min(unknown), habits) or suggest_names(min(unknown), known)
             raise TypeError(
                 f"unexpected keyword {min(unknown)!r}{hint}; keywords are {', '.join(known)}; threads, device and "
@@ -428,7 +435,7 @@ class _Reduced:
         return drop_slots(self._session.run(images), self.metadata)
 
 
-def _list_sources(images: Any) -> list[Source]:
+def _list_sources(images: Any) -> list[Source | Tensor]:
     """Return the images of a sequence; raise UsageError for anything that is no image, such as an open file."""
     expected = "expected paths, bytes, PIL images or uint8 arrays [H, W, 3]"
     if (
@@ -439,38 +446,43 @@ def _list_sources(images: Any) -> list[Source]:
         raise UsageError(f"predict: {type(images).__name__} found; {expected}")
     sources = images.tolist() if isinstance(images, np.ndarray) and images.dtype.kind in "UO" else list(images)
     for source in sources:
-        if not isinstance(source, str | bytes | os.PathLike | FileSource | Image.Image | np.ndarray | _Tensor):
+        if not isinstance(source, str | bytes | os.PathLike | FileSource | Image.Image | np.ndarray | Tensor):
             raise UsageError(f"predict: images of type {type(source).__name__} found; {expected}")
     return sources
 
 
 @runtime_checkable
-class _Tensor(Protocol):
+class Tensor(Protocol):
     """A PyTorch tensor, without importing torch."""
+
+    @property
+    def ndim(self) -> int: ...
 
     def detach(self) -> Any: ...
 
-    def permute(self, *dimensions: int) -> Any: ...
+    def permute(self, *dimensions: int, **options: Any) -> Any: ...
 
 
-def _parse_source(source: Any) -> Source:
-    """Return an image as sessions take it; raise UsageError for a folder, a pattern or another kind of array."""
-    if isinstance(source, str | os.PathLike):
-        name = os.fspath(source)
-        if isinstance(name, str) and name and _names_several(name):
-            raise UsageError(f"{name}: a folder or a pattern; use model.stream({name!r})")
-    if isinstance(source, _Tensor):
-        if str(source.dtype) != "torch.uint8" or source.ndim != 3 or source.shape[0] != 3:  # type: ignore[attr-defined]
-            raise UsageError(
-                f"predict: a tensor of {source.dtype} {list(source.shape)} found; "  # type: ignore[attr-defined]
-                "expected uint8 [N, 3, H, W] or [3, H, W], RGB and not normalised"
-            )
-        return cast(Source, source.detach().cpu().permute(1, 2, 0).contiguous().numpy())
-    is_pixels = isinstance(source, np.ndarray) and source.dtype.kind not in "UO" and 0 not in source.shape
-    if is_pixels and (source.dtype != np.uint8 or source.ndim not in (2, 3) or source.shape[2:] not in ((), (3,))):
-        found = f"an array of {source.dtype} {list(source.shape)}"
-        raise UsageError(f"predict: {found} found; expected uint8 [H, W, 3] RGB or [H, W]")
-    return cast(Source, source)
+def _to_source(image: Source | Tensor) -> Source:
+    """Return an image as it is, or the pixels of a tensor [3, H, W] as an array [H, W, 3]."""
+    if not isinstance(image, Tensor):
+        return image
+    pixels = image.detach().cpu()
+    if pixels.ndim == 3 and len(pixels) == 3:
+        pixels = pixels.permute(1, 2, 0).contiguous()
+    return cast(Source, (pixels.float() if str(pixels.dtype) == "torch.bfloat16" else pixels).numpy())
+
+
+def _check_sources(sources: Sequence[Source]) -> None:
+    """Raise UsageError for a folder, or for pixels of another type or shape: the caller's mistakes, not an image's."""
+    for source in sources:
+        if isinstance(source, str | os.PathLike) and os.path.isdir(source):
+            raise UsageError(f"{os.fspath(source)}: a folder; use model.stream({os.fspath(source)!r})")
+        if isinstance(source, np.ndarray) and source.dtype.kind not in "UO" and 0 not in source.shape:
+            try:
+                check_array(source)
+            except ImageError as error:
+                raise UsageError(f"predict: {error}") from None
 
 
 def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
@@ -488,7 +500,7 @@ def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
 
 def _names_several(name: str) -> bool:
     pattern = any(sign in name for sign in "*?[") and "://" not in name
-    return Path(name).is_dir() or (pattern and not Path(name).exists())
+    return os.path.isdir(name) or (pattern and not os.path.exists(name))
 
 
 def _parse_box(box: object) -> Box:
@@ -502,7 +514,7 @@ def _parse_box(box: object) -> Box:
 def _is_one(images: Any) -> bool:
     """Return whether this is one image, and not several."""
     is_array = isinstance(images, np.ndarray) and images.dtype.kind not in "UO"
-    if is_array or isinstance(images, _Tensor):
+    if is_array or isinstance(images, Tensor):
         return bool(images.ndim < 4)
     return isinstance(images, str | bytes | os.PathLike | Image.Image)
 

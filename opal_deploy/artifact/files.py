@@ -57,7 +57,7 @@ def read_secret(path: str | os.PathLike[str], size: int) -> bytes:
         size: the number of bytes at most.
 
     Raises:
-        OSError: it cannot be read, or nothing ended the pipe within 10 s.
+        OSError: it cannot be read, or the pipe was empty or not ended after 10 s.
     """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(handle, "rb", buffering=0) as stream:
@@ -72,7 +72,7 @@ def read_secret(path: str | os.PathLike[str], size: int) -> bytes:
             if part == b"" and data:
                 break
             if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, f"nothing ended this pipe within {_PIPE_SECONDS} s")
+                raise TimeoutError(errno.ETIMEDOUT, f"no text came to its end in this pipe within {_PIPE_SECONDS} s")
             if not part:
                 time.sleep(0.01)
         return data

@@ -332,7 +332,7 @@ class Metadata:
     def to_dict(self) -> dict[str, Any]:
         """Return the document, without the folders of absolute paths, which earlier versions kept."""
         document = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("training", "verification", "edits"):
+        for name in ("training", "verification"):
             document[name] = without_folders(document[name])
         unknown = document.pop("unknown")
         # last: the first `file_sha256` of a file is the one that its digest replaces

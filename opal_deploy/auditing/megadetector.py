@@ -72,7 +72,7 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
     document["classification_categories"] = dict(sorted(categories.items(), key=lambda pair: int(pair[0])))
     document.pop("classification_category_descriptions", None)
     confidence = "cosines, no calibrated probabilities" if with_cosines else "calibrated probabilities"
-    classifier = f"opal-deploy, model sha256 {digest}; confidences are {confidence}"
+    classifier = f"opal-deploy, model sha256 {digest}" + (f"; confidences are {confidence}" if categories else "")
     document["info"] = {**document.get("info", {}), "classifier": classifier}
     return document
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opal_deploy._version import __version__
-from opal_deploy.api.model import Model
 from opal_deploy.artifact.drops import check_drops, name_slot, parse_slots, read_drops, write_slot
-from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind, remove_temporary_files, without_folders
+from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind, remove_temporary_files
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.artifact.output_file import check_output
@@ -21,6 +20,7 @@ from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.options import StrPath, keywords, to_arguments
 
 if TYPE_CHECKING:
+    from opal_deploy.api.model import Model
     from opal_deploy.editing.data import ScoredData
     from opal_deploy.editing.scores import Effect, Scores
     from opal_deploy.editing.suggestions import Suggestion
@@ -73,12 +73,12 @@ def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
         UsageError: a class or slot does not exist, options or files do not fit together, or a file is in the way.
         VerificationError: the edited graph does not reproduce the closed form; nothing is written.
     """
-    drops = [*options.drop]
-    if isinstance(model, Model) and model.whole is not None:
-        drops += model.left_out
-        model = model.whole
-    path = Path(model)
-    options = replace(options, drop=tuple(map(write_slot, drops)), restore=tuple(map(write_slot, options.restore)))
+    drops = [*map(write_slot, options.drop)]
+    whole = getattr(model, "whole", None)
+    if whole is not None:
+        drops += [slot for slot in map(write_slot, getattr(model, "left_out", ())) if slot not in drops]
+    path = Path(whole or model)
+    options = replace(options, drop=tuple(drops), restore=tuple(map(write_slot, options.restore)))
     kind, metadata = _read_model(path)
     listed = read_drops(Path(options.drops)) if options.drops else []
     drop = parse_slots([*listed, *options.drop], metadata, "--drop")
@@ -205,7 +205,7 @@ def _describe_edited(
         "dropped": [name_slot(channel, metadata) for channel in drop],
         "restored": [name_slot(channel, metadata) for channel in restore],
         "reason": options.reason or "",
-        "command": shlex.join(without_folders(["opal-deploy", "edit", str(path), *to_arguments(options)])),
+        "command": shlex.join(["opal-deploy", "edit", path.name, *to_arguments(options, folders=False)]),
         "parent": {"file": path.name, "sha256": compute_sha256(path)},
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "opal_deploy": __version__,
@@ -213,7 +213,7 @@ def _describe_edited(
     if data is not None and effect is not None:
         before, after = effect.accuracy
         edit["measured"] = {
-            "data": without_folders(str(options.data)), "split": options.split, "images": len(effect.labels),
+            "data": Path(options.data or "").name, "split": options.split, "images": len(effect.labels),
             "accuracy": [before, after], "gained": effect.gained, "lost": effect.lost, "p_value": effect.p_value,
         }  # fmt: skip
     edited = replace(

@@ -84,10 +84,10 @@ class EditOptions(Options):
         values = {name: getattr(self, name) for name in (*shared, "log", "progress")}
         return EvaluateOptions(**values, parts=None)
 
-    def repeat(self, model: Path, drop: Sequence[str] = ()) -> list[str]:
-        """Return the command that takes these slots out, measured on the same images."""
+    def repeat(self, model: Path, drop: Sequence[str] = (), *, folders: bool = True) -> list[str]:
+        """Return the command that takes these slots out, measured on the same images; see `to_arguments`."""
         edit = replace(
             self, drop=tuple(drop), drops=None, suggest=False, background=None, page=None, atlas=None, overwrite=False,
             out=f"{model.stem}.edited{model.suffix}",
         )  # fmt: skip
-        return ["opal-deploy", "edit", str(model), *to_arguments(edit)]
+        return ["opal-deploy", "edit", str(model) if folders else model.name, *to_arguments(edit, folders=folders)]

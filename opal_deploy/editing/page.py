@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from opal_deploy.artifact.drops import name_slot
-from opal_deploy.artifact.files import atomic_write, without_folders
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.editing.data import ScoredData
 from opal_deploy.editing.options import EditOptions
@@ -91,11 +91,11 @@ def write_page(
     metadata = data.metadata
     scores = data.scores.values
     live = metadata.distance == "l2" and scores.size <= _MAX_SCORES
-    command = options.repeat(model)
+    # the page may be passed on
+    command = options.repeat(model, folders=False)
     document = {
-        # the page may be passed on
-        "command": shlex.join(without_folders(command[:3])),
-        "rest": shlex.join(without_folders(command[3:])),
+        "command": shlex.join(command[:3]),
+        "rest": shlex.join(command[3:]),
         "epsilon": metadata.epsilon,
         "class_map": metadata.class_map.to_dict(),
         "names": [name_slot(channel, metadata) for channel in range(metadata.num_prototypes)],

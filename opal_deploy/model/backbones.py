@@ -25,7 +25,14 @@ from opal_deploy.model.config import check_tiling
 from opal_deploy.model.convolutional_backbones import ConvolutionalNetwork, Library
 from opal_deploy.model.feature_graph import FEATURES
 from opal_deploy.model.network_names import TIMM_PREFIX, check_weights, is_weights_file
-from opal_deploy.model.state_dicts import describe_key_errors, get_shapes, is_counter, read_state_dict, strip_prefix
+from opal_deploy.model.state_dicts import (
+    describe_key_errors,
+    find_state_dict,
+    get_shapes,
+    is_counter,
+    read_state_dict,
+    strip_prefix,
+)
 from opal_deploy.model.token_backbones import TokenNetwork, find_tokens
 
 # not the default of any library: tells which layers depend on the number of classes
@@ -197,7 +204,8 @@ def load_weights(
     """
     library = get_library(backbone.name)
     if isinstance(weights, Mapping):
-        state, origin = dict(weights), "a state dict in memory"
+        origin = "a state dict in memory"
+        state = find_state_dict(weights, origin)
     else:
         check_weights(backbone.name, str(weights))
         if is_weights_file(str(weights)):

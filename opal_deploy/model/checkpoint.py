@@ -97,7 +97,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "crop": checkpoint.crop,
         "metrics": checkpoint.metrics,
         "training": without_folders(checkpoint.training),
-        "edits": without_folders(list(checkpoint.edits)),
+        "edits": list(checkpoint.edits),
         "evaluation": checkpoint.evaluation,
         "receptive_field": checkpoint.receptive_field.to_dict() if checkpoint.receptive_field else {},
         "calibration": checkpoint.calibration.to_dict() if checkpoint.calibration else {},
@@ -227,7 +227,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         stored_names, state = list(raw["class_names"]), dict(raw["state_dict"])
         check_checkpoint(raw)
         if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-            raise TypeError(f"{odd[0]} of its state_dict is no tensor")
+            raise TypeError(f"{odd[0]} of its state_dict is not a tensor")
         json.dumps([raw.get(name) for name in _PLAIN])
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
         calibration = Calibration.from_dict(raw.get("calibration") or {})

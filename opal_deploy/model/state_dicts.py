@@ -34,12 +34,19 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
-    raw = load_torch_file(path)
-    # as Lightning and most training scripts save it
-    raw = next((raw[key] for key in _NESTED if isinstance(raw, dict) and isinstance(raw.get(key), dict)), raw)
-    if not isinstance(raw, dict) or not all(isinstance(v, Tensor) for v in raw.values()):
-        raise CheckpointError(f"{path}: expected a state dict (names to tensors), found {type(raw).__name__}")
-    return raw
+    return find_state_dict(load_torch_file(path), str(path))
+
+
+def find_state_dict(raw: Any, origin: str) -> dict[str, Tensor]:
+    """Return the state dict that an object is, or holds as Lightning and most training scripts save it.
+
+    Raises:
+        CheckpointError: there is none; the message names `origin`.
+    """
+    raw = next((raw[key] for key in _NESTED if isinstance(raw, Mapping) and isinstance(raw.get(key), Mapping)), raw)
+    if not isinstance(raw, Mapping) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in raw.items()):
+        raise CheckpointError(f"{origin}: expected a state dict (names to tensors), found {type(raw).__name__}")
+    return dict(raw)
 
 
 def strip_prefix(state: Mapping[str, Tensor], expected: Collection[str]) -> dict[str, Tensor]:

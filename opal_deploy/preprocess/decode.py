@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, BinaryIO, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -351,11 +351,16 @@ def _from_floats(values: NDArray[np.float32]) -> Image.Image:
     return Image.fromarray(np.rint(values * 255).astype(np.uint8)).convert("RGB")
 
 
-def _from_array(array: NDArray[np.uint8]) -> Image.Image:
+def check_array(array: NDArray[Any]) -> None:
+    """Raise ImageError unless an array has the type and shape of an image."""
     grey_or_rgb = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)
     if array.dtype != np.uint8 or not grey_or_rgb or 0 in array.shape:
         raise ImageError(
             "unsupported_image",
             f"an array of {array.dtype} {list(array.shape)}; expected uint8 [H, W, 3] RGB or [H, W]",
         )
+
+
+def _from_array(array: NDArray[np.uint8]) -> Image.Image:
+    check_array(array)
     return Image.fromarray(np.ascontiguousarray(array)).convert("RGB")

@@ -113,7 +113,9 @@ def _check_ood_score(given: str, path: Path, metadata: Metadata) -> None:
             f"{why if is_checkpoint else f'exported with --no-ood-score, or {why}'}; add them with "
             f"`opal-deploy evaluate DATA --model {model} --split val --record`{after}"
         )
-    largest = _LARGEST_OOD_SCORE[bool(metadata.known_baseline and metadata.known_baseline.background)]
+    # an edited model has no baseline to tell whether there are background images
+    baseline = metadata.known_baseline
+    largest = _LARGEST_OOD_SCORE[baseline is None or baseline.background > 0]
     if (parse_number(given.partition(" ")[2]) or 0) > largest:
         raise UsageError(f"{given}: above every OOD score, so no image would be unknown; expected at most {largest}")
 

@@ -78,8 +78,12 @@ def test_tensors_are_images_with_their_channels_first(model, paths):
     assert model.predict(batch) == model.predict(list(batch)) == expected
     assert model.predict(batch[0]) == expected[0] == next(model.stream(batch[0]))
     for wrong in (batch.float(), batch.numpy(), batch[0].numpy(), pixels[0].astype(float)):
-        with pytest.raises(UsageError, match=r"found; expected uint8 \["):
+        with pytest.raises(UsageError, match=r"; expected uint8 \[H, W, 3\]"):
             model.predict(wrong)
+    # of a stream, only the image is refused
+    assert [each.status for each in model.stream([pixels[0], batch[1].float(), paths[0].parent, batch[2]])] == [
+        "ok", "error", "error", "ok",
+    ]  # fmt: skip
 
 
 def test_a_stream_refuses_at_once_and_reports_what_it_did(model, paths):
@@ -157,6 +161,7 @@ def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures
         (KeyError, "use explanation.label", lambda: answers[0]["label"]),
         (KeyError, "use explanation.probability", lambda: answers[0]["prediction"]["calibrated_probability"]),
         (UsageError, r"use model\.stream", lambda: model.predict([tmp_path / "in"])),
+        (UsageError, "nothing to do", lambda: opal_deploy.edit_model(model, out=tmp_path / "same.onnx")),
     ]
     for kind, message, guess in guesses:
         with pytest.raises(kind, match=message):

@@ -22,8 +22,14 @@ def test_a_trained_classifier_gives_its_backbone_in_memory_or_from_any_file(tmp_
         taken = network.backbone.body.state_dict()
         assert taken
         assert all(torch.equal(value, state[name]) for name, value in taken.items())
-    with pytest.raises(CheckpointError, match="a state dict in memory does not fit resnet18: "):
-        opal_deploy.nn.build_network("resnet18", 3, weights=own)
+    refused = {
+        "a state dict in memory does not fit resnet18: ": state,
+        "a state dict in memory: expected a state dict": {**state, "epoch": 3},
+        "found dict": {1: state["fc.bias"]},
+    }
+    for message, weights in refused.items():
+        with pytest.raises(CheckpointError, match=message):
+            opal_deploy.nn.build_network("resnet18", 3, weights=weights)
 
 
 def test_a_loop_of_one_s_own_trains_a_network_that_is_exported(tmp_path):

@@ -117,7 +117,7 @@ class TestOurs:
             ({"class_names": ["a"]}, "names 1 classes but its network has 3"),
             ({"class_names": None}, "damaged"),
             ({"state_dict": torch.zeros(3)}, "damaged"),
-            ({"state_dict": {"a": [None]}}, "a of its state_dict is no tensor"),
+            ({"state_dict": {"a": [None]}}, "a of its state_dict is not a tensor"),
             ({"training": {"linear_accuracy": torch.zeros(3)}}, "Tensor is not JSON serializable"),
             ({"crop": 3}, "crop 3"),
             ({"metrics": {"val_risk": {"images": 3}}}, "metrics.val_risk"),

@@ -235,5 +235,5 @@ def test_a_key_may_come_from_a_pipe_which_is_not_waited_for(keys, tmp_path, monk
     assert PublicKeys([pipe])._keys.keys() == PublicKeys([keys / "public.pem"])._keys.keys()
     writer.join()
     monkeypatch.setattr("opal_deploy.artifact.files._PIPE_SECONDS", 0.1)
-    with pytest.raises(UsageError, match=r"cannot be read \(nothing ended this pipe"):
+    with pytest.raises(UsageError, match=r"cannot be read \(no text came to its end in this pipe"):
         PublicKeys([pipe])

@@ -66,7 +66,7 @@ def test_models_are_kept_or_replaced_only_when_asked_to_and_only_ours(exact_mode
     # of a checkpoint it is asked before the export
     source = exact_model.with_suffix(".pt")
     done = opal("export", source, *command[2:], "--outputs", "attention", "--out", tmp_path / "a.onnx")
-    assert "the same checkpoint, exported with other outputs, verification; replace it" in one_line(done)
+    assert "the same checkpoint, exported with other outputs, verification; choose another --name" in one_line(done)
     assert opal(*command, "--overwrite").returncode == 0
     assert "opal-deploy did not write" in one_line(opal(*command, "--name", "birds", "--overwrite"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["birds", "opal", "opal_explain"]

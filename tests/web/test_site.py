@@ -365,7 +365,7 @@ def test_only_files_that_a_site_lists_are_replaced(site, exact_model, make_pictu
     for name in ("notes.txt", ".git/HEAD", "examples/mine.jpg"):
         (folder / name).write_text("years")
     (folder / "site.css").write_text("changed")
-    with pytest.raises(UsageError, match="replace it with --overwrite"):
+    with pytest.raises(UsageError, match="the site exists; pass --overwrite to replace it"):
         _write(exact_model, folder)
     after = _write(exact_model, folder, overwrite=True)
     assert after - before == {"notes.txt", ".git/HEAD", "examples/mine.jpg"}
