@@ -256,7 +256,8 @@ class _Job:
     def run(self, directory: RunDirectory) -> InferenceRun:
         """Run, and write summary.json even if the run ends early."""
         options, log, backend = self.options, self.options.log, self.backend
-        log(f"Explaining with {self.loaded.path} in {backend.description}, batches of {self.inference.batch}")
+        doing = "Explaining" if options.explain else "Classifying"
+        log(f"{doing} with {self.loaded.path} in {backend.description}, batches of {self.inference.batch}")
         run_options = RunOptions(
             directory.root,
             self.inference,

@@ -160,9 +160,10 @@ def describe_supported_rates(risk: Mapping[str, Any], baseline: Baseline | None)
 
     if risk:
         smallest = smallest_target(risk)
-        rates = "no rate" if smallest is None else f"rates from {100 * smallest:g}%"
+        rates = "no error rate" if smallest is None else f"error rates from {100 * smallest:g}%"
         wrong = round(risk["images"] * risk["error"])
-        yield f"--min-margin takes {rates}: {wrong} of {risk['images']:,} validation images are misclassified"
+        found = f"{wrong} of {risk['images']:,} validation images are wrong"
+        yield f"--min-margin takes {rates}: {found}, and more images allow lower rates"
     if baseline is not None and baseline.ood_score:
         rate = max(_USUAL_RATE, baseline.smallest_rate)
         yield (

@@ -49,7 +49,8 @@ def test_a_rate_that_validation_images_cannot_support_is_refused(exact_model):
     few = compute_risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
     # as is said when the model is made
     assert list(describe_supported_rates(few, None)) == [
-        "--min-margin takes rates from 14%: 0 of 20 validation images are misclassified"
+        "--min-margin takes error rates from 14%: 0 of 20 validation images are wrong, "
+        "and more images allow lower rates"
     ]
     for risk, message in (
         (few, r"20 validation images\); the smallest rate that works is 14%$"),

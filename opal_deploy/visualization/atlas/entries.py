@@ -118,7 +118,7 @@ FINDING_KINDS: Final[Mapping[str, FindingKind]] = {
     "one_place": FindingKind(
         "slots that mostly choose the same cell",
         "Objects that stand in one place explain it. If their patches show a border, a caption or background, let "
-        "`opal-deploy edit MODEL --data DATA --suggest` judge them and say what dropping them changes; --keep-off "
+        "opal-deploy edit MODEL --data DATA --suggest judge them and say what dropping them changes; --keep-off "
         "trains them to look elsewhere.",
     ),
     "shares_its_cell": FindingKind(
