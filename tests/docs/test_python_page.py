@@ -30,7 +30,7 @@ def script(pets_mini, tmp_path):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / path.name).symlink_to(path)
     page = PAGE.read_text("utf-8").replace('"photos"', '"pets"')
-    parts = page.partition("With Lightning:")[0], page[page.index("## Train in a loop of your own") :]
+    parts = page.partition("With Lightning ")[0], page[page.index("## Train in a loop of your own") :]
     return ["".join(re.findall(r"```python\n(.*?)```", part, re.DOTALL)) for part in parts]
 
 
