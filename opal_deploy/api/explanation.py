@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 # names that people try first, from habit, and what to use
 _ATTRIBUTES = {
     name: f"explanation.{name}" for name in ("label", "probability", "margin", "slots", "boxes", "top", "status")
-} | {"calibrated_probability": "explanation.probability"}
-_ABSENT = {"calibrated_probability": "explanation.probability, which is None where no temperature was fitted"}
+} | {"calibrated_probability": "explanation.probability, which is None where no temperature was fitted"}
 _HABITS = {
     "save": "save_overlay(path) or save_sheet(path)", "show": "overlay().show()", "plot": "overlay()",
     "name": "label", "names": "label", "cls": "label", "evidence": "slots", "prediction": "label, or record.prediction",
@@ -75,13 +74,14 @@ class Origin:
 
 
 class _Fields(dict[str, Any]):
-    """Fields of an answer, of which those without a value are absent."""
+    """Fields of a record or an answer, of which those without a value are absent."""
 
     def __missing__(self, key: str) -> Any:
-        raise KeyError(f"{key}{suggest_attribute(key, _ABSENT)}; fields are {', '.join(self)}")
+        # a KeyError that says where the value is
+        raise KeyError(f"{key}{suggest_attribute(key, _ATTRIBUTES)}; fields are {', '.join(self)}")
 
 
-class Explanation(dict[str, Any]):
+class Explanation(_Fields):
     """The explanation of one image: a line of results.jsonl as a dictionary, with methods that draw it.
 
     It keeps its model, and an image that was given as bytes or pixels. A copy or a pickle keeps neither.
@@ -148,10 +148,6 @@ class Explanation(dict[str, Any]):
     def boxes(self) -> list[tuple[float, float, float, float]]:
         """The slots' boxes (x0, y0, x1, y1) in pixels of the whole image; raises as `answered`."""
         return [slot.box for slot in self.slots]
-
-    def __missing__(self, key: str) -> Any:
-        # a KeyError that says where the value is
-        raise KeyError(f"{key}{suggest_attribute(key, _ATTRIBUTES)}; fields are {', '.join(self)}")
 
     if not TYPE_CHECKING:
 
@@ -280,6 +276,7 @@ class Explanations(list[Explanation]):
             }  # fmt: skip
             raise AttributeError(f"Explanations have no {name!r}{suggest_attribute(name, known)}")
 
+    # the type of a list's own, which takes lists of anything, cannot be kept: a report needs records
     def __add__(self, other: list[Explanation]) -> Explanations:  # type: ignore[override]
         return Explanations([*self, *other]) if isinstance(other, list) else NotImplemented
 

@@ -200,11 +200,9 @@ class Model:
             UsageError: a folder or a pattern (use `stream`), an array or tensor of another type or shape, or a
                 threshold that the model does not support.
         """
-        if isinstance(images, str | os.PathLike) and _names_several(os.fspath(images)):
-            raise UsageError(f"{os.fspath(images)}: a folder or a pattern; use model.stream({os.fspath(images)!r})")
         one = _is_one(images)
         sources = [_to_source(each) for each in ([cast(Source, images)] if one else _list_sources(images))]
-        _check_sources(sources)
+        _check_sources(sources, one=one)
         box_list = _parse_boxes(boxes, len(sources), one=one)
         self._caution(boxed=boxes is not None)
         options = InferenceOptions(
@@ -473,12 +471,17 @@ def _to_source(image: Source | Tensor) -> Source:
     return cast(Source, (pixels.float() if str(pixels.dtype) == "torch.bfloat16" else pixels).numpy())
 
 
-def _check_sources(sources: Sequence[Source]) -> None:
-    """Raise UsageError for a folder, or for pixels of another type or shape: the caller's mistakes, not an image's."""
+def _check_sources(sources: Sequence[Source], *, one: bool) -> None:
+    """Raise UsageError for a folder, for a pattern that is the `one` image, and for pixels of another type or shape.
+
+    These are the caller's mistakes, not an image's.
+    """
     for source in sources:
-        if isinstance(source, str | os.PathLike) and os.path.isdir(source):
-            raise UsageError(f"{os.fspath(source)}: a folder; use model.stream({os.fspath(source)!r})")
-        if isinstance(source, np.ndarray) and source.dtype.kind not in "UO" and 0 not in source.shape:
+        if isinstance(source, str | os.PathLike):
+            name = os.fspath(source)
+            if os.path.isdir(name) or (one and _is_pattern(name)):
+                raise UsageError(f"{name}: a folder or a pattern; use model.stream({name!r})")
+        if isinstance(source, np.ndarray) and 0 not in source.shape:
             try:
                 check_array(source)
             except ImageError as error:
@@ -498,9 +501,8 @@ def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
     return [None if entry is None else _parse_box(entry) for entry in entries]
 
 
-def _names_several(name: str) -> bool:
-    pattern = any(sign in name for sign in "*?[") and "://" not in name
-    return os.path.isdir(name) or (pattern and not os.path.exists(name))
+def _is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[") and "://" not in name and not os.path.exists(name)
 
 
 def _parse_box(box: object) -> Box:

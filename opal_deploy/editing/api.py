@@ -73,11 +73,14 @@ def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
         UsageError: a class or slot does not exist, options or files do not fit together, or a file is in the way.
         VerificationError: the edited graph does not reproduce the closed form; nothing is written.
     """
+    # not at the top: `opal-deploy --help` loads no numpy
+    from opal_deploy.api.model import Model
+
     drops = [*map(write_slot, options.drop)]
-    whole = getattr(model, "whole", None)
-    if whole is not None:
-        drops += [slot for slot in map(write_slot, getattr(model, "left_out", ())) if slot not in drops]
-    path = Path(whole or model)
+    if isinstance(model, Model) and model.whole is not None:
+        drops += [slot for slot in map(write_slot, model.left_out) if slot not in drops]
+        model = model.whole
+    path = Path(model)
     options = replace(options, drop=tuple(drops), restore=tuple(map(write_slot, options.restore)))
     kind, metadata = _read_model(path)
     listed = read_drops(Path(options.drops)) if options.drops else []
