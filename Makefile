@@ -46,7 +46,7 @@ help:
 	@echo "make test-cabrnet   exported PIP-Net and ProtoPNet files, compared with CaBRNet itself (5 minutes)"
 	@echo "make test-runtimes  exported files in ten runtimes, compared with the table in the documentation (8 minutes)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
-	@echo "make check     ruff, mypy, import-linter, and the length of the documentation"
+	@echo "make check     ruff, mypy, import-linter, the length of the documentation, and the size of the code"
 	@echo "make test-image  the image of Dockerfile, built and run (root, buildah and debootstrap; 3 minutes)"
 	@echo "make test-image-gpu  Dockerfile.gpu, built up to the step that needs NVIDIA's package index (2 GB)"
 	@echo "make dist      the files of a release, checked, and tried in an environment of their own"
@@ -168,6 +168,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
+	$(BIN)/python tools/size.py
 
 docs: $(INSTALLED)
 	@echo "Getting ONNX Runtime Web, for the page that runs a model"

@@ -55,7 +55,8 @@ class Option:
 
     Attributes:
         help: a noun phrase or an imperative, with the unit; one sentence or two.
-        flag: the spelling on the command line, such as `--input` or `--isolate/--no-isolate`; empty: from the name.
+        flag: the spelling on the command line, such as `--input` or `--isolate/--no-isolate`, perhaps with another
+            one after a space; empty: from the name.
         min, max: smallest and largest value of a number.
         default: the default in words, appended to the help, where None stands for something else.
         panel: title of the group in `--help`, see `opal_deploy.cli.help`; empty: the main group.
@@ -246,7 +247,7 @@ SlotNameFile = Annotated[
 
 def flag_of(name: str, option: Option | None = None) -> str:
     """Return how an option is spelled on the command line, such as `--min-margin` for `min_margin`."""
-    return (option.flag.partition("/")[0] if option else "") or "--" + name.replace("_", "-")
+    return (re.split("[/ ]", option.flag)[0] if option else "") or "--" + name.replace("_", "-")
 
 
 def _spell(name: str, option: Option, value: Any) -> str:

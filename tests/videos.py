@@ -11,9 +11,7 @@ from typing import Any
 import av
 import numpy as np
 
-from opal_deploy.sources.video import FrameRequest, FrameTask
-from opal_deploy.timing import StageTimer
-from opal_deploy.workers.worker import Response
+from opal_deploy.sources.video import _read_in_worker
 
 # every tenth frame is a key frame
 FRAMES, RATE, KEY = 30, 10, 10
@@ -98,11 +96,8 @@ def cut(path: Path, share: float = 0.6) -> Path:
     return path
 
 
-class CrashingTask(FrameTask):
-    """Crashes at the first request for frame 10 or a later one of a video called `crash`."""
-
-    def __call__(self, request: FrameRequest, timer: StageTimer, claim: Callable[[int], None]) -> Response:
-        """See `FrameTask`."""
-        if Path(request.path).stem == "crash" and request.first >= 10:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        return super().__call__(request, timer, claim)
+def crash_at_ten(path: str, sampling: Any, first: int, max_pixels: int) -> Any:
+    """Crash the process at frame 10 or a later one of a video called `crash`; see `video._read_in_worker`."""
+    if Path(path).stem == "crash" and first >= 10:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return _read_in_worker(path, sampling, first, max_pixels)

@@ -93,7 +93,7 @@ def create_atlas(data: StrPath, model: StrPath | None, options: AtlasOptions) ->
     """
     from opal_deploy.artifact.files import lock_directory
     from opal_deploy.predict import setup
-    from opal_deploy.predict.decode_budget import raise_pillow_limit
+    from opal_deploy.predict.prepare import raise_pillow_limit
     from opal_deploy.predict.types import InferenceOptions
     from opal_deploy.run.sheets import check_exact_evidence
     from opal_deploy.runtime.devices import default_batch, default_workers

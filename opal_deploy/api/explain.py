@@ -127,7 +127,7 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     """Open the model, and return its session with the builder of its sheets."""
     from opal_deploy.artifact.files import check_sha256
     from opal_deploy.predict import setup
-    from opal_deploy.predict.decode_budget import raise_pillow_limit
+    from opal_deploy.predict.prepare import raise_pillow_limit
     from opal_deploy.run import sheets
     from opal_deploy.runtime.select import open_sessions
 

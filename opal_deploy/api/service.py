@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 from opal_deploy.api.explanation import Explanation
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import OutOfMemory, StoppedEarly
-from opal_deploy.predict.decoder_pool import DecoderPool
+from opal_deploy.predict.decoder_pool import DecoderPool, PendingBatch, PixelSlots, PreparedBatch
 from opal_deploy.predict.executor import Job, Predicted, SessionRunner
-from opal_deploy.predict.pixel_slots import PixelSlots, PreparedBatch
 from opal_deploy.predict.prediction import BatchPredictor
 from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared, Result
 from opal_deploy.preprocess.decode import Source
@@ -32,6 +31,7 @@ from opal_deploy.records.names import source_name
 from opal_deploy.runtime.session import Session, check_batch, pinned
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
+from opal_deploy.worker_pool import WorkerPool
 
 T = TypeVar("T")
 # stands for an image that came as pixels and gets no record
@@ -130,6 +130,11 @@ class Service:
             self._resources = stack.pop_all()
 
     @property
+    def processes(self) -> WorkerPool | None:
+        """The decode processes, which may do other work too; None without `isolate`."""
+        return self._decoders.processes
+
+    @property
     def in_flight(self) -> int:
         """The number of images in flight, at most `capacity`."""
         return self._in_flight
@@ -221,18 +226,18 @@ class Service:
             self._state.notify_all()
 
     def _add_ready(
-        self, future: Future[Any], convert: Callable[[Result], Any], submitted: float, done: Future[PreparedBatch]
+        self, future: Future[Any], convert: Callable[[Result], Any], submitted: float, pending: PendingBatch
     ) -> None:
-        error = done.exception()
-        if error is None:
-            batch = done.result()
-            self._observer.prepared(time.monotonic() - submitted)
-            self._ready.put(_Image(future, batch.images[0], batch.pixels[0], batch.release, convert))
+        try:
+            batch = pending.result()
+        except BaseException as error:
+            # not the image's fault: its decoder could not be started, or the image was cancelled
+            self._give_back(1)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
             return
-        # not the image's fault: its decoder could not be started, or the image was cancelled
-        self._give_back(1)
-        if future.set_running_or_notify_cancel():
-            future.set_exception(error)
+        self._observer.prepared(time.monotonic() - submitted)
+        self._ready.put(_Image(future, batch.images[0], batch.pixels[0], batch.release, convert))
 
     def _take_batch(self, wait: bool) -> Job | None:
         """Return a session's next batch, None after the end; raise `queue.Empty` if none is full and not `wait`."""

@@ -24,11 +24,9 @@ from opal_deploy.options import StrPath
 from opal_deploy.records.lines import read_lines
 from opal_deploy.records.observations import observe_records
 from opal_deploy.records.record import Answer, Answered, Record, Slot, to_record
-from opal_deploy.records.run_files import PARTS, RESULTS
+from opal_deploy.records.run_files import RESULTS
 from opal_deploy.records.tables import TABLES, read_table
-from opal_deploy.storage import buckets
-from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.urls import is_url, redact
+from opal_deploy.remote import RemoteFile, is_url, redact
 
 # records that become observations together
 _BLOCK = 1_000
@@ -111,9 +109,7 @@ class Answers:
         self._remote: RemoteFile | None = None
         if is_url(source):
             remote = RemoteFile.parse(source)
-            is_file = remote.name.endswith(".jsonl")
-            self._remote = remote if is_file else remote.child(RESULTS)
-            self._parts = None if is_file else remote.child(PARTS)
+            self._remote = remote if remote.name.endswith(".jsonl") else remote.child(RESULTS)
         else:
             path = Path(source)
             is_table = path.suffix.lstrip(".") in TABLES and path.is_file()
@@ -139,21 +135,15 @@ class Answers:
             yield from read_all_records(self._path)
 
     def _read_bucket(self, remote: RemoteFile) -> Iterator[Record]:
-        files = [remote]
         try:
-            if self._parts is not None and not _exists(remote):
-                # of a run that is not finished
-                files = [file for _, file in buckets.list_files(self._parts, recursive=True)]
-                if not files:
-                    raise UsageError(f"{self.shown}: neither {RESULTS} nor {PARTS} found; expected a run of `infer`")
-            for file in files:
-                with file.open_ranges() as stream:
-                    for number, line in enumerate(read_lines(stream), 1):
-                        if line.record is None:
-                            raise UsageError(f"{file}: line {number} is not a whole record; the file is damaged")
-                        yield line.record
+            with remote.open() as stream:
+                for number, line in enumerate(read_lines(stream), 1):
+                    if line.record is None:
+                        raise UsageError(f"{remote}: line {number} is not a whole record; the file is damaged")
+                    yield line.record
         except ImageError as error:
-            raise UsageError(f"{self.shown}: cannot be read: {error}") from None
+            expected = f"; expected a finished run of `infer` with {RESULTS}" if error.code == "not_found" else ""
+            raise UsageError(f"{self.shown}: cannot be read: {error}{expected}") from None
 
     def observe(
         self, layout: Layout, model_sha256: str | None = None
@@ -267,13 +257,3 @@ def _find_grid(width: int, height: int, slot: Slot) -> tuple[int, int] | None:
     if (np.abs(sides - sides.round()) > 1e-3).any() or (np.abs(first) > 1e-3 * max(width, height)).any():
         return None
     return int(sides[0].round()), int(sides[1].round())
-
-
-def _exists(file: RemoteFile) -> bool:
-    try:
-        file.read_fingerprint()
-    except ImageError as error:
-        if error.code == "not_found":
-            return False
-        raise
-    return True

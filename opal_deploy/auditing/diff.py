@@ -66,7 +66,7 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
     from opal_deploy.artifact.output_file import check_output
     from opal_deploy.auditing.model_diff import compare_results, render_page
     from opal_deploy.auditing.results import RecordIndex, find_results, is_results
-    from opal_deploy.predict.decode_budget import raise_pillow_limit
+    from opal_deploy.predict.prepare import raise_pillow_limit
 
     if options.out is not None:
         inputs = (before, after, options.boxes, *options.images)

@@ -16,7 +16,7 @@ from opal_deploy.records.names import readable_name, unescape_name
 from opal_deploy.records.record import Answer, Failed, Record
 from opal_deploy.sources.annotations import read_boxes
 from opal_deploy.sources.detections import Detections
-from opal_deploy.sources.lookup import PathLookup, normalize_name
+from opal_deploy.sources.items import PathLookup, normalize_name
 
 
 def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Record]) -> dict[str, Any]:

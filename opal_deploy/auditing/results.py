@@ -23,10 +23,9 @@ from opal_deploy.records.lines import MAX_LINE_BYTES, Line, parse_json, parse_re
 from opal_deploy.records.names import escape_name, unescape_name
 from opal_deploy.records.record import RECORD_SCHEMA, Failed, Record
 from opal_deploy.records.run_files import RESULTS, RUN
+from opal_deploy.remote import RemoteFile, is_url, parse_source
 from opal_deploy.sources.archives import is_archive_name
 from opal_deploy.sources.image import InputImage
-from opal_deploy.storage.files import RemoteFile, parse_source
-from opal_deploy.storage.urls import is_url
 
 SUFFIX, SINGLE_SUFFIX = ".jsonl", ".json"
 

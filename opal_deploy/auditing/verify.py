@@ -155,7 +155,7 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
     from opal_deploy.artifact.files import check_sha256, compute_sha256
     from opal_deploy.auditing.results import find_results, read_run_options
     from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
-    from opal_deploy.predict.decode_budget import raise_pillow_limit
+    from opal_deploy.predict.prepare import raise_pillow_limit
     from opal_deploy.records.signatures import PublicKeys
     from opal_deploy.runtime.select import open_sessions
     from opal_deploy.sources.annotations import read_boxes, read_labels

@@ -21,13 +21,13 @@ from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answered, Failed, Record
 from opal_deploy.records.run_files import former_overlay_name, overlay_name
 from opal_deploy.records.signatures import PublicKeys
+from opal_deploy.remote import is_url
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.annotations import Labels, annotate
 from opal_deploy.sources.detections import Crops
 from opal_deploy.sources.image import InputImage
 from opal_deploy.sources.items import is_video_name
 from opal_deploy.sources.video import FrameReader, find_frame, undivided_error
-from opal_deploy.storage.urls import is_url
 
 # errors that depend on the load of the machine, or occur only in a cluster
 _NOT_REPEATABLE = ("decode_timeout", "decoder_crashed", "worker_died", "storage_unavailable")

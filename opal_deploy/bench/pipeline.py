@@ -37,16 +37,18 @@ from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.bench.timing import in_turn, run_batches, time_stages
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log
-from opal_deploy.predict.decoder_pool import DecoderPool
 from opal_deploy.predict.prepare import prepare
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.run.drawing import ReportOptions
-from opal_deploy.run.run import LocalBackend, RunOptions, run
+from opal_deploy.run.infer import write_records, write_tables_and_report
+from opal_deploy.run.interrupt import Interrupt
+from opal_deploy.run.setup import RunOptions
+from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import available_cpus, default_workers
 from opal_deploy.runtime.session import ImageBatch, PipelinedSession, Session, check_batch, pinned
 from opal_deploy.sources.image import InputImage
-from opal_deploy.timing import STAGES, ThreadRole
+from opal_deploy.timing import STAGES, StageTimer, ThreadRole
 
 INFER, EXPLAIN = "infer", "infer_explain"
 TIMED = (
@@ -281,12 +283,17 @@ class _Pipeline:
         out.mkdir()
         inference = InferenceOptions(
             batch=self.options.batch, fixed_batch=True, workers=self.workers, decode=Decoding(self.options.decode),
-            isolate=self.options.isolate,
+            isolate=self.options.isolate, keep_images=name == EXPLAIN,
         )  # fmt: skip
         with MemorySampler(self.interval) as memory, monitor_devices(self.device) as monitor:
             cpu = _process_cpu_seconds()
             options = RunOptions(out, inference, report=ReportOptions() if name == EXPLAIN else None)
-            summary = run(iter(items), LocalBackend([self.session], DecoderPool), options)
+            summary, timer, started = Summary(), StageTimer(), time.perf_counter()
+            thumbnails = write_records(
+                iter(items), [self.session], options, summary=summary, interrupt=Interrupt(), timer=timer
+            )
+            write_tables_and_report(options, summary, thumbnails)
+            summary.end(timer, started)
             cpu = _process_cpu_seconds() - cpu
         shutil.rmtree(out)
         images = summary.total - summary.statuses["error"]

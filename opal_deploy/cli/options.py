@@ -14,7 +14,7 @@ import typer
 
 from opal_deploy.errors import UsageError
 from opal_deploy.options import Option, Options, default_of, describe, flag_of, option_fields
-from opal_deploy.storage.urls import redact
+from opal_deploy.remote import redact
 
 ModelOption = Annotated[
     Path | None,
@@ -104,7 +104,7 @@ def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect
     # a switch has a --no-... only if its flag names it
     flag = option.flag or (flag_of(field.name) if annotation is bool else "")
     declared = typer.Option(
-        *([flag] if flag else []),
+        *flag.split(),
         help=describe(option),
         min=option.min,
         max=option.max,

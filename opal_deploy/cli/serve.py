@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from opal_deploy.errors import UsageError, require
+from opal_deploy.remote import is_url, redact
 from opal_deploy.server.options import ServeOptions
-from opal_deploy.storage.urls import is_url, redact
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 

@@ -67,7 +67,7 @@ class EditOptions(Options):
     annotations: Annotated[
         StrPath | None,
         Option(
-            "COCO file or Label Studio's JSON export with object boxes.",
+            "COCO file with object boxes.",
             default="the data set's boxes or masks",
             cli=Path,
         ),

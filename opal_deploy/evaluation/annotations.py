@@ -2,7 +2,7 @@
 
 They come from the generated data set (masks of the creatures, boxes of their parts, which parts are distinguishing),
 from CUB (boxes of the birds, points on their parts), from Oxford-IIIT Pet (trimaps), from other data sets with boxes,
-and from COCO files or Label Studio. Coordinates are pixels of the whole image as a viewer shows it.
+and from COCO files. Coordinates are pixels of the whole image as a viewer shows it.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def annotate(
 
     Args:
         boxes: images are cropped to the samples' boxes, so that these are not objects within the image.
-        objects: COCO file or Label Studio's JSON export, whose boxes are the objects. If it has the image's class as
-            a category, only the boxes of that category count.
+        objects: COCO file, whose boxes are the objects. If it has the image's class as a category, only the boxes of
+            that category count.
 
     Raises:
         UsageError: the part annotations or the file of objects are damaged, or lack the samples.
@@ -233,7 +233,7 @@ def _replace_objects(found: Annotations, path: Path, samples: Sequence[Sample]) 
     if not any(image.boxes for image in images):
         raise UsageError(
             f"{path}: no boxes for any of the {len(samples)} images, such as {samples[0].path.name}; expected a "
-            "file_name (Label Studio: data.image) that ends the image's path"
+            "file_name that ends the image's path"
         )
     return Annotations(images, f"cells of the boxes in {path.name} (their centre in one)", found.part_rule)
 

@@ -60,7 +60,7 @@ class EvaluateOptions(Options):
     annotations: Annotated[
         StrPath | None,
         Option(
-            "COCO file or Label Studio's JSON export with object boxes for the pointing game.",
+            "COCO file with object boxes for the pointing game.",
             default="the data set's boxes or masks",
             cli=Path,
         ),

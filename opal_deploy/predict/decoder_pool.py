@@ -1,51 +1,130 @@
 """A pool that prepares batches of images ahead of the loop, in threads or in worker processes.
 
-Pixels are written straight into the batch's slot, see `pixel_slots`. Images go to threads, and from there to
-processes, in groups, since a message costs as much as a small image. The pixels of large images decoded at a time are
-limited, see `decode_budget`. In processes (see `workers`), a decoder that crashes or hangs costs only its image.
+Pixels are written straight into the batch's slot, which processes share. Images go to threads, and from there to
+processes, in groups, since a message costs as much as a small image. In processes, a decoder that crashes or hangs
+costs only its image: the images of its group are decoded again, one at a time.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Self, cast
 
 import numpy as np
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.predict.decode_budget import FairSemaphore
-from opal_deploy.predict.pixel_slots import PixelSlots, PreparedBatch, SlotLayout
-from opal_deploy.predict.prepare import ReadAhead, is_remote, prepare
+from opal_deploy.predict.prepare import LargeImage, prepare, raise_pillow_limit, read_remote, refuse_large
 from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.resize import display_size
-from opal_deploy.sources.image import InputImage, SpooledMember
-from opal_deploy.timing import NO_OP_TIMER, StageTimer
+from opal_deploy.preprocess.decode import no_claim
+from opal_deploy.sources.image import InputImage
+from opal_deploy.timing import NO_OP_TIMER, StageTime, StageTimer
+from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout, create_shared_memory, map_shared_memory
 
-if TYPE_CHECKING:
-    from opal_deploy.workers.pool import ProcessPool
-    from opal_deploy.workers.process import WorkerCrashed, WorkerTimeout
-    from opal_deploy.workers.worker import Data, Response
-
-# decoded at a time, on average per worker: two photographs of an ordinary camera pass side by side, larger ones wait. A
-# pixel takes four bytes, eight during conversion
-PIXELS_PER_WORKER = 25_000_000
-# bytes from which on a file that waits in memory counts towards the same limit
-_LARGE_FILE = 1 << 20
 # images per message; workers share a batch if that leaves groups worth sending
 MAX_GROUP, _SHARED_BY = 16, 4
-_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """Images that are ready for a session.
+
+    Attributes:
+        images: everything but their pixels.
+        pixels: uint8 [rows, H0, W0, 3] in a slot, with at least as many rows as images; zeros for an image with an
+            error.
+        release: gives the slot back; nothing may read `pixels` after it.
+    """
+
+    images: tuple[Prepared, ...]
+    pixels: Pixels
+    release: Callable[[], None]
+
+
+class PixelSlots:
+    """Numbered slots of `rows` images each; every method may be called from any thread.
+
+    Attributes:
+        pixels: uint8 [slots, rows, H0, W0, 3].
+        descriptor: of the memory that processes share; None if it is private.
+    """
+
+    def __init__(self, slots: int, rows: int, input_size: tuple[int, int], *, shared: bool) -> None:
+        """Create the slots, allocated on first use; raise MemoryError, or StoppedEarly if memory cannot be shared."""
+        shape = (slots, rows, *input_size, 3)
+        self.descriptor = create_shared_memory(math.prod(shape)) if shared else None
+        self.pixels = np.zeros(shape, np.uint8) if self.descriptor is None else _map_slots(self.descriptor, shape)
+        # the slot used last comes first: it is in the caches, and a short run touches few
+        self._free = list(range(slots))
+        self._lock = threading.Lock()
+
+    def acquire(self) -> int:
+        """Take a free slot; raise IndexError if there is none."""
+        with self._lock:
+            return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        """Give a slot back, which nothing reads or writes any more."""
+        with self._lock:
+            self._free.append(slot)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory lives until its last user ends."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+
+
+def _map_slots(descriptor: int, shape: tuple[int, ...]) -> Pixels:
+    """Return the slots in shared memory, which is unmapped when the array is gone."""
+    return np.frombuffer(map_shared_memory(descriptor, math.prod(shape)), np.uint8).reshape(shape)
+
+
+# in a worker process, which belongs to one pool
+_map_slots_once = functools.cache(_map_slots)
+
+
+class PendingBatch:
+    """A batch whose images are being prepared."""
+
+    def __init__(self, groups: Sequence[Future[list[Prepared]]], pixels: Pixels, release: Callable[[], None]) -> None:
+        self._groups, self._pixels, self._release = groups, pixels, release
+
+    def result(self) -> PreparedBatch:
+        """Wait for the images; raise StoppedEarly if no process can be started."""
+        try:
+            images = tuple(itertools.chain.from_iterable(group.result() for group in self._groups))
+        except BaseException:
+            self.cancel()
+            raise
+        for row, image in enumerate(images):
+            if image.error is not None:
+                self._pixels[row] = 0
+        return PreparedBatch(images, self._pixels, self._release)
+
+    def add_done_callback(self, function: Callable[[PendingBatch], None]) -> None:
+        """Call `function`, in any thread, once a batch of one image is done."""
+        (group,) = self._groups
+        group.add_done_callback(lambda _: function(self))
+
+    def cancel(self) -> None:
+        """Drop the work that has not begun, wait for the rest, and give the slot back."""
+        wait([group for group in self._groups if not group.cancel()])
+        self._release()
 
 
 class DecoderPool:
-    """A pool that prepares batches of images; a context manager, which closes it."""
+    """A pool that prepares batches of images; a context manager, which closes it.
+
+    Attributes:
+        processes: the worker processes, which may do other work too; None without `isolate`.
+    """
 
     def __init__(
         self,
@@ -67,70 +146,44 @@ class DecoderPool:
         Raises:
             MemoryError: the slots do not fit into memory. StoppedEarly: memory cannot be shared with processes.
         """
-        self._options, self._input_size, self._timer = options, input_size, timer
+        # no worker needs the names
+        self._options, self._input_size = replace(options, slot_names=None), input_size
+        self._timer = timer
         self._slots = PixelSlots(slots, rows, input_size, shared=options.isolate)
         # a whole image is large: it is drawn and dropped before the next one arrives
         self._group = 1 if options.keep_images else group_size(rows, options.workers)
         self._threads = ThreadPoolExecutor(
             options.workers, "decode", initializer=timer.register_thread, initargs=("decoders",)
         )
-        self._budget = FairSemaphore(PIXELS_PER_WORKER * options.workers)
-        # of waiting frames, which another process decoded, and of large files in memory and temporary files
-        self._held = FairSemaphore(PIXELS_PER_WORKER * options.workers)
-        self._processes: ProcessPool | None = None
-        if (layout := self._slots.layout) is not None:
-            from opal_deploy.workers.pool import ProcessPool
-
-            # no worker needs the names
-            task = PrepareTask(layout, replace(options, slot_names=None))
-            self._processes = ProcessPool(options.workers, task, options.decode_timeout, timer, [layout.descriptor])
+        # held while a large image is decoded
+        self._one_large_image = threading.Lock()
+        self.processes: WorkerPool | None = None
+        if self._slots.descriptor is not None:
+            self.processes = WorkerPool(options.workers, options.decode_timeout, [self._slots.descriptor])
 
     @property
     def pixels(self) -> Pixels:
         """The slots: uint8 [slots, rows, H0, W0, 3]."""
         return self._slots.pixels
 
-    def submit(
-        self, images: Iterable[InputImage], abandoned: Callable[[], bool] = lambda: False
-    ) -> Future[PreparedBatch]:
+    def submit(self, images: Iterable[InputImage], abandoned: Callable[[], bool] = lambda: False) -> PendingBatch:
         """Begin to prepare a batch of at most `rows` images, as they arrive; raise IndexError if no slot is free.
 
-        The future raises nothing that an image can cause. It raises StoppedEarly if no process can be started, and
+        The result raises nothing that an image can cause. It raises StoppedEarly if no process can be started, and
         CancelledError if `abandoned` returned True before the work began.
         """
-        batch = _Batch(self._slots, abandoned)
-        start = 0
-        for image in images:
-            stop = batch.add(image)
-            pixels = _count_held_pixels(image)
-            if pixels or stop - start == self._group:
-                # it is in memory already: those after it wait for room
-                self._submit_rows(batch, start, stop, self._held.acquire(pixels) if pixels else 0)
-                start = stop
-            # the last one must not stay in memory until the next one arrives
-            del image
-        self._submit_rows(batch, start, len(batch.inputs), 0)
-        batch.close()
-        return batch.future
-
-    def _submit_rows(self, batch: _Batch, start: int, stop: int, held: int) -> None:
-        if start == stop:
-            return
-        work = self._threads.submit(self._prepare_group, batch, start, stop)
-
-        def finish(done: Future[None]) -> None:
-            self._held.release(held)
-            # dropped before it began: nothing else would end the future
-            if done.cancelled():
-                batch.future.cancel()
-
-        work.add_done_callback(finish)
+        slot = self._slots.acquire()
+        numbered = enumerate(images)
+        groups = []
+        while group := dict(itertools.islice(numbered, self._group)):
+            groups.append(self._threads.submit(self._prepare_group, group, slot, abandoned))
+        return PendingBatch(groups, self.pixels[slot], functools.partial(self._slots.release, slot))
 
     def close(self) -> None:
         """Drop queued work, finish work in flight, and end threads and processes."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        if self._processes is not None:
-            self._processes.close()
+        if self.processes is not None:
+            self.processes.close()
         self._slots.close()
 
     def __enter__(self) -> Self:
@@ -139,173 +192,105 @@ class DecoderPool:
     def __exit__(self, *details: object) -> None:
         self.close()
 
-    def _prepare_group(self, batch: _Batch, start: int, stop: int) -> None:
-        """Prepare some images of a batch; an error that no image caused goes into the batch's future."""
-        rows = range(start, stop)
-        if batch.future.cancelled():
-            return
-        if batch.abandoned():
-            batch.finish_rows(rows, CancelledError())
-            return
+    def _prepare_group(self, images: dict[int, InputImage], slot: int, abandoned: Callable[[], bool]) -> list[Prepared]:
+        """Prepare images, which have rows for keys."""
+        if abandoned():
+            raise CancelledError
+        prepared = self._prepare(images, slot, large=False)
+        for row, result in prepared.items():
+            if result is None:
+                with self._one_large_image:
+                    prepared |= self._prepare({row: images[row]}, slot, large=True)
+        # sources may be large
+        return [replace(cast(Prepared, prepared[row]), input=_drop_bytes(images.pop(row))) for row in list(images)]
+
+    def _prepare(self, images: dict[int, InputImage], slot: int, *, large: bool) -> dict[int, Prepared | None]:
+        """Return what became of each image; None for a large one, unless `large` ones are to be decoded."""
+        isolated = {} if self.processes is None else {row: im for row, im in images.items() if _has_decoder(im)}
+        here = {row: image for row, image in images.items() if row not in isolated}
+        prepared = prepare_rows(here, self._input_size, self._options, self.pixels[slot], self._timer, large=large)
+        if isolated:
+            prepared |= self._prepare_isolated(isolated, slot, large=large)
+        return prepared
+
+    def _prepare_isolated(
+        self, images: dict[int, InputImage], slot: int, *, large: bool, attempts: int = 2
+    ) -> dict[int, Prepared | None]:
+        """Prepare images in one process; if that fails, each image again alone."""
         try:
-            isolated = [row for row in rows if self._processes is not None and _has_decoder(batch.inputs[row])]
-            for row in rows:
-                if row not in isolated:
-                    batch.images[row] = self._prepare_here(batch, row)
-            if self._processes is not None and isolated:
-                self._prepare_isolated(self._processes, batch, isolated)
-        except BaseException as error:  # somebody waits for the future
-            batch.finish_rows(rows, error)
-        else:
-            batch.finish_rows(rows)
+            return self._call(images, slot, large=large)
+        except (WorkerCrashed, WorkerTimeout) as failure:
+            # a crash may have come from outside, as where the system is short of memory
+            if len(images) == 1 and (attempts == 1 or isinstance(failure, WorkerTimeout)):
+                return {row: Prepared(image, error=self._describe(failure)) for row, image in images.items()}
+        prepared: dict[int, Prepared | None] = {}
+        for row, image in images.items():
+            again = attempts if len(images) > 1 else attempts - 1
+            prepared |= self._prepare_isolated({row: image}, slot, large=large, attempts=again)
+        return prepared
 
-    def _prepare_here(self, batch: _Batch, row: int) -> Prepared:
-        image, out = batch.inputs[row], batch.pixels[row]
-        with self._budget.lease() as claim:
-            prepared = prepare(image, self._input_size, self._options, self._timer, claim, out)
-        return replace(prepared, input=batch.drop_source(row))
+    def _call(self, images: dict[int, InputImage], slot: int, *, large: bool) -> dict[int, Prepared | None]:
+        assert self.processes is not None
+        assert self._slots.descriptor is not None
+        # without what only the record needs
+        sent = {row: InputImage(None, image.source, image.crop, drawn=image.drawn) for row, image in images.items()}
+        prepared, stages = self.processes.call(
+            _prepare_in_process, sent, self._input_size, self._options, self._slots.descriptor, self.pixels.shape, slot,
+            large=large, timed=self._timer.enabled,
+        )  # fmt: skip
+        for stage in stages:
+            self._timer.add(stage.stage, stage.wall, stage.cpu, stage.calls)
+        return prepared
 
-    def _prepare_isolated(self, processes: ProcessPool, batch: _Batch, rows: list[int]) -> None:
-        messages = []
-        for row in rows:
-            image = batch.inputs[row]
-            # a path is pickled in a fraction of the time as text
-            source = os.fspath(image.source) if isinstance(image.source, os.PathLike) else image.source
-            messages.append((InputImage(None, source, image.crop, drawn=image.drawn), batch.slot, row))
-        with self._budget.lease() as claim:
-            answers = processes.call_group(messages, _read_prepared, claim)
-        for row, answer in zip(rows, answers, strict=True):
-            if not isinstance(answer, Prepared):
-                answer = Prepared(_UNNAMED, error=self._build_error(answer))
-            batch.images[row] = replace(answer, input=batch.drop_source(row))
-
-    def _build_error(self, failure: WorkerCrashed | WorkerTimeout) -> ImageError:
-        from opal_deploy.workers.process import WorkerCrashed
-
+    def _describe(self, failure: WorkerCrashed | WorkerTimeout) -> ImageError:
         if isinstance(failure, WorkerCrashed):
-            return ImageError("decoder_crashed", f"its decoder {failure}")
+            return ImageError("decoder_crashed", f"its decoder {failure}, each of 2 times")
         limit = self._options.decode_timeout
         return ImageError("decode_timeout", f"it was not decoded within {limit:g} s; raise --decode-timeout")
 
 
-# an image, and the slot and row for its pixels
-_Row: TypeAlias = tuple[InputImage, int, int]
+def prepare_rows(
+    images: dict[int, InputImage],
+    input_size: tuple[int, int],
+    options: InferenceOptions,
+    pixels: Pixels,
+    timer: StageTimer,
+    *,
+    large: bool,
+) -> dict[int, Prepared | None]:
+    """Prepare images into the rows of `pixels` that are their keys; None for a large one, unless `large` is true."""
+    prepared: dict[int, Prepared | None] = {}
+    claim = no_claim if large else refuse_large
+    for row, image in zip(images, read_remote(list(images.values())), strict=True):
+        try:
+            prepared[row] = prepare(image, input_size, options, timer, claim, pixels[row])
+        except LargeImage:
+            prepared[row] = None
+    return prepared
 
 
-@dataclass(frozen=True)
-class PrepareTask:
-    """The task of a decode process: prepare one image, and write its pixels into their row of `layout`."""
-
-    layout: SlotLayout
-    options: InferenceOptions
-
-    @cached_property
-    def _slots(self) -> Pixels:
-        return self.layout.open()
-
-    @cached_property
-    def _read_ahead(self) -> ReadAhead:
-        return ReadAhead()
-
-    def prepare_group(self, group: list[_Row]) -> Iterable[_Row]:
-        """Return the group; remote images are read while those before them are decoded."""
-        sources = [image.source for image, _, _ in group]
-        if not any(map(is_remote, sources)):
-            return group
-        read = self._read_ahead.read(sources)
-        return (
-            (replace(image, source=source), slot, row) for (image, slot, row), source in zip(group, read, strict=True)
-        )
-
-    def __call__(self, request: _Row, timer: StageTimer, claim: Callable[[int], None]) -> Response:
-        """Return the image's digest, geometry or error, and the reduced image if it is kept."""
-        image, slot, row = request
-        _, _, height, width, _ = self.layout.shape
-        prepared = prepare(image, (height, width), self.options, timer, claim, out=self._slots[slot, row])
-        header: dict[str, Any] = {"sha256": prepared.image_sha256}
-        if prepared.error is not None:
-            return {**header, "error": [prepared.error.code, str(prepared.error)]}, []
-        assert prepared.geometry is not None  # there is no error
-        header |= vars(prepared.geometry)
-        return header, [] if prepared.image is None else [prepared.image.tobytes()]
+def _prepare_in_process(
+    images: dict[int, InputImage],
+    input_size: tuple[int, int],
+    options: InferenceOptions,
+    descriptor: int,
+    shape: tuple[int, ...],
+    slot: int,
+    *,
+    large: bool,
+    timed: bool,
+) -> tuple[dict[int, Prepared | None], tuple[StageTime, ...]]:
+    """Prepare images in a worker process, which answers with neither their sources nor their pixels."""
+    raise_pillow_limit(options.max_pixels)
+    timer = StageTimer() if timed else NO_OP_TIMER
+    pixels = _map_slots_once(descriptor, shape)[slot]
+    prepared = prepare_rows(images, input_size, options, pixels, timer, large=large)
+    answers = {row: result and replace(result, input=_UNNAMED) for row, result in prepared.items()}
+    return answers, timer.read().stages
 
 
-# in place of the image that the calling process knows
+# in place of the image that the caller knows
 _UNNAMED = InputImage(None, b"")
-
-
-def _read_prepared(header: dict[str, Any], parts: Sequence[Data]) -> Prepared:
-    digest = header["sha256"]
-    if digest is not None and not _SHA256.fullmatch(digest):
-        raise ValueError("no sha256")
-    if "error" in header:
-        code, message = header["error"]
-        return Prepared(_UNNAMED, error=ImageError(str(code), str(message)), image_sha256=digest)
-    x0, y0, x1, y1 = map(int, header["crop"])
-    geometry = Geometry(int(header["width"]), int(header["height"]), (x0, y0, x1, y1))
-    image = None
-    if parts:
-        size = display_size(geometry.width, geometry.height)
-        image = Image.frombuffer("RGB", size, np.frombuffer(parts[0], np.uint8), "raw", "RGB", 0, 1)
-    return Prepared(_UNNAMED, geometry, None, image, image_sha256=digest)
-
-
-class _Batch:
-    """A batch whose groups are being prepared, by several threads, while one adds images to it."""
-
-    def __init__(self, slots: PixelSlots, abandoned: Callable[[], bool]) -> None:
-        self.inputs: list[InputImage] = []
-        self.slot, self.abandoned = slots.acquire(), abandoned
-        self._release = partial(slots.release, self.slot)
-        self.pixels = slots.pixels[self.slot]
-        self.images: list[Prepared | None] = []
-        self.future: Future[PreparedBatch] = Future()
-        # images that are not done, and one for the thread that adds them
-        self._remaining, self._lock = 1, threading.Lock()
-        self._error: BaseException | None = None
-
-    def add(self, image: InputImage) -> int:
-        """Add an image, and return their number."""
-        with self._lock:
-            self._remaining += 1
-        self.images.append(None)
-        self.inputs.append(image)
-        return len(self.inputs)
-
-    def drop_source(self, row: int) -> InputImage:
-        """Return an image that was prepared, without a large source: a batch's sources may be gigabytes."""
-        image = self.inputs[row]
-        if _count_held_pixels(image):
-            self.inputs[row] = image = replace(image, source=b"")
-        return image
-
-    def close(self) -> None:
-        """End the batch with the images that it has."""
-        self._count_done(1)
-
-    def finish_rows(self, rows: range, error: BaseException | None = None) -> None:
-        """Count rows as done, or the whole batch as failed with an error."""
-        for row in rows:
-            image = self.images[row]
-            if image is None or image.error is not None:
-                self.pixels[row] = 0
-        self._count_done(len(rows), error)
-
-    def _count_done(self, count: int, error: BaseException | None = None) -> None:
-        with self._lock:
-            self._error = self._error or error
-            self._remaining -= count
-            if self._remaining:
-                return
-        if self._error is not None:
-            self._release()
-        if not self.future.set_running_or_notify_cancel():
-            return
-        if self._error is not None:
-            self.future.set_exception(self._error)
-        else:
-            images = tuple(image for image in self.images if image is not None)
-            self.future.set_result(PreparedBatch(images, self.pixels, self._release))
 
 
 def group_size(rows: int, workers: int) -> int:
@@ -313,17 +298,10 @@ def group_size(rows: int, workers: int) -> int:
     return max(1, min(MAX_GROUP, rows // min(workers, _SHARED_BY)))
 
 
-def _count_held_pixels(image: InputImage) -> int:
-    """Return how much memory or disk an image takes before it is decoded, in pixels; 0 for most images.
-
-    A frame of a video takes its pixels; a large file in memory or a temporary file, four bytes for a pixel.
-    """
-    if isinstance(image.source, np.ndarray):
-        height, width, *_ = image.source.shape
-        return 0 if image.frame is None else int(height * width)
-    if isinstance(image.source, SpooledMember):
-        return image.source.size // 4
-    return len(image.source) // 4 if isinstance(image.source, bytes) and len(image.source) > _LARGE_FILE else 0
+def _drop_bytes(image: InputImage) -> InputImage:
+    """Return a prepared image without a source in memory, of which a batch may have gigabytes."""
+    in_memory = isinstance(image.source, bytes) or (image.frame is not None and isinstance(image.source, np.ndarray))
+    return replace(image, source=b"") if in_memory else image
 
 
 def _has_decoder(image: InputImage) -> bool:

@@ -1,6 +1,6 @@
-"""Run batches through sessions while the next images are decoded: the loop of `infer` and `Model.predict`.
+"""Run batches through sessions while the next images are decoded: the middle of `infer` and `Model.predict`.
 
-A decoder pool decodes batches, a thread per session predicts them, and the thread that takes results builds these, all
+A decoder pool prepares batches, a thread per session predicts them, and the thread that takes results builds these, all
 in input order. Every queue is bounded, so memory does not grow with the number of images: until a result is taken, only
 a fixed number of images is read, decoded and predicted.
 """
@@ -13,128 +13,120 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Self, TypeAlias, TypeVar
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OpalError, OutOfMemory
-from opal_deploy.predict.decoder_pool import DecoderPool, group_size
-from opal_deploy.predict.pixel_slots import PreparedBatch
-from opal_deploy.predict.prediction import BatchPredictor
+from opal_deploy.predict.decoder_pool import DecoderPool, PreparedBatch, group_size
+from opal_deploy.predict.prediction import BatchPredictor, count_in_flight
 from opal_deploy.predict.types import InferenceOptions, Result
 from opal_deploy.runtime.session import Session, pinned
 from opal_deploy.sources.image import InputImage
-from opal_deploy.timing import NO_OP_TIMER, StageTimer, ThreadRole
+from opal_deploy.timing import NO_OP_TIMER, StageTimer
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 _PADDING = InputImage(None, b"", error=ImageError("padding", "keeps another image at its place in its batch"))
 
 
 def predict_stream(
-    requests: Iterable[InputImage],
+    images: Iterable[InputImage],
     sessions: Sequence[Session],
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
     print_message: Callable[[str], None] = lambda _: None,
 ) -> Generator[Result, None, None]:
     """Yield one result per image, in the order of the images; see `predict_batches`."""
-    batches = predict_batches(requests, sessions, options, timer, print_message)
+    with (
+        open_decoders(sessions, options, timer) as decoders,
+        closing(predict_batches(images, sessions, options, decoders, timer, print_message)) as batches,
+    ):
+        for results in batches:
+            yield from results
+
+
+def open_decoders(
+    sessions: Sequence[Session], options: InferenceOptions, timer: StageTimer = NO_OP_TIMER
+) -> DecoderPool:
+    """Return a decoder pool for `predict_batches` with the same arguments; raise OutOfMemory if it does not fit."""
+    ahead, in_flight = _count_batches(sessions, options)
+    # batches that are decoded, wait, or are predicted, and the one whose results are built
+    slots, rows = ahead + 1 + in_flight + 1 + 1, 1 if options.one_at_a_time else options.batch
     try:
-        yield from release_each(batches)
-    finally:
-        batches.close()
-
-
-@contextmanager
-def fewer_collections() -> Iterator[None]:
-    """Let the garbage collector look through the records less often: they are freed without it."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(20_000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-
-
-def release_each(batches: Iterable[list[Result]]) -> Iterator[Result]:
-    """Yield the results of every batch without keeping any: an image to draw takes megabytes."""
-    for results in batches:
-        results.reverse()
-        while results:
-            yield results.pop()
+        return DecoderPool(options, sessions[0].metadata.input_size, timer, slots=slots, rows=rows)
+    except MemoryError as error:
+        raise OutOfMemory(f"batches of {options.batch} images: {error}; use a smaller --batch") from None
 
 
 def predict_batches(
-    requests: Iterable[InputImage],
+    images: Iterable[InputImage],
     sessions: Sequence[Session],
     options: InferenceOptions,
+    decoders: DecoderPool,
     timer: StageTimer = NO_OP_TIMER,
     print_message: Callable[[str], None] = lambda _: None,
-    open_decoders: Callable[..., AbstractContextManager[DecoderPool]] = DecoderPool,
     *,
     first: int = 0,
 ) -> Generator[list[Result], None, None]:
     """Yield the results of one batch of images after the other, in the order of the images.
 
     Args:
-        requests: the images, perhaps without end; read a bounded distance ahead. Every image that was read is
-            predicted, so the loop can be stopped by ending `requests`.
+        images: perhaps without end; read a bounded distance ahead. Every image that was read is predicted, so the loop
+            can be stopped by ending `images`.
         sessions: of one model; batches go to them in turn.
         options: how images are decoded, batched and predicted.
+        decoders: see `open_decoders`.
         timer: receives the times of every stage.
         print_message: receives a line, from any thread, when memory was short and batches become smaller.
-        open_decoders: opens the decoder pool, with the arguments of `DecoderPool`.
         first: number of the first image in its run. Each image gets the place in its batch that it has in a run from
             number 0: at another place a runtime may compute another last bit of a logit.
 
     Raises:
         StoppedEarly: a device was lost; all results before its batch were yielded.
-        OpalError: `requests` raised it; all results before were yielded.
+        OpalError: `images` raised it; all results before were yielded.
     """
+    ahead, in_flight = _count_batches(sessions, options)
+    size = 1 if options.one_at_a_time else options.batch
     errors: list[OpalError] = []
-    padding = first % options.batch
-    requests = itertools.chain(itertools.repeat(_PADDING, padding), until_error(requests, errors))
-    predictors = [BatchPredictor(session, options, timer, print_message) for session in sessions]
-    in_flight = sum(predictor.depth for predictor in predictors)
-    # every worker has a group in flight, and every session its next batch
-    ahead = -(-options.workers * group_size(options.batch, options.workers) // options.batch) + len(sessions) - 1
-    if options.keep_images:
-        # they take megabytes each, and drawing takes far longer than predicting: one batch is drawn while the next
-        # is decoded, and no other waits
-        in_flight, ahead = 0, -(-options.workers // options.batch)
-    # batches being decoded, the sessions' batches, and the one whose results are being built
-    slots = ahead + 1 + in_flight + 1 + 1
+    padding = first % size
+    images = itertools.chain(itertools.repeat(_PADDING, padding), until_error(images, errors))
     with ExitStack() as stack:
-        try:
-            opened = open_decoders(options, sessions[0].metadata.input_size, timer, slots=slots, rows=options.batch)
-        except MemoryError as error:
-            raise OutOfMemory(f"batches of {options.batch} images: {error}; use a smaller --batch") from None
-        decoders = stack.enter_context(opened)
         for session in sessions:
             stack.enter_context(pinned(session, decoders.pixels))
+        predictors = [BatchPredictor(session, options, timer, print_message) for session in sessions]
         runners = [stack.enter_context(SessionRunner(predictor, timer)) for predictor in predictors]
-        prepared = prefetch(
-            (decoders.submit(batch) for batch in _batches(requests, options.batch)),
-            ahead,
-            lambda: timer.waiting("images"),
-        )
-        predicted = prefetch(
-            # a loop variable or the tuples of zip would hold the last batch's images
-            map(SessionRunner.submit, itertools.cycle(runners), prepared),
-            in_flight,
-            lambda: timer.waiting("session"),
-        )
-        for batch, predictor, outputs in predicted:
+        batches = (decoders.submit(batch) for batch in _split(images, size))
+        prepared = prefetch(batches, ahead, lambda: timer.waiting("images"))
+        jobs = (runner.submit(batch) for runner, batch in zip(itertools.cycle(runners), prepared, strict=False))
+        for batch, predictor, outputs in prefetch(jobs, in_flight, lambda: timer.waiting("session")):
             results = predictor.build_results(batch.images, batch.pixels, outputs)[padding:]
             padding = 0
             batch.release()
-            # only the results hold the images while they are drawn
-            del batch
             if results:
                 yield results
     if errors:
         raise errors[0]
+
+
+def _count_batches(sessions: Sequence[Session], options: InferenceOptions) -> tuple[int, int]:
+    """Return how many batches are decoded ahead of the one that is awaited, and how many the sessions hold."""
+    if options.one_at_a_time:
+        return 0, 0
+    if options.keep_images:
+        # they take megabytes each, and drawing takes far longer than predicting: one batch is drawn while the next
+        # is decoded, and no other waits
+        return -(-options.workers // options.batch), 0
+    # every worker has a group in flight, and every session its next batch
+    groups = options.workers * group_size(options.batch, options.workers)
+    return -(-groups // options.batch) + len(sessions) - 1, sum(map(count_in_flight, sessions))
+
+
+def _split(images: Iterator[InputImage], size: int) -> Iterator[Iterator[InputImage]]:
+    """Yield iterators over batches, none empty; each must be read to its end before the next one is taken."""
+    for first in images:
+        yield itertools.chain([first], itertools.islice(images, size - 1))
 
 
 Predicted: TypeAlias = tuple[PreparedBatch, BatchPredictor, Outputs | None]
@@ -179,22 +171,28 @@ class SessionRunner:
 
     def _work(self) -> None:
         self._timer.register_thread("session")
-        while True:
-            has_room = len(self._in_flight) < self._predictor.depth and not self._predictor.is_awaited
-            try:
-                job = self._take(not self._in_flight) if has_room or not self._in_flight else ()
-            except queue.Empty:
-                job = ()
-            if job is None:
-                break
-            if not job:
-                self._collect()
-            elif not self._left and job[1].set_running_or_notify_cancel():
-                self._begin(*job)
-            # its images may be drawn and freed before the next job arrives
-            job = ()
+        while self._step():
+            pass
         while self._in_flight:
             self._collect()
+
+    def _step(self) -> bool:
+        """Begin the next batch, or collect the oldest one; return False at the end."""
+        has_room = len(self._in_flight) < self._predictor.depth and not self._predictor.is_awaited
+        if not has_room and self._in_flight:
+            self._collect()
+            return True
+        try:
+            job = self._take(not self._in_flight)
+        except queue.Empty:
+            self._collect()
+            return True
+        if job is None:
+            return False
+        batch, future = job
+        if not self._left and future.set_running_or_notify_cancel():
+            self._begin(batch, future)
+        return True
 
     def _begin(self, batch: PreparedBatch, future: Future[Predicted]) -> None:
         try:
@@ -221,50 +219,50 @@ class SessionRunner:
             future.set_result((batch, self._predictor, outputs))
 
 
-@contextmanager
-def thread_pool(workers: int, name: str, timer: StageTimer, role: ThreadRole) -> Iterator[ThreadPoolExecutor]:
-    """Open a pool whose stages count under `role`; leaving drops queued work, so an interrupted run ends at once."""
-    pool = ThreadPoolExecutor(workers, name, initializer=timer.register_thread, initargs=(role,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+class Pending(Protocol[T_co]):
+    """A result that is being made, such as a Future."""
+
+    def result(self) -> T_co:
+        """Wait for the result, and return it or raise its exception."""
+        ...
+
+    def cancel(self) -> object:
+        """Drop the work if it has not begun."""
+        ...
 
 
 def prefetch(
-    futures: Iterator[Future[T]], distance: int, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    pending: Iterator[Pending[T]], distance: int, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Iterator[T]:
-    """Yield the results of futures in order, with at most `distance` begun beyond the one that is awaited.
+    """Yield results in order, with at most `distance` begun beyond the one that is awaited.
 
     Args:
-        futures: each begins when it is taken.
-        distance: number of futures.
+        pending: each begins when it is taken.
+        distance: number of results.
         waiting: returns the context in which a result is awaited.
 
     Raises:
-        OpalError: `futures` raised it; the results before were yielded.
+        OpalError: `pending` raised it; the results before were yielded.
     """
 
     def first_result() -> T:
         with waiting():
-            return pending.popleft().result()
+            return begun.popleft().result()
 
-    pending: deque[Future[T]] = deque()
+    begun: deque[Pending[T]] = deque()
     errors: list[OpalError] = []
     try:
-        for future in until_error(futures, errors):
-            pending.append(future)
-            # its result may be large, and must be freed after it was yielded
-            del future
-            if len(pending) > distance:
+        for item in until_error(pending, errors):
+            begun.append(item)
+            if len(begun) > distance:
                 yield first_result()
-        while pending:
+        while begun:
             yield first_result()
         if errors:
             raise errors[0]
     finally:
-        for future in pending:
-            future.cancel()
+        for item in begun:
+            item.cancel()
 
 
 def until_error(items: Iterable[T], errors: list[OpalError]) -> Iterator[T]:
@@ -275,10 +273,12 @@ def until_error(items: Iterable[T], errors: list[OpalError]) -> Iterator[T]:
         errors.append(error)
 
 
-def _batches(requests: Iterator[InputImage], size: int) -> Iterator[Iterator[InputImage]]:
-    """Yield iterators over batches, none empty; each must be read to its end before the next one is taken."""
-    for first in requests:
-        batch = itertools.chain([first], itertools.islice(requests, size - 1))
-        # a frame of a video is large
-        del first
-        yield batch
+@contextmanager
+def fewer_collections() -> Iterator[None]:
+    """Let the garbage collector look through the records less often: they are freed without it."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)

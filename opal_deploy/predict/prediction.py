@@ -8,6 +8,7 @@ forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
@@ -17,7 +18,6 @@ import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OutOfMemory
-from opal_deploy.predict.decode_budget import FairSemaphore
 from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared, Result
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import Digests, ImageInfo, Place, build_records, error_record
@@ -54,17 +54,16 @@ class BatchPredictor:
         """
         self._session, self._options, self._timer, self._print_message = session, options, timer, print_message
         self._pipelined = session if isinstance(session, PipelinedSession) else None
-        self.depth = 1 if self._pipelined is None else self._pipelined.depth
+        self.depth = count_in_flight(session)
         self._max_batch = options.batch
         # only a session whose outputs depend on the batch size, as ONNX Runtime's on a CPU, needs full batches
         self._fixed_batch = options.fixed_batch and not getattr(session, "batch_invariant", False)
         self._in_flight = 0
         with _LOCKS_LOCK:
-            self._lock = _LOCKS.setdefault(session, FairSemaphore(1))
+            self._lock = _LOCKS.setdefault(session, _FairLock())
         self._is_size_new = self._fixed_batch
         if self._fixed_batch:
-            with self._lock.lease() as claim:
-                claim(1)
+            with self._lock:
                 self._add_batch_size()
 
     @property
@@ -92,8 +91,7 @@ class BatchPredictor:
         while done < len(images):
             batch = self._take_rows(pixels, done, min(len(images) - done, self._max_batch))
             try:
-                with self._timer.stage("compute"), self._lock.lease() as claim:
-                    claim(1)
+                with self._timer.stage("compute"), self._lock:
                     self._add_batch_size()
                     outputs = self._session.run(batch)
             except (OutOfMemory, MemoryError) as error:
@@ -114,7 +112,7 @@ class BatchPredictor:
             return None
         batch = self._take_rows(pixels, 0, len(images))
         if not self._in_flight:
-            self._lock.acquire(1)
+            self._lock.acquire()
         self._in_flight += 1
         try:
             return session.submit(batch)
@@ -148,7 +146,7 @@ class BatchPredictor:
     def _count_collected(self) -> None:
         self._in_flight -= 1
         if not self._in_flight:
-            self._lock.release(1)
+            self._lock.release()
 
     def _take_rows(self, pixels: Pixels, start: int, count: int) -> Pixels:
         """Return `count` rows of a batch, filled up with blank images if the session needs one size."""
@@ -237,6 +235,49 @@ def _find_place(request: InputImage) -> Place:
     return place if request.frame is None else place._replace(frame=request.frame.index, time=request.frame.seconds)
 
 
+def count_in_flight(session: Session) -> int:
+    """Return how many batches a session may hold at a time."""
+    return session.depth if isinstance(session, PipelinedSession) else 1
+
+
+class _FairLock:
+    """A lock that is granted in the order of the requests, and may be released by another thread."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[threading.Lock] = deque()
+        self._held, self._guard = False, threading.Lock()
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether a thread waits for the lock."""
+        return bool(self._waiting)
+
+    def acquire(self) -> None:
+        """Wait for the lock."""
+        with self._guard:
+            if not self._held:
+                self._held = True
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        turn.acquire()
+
+    def release(self) -> None:
+        """Hand the lock to the thread that waits longest."""
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._held = False
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *details: object) -> None:
+        self.release()
+
+
 # only one predictor at a time uses a session
-_LOCKS: WeakKeyDictionary[Session, FairSemaphore] = WeakKeyDictionary()
+_LOCKS: WeakKeyDictionary[Session, _FairLock] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()

@@ -122,9 +122,12 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, boxed: bool, t
         )
     if metadata.evidence == "map" and explain:
         log("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
-    from opal_deploy.datasets.boxes import format_box_option
+    hint = ""
+    if metadata.crop == "boxes" and not boxed:
+        from opal_deploy.datasets.boxes import format_box_option
 
-    log_cautions(metadata, boxed=boxed, crop_hint=format_box_option(metadata.training, path), log=log)
+        hint = format_box_option(metadata.training, path)
+    log_cautions(metadata, boxed=boxed, crop_hint=hint, log=log)
 
 
 def log_cautions(metadata: Metadata, *, boxed: bool, crop_hint: str, log: Log = log_line) -> None:

@@ -1,7 +1,7 @@
 """The forms that an image takes after `sources` has found it, in order, and the options that every step reads.
 
     InputImage   an image to classify: name, source, crop, label     `sources.image`
-    Prepared     its pixels as the model takes them, or its error    `prepare`
+    Prepared     its size and its row of a batch, or its error       `prepare`
     Result       its record, with what drawing it needs              `prediction`
 
 Light to import: decode processes load this module, and no runtime.
@@ -41,6 +41,8 @@ class InferenceOptions:
             size, and these may differ in the last bit: with one size a record does not depend on the number of images.
             An image's place in its batch may still change the last bit of a logit (1e-7): a resumed run keeps it, see
             `predict_batches`.
+        one_at_a_time: begin an image only after the result of the one before it was taken, so that the image that
+            ends the process is known.
         workers: images decoded in parallel, in threads or processes.
         max_pixels: width times height above which an image is refused.
         decode: the decode path.
@@ -59,6 +61,7 @@ class InferenceOptions:
 
     batch: int = 16
     fixed_batch: bool = False
+    one_at_a_time: bool = False
 
     workers: int = 2
     max_pixels: int = MAX_PIXELS

@@ -1,5 +1,4 @@
 """From a file to a model's input, the same pixels everywhere: training, evaluation and every runtime use this package.
 
-`decode` reads one image, `geometry` maps cells to pixels of the image, `resize` makes the input. `accelerated` wraps
-libraries that do Pillow's work faster.
+`decode` reads one image, `geometry` maps cells to pixels of the image, `resize` makes the input.
 """

@@ -22,6 +22,7 @@ white, as viewers do; ICC profiles are not applied, here or in training.
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import os
@@ -29,6 +30,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -37,10 +39,9 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.preprocess import accelerated
 from opal_deploy.preprocess.decode_errors import decode_error, is_heic
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.storage.files import parse_source
+from opal_deploy.remote import parse_source
 
 # a truncated file is an error record, whatever another library has switched on in this process
 ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -89,6 +90,25 @@ def parse_decoding(text: str) -> Decoding:
 # whatever can be decoded, and the part of it that has to be opened first; a str is a path or a URL
 Source: TypeAlias = str | Path | bytes | FileSource | Image.Image | NDArray[np.uint8]
 PathOrSource: TypeAlias = Path | FileSource
+
+
+@cache
+def import_faster(name: str) -> Any:
+    """Return simplejpeg, which has Pillow's pixels, or cykooz_resizer, which is within 1 count; None without it."""
+    try:
+        return importlib.import_module(name)
+    except Exception:  # no wheel, or one that does not load on this processor: Pillow can do it
+        return None
+
+
+def missing_libraries() -> list[str]:
+    """Return one line for each faster library that cannot be imported here."""
+    tasks = {"simplejpeg": "JPEG files are decoded", "cykooz_resizer": "images are resized"}
+    return [
+        f"{name} cannot be imported, so {work} by Pillow alone: the same results, more slowly"
+        for name, work in tasks.items()
+        if import_faster(name) is None
+    ]
 
 
 def open_file(source: PathOrSource) -> BinaryIO:
@@ -168,25 +188,24 @@ class _DecodeOptions:
 def _decode(source: Source, options: _DecodeOptions) -> tuple[Image.Image, tuple[int, int]]:
     """Return the image, and its (width, height) at full size."""
     if isinstance(source, np.ndarray):
-        image = _from_array(source)
+        check_array(source)
+        image = Image.fromarray(np.ascontiguousarray(source)).convert("RGB")
         return image, image.size
     if isinstance(source, Image.Image):
         return _load(source, options)
     if isinstance(source, bytes):
-        return _from_stream(io.BytesIO(source), len(source), options)
-    with options.open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source) as stream:
+        opened: BinaryIO = io.BytesIO(source)
+    else:
+        opened = options.open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source)
+    with opened as stream:
         try:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(0)
         except OSError as error:
             raise ImageError("unreadable", f"cannot be read: {error.strerror or error}") from None
-        return _from_stream(stream, size, options)
-
-
-def _from_stream(stream: BinaryIO, size: int, options: _DecodeOptions) -> tuple[Image.Image, tuple[int, int]]:
-    if not size:
-        raise ImageError("empty_file", "the file has zero bytes")
-    return _load(stream, options, size)
+        if not size:
+            raise ImageError("empty_file", "the file has zero bytes")
+        return _load(stream, options, size)
 
 
 def _load(
@@ -231,14 +250,22 @@ def _open_image(stream: BinaryIO) -> Image.Image:
 
 def _decode_plain_jpeg(stream: BinaryIO, size: int, header: Image.Image, options: _DecodeOptions) -> Image.Image | None:
     """Decode an ordinary JPEG with simplejpeg; None leaves it to Pillow, so that every path has the same errors."""
-    if options.decoding is Decoding.exact or not is_plain_jpeg(header, size):
+    simplejpeg = import_faster("simplejpeg")
+    if simplejpeg is None or options.decoding is Decoding.exact or not is_plain_jpeg(header, size):
         return None
-    min_size = options.min_size if options.decoding is Decoding.fast else None
-    if min_size is not None and _is_transposed(header):
-        min_size = min_size[::-1]
+    height, width = (options.decoding is Decoding.fast and options.min_size) or (0, 0)
+    if height and _is_transposed(header):
+        height, width = width, height
     stream.seek(0)
-    image = accelerated.decode_jpeg(stream.read(_MAX_PLAIN_BYTES), min_size)
-    if image is None or (min_size is None and image.size != header.size):
+    # between half and full size, scaled decoding takes longer than decoding everything
+    limits = {"min_height": height, "min_width": width, "min_factor": 2.0 if height else 1.0}
+    try:
+        # strict: a warning of the decoder is an error, which Pillow may judge in its own way
+        pixels = simplejpeg.decode_jpeg(stream.read(_MAX_PLAIN_BYTES), "RGB", strict=True, **limits)
+    except Exception:
+        return None
+    image = Image.frombuffer("RGB", (pixels.shape[1], pixels.shape[0]), pixels, "raw", "RGB", 0, 1)
+    if not height and image.size != header.size:
         return None
     # holds the orientation, in EXIF or XMP
     image.info = dict(header.info)
@@ -359,8 +386,3 @@ def check_array(array: NDArray[Any]) -> None:
             "unsupported_image",
             f"an array of {array.dtype} {list(array.shape)}; expected uint8 [H, W, 3] RGB or [H, W]",
         )
-
-
-def _from_array(array: NDArray[np.uint8]) -> Image.Image:
-    check_array(array)
-    return Image.fromarray(np.ascontiguousarray(array)).convert("RGB")

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from opal_deploy.errors import UsageError, suggest_names
-from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.urls import is_url, redact
+from opal_deploy.remote import RemoteFile, is_url, redact
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.class_map import ClassMap

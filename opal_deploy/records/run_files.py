@@ -7,13 +7,11 @@ import re
 from pathlib import Path
 
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.storage.buckets import write_bytes
-from opal_deploy.storage.files import RemoteFile
 
 # options, records, counts, and the HTML page
 RUN, RESULTS, SUMMARY, REPORT = "run.json", "results.jsonl", "summary.json", "report.html"
-# folders of drawings, and of the records of an unfinished run in a bucket
-OVERLAYS, SHEETS, PARTS = "overlays", "sheets", "parts"
+# folders of drawings, and of the runs that a run with several processes consists of
+OVERLAYS, SHEETS, SHARDS = "overlays", "sheets", "shards"
 # from the ten-thousandth image on, files are in subfolders, so that no folder holds millions
 FILES_PER_FOLDER = 10_000
 
@@ -45,19 +43,12 @@ def _name(kind: str, index: int, image: str | None) -> str:
     return f"{kind}/{folder:04d}/{name}" if folder else f"{kind}/{name}"
 
 
-def write_image_file(out: Path | RemoteFile, name: str, encoded: bytes) -> None:
+def write_image_file(out: Path, name: str, encoded: bytes) -> None:
     """Write `out/name`; a process that is killed meanwhile leaves no partial file under that name.
 
-    Args:
-        out: the run directory, or its URL.
-        name, encoded: of the file, and its bytes.
-
     Raises:
-        StoppedEarly: the disk is full or gone, or the bucket refuses it.
+        StoppedEarly: the disk is full or gone.
     """
-    if isinstance(out, RemoteFile):
-        write_bytes(out.child(name), encoded)
-        return
     path = out / name
     temporary = path.with_name(f".{path.name}.part")
     try:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,12 +24,11 @@ from opal_deploy.artifact.files import lock_directory, read_json, remove_tempora
 from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.options import flag_of
-from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHEETS, SUMMARY, remove_image_files
-from opal_deploy.records.signatures import Signer
+from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHARDS, SHEETS, SUMMARY, remove_image_files
+from opal_deploy.records.signatures import SignatureDigest, Signer
 from opal_deploy.records.tables import TABLES, Format, write_table
 from opal_deploy.run.results import read_records
 from opal_deploy.run.summary import Summary
-from opal_deploy.storage.files import RemoteFile
 
 SCHEMA = 1
 DEFAULT_OUT = "explanations"
@@ -53,7 +53,6 @@ class RunDirectory:
         root, config: the directory, and the run's configuration.
         state: of the run that it holds.
         started, resumed: times when the run began and when it was resumed, ISO 8601.
-        remote: where the files are uploaded to; None: they stay in `root`.
         details: more entries of run.json; entries that this version does not know are kept.
         run_id: names the run in the signatures of its records.
     """
@@ -63,17 +62,12 @@ class RunDirectory:
     state: State = "new"
     started: str = ""
     resumed: list[str] = field(default_factory=list)
-    remote: RemoteFile | None = None
     details: dict[str, Any] = field(default_factory=dict)
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    @property
-    def location(self) -> str:
-        """The directory, or its URL, for messages."""
-        return str(self.root if self.remote is None else self.remote)
-
-    def write_config(self) -> None:
-        """Write run.json, before the first record of a new or resumed run; raise UsageError if that fails."""
+    def write_config(self, details: Mapping[str, Any]) -> None:
+        """Write run.json, with more entries, before the first record of a new or resumed run; raise UsageError."""
+        self.details |= details
         if self.state == "new":
             self.started = _now()
         else:
@@ -93,16 +87,14 @@ class RunDirectory:
 
     def sign_config(self, summary: Summary, signer: Signer, *, complete: bool) -> None:
         """Write run.json with the number of records and a signature, when the run ends; raise StoppedEarly."""
-        records = {"count": summary.total, "complete": complete, "signatures_sha256": summary.signatures.hexdigest()}
+        digest = summary.signatures or SignatureDigest()
+        records = {"count": summary.total, "complete": complete, "signatures_sha256": digest.hexdigest()}
         # as it is read again: lists for tuples
         document = json.loads(json.dumps({**self._document(), "records": records}))
         try:
             write_json(self.root / RUN, {**document, "signature": signer.sign_document(document)})
         except UsageError as error:
             raise StoppedEarly(f"{error}; all records are in {RESULTS}") from None
-
-    def save_progress(self) -> None:
-        """Called after records were written."""
 
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
         """Write summary.json, and return its document; raise StoppedEarly if that fails.
@@ -113,7 +105,7 @@ class RunDirectory:
             "schema": SCHEMA,
             "complete": stopped is None,
             "stopped": stopped,
-            "out": self.root.name if self.root.is_absolute() and self.remote is None else self.location,
+            "out": self.root.name if self.root.is_absolute() else str(self.root),
             **summary.to_dict(),
             **context,
             "opal_deploy": __version__,
@@ -136,9 +128,9 @@ class RunDirectory:
         """Return the document of a complete run's summary.json."""
         return cast(dict[str, Any], read_json(self.root / SUMMARY))
 
-    def has(self, name: str) -> bool:
-        """Return whether a file exists."""
-        return (self.root / name).exists()
+    def remove_shards(self) -> None:
+        """Remove the folders of shards, whose records and drawings have been joined here."""
+        shutil.rmtree(self.root / SHARDS, ignore_errors=True)
 
     def write_table(self, kind: Format) -> None:
         """Write a table of the records of a complete run; raise StoppedEarly if that fails."""
@@ -171,32 +163,23 @@ def acquire_run_dir(out: Path | None, config: RunConfig, *, resume: bool, overwr
         yield directory
 
 
-def inspect_run_dir(
-    root: Path, config: RunConfig, *, shown: str | None = None, results_bytes: int | None = None
-) -> RunDirectory:
-    """Return the directory with the state of its run; raise UsageError if it holds another run.
-
-    Args:
-        root: holds run.json and summary.json.
-        config: of the run that should be there.
-        shown: the directory's name in messages, if not `root`.
-        results_bytes: size of its results.jsonl, if that is not in `root`.
-    """
-    where, size = shown or str(root), _size(root / RESULTS) if results_bytes is None else results_bytes
+def inspect_run_dir(root: Path, config: RunConfig) -> RunDirectory:
+    """Return the directory with the state of its run; raise UsageError if it holds another than that of `config`."""
+    size = _size(root / RESULTS)
     if not os.path.lexists(root / RUN):
         if size is not None or os.path.lexists(root / RESULTS):
-            raise UsageError(f"{where}: it holds the results of an earlier run; {_HINT}")
+            raise UsageError(f"{root}: it holds the results of an earlier run; {_HINT}")
         return RunDirectory(root, config)
     document = _read(root / RUN)
     if document is not None and document.get("schema") != SCHEMA:
         raise UsageError(
-            f"{where}/{RUN}: schema {document.get('schema')!r} found, {SCHEMA} expected; continue it with the "
+            f"{root}/{RUN}: schema {document.get('schema')!r} found, {SCHEMA} expected; continue it with the "
             f"opal-deploy version that wrote it, {_HINT}"
         )
     if document is None or not isinstance(document.get("run"), dict):
-        raise UsageError(f"{where}/{RUN}: damaged, so nothing can be continued there; {_HINT}")
+        raise UsageError(f"{root}/{RUN}: damaged, so nothing can be continued there; {_HINT}")
     if different := _differences(with_current_names(document["run"]), config):
-        raise UsageError(f"{where}: it holds another run: {'; '.join(different)}; {_HINT}")
+        raise UsageError(f"{root}: it holds another run: {'; '.join(different)}; {_HINT}")
     summary = _read(root / SUMMARY) or {}
     # a summary of other results, or of results that are gone, says nothing
     finished = (
@@ -275,6 +258,8 @@ def _clear(root: Path) -> None:
             remove_image_files(root, name)
             with contextlib.suppress(OSError):  # there is none, or it holds something else
                 (root / name).rmdir()
+        if (root / SHARDS).is_dir():
+            shutil.rmtree(root / SHARDS)
     except OSError as error:
         raise UsageError(f"{root}: cannot be written ({error.strerror or error}); choose another --out") from None
 

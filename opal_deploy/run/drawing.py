@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeAlias
@@ -18,9 +19,9 @@ from msgspec.structs import replace
 
 from opal_deploy.artifact.measurements import EffectiveField, list_evaluation
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import ImageError, StoppedEarly, UsageError
+from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.logs import one_line
-from opal_deploy.predict.executor import prefetch, thread_pool
+from opal_deploy.predict.executor import prefetch
 from opal_deploy.predict.types import InferenceOptions, Result
 from opal_deploy.records.record import Answered, Failed, Record
 from opal_deploy.records.run_files import (
@@ -32,10 +33,9 @@ from opal_deploy.records.run_files import (
     sheet_name,
     write_image_file,
 )
+from opal_deploy.remote import is_url, redact
 from opal_deploy.run.draw_pool import DrawingPool, DrawTask, Part
 from opal_deploy.run.sheets import SheetBuilder
-from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.urls import is_url, redact
 from opal_deploy.timing import StageTimer
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
@@ -46,6 +46,7 @@ from opal_deploy.visualization.report import (
     Thumbnail,
     choose_image_mode,
 )
+from opal_deploy.worker_pool import WorkerPool
 
 # by the image's number in the run
 Thumbnails: TypeAlias = dict[int, Thumbnail]
@@ -69,10 +70,11 @@ class Drawer:
 
     def __init__(
         self,
-        out: Path | RemoteFile,
+        out: Path,
         report: ReportOptions | None,
         sheets: SheetBuilder | None,
         inference: InferenceOptions,
+        processes: WorkerPool | None,
         *,
         thumbnails: Thumbnails,
         timer: StageTimer,
@@ -80,13 +82,15 @@ class Drawer:
         """Start nothing yet.
 
         Args:
-            out: the run directory, with the folders of `prepare_folders`, or its URL.
+            out: the run directory, with the folders of `prepare_folders`.
             report, sheets: draw overlays, and evidence sheets; None: none.
-            inference: `workers`, `isolate` and `decode_timeout` apply to drawing, too.
+            inference: `workers`, `decode_timeout` and `one_at_a_time` apply to drawing too.
+            processes: where to draw; None: in threads of this process.
             thumbnails: receives those of the report's first images, while the overlays are in memory.
             timer: receives the times of drawing and writing, under the role `drawers`.
         """
         self._out, self._workers = out, inference.workers
+        self._ahead = 0 if inference.one_at_a_time else 2 * inference.workers
         self._thumbnails, self._timer = thumbnails, timer
         self._num_thumbnails = 0
         if report is not None:
@@ -95,16 +99,17 @@ class Drawer:
         field = report.field if report is not None and report.draw_field else None
         self._parts: tuple[Part, ...] = () if report is None else ("overlay", "thumbnail")
         self._parts += () if sheets is None else ("sheet",)
-        self._pool = DrawingPool(DrawTask(field, sheets), inference, timer)
-        self._stack = ExitStack()
+        self._pool = DrawingPool(DrawTask(field, sheets), inference, processes, timer)
+        self._threads = ThreadPoolExecutor(
+            self._workers, "draw", initializer=timer.register_thread, initargs=("drawers",)
+        )
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(closing(self._pool))
-        self._threads = self._stack.enter_context(thread_pool(self._workers, "draw", self._timer, "drawers"))
         return self
 
     def __exit__(self, *details: object) -> None:
-        self._stack.close()
+        # an interrupted run drops what has not begun
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def draw_all(self, results: Iterable[Result], first: int) -> Iterator[Record]:
         """Yield the records with the names of their drawings, in order.
@@ -117,7 +122,7 @@ class Drawer:
             StoppedEarly: the disk is full or gone, or no process can be started.
         """
         futures = (self._threads.submit(self.draw, index, result) for index, result in enumerate(results, first))
-        return prefetch(futures, 2 * self._workers, lambda: self._timer.waiting("drawing"))
+        return prefetch(futures, self._ahead, lambda: self._timer.waiting("drawing"))
 
     def draw(self, index: int, result: Result) -> Record:
         """Return a record that names the drawings that were written, or says why one is missing."""
@@ -213,7 +218,6 @@ def list_evidence(path: Path, metadata: Metadata) -> tuple[Fact, ...]:
 @contextmanager
 def open_report(
     out: Path, options: ReportOptions, images: int, folder: str = "", thumbnails: Mapping[int, bytes] | None = None,
-    drawings_out: Path | RemoteFile | None = None,
 ) -> Iterator[Callable[[Record], None]]:  # fmt: skip
     """Yield a function that adds the next record to report.html, which is written when the block ends.
 
@@ -223,7 +227,6 @@ def open_report(
         images: number of records that will be added.
         folder: prefix to leave out of images' names, see `find_common_folder`.
         thumbnails: those in memory; the others are made from the overlays.
-        drawings_out: the run directory, or its URL, that holds the overlays, if not `out`.
 
     Raises:
         StoppedEarly: the disk is full; the records are safe.
@@ -247,7 +250,7 @@ def open_report(
             overlay = (thumbnails or {}).get(next(numbers))
             name = record.overlay if isinstance(record, Answered) else None
             if overlay is None and name is not None and writer.embeds_images:
-                overlay = _read_overlay(drawings_out or out, name)
+                overlay = _read_overlay(out / name)
             with _writing_report():
                 writer.add(record, overlay)
 
@@ -264,12 +267,9 @@ def _writing_report() -> Iterator[None]:
         ) from None
 
 
-def _read_overlay(out: Path | RemoteFile, name: str) -> bytes | None:
+def _read_overlay(path: Path) -> bytes | None:
     try:
-        if isinstance(out, Path):
-            return (out / name).read_bytes()
-        with out.child(name).open() as stream:
-            return stream.read()
-    except (OSError, ImageError):
+        return path.read_bytes()
+    except OSError:
         # it was removed; the card says so
         return None

@@ -54,7 +54,7 @@ class InferOptions(Decision):
     out: Annotated[
         StrPath | None,
         Option(
-            "Output folder, or its URL in a bucket.",
+            "Output folder, or the URL in a bucket to which it is uploaded.",
             default="the matching interrupted run's, else explanations, explanations-2, ...",
             cli=str,
         ),
@@ -77,10 +77,13 @@ class InferOptions(Decision):
         Option("Stop after more failed images than this: a number, or P% (from 100 images on).", cli=str),
     ] = None
     device: Devices = "auto"
-    processes: Annotated[
+    shards: Annotated[
         int | None,
-        Option("Processes that share the images, --threads and --workers.", min=1, default="one per GPU in --device"),
-    ] = None
+        Option(
+            "Split the images among so many processes, which share --threads and --workers.",
+            flag="--shards --processes", min=1, default="one per GPU in --device; with --ray as many as fit",
+        ),
+    ] = None  # fmt: skip
     runtime: RuntimeChoice = "auto"
     batch: Batch = None
     threads: Threads = None
@@ -97,10 +100,10 @@ class InferOptions(Decision):
     expect_sha256: ExpectSha256 = None
     max_pixels: MaxPixels = 100_000_000
     ray: Annotated[
-        str | None, Option("Predict on a Ray cluster: auto (on one of its nodes), HOST:PORT, or local to start one.")
+        str | None, Option("Run the shards on a Ray cluster: auto (on one of its nodes), HOST:PORT, or local.")
     ] = None
     ray_cpus: Annotated[
-        int | None, Option("CPU cores per Ray actor, without GPUs.", min=1, default="one actor per GPU")
+        int | None, Option("CPU cores per shard on the cluster, without GPUs.", min=1, default="one shard per GPU")
     ] = None
     every: Annotated[
         int | str | None,
@@ -109,7 +112,9 @@ class InferOptions(Decision):
             cli=str,
         ),
     ] = None
-    shard: Annotated[str | None, Option("i/n: every n-th image from the i-th on, for n processes.")] = None
+    shard: Annotated[
+        str | None, Option("i/n: run only the i-th of n shards, in --out/shards. --shards n joins them.")
+    ] = None
     report_limit: Annotated[int, Option("Images shown in report.html.", min=0)] = 10_000
     report_images: Annotated[
         Literal["embed", "files"] | None,

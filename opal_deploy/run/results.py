@@ -118,19 +118,16 @@ class ResumePoint:
     damaged: int = 0
 
 
-def load_resume_point(
-    out: Path, requests: Iterator[InputImage], count: Callable[[Record], None], *, check_drawings: bool = True
-) -> ResumePoint:
+def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[Record], None]) -> ResumePoint:
     """Read the records of an unfinished run, and take as many images, which are done.
 
-    Reading ends at the first line that is not a whole record: a process may have been killed while it wrote it, or the
-    power may have failed before it reached the disk.
+    Reading ends at the first line that is not a whole record, or whose drawing is missing or empty: a process may have
+    been killed while it wrote, or the power may have failed before data reached the disk.
 
     Args:
         out: the run directory.
-        requests: the images; left at the first one without a record.
+        images: the images of the run; left at the first one without a record.
         count: is called with each whole record.
-        check_drawings: stop before the first record whose drawing is missing or empty, as after a power failure.
 
     Raises:
         UsageError: the images are not those of the run; nothing was changed.
@@ -143,9 +140,9 @@ def load_resume_point(
             num_records, offset = 0, 0
             for line in read_lines(stream):
                 record = line.record
-                if record is None or (check_drawings and not has_drawings(out, record)):
+                if record is None or not has_drawings(out, record):
                     break
-                _check_same_image(out, num_records, record, next(requests, None))
+                _check_same_image(out, num_records, record, next(images, None))
                 count(record)
                 num_records += 1
                 offset += line.size
@@ -165,10 +162,10 @@ def read_records(path: Path) -> Iterator[Record]:
             yield line.record
 
 
-def _check_same_image(out: Path, index: int, record: Record, request: InputImage | None) -> None:
-    if request is not None and request.name == record.image:
+def _check_same_image(out: Path, index: int, record: Record, image: InputImage | None) -> None:
+    if image is not None and image.name == record.image:
         return
-    now = "there are no more images now" if request is None else f"now it is {request.name}"
+    now = "there are no more images now" if image is None else f"now it is {image.name}"
     raise UsageError(
         f"{out}: the images have changed since this run began: number {index + 1} was {record.image}, {now}; "
         "give the same images, another --out, or --overwrite"

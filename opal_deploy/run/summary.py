@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from opal_deploy.datasets.samples import describe_never_predicted
 from opal_deploy.errors import StoppedEarly, UsageError
@@ -13,7 +14,7 @@ from opal_deploy.logs import one_line
 from opal_deploy.records.names import share_folder
 from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.signatures import SignatureDigest
-from opal_deploy.timing import StageTimes
+from opal_deploy.timing import StageTimer, StageTimes
 
 # a share of failed images says little below the first number, an accuracy below the second
 _MIN_IMAGES_FOR_PERCENT = 100
@@ -147,7 +148,8 @@ class Summary:
         seconds: from the first image to the last record, since the run began or was resumed.
         seconds_to_first_record: until the first record was written; None before.
         times: seconds by stage; empty until the end.
-        signatures: SHA-256 over the records' signatures, in order; not in summary.json but in run.json.
+        signatures: SHA-256 over the records' signatures, in order; not in summary.json but in run.json; None: no record
+            is signed.
     """
 
     statuses: Counter[str] = field(default_factory=Counter)
@@ -161,7 +163,7 @@ class Summary:
     seconds: float = 0.0
     seconds_to_first_record: float | None = None
     times: StageTimes = field(default_factory=StageTimes)
-    signatures: SignatureDigest = field(default_factory=SignatureDigest)
+    signatures: SignatureDigest | None = None
 
     @property
     def total(self) -> int:
@@ -181,7 +183,9 @@ class Summary:
     def count(self, record: Record) -> None:
         """Add one record."""
         self.statuses[record.status] += 1
-        self.signatures.add(record.signature)
+        if record.signature is not None:
+            self.signatures = self.signatures or SignatureDigest()
+            self.signatures.add(record.signature)
         self.folder = share_folder(self.folder, record.image or "")
         if isinstance(record, Failed):
             code = record.error.code
@@ -196,19 +200,19 @@ class Summary:
         if self.accuracy is not None:
             self.accuracy.count(record)
 
-    def describe(self, rates: str = "") -> Iterator[str]:
-        """Yield lines for a terminal: classes that are never predicted, counts, errors with examples, accuracy.
+    def end(self, timer: StageTimer, started: float) -> Self:
+        """Note the times of a run that ended, and began at `started` of `time.perf_counter`; return the summary."""
+        self.seconds, self.times = time.perf_counter() - started, timer.read()
+        return self
 
-        `rates` are those of cluster nodes.
-        """
+    def describe(self) -> Iterator[str]:
+        """Yield lines for a terminal: classes that are never predicted, counts, errors with examples, accuracy."""
         if self.accuracy is not None and (never := self.accuracy.describe_never_predicted()):
             yield never
         rate = f", {self.images_per_second:.1f} images/s" if self.images_per_second else ""
         counts = ", ".join(f"{count} {status}" for status, count in sorted(self.statuses.items()))
         before = f" ({self.resumed} of them before)" if self.resumed else ""
         yield f"{self.total} images{before} in {self.seconds:.1f} s{rate}: {counts or 'nothing to do'}"
-        if rates:
-            yield f"  {rates}"
         for code, count in self.errors.most_common():
             yield f"  {code}: {_name_first(count, self.error_examples[code])}"
         for code, count in self.drawing_errors.most_common():

@@ -68,7 +68,6 @@ class ServedModel:
     def close(self) -> None:
         """Finish the images in flight, and end threads and processes."""
         self.service.close()
-        self.drawings.close()
 
     @property
     def metadata(self) -> Metadata:
@@ -164,7 +163,7 @@ def start_model(
     blank = InputImage(None, stream.getvalue())
     for future in service.submit_requests([blank] * min(options.workers, capacity)):
         future.result()
-    drawings = DrawingPool(DrawTask(sheets=sheets), options, timer)
+    drawings = DrawingPool(DrawTask(sheets=sheets), options, service.processes, timer)
     return ServedModel(name, path, sessions, options, service, drawings, signer)
 
 

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
-from opal_deploy.predict.decode_budget import raise_pillow_limit
+from opal_deploy.predict.prepare import raise_pillow_limit
 from opal_deploy.predict.setup import find_default_model, load_model
 from opal_deploy.records.signatures import Signer
 from opal_deploy.runtime.devices import default_workers

@@ -8,28 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
-from opal_deploy.records.run_files import OVERLAYS, RUN, SHEETS
-from opal_deploy.sources.archives import archive_items, is_archive_name
+from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHEETS
+from opal_deploy.remote import RemoteFile, expand_glob, has_magic, is_bucket_url, list_files, redact
+from opal_deploy.sources.archives import archive_items, is_archive_name, is_hidden
 from opal_deploy.sources.image import InputImage
 from opal_deploy.sources.items import Skipped, container_error, is_image_name, no_images_error
-from opal_deploy.sources.members import is_hidden
-from opal_deploy.storage.buckets import expand_glob, has_magic, list_files
-from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.urls import is_bucket_url, redact
 
 
-def check_input(text: str, list_mark: str) -> None:
-    """Refuse a URL that cannot be read, and a misspelt one in a bucket.
-
-    Args:
-        text: the URL, for a list with `list_mark` before it.
-        list_mark: the mark of a list.
-
-    Raises:
-        UsageError: nothing exists there, or it cannot be read. MissingExtra: its package is not installed.
-    """
-    file = RemoteFile.parse(text.removeprefix(list_mark))
-    is_list = text.startswith(list_mark)
+def check_input(file: RemoteFile, *, is_list: bool) -> None:
+    """Refuse a misspelt URL in a bucket; raise UsageError if nothing exists there, or it cannot be read."""
     if not is_bucket_url(file.url) or (has_magic(file.url) and not is_list):
         # a web server need not list its files; a glob without a match is found later
         return
@@ -39,30 +26,24 @@ def check_input(text: str, list_mark: str) -> None:
         elif _is_folder(file) and next(list_files(file, recursive=True), None) is None:
             raise UsageError(f"{file}: no such object or folder in the bucket")
     except ImageError as error:
-        what = "the list cannot be read: " if is_list else ""
-        raise UsageError(f"{file}: {what}{error}") from None
+        raise UsageError(f"{file}: {'the list cannot be read: ' if is_list else ''}{error}") from None
 
 
 def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[InputImage]:
     """Yield the images of a URL: a file, an archive, a folder or a glob; raise StoppedEarly if it does not answer."""
     file = RemoteFile.parse(url)
     try:
-        if is_bucket_url(url) and has_magic(url) and not _is_there(file):
+        if is_bucket_url(url) and has_magic(url) and not _exists(file):
             yield from _glob_items(file, skipped)
         elif is_bucket_url(url) and _is_folder(file):
             yield from _folder_items(file, skipped, recursive=recursive)
         else:
-            yield from _file_items(file, skipped)
+            yield from _file_items(file, skipped, file.name)
     except ImageError as error:
         if error.code == "storage_unavailable":
             # images not yet listed would be lost for good; a run can be resumed
             raise StoppedEarly(f"{file}: {error}") from None
-            # it existed when the call was checked
-        yield (
-            InputImage.at(file, error=error)
-            if error.code == "not_found"
-            else container_error(file, error.code, str(error))
-        )
+        yield container_error(file, error.code, str(error))
 
 
 def line_items(url: str, skipped: Skipped) -> Iterator[InputImage]:
@@ -73,19 +54,19 @@ def line_items(url: str, skipped: Skipped) -> Iterator[InputImage]:
         file = RemoteFile(url, redact(url))
         yield InputImage.at(file, file.shown, ImageError("unreadable", str(error)))
         return
-    yield from _file_items(file, skipped, relative=file.shown)
+    yield from _file_items(file, skipped, file.shown)
 
 
-def _file_items(file: RemoteFile, skipped: Skipped, relative: str | None = None) -> Iterator[InputImage]:
+def _file_items(file: RemoteFile, skipped: Skipped, relative: str) -> Iterator[InputImage]:
     if is_archive_name(file.name):
         yield from archive_items(file, skipped)
     else:
-        yield InputImage.at(file, relative or file.name)
+        yield InputImage.at(file, relative)
 
 
 def _is_folder(file: RemoteFile) -> bool:
     """Return whether a URL in a bucket names a folder rather than an object."""
-    _, _, path = file.url.partition("://")
+    path = file.url.partition("://")[2]
     if path.endswith("/") or "/" not in path:
         return True
     try:
@@ -97,52 +78,42 @@ def _is_folder(file: RemoteFile) -> bool:
     return False
 
 
-def _is_there(file: RemoteFile) -> bool:
+def _exists(file: RemoteFile) -> bool:
     try:
         file.read_fingerprint()
     except ImageError as error:
-        if error.code != "not_found":
+        if error.code not in ("not_found", "not_a_file"):
             raise
         return False
     return True
 
 
 def _folder_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> Iterator[InputImage]:
-    found, others = False, Skipped()
-    run_dirs: dict[str, bool] = {}
-    for name, file in list_files(folder, recursive=recursive):
-        if is_hidden(name) or not is_image_name(name) or _is_drawing(folder, name, run_dirs):
+    empty, others = True, Skipped()
+    files = list(list_files(folder, recursive=recursive))
+    run_folders = [name.removesuffix(RESULTS) for name, file in files if file.name == RESULTS]
+    # overlays of a run are not photographs
+    drawings = tuple(f"{run}{kind}/" for run in run_folders for kind in (OVERLAYS, SHEETS))
+    for name, file in files:
+        if is_hidden(name) or not is_image_name(name) or name.startswith(drawings):
             others.add(file)
         else:
-            found = True
+            empty = False
             yield InputImage.at(file, name)
     skipped.merge(others)
-    if not found:
+    if empty:
         yield no_images_error(folder, others, recursive=recursive)
 
 
-def _is_drawing(folder: RemoteFile, name: str, run_dirs: dict[str, bool]) -> bool:
-    """Return whether an image is an overlay or a sheet of a run."""
-    parts = name.split("/")[:-1]
-    for number, part in enumerate(parts):
-        if part in (OVERLAYS, SHEETS):
-            run = "/".join([*parts[:number], RUN])
-            if run not in run_dirs:
-                run_dirs[run] = _is_there(folder.child(run))
-            if run_dirs[run]:
-                return True
-    return False
-
-
 def _glob_items(pattern: RemoteFile, skipped: Skipped) -> Iterator[InputImage]:
-    found, matches = False, 0
+    empty, matches = True, 0
     for name, file in expand_glob(pattern):
         matches += 1
         if is_hidden(name) or not (is_archive_name(name) or is_image_name(name)):
             skipped.add(file)
         else:
-            found = True
-            yield from _file_items(file, skipped)
-    if not found:
+            empty = False
+            yield from _file_items(file, skipped, file.name)
+    if empty:
         what = f"none of its {matches} matches is an image by its name" if matches else "nothing matches"
         yield container_error(pattern, "no_images", what)

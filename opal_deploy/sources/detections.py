@@ -1,23 +1,22 @@
-"""A detector's boxes, any number per image, from MegaDetector's results (https://lila.science/megadetector-output-format).
+"""Crops of images: boxes from a table, one per image, or from MegaDetector's results, any number per image.
 
-Boxes of the category `animal` count from a confidence on. An image is yielded once per such box. Images without a
-detected animal are left out.
+See https://lila.science/megadetector-output-format. Boxes of the category `animal` count from a confidence on. An image
+is yielded once per such box. Images without a detected animal are left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from opal_deploy.errors import ImageError, UsageError, first_line
 from opal_deploy.logs import one_line
 from opal_deploy.preprocess.geometry import Box, RelativeBox
-from opal_deploy.sources.items import FRAME_NAME
-from opal_deploy.sources.lookup import PathLookup, normalize_name
+from opal_deploy.sources.items import FRAME_NAME, PathLookup, normalize_name
 
 # tells MegaDetector's results from a COCO file
 DETECTIONS_KEY = "detection_categories"
@@ -36,26 +35,41 @@ class Crop(NamedTuple):
     detection: int | None = None
 
 
-class Crops(Protocol):
-    """The crops of images."""
+class Boxes:
+    """The boxes of a file, one per image, found by an image's path as `PathLookup` does.
 
-    @property
-    def identity(self) -> str:
-        """A text that differs if crops may differ."""
-        ...
+    Args:
+        by_name: boxes by image path.
+        file_name: what messages call the file.
+        identity: a text that differs if boxes may differ.
+        by_stem: the names are without suffixes.
+        note: a note about the file for a person, in one line; empty for none.
+    """
 
-    @property
-    def note(self) -> str:
-        """A note about the file for a person, in one line; empty for none."""
-        ...
+    def __init__(
+        self, by_name: Mapping[str, Box], file_name: str, identity: str, *, by_stem: bool = False, note: str = ""
+    ) -> None:
+        self._boxes, self._file_name, self._by_stem = PathLookup(by_name), file_name, by_stem
+        self.identity, self.note = identity, note
 
-    def find_all(self, path: str) -> Sequence[Crop]:
-        """Return the crops of the image at `path`, with `/` between folders; raise ImageError (`no_box`)."""
-        ...
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    def find(self, path: str) -> Box:
+        """Return the crop (x0, y0, x1, y1) of the image at `path`, in pixels; raise ImageError (`no_box`)."""
+        names = self._boxes.matches(path.removesuffix(PurePosixPath(path).suffix) if self._by_stem else path)
+        if len(names) != 1:
+            why = "no box" if not names else f"{len(names)} boxes ({names[0]}, {names[1]}, ...)"
+            raise ImageError("no_box", f"{self._file_name} has {why} for it")
+        return self._boxes[names[0]]
+
+    def find_all(self, path: str) -> list[Crop]:
+        """Return the only crop of the image at `path`; raise ImageError (`no_box`)."""
+        return [Crop(self.find(path))]
 
     def count(self, path: str) -> int:
-        """Return the number of records that the image at `path` gets."""
-        ...
+        """Return the number of records of an image: 1, with a box or with an error."""
+        return 1
 
 
 class _Detection(msgspec.Struct, frozen=True):
@@ -78,7 +92,7 @@ class _Results(msgspec.Struct, frozen=True):
 
 
 class Detections:
-    """The animals of a detector's results, found by an image's path as `PathLookup` does."""
+    """The animals of a detector's results, found by an image's path as `PathLookup` does; see `Boxes`."""
 
     def __init__(self, results: _Results, file_name: str, identity: str, confidence: float) -> None:
         images = {normalize_name(image.file): image for image in results.images}
@@ -120,17 +134,11 @@ class Detections:
         ]
 
 
+Crops: TypeAlias = Boxes | Detections
+
+
 def read_detections(path: Path, text: str, identity: str, confidence: float) -> Detections:
-    """Return the animals in a detector's results.
-
-    Args:
-        text: the file at `path`.
-        identity: of the file, see `Crops`.
-        confidence: the lowest that counts, 0 ... 1.
-
-    Raises:
-        UsageError: other keys or types, two entries of one image, or no category `animal`.
-    """
+    """Return the animals with at least a `confidence`, 0 ... 1, in results with this `text`; raise UsageError."""
     try:
         results = msgspec.json.decode(text, type=_Results)
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError) as error:
@@ -142,6 +150,6 @@ def read_detections(path: Path, text: str, identity: str, confidence: float) -> 
     if entries > 1:
         raise UsageError(f"{path}: {entries} entries for {name}; expected one per image")
     if _ANIMAL not in results.detection_categories.values():
-        found = ", ".join(results.detection_categories.values())[:80] or "none"
-        raise UsageError(f"{path}: detection_categories are {found}; expected {_ANIMAL} among them")
+        categories = ", ".join(results.detection_categories.values())[:80] or "none"
+        raise UsageError(f"{path}: detection_categories are {categories}; expected {_ANIMAL} among them")
     return Detections(results, path.name, identity, confidence)

@@ -12,16 +12,16 @@ import glob
 import io
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TextIO, cast
+from typing import TextIO, cast
 
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
-from opal_deploy.preprocess.video import Sampling
 from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHEETS
+from opal_deploy.remote import RemoteFile, is_url
 from opal_deploy.sources import buckets
 from opal_deploy.sources.archives import archive_items, is_archive_name
 from opal_deploy.sources.image import InputImage, Location
@@ -33,9 +33,14 @@ from opal_deploy.sources.items import (
     is_video_name,
     no_images_error,
 )
-from opal_deploy.sources.video import NO_VIDEOS, VideoOptions, check_video_input, expand_videos, parse_frame_name
-from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.urls import is_url
+from opal_deploy.sources.video import (
+    NO_VIDEOS,
+    Sampling,
+    VideoOptions,
+    check_video_input,
+    expand_videos,
+    parse_frame_name,
+)
 
 # of a line in a list of images: longer than any path or URL
 _MOST_CHARACTERS = 1 << 20
@@ -51,7 +56,7 @@ def discover(
     recursive: bool = True,
     video: VideoOptions = NO_VIDEOS,
 ) -> Iterator[InputImage]:
-    """Yield the images of `inputs`, in order and numbered.
+    """Yield the images of `inputs`, in order and numbered, with the chosen frames in place of each video.
 
     Args:
         inputs: folders, files, globs, archives (.tar, plain or compressed, and .zip; a glob may match them), `-` for
@@ -65,23 +70,41 @@ def discover(
     Raises:
         UsageError: no image was found. If only some inputs have no images, each of these is an image with an `error`.
     """
+    videos = video.sampling is not None
+    return expand(list_items(inputs, skipped, stdin, recursive=recursive, videos=videos), video)
+
+
+def expand(
+    items: Iterable[InputImage], video: VideoOptions = NO_VIDEOS, first: int = 0, *, is_part: bool = False
+) -> Iterator[InputImage]:
+    """Yield listed items, numbered from `first` on, with frames in place of videos.
+
+    Raises UsageError without images, unless the items are only a part of those that are listed.
+    """
     # problems before the first image
-    problems: list[InputImage] = []
-    found = False
-    found_items = _input_items(inputs, skipped, stdin, recursive, videos=video.sampling is not None)
-    for index, unnumbered in enumerate(expand_videos(found_items, video)):
+    problems: list[InputImage] | None = None if is_part else []
+    for index, unnumbered in enumerate(expand_videos(items, video), first):
         item = replace(unnumbered, index=index)
-        if not found and item.error is not None and item.error.code in CONTAINER_CODES:
+        if problems is not None and item.error is not None and item.error.code in CONTAINER_CODES:
             problems.append(item)
             continue
-        if not found:
-            found = True
-            yield from problems
+        yield from problems or ()
+        problems = None
         yield item
-    if not found:
-        raise UsageError(
-            f"{cast(Location, problems[0].source)}: {problems[0].error}" if problems else "no image was given"
-        )
+    if problems is not None:
+        first_source = cast(Location, problems[0].source) if problems else None
+        raise UsageError(f"{first_source}: {problems[0].error}" if problems else "no image was given")
+
+
+def is_countable(text: str) -> bool:
+    """Return whether the images of an input are counted by listing names on a local disk."""
+    if text == STDIN or is_url(text.removeprefix(LIST_MARK)):
+        return False
+    if os.path.isdir(text):
+        return True
+    if text.startswith(LIST_MARK):
+        return not any(is_url(line) or is_archive_name(line) for line in file_lines(Path(text.removeprefix(LIST_MARK))))
+    return not any(is_archive_name(name) and not name.lower().endswith(".zip") for name in [text, *expand_glob(text)])
 
 
 def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> None:
@@ -97,13 +120,12 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
     """
     texts = list(inputs)
     if not texts:
-        raise UsageError(
-            "no images given; expected folders, files, globs, or - for a list on standard input, @FILE for a list in it"
-        )
+        raise UsageError("no images given; expected folders, files, globs, - for a list on standard input, or @FILE")
     for text in texts:
         check_video_input(text, sampling)
         if is_url(text.removeprefix(LIST_MARK)):
-            buckets.check_input(text, LIST_MARK)
+            file = RemoteFile.parse(text.removeprefix(LIST_MARK))
+            buckets.check_input(file, is_list=text.startswith(LIST_MARK))
             continue
         if model_kind(Path(text)) is not None and os.path.isfile(text):
             raise UsageError(f"{text}: looks like a model, not an image; use --model {shlex.quote(text)}")
@@ -111,44 +133,41 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
             continue
         if (frame := parse_frame_name(text)) is not None and os.path.lexists(frame.video):
             continue
-        if not text.startswith(LIST_MARK):
+        path = text.removeprefix(LIST_MARK)
+        if path == text:
             raise UsageError(f"{text}: no such file or folder")
-        if not os.path.lexists(text.removeprefix(LIST_MARK)) or os.path.isdir(text.removeprefix(LIST_MARK)):
+        if not os.path.lexists(path) or os.path.isdir(path):
             raise UsageError(f"{text}: no such list; expected a text file with one path per line")
-    if all(_matches_nothing(text) for text in texts):
+    globs = [text for text in texts if glob.has_magic(text) and not is_url(text) and not text.startswith(LIST_MARK)]
+    if len(globs) == len(texts) and not any(os.path.lexists(text) or expand_glob(text) for text in texts):
         raise UsageError(f"{texts[0]}: nothing matches")
 
 
-def _matches_nothing(text: str) -> bool:
-    """Return whether an input is a glob of local files without a match."""
-    is_glob = glob.has_magic(text) and not (is_url(text.removeprefix(LIST_MARK)) or text.startswith(LIST_MARK))
-    return is_glob and not os.path.lexists(text) and not expand_glob(text)
-
-
-def shard(items: Iterable[InputImage], index: int, count: int) -> Iterator[InputImage]:
-    """Yield every `count`-th image from the `index`-th on (from 1): shards are disjoint and cover everything."""
-    return (item for position, item in enumerate(items) if position % count == index - 1)
-
-
-def _input_items(
-    inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, recursive: bool, *, videos: bool
+def list_items(
+    inputs: Iterable[str],
+    skipped: Skipped,
+    stdin: TextIO | None = None,
+    *,
+    recursive: bool = True,
+    videos: bool = False,
 ) -> Iterator[InputImage]:
+    """Yield the images of `inputs` without numbers, and with `videos` each video as one item; see `discover`."""
     for text in inputs:
         # os.path, unlike pathlib, returns False where access is refused
         if text == STDIN:
-            yield from _list_items(stdin_lines(stdin), Path("-"), "standard input", skipped)
+            yield from _line_items(stdin_lines(stdin), Path("-"), "standard input", skipped)
         elif is_url(text):
             yield from buckets.url_items(text, skipped, recursive=recursive)
         elif is_url(text.removeprefix(LIST_MARK)):
             remote = RemoteFile.parse(text.removeprefix(LIST_MARK))
-            yield from _list_items(remote_lines(remote), remote, "the list", skipped)
+            yield from _line_items(file_lines(remote), remote, "the list", skipped)
         elif os.path.isdir(text):
             yield from folder_items(Path(text), skipped, recursive=recursive, videos=videos)
         elif os.path.lexists(text):
             yield from _file_items(Path(text), skipped)
         elif text.startswith(LIST_MARK) and os.path.lexists(text.removeprefix(LIST_MARK)):
             path = Path(text.removeprefix(LIST_MARK))
-            yield from _list_items(file_lines(path), path, "the list", skipped)
+            yield from _line_items(file_lines(path), path, "the list", skipped)
         elif glob.has_magic(text):
             yield from glob_items(text, skipped, recursive=recursive, videos=videos)
         else:
@@ -164,41 +183,39 @@ def _file_items(path: Path, skipped: Skipped) -> Iterator[InputImage]:
         yield InputImage.at(path)
 
 
-def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Skipped) -> Iterator[InputImage]:
-    found = False
+def _line_items(lines: Iterator[str], origin: Location, called: str, skipped: Skipped) -> Iterator[InputImage]:
+    empty = True
     for line in lines:
-        found = True
+        empty = False
         if is_url(line):
             yield from buckets.line_items(line, skipped)
-            continue
-        path = Path(line)
-        if is_archive_name(path.name):
-            yield from _file_items(path, skipped)
+        elif is_archive_name(line):
+            yield from _file_items(Path(line), skipped)
         else:
-            yield InputImage.at(path, line)
-    if not found:
+            yield InputImage.at(Path(line), line)
+    if empty:
         yield container_error(origin, "no_images", f"{called} named no image; expected one path a line")
 
 
 def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
     """Yield what a glob matches: images, members of archives, images of folders; with `videos` videos too."""
     matches = sorted(expand_glob(pattern), key=os.fsencode)
-    found = False
+    empty = True
     for match in matches:
         path = Path(match)
-        if os.path.isdir(match):
-            if "**" not in pattern:
-                found = True
-                yield from folder_items(path, skipped, recursive=recursive, videos=videos)
-        elif is_archive_name(path.name):
-            found = True
-            yield from _file_items(path, skipped)
-        elif _is_taken(path.name, videos):
-            found = True
-            yield InputImage.at(path)
-        else:
+        is_folder, is_taken = os.path.isdir(match), is_archive_name(match) or _is_taken(match, videos)
+        if is_folder and "**" in pattern:
+            # its files match, too
+            continue
+        if not is_folder and not is_taken:
             skipped.add(path)
-    if not found:
+            continue
+        empty = False
+        if is_folder:
+            yield from folder_items(path, skipped, recursive=recursive, videos=videos)
+        else:
+            yield from _file_items(path, skipped)
+    if empty:
         what = f"none of its {len(matches)} matches is an image by its name" if matches else "nothing matches"
         yield container_error(Path(pattern), "no_images", what)
 
@@ -210,24 +227,24 @@ def expand_glob(pattern: str) -> set[str]:
         return set(glob.glob(pattern))
     index = parts.index("**")
     base, rest = os.path.join(os.sep if parts[0] == "" else "", *parts[:index]), parts[index + 1 :] or ["*"]
-    folders = (folder for start in (glob.glob(base) if base else [""]) for folder in _folders_below(start))
-    return {match for folder in folders for match in expand_glob(os.path.join(glob.escape(folder), *rest))}
-
-
-def _folders_below(start: str) -> Iterator[str]:
-    """Yield a folder and its subfolders, without hidden ones and links to a folder around them."""
-    stack = [(start, [os.path.realpath(start)])]
+    matches = set[str]()
+    stack: list[tuple[str, tuple[str, ...]]] = [(start, ()) for start in (glob.glob(base) if base else [""])]
     while stack:
         folder, around = stack.pop()
-        yield folder
+        matches |= expand_glob(os.path.join(glob.escape(folder), *rest))
+        around = (*around, os.path.realpath(folder))
         with suppress(OSError), os.scandir(folder or os.curdir) as entries:
-            for entry in entries:
-                path = os.path.join(folder, entry.name)
-                if entry.name.startswith(".") or not os.path.isdir(path):
-                    continue
-                real_path = os.path.realpath(path)
-                if not (entry.is_symlink() and any(_contains(real_path, outer) for outer in around)):
-                    stack.append((path, [*around, real_path]))
+            names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+            paths = [os.path.join(folder, name) for name in names]
+            stack += [(path, around) for path in paths if not _is_circle(path, around)]
+    return matches
+
+
+def _is_circle(path: str, around: Sequence[str]) -> bool:
+    """Return whether a path is a link to one of the folders around it, or to a folder that contains one."""
+    return os.path.islink(path) and any(
+        os.path.commonpath([os.path.realpath(path), outer]) == os.path.realpath(path) for outer in around
+    )
 
 
 def _is_taken(name: str, videos: bool) -> bool:
@@ -239,73 +256,56 @@ def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: boo
 
     A folder without images is one image with an error.
     """
-    found = False
-    others = Skipped()
-    for item in _walk(folder, others, recursive, videos):
-        found = True
-        yield item
+    empty, others = True, Skipped()
+    # an explicit stack, since folders may be nested deeper than Python recurses: a path and the real paths of the
+    # folders around it, for a file None
+    stack: list[tuple[Path, tuple[str, ...] | None]] = [(folder, ())]
+    while stack:
+        path, around = stack.pop()
+        item = InputImage.at(path)
+        if around is not None:
+            if _is_circle(str(path), around):
+                others.add_folder_link(path)
+                continue
+            try:
+                entries = _scan_folder(path, others, recursive, videos)
+            except OSError as error:
+                item = container_error(path, "unreadable", f"the folder cannot be listed: {error.strerror or error}")
+            else:
+                around = (*around, os.path.realpath(path))
+                stack += [(path / name, around if is_folder else None) for name, is_folder in reversed(entries)]
+                continue
+        elif not _is_taken(path.name, videos):
+            # perhaps a folder of images on a disk that is not mounted
+            target = f"it is a link to {os.readlink(path)}, which is not there"
+            item = InputImage.at(path, error=ImageError("not_found", target))
+        empty = False
+        yield replace(item, relative=path.relative_to(folder).as_posix())
     skipped.merge(others)
-    if not found:
+    if empty:
         yield no_images_error(folder, others, recursive=recursive)
 
 
-def _walk(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[InputImage]:
-    # an explicit stack: folders may be nested deeper than Python recurses
-    stack = [_OpenFolder(os.path.realpath(folder), _scan_folder(folder, skipped, recursive, videos))]
-    while stack:
-        entry = next(stack[-1].entries, None)
-        if entry is None:
-            stack.pop()
-        elif isinstance(entry, InputImage):
-            yield replace(entry, relative=cast(Path, entry.source).relative_to(folder).as_posix())
-        else:
-            # unlike pathlib's, it is False for a path that is too long
-            is_link = os.path.islink(entry)
-            real_path = os.path.realpath(entry) if is_link else os.path.join(stack[-1].real_path, entry.name)
-            # a link to a folder around it would never end
-            if is_link and any(_contains(real_path, around.real_path) for around in stack):
-                skipped.add_folder_link(entry)
-            else:
-                stack.append(_OpenFolder(real_path, _scan_folder(entry, skipped, recursive, videos)))
-
-
-class _OpenFolder(NamedTuple):
-    """A folder that is being walked: its path without links, and its remaining images and subfolders."""
-
-    real_path: str
-    entries: Iterator[InputImage | Path]
-
-
-def _contains(folder: str, path: str) -> bool:
-    return os.path.commonpath([folder, path]) == folder
-
-
-def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[InputImage | Path]:
-    """Yield one folder's images, and its subfolders (linked ones too) as paths."""
-    try:
-        with os.scandir(folder) as entries:
-            sorted_entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))
-    except OSError as error:
-        yield container_error(folder, "unreadable", f"the folder cannot be listed: {error.strerror or error}")
-        return
-    is_run_dir = any(entry.name == RESULTS for entry in sorted_entries)
-    for entry in sorted_entries:
-        path = folder / entry.name
+def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> list[tuple[str, bool]]:
+    """Return the names of a folder's images, broken links and subfolders in order, and whether each is a subfolder."""
+    with os.scandir(folder) as scanned:
+        entries = sorted(scanned, key=lambda entry: os.fsencode(entry.name))
+    is_run_dir, taken = any(entry.name == RESULTS for entry in entries), []
+    for entry in entries:
+        name, is_link = entry.name, entry.is_symlink()
+        # a folder that disappears is listed all the same: its record says so
+        is_folder = entry.is_dir(follow_symlinks=False) or (is_link and os.path.isdir(entry.path))
+        is_broken = recursive and is_link and not os.path.exists(entry.path)
         # overlays of a run are not photographs
-        if entry.name.startswith(".") or (is_run_dir and entry.name in (OVERLAYS, SHEETS)):
-            skipped.add(path)
-        # a folder that has disappeared is listed, too: its record says so
-        elif entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(path)):
-            if recursive:
-                yield path
-        elif _is_taken(entry.name, videos):
-            yield InputImage.at(path, entry.name)
-        elif recursive and entry.is_symlink() and not os.path.exists(path):
-            # perhaps a folder of images on a disk that is not mounted
-            problem = ImageError("not_found", f"it is a link to {os.readlink(path)}, which is not there")
-            yield InputImage.at(path, entry.name, problem)
+        if name.startswith(".") or (is_run_dir and name in (OVERLAYS, SHEETS)):
+            skipped.add(folder / name)
+        elif is_folder:
+            taken += [(name, True)] * recursive
+        elif _is_taken(name, videos) or is_broken:
+            taken.append((name, False))
         else:
-            skipped.add(path)
+            skipped.add(folder / name)
+    return taken
 
 
 def stdin_lines(stdin: TextIO | None) -> Iterator[str]:
@@ -318,28 +318,19 @@ def stdin_lines(stdin: TextIO | None) -> Iterator[str]:
     yield from _read_names(stdin, "-")
 
 
-def file_lines(path: Path) -> Iterator[str]:
-    """Yield the paths in a UTF-8 text file, one per line, relative to the working directory; raise UsageError."""
+def file_lines(file: Location) -> Iterator[str]:
+    """Yield the paths and URLs in a UTF-8 text file, one per line; raise UsageError or StoppedEarly."""
+    expected = "expected a text file with one path per line"
     try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
-            yield from _read_names(stream, f"@{path}")
-    except OSError as error:
-        raise UsageError(
-            f"@{path}: the list cannot be read ({error.strerror or error}); expected a text file with one path per line"
-        ) from None
-
-
-def remote_lines(file: RemoteFile) -> Iterator[str]:
-    """Yield the paths and URLs in a remote text file, as `file_lines` does; raise UsageError or StoppedEarly."""
-    try:
-        with io.TextIOWrapper(file.open(), encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
+        opened = file.open("rb") if isinstance(file, Path) else file.open()
+        with io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
             yield from _read_names(stream, f"@{file}")
+    except OSError as error:
+        raise UsageError(f"@{file}: the list cannot be read ({error.strerror or error}); {expected}") from None
     except ImageError as error:
         if error.code == "storage_unavailable":
             raise StoppedEarly(f"@{file}: {error}") from None
-        raise UsageError(
-            f"@{file}: the list cannot be read: {error}; expected a text file with one path per line"
-        ) from None
+        raise UsageError(f"@{file}: the list cannot be read: {error}; {expected}") from None
 
 
 def _read_names(stream: TextIO, called: str) -> Iterator[str]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import escape_name
-from opal_deploy.storage.files import RemoteFile
+from opal_deploy.remote import RemoteFile
 
 # where an image lies
 Location: TypeAlias = Path | RemoteFile
@@ -78,42 +74,8 @@ class InputImage:
         Args:
             path: as a person would open it from the working directory. For an archive's member the archive's path, a
                 slash and the member's name, which is only a label.
-            relative: see `InputImage.relative`; None: the last part of `path`.
-            error: see `InputImage.error`.
+            relative, error, index: see `InputImage`; by default `relative` is the last part of `path`.
             source: the member's bytes or the frame's pixels; None: the file itself.
-            index: see `InputImage.index`.
         """
-        return cls(
-            escape_name(str(path)),
-            path if source is None else source,
-            error=error,
-            index=index,
-            relative=path.name if relative is None else relative,
-        )
-
-
-class SpooledMember:
-    """A large image of a compressed tar, in a Linux temporary file, of which even a killed process leaves no trace.
-
-    Pickled, for another machine, it is the image's bytes; a process of this machine opens it by its path.
-    """
-
-    def __init__(self, pieces: Iterable[bytes], size: int) -> None:
-        """Keep the `size` bytes of the pieces; raise OSError without room for them."""
-        self.size = size
-        with TemporaryFile() as file:
-            file.writelines(pieces)
-            file.flush()
-            # open for as long as somebody needs the image
-            self._descriptor = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def __fspath__(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
-        return bytes, (Path(self).read_bytes(),)
-
-    def open(self) -> BinaryIO:
-        """Open the image."""
-        return open(os.fspath(self), "rb")
+        source, relative = path if source is None else source, path.name if relative is None else relative
+        return cls(escape_name(str(path)), source, error=error, index=index, relative=relative)

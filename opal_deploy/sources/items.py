@@ -1,17 +1,21 @@
-"""Names of images and videos, the errors of whole folders and archives, and the files that were skipped."""
+"""Names of images and videos, look-up by name, the errors of whole folders and archives, and skipped files."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Generic, TypeVar
 
 from opal_deploy.errors import ImageError
 from opal_deploy.logs import one_line
 from opal_deploy.records.names import escape_name
+from opal_deploy.remote import is_url, redact
 from opal_deploy.sources.image import InputImage, Location
+
+T = TypeVar("T")
 
 # includes formats without a decoder: a HEIC file gets its error record
 IMAGE_SUFFIXES = frozenset(
@@ -41,7 +45,7 @@ class Skipped:
     Attributes:
         count: hidden files, and files whose names are not an image's.
         examples: names of the first of these.
-        folder_links: links to a folder around them, or to one whose images come under its own name.
+        folder_links: links to a folder around them, and links and devices in archives.
         folder_link_examples: names of the first of these.
     """
 
@@ -69,10 +73,7 @@ class Skipped:
             yield f"Skipped {self.count} hidden or non-image files ({examples})"
         if self.folder_links:
             examples = one_line(", ".join(map(escape_name, self.folder_link_examples)))
-            yield (
-                "Links not followed, to a folder around them or to one whose images come under its own name: "
-                f"{self.folder_links} ({examples})"
-            )
+            yield f"Links not followed, to a folder around them or in an archive: {self.folder_links} ({examples})"
 
     def merge(self, other: Skipped) -> None:
         """Add the files and links of another count."""
@@ -103,3 +104,40 @@ def no_images_error(path: Location, others: Skipped, *, recursive: bool) -> Inpu
     where = "in it or below" if recursive else "in it"
     videos = "; frames of videos are taken with --every 1s" if any(map(is_video_name, others.examples)) else ""
     return container_error(path, "no_images", f"no images {where}{more}; expected files such as .jpg or .png{videos}")
+
+
+class PathLookup(Generic[T]):
+    """Values by image path: the entry `a/b.jpg` is found for `data/a/b.jpg`.
+
+    An entry may have more folders than the path (`data/a/b.jpg` for `a/b.jpg`), if it is the only one that ends in the
+    whole path. Names that differ in a folder never match: `x/1.jpg` is not `y/1.jpg`, since a wrong value would go
+    unnoticed. A frame without an entry gets its video's value.
+    """
+
+    def __init__(self, by_name: Mapping[str, T]) -> None:
+        self._by_name = by_name
+        self._names_by_file_name: dict[str, list[str]] = {}
+        for name in by_name:
+            self._names_by_file_name.setdefault(name.rpartition("/")[2], []).append(name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def matches(self, path: str) -> list[str]:
+        """Return the names that may mean `path`, with `/` between folders: none, one, or several candidates."""
+        parts = path.split("/")
+        for start in range(len(parts)):
+            suffix = "/".join(parts[start:])
+            if suffix in self._by_name:
+                return [suffix]
+        names = [name for name in self._names_by_file_name.get(parts[-1], []) if name.endswith("/" + path)]
+        frame = None if names else FRAME_NAME.fullmatch(path)
+        return names if frame is None else self.matches(frame[1])
+
+    def __getitem__(self, name: str) -> T:
+        return self._by_name[name]
+
+
+def normalize_name(name: str) -> str:
+    """Return a name as an image's name is written: a path without `.` and double slashes, a URL without secrets."""
+    return redact(name) if is_url(name) else PurePosixPath(name).as_posix()

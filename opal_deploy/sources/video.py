@@ -1,108 +1,278 @@
-"""Frames of videos as images: names of frames, and decoding them one after the other in a separate process.
+"""Frames of videos as images, decoded by PyAV from beginning to end: RGB, 8 bits, turned as a player shows them.
 
-A frame is called `clip.mp4#frame=000120`, after its video and the number of frames before it: names sort in the order
-of the frames, and `explain` and `verify` find a frame by its name.
+A frame is called `clip.mp4#frame=000120`, after its video and the number of frames that the decoder returned before it.
+There is no seeking, since only decoding all frames gives the same ones each time. Codes of errors, besides `decode`'s:
 
-One process decodes one video at a time, from beginning to end. A request names the first acceptable frame, so that
-after a crash a new process can decode up to it again; a second crash at the same place is the video's fault.
+    not_a_video        no demuxer recognises it
+    no_frames          only audio, or no frame that can be decoded
+    unsupported_video  no decoder for its codec, HDR, or no time stamps to choose frames by
+    truncated_video    it ends before its header says; the frames before that are good
+    corrupt_video      parts of it cannot be decoded; the frames before and after are good
+    corrupt_frame      this frame, or one that it is predicted from, is damaged
+
+FFmpeg's swscale converts YUV with the matrix and range that the video declares, as `ffmpeg -i clip.mp4 frame.png` does.
+HDR (PQ, HLG) is refused: without tone mapping its frames would look washed out.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.preprocess.decode import MAX_PIXELS, no_claim
-from opal_deploy.preprocess.video import ALL_FRAMES, Progress, Sampling, VideoFrame, VideoReader, require_pyav
+from opal_deploy.errors import ImageError, UsageError, first_line, require
+from opal_deploy.preprocess.decode import MAX_PIXELS, open_file
+from opal_deploy.preprocess.decode_errors import is_box_cut
+from opal_deploy.remote import is_url
 from opal_deploy.sources.image import FrameInfo, InputImage
 from opal_deploy.sources.items import FRAME_NAME, is_video_name
-from opal_deploy.storage.urls import is_url
-from opal_deploy.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.workers.pool import ProcessPool
-from opal_deploy.workers.process import WorkerCrashed, WorkerTimeout
-from opal_deploy.workers.worker import Data, Response
+from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
 
-# a distant frame takes several requests, so that the time limit applies to lack of progress
-_PATIENCE_SECONDS = 1.0
-
-
-class FrameRequest(NamedTuple):
-    """The next of the chosen frames of a video with at least this index."""
-
-    path: str
-    sampling: Sampling
-    first: int
+# others may refer to further files, or to the network
+_CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mxf"
+# AVColorTransferCharacteristic
+_HDR = {16: "PQ", 18: "HLG"}
+# a distant frame takes several calls, so that the time limit applies to lack of progress
+_CALL_SECONDS = 1.0
+_AFTER_THE_END = 10**15
+_HOW = "choose its frames by `infer --every 1s`, or --every 30 for every 30th, or name one: {}#frame=0"
 
 
-@dataclass
-class FrameTask:
-    """The task of the process that decodes videos; `in_use`: a video is open, which a new process would restart."""
+@dataclass(frozen=True)
+class Sampling:
+    """The frames that are taken of a video: every `frames`-th one, beginning with the first, or by time.
 
-    max_pixels: int
-    in_use: bool = False
-    _reader: VideoReader | None = field(default=None, repr=False)
-    _key: tuple[str, Sampling] | None = None
+    By time: the first frame at or after 0, `seconds`, 2 · `seconds`, ... after the first one.
+    """
 
-    def __call__(self, request: FrameRequest, timer: StageTimer, claim: Callable[[int], None]) -> Response:
-        """Return the frame's header and pixels; `pending` if it is not reached yet, `end` after the last one."""
+    frames: int | None = None
+    seconds: Fraction | None = None
+
+    @staticmethod
+    def parse(text: str) -> Sampling:
+        """Return the frames that `10` (every tenth) or `0.5s` (two per second) stands for; else raise UsageError."""
+        match = re.fullmatch(r"(\d+)|(\d+(?:\.\d*)?|\.\d+)\s?s", text.strip())
+        value = Fraction(match[1] or match[2]) if match else Fraction()
+        if match is None or value == 0:
+            raise UsageError(f"--every {text!r}: expected frames, such as 10 (every tenth), or seconds, such as 0.5s")
+        return Sampling(frames=int(value)) if match[1] else Sampling(seconds=value)
+
+    def __str__(self) -> str:
+        return f"{self.frames}" if self.seconds is None else f"{float(self.seconds):g}s"
+
+
+ALL_FRAMES = Sampling(frames=1)
+
+
+class Frame(NamedTuple):
+    """A frame's place, and its pixels, uint8 [H, W, 3] RGB, or its error (`corrupt_frame`)."""
+
+    info: FrameInfo
+    content: NDArray[np.uint8] | ImageError
+
+
+def require_pyav() -> None:
+    """Raise MissingExtra unless PyAV is installed."""
+    require("av", "video", "reading videos", pip_name="PyAV (av)")
+
+
+# a chosen frame's place, PyAV's frame, and whether it is damaged; None at short intervals between them
+_Step = tuple[FrameInfo, Any, bool] | None
+
+
+def _decode_video(path: Path, sampling: Sampling, max_pixels: int) -> Iterator[_Step]:
+    """Yield the chosen frames; raise ImageError after the last one if the video is damaged."""
+    with open_file(path) as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+            yield None
+        with _open_container(file) as container:
+            stream = _find_stream(container, max_pixels)
+            rate = stream.average_rate or stream.guessed_rate
+            seconds = following = offset = next_time = Fraction()
+            for index, (frame, damaged) in enumerate(_decode_frames(container, stream)):
+                if frame.color_trc in _HDR:
+                    what = f"it is HDR ({_HDR[frame.color_trc]}), which is not read; convert it to SDR"
+                    raise ImageError("unsupported_video", what)
+                base = frame.time_base or stream.time_base
+                is_timed = frame.pts is not None and base is not None
+                stamp = frame.pts * Fraction(base) if is_timed else following + offset
+                # time stamps of joined recordings begin again
+                if not index or stamp - offset < seconds:
+                    offset = stamp - following
+                seconds = stamp - offset
+                following = seconds + (1 / Fraction(rate) if rate else 0)
+                is_timed = is_timed or bool(rate)
+                if sampling.seconds is None:
+                    chosen = index % (sampling.frames or 1) == 0
+                elif not is_timed:
+                    raise ImageError("unsupported_video", "it has no time stamps; give --every a number of frames")
+                elif chosen := seconds >= next_time:
+                    next_time = (seconds // sampling.seconds + 1) * sampling.seconds
+                if chosen:
+                    shown = round(float(seconds), 6) if is_timed else None
+                    yield FrameInfo(path, index, shown, digest.hexdigest()), frame, damaged
+                yield None
+
+
+def _open_container(file: BinaryIO) -> Any:
+    import av
+
+    size = file.tell()
+    if not size:
+        raise ImageError("empty_file", "the file has zero bytes")
+    file.seek(0)
+    try:
+        return av.open(file, "r", options={"format_whitelist": _CONTAINERS})
+    except Exception:  # whatever FFmpeg finds
+        file.seek(0)
+        if file.read(8)[4:] == b"ftyp" and is_box_cut(file, size):
+            raise ImageError("truncated_video", "it ends before its index; copy or record it again") from None
+        raise ImageError("not_a_video", "no demuxer recognises it as a video") from None
+
+
+def _find_stream(container: Any, max_pixels: int) -> Any:
+    from av.stream import Disposition
+
+    # album covers are video streams, too
+    streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    if not streams:
+        raise ImageError("no_frames", "it has no video, perhaps only sound")
+    stream = streams[0]
+    if stream.codec_context is None:
+        raise ImageError("unsupported_video", "this FFmpeg has no decoder for its codec; convert it to H.264")
+    if stream.width * stream.height > max_pixels:
+        limit = f"over the limit of {max_pixels:,} (--max-pixels)"
+        raise ImageError("too_many_pixels", f"{stream.width}x{stream.height} is {limit}")
+    # frames of another size than the header's come before anything else could refuse them
+    stream.codec_context.options = {"max_pixels": str(max_pixels)}
+    # with several threads, the last frame of a cut video was marked as damaged in 14 of 15 readings
+    stream.codec_context.thread_count = 1
+    return stream
+
+
+def _decode_frames(container: Any, stream: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield each frame, and whether it or one before it is damaged; then raise ImageError if frames are missing."""
+    import av
+
+    frames = packets = errors = 0
+    damaged = is_cut = False
+    # of all streams: sound may be longer than the video
+    end, problem = Fraction(), ""
+    try:
+        for packet in container.demux():
+            if packet.pts is not None and packet.time_base is not None:
+                end = max(end, (packet.pts + (packet.duration or 0)) * packet.time_base)
+            if packet.stream is not stream:
+                continue
+            if packet.size:
+                packets, is_cut = packets + 1, packet.is_corrupt
+            try:
+                decoded = stream.decode(packet)
+            except av.FFmpegError:
+                errors, damaged = errors + 1, True
+                continue
+            for frame in decoded:
+                frames += 1
+                damaged = frame.is_corrupt or (damaged and not frame.key_frame)
+                yield frame, damaged
+    except av.FFmpegError as error:
+        problem = first_line(error)
+    # FFmpeg counts in microseconds; headers round, and count the last frame's duration or not
+    duration, start = (Fraction(value or 0, 1_000_000) for value in (container.duration, container.start_time))
+    is_short = duration - (end - start) > min(Fraction(1), duration / 20)
+    if is_cut or (packets < 0.99 * stream.frames - 1 if stream.frames else is_short):
+        whole = f" of {stream.frames}" if stream.frames else f", {float(end - start):.1f} s of {float(duration):.1f} s"
+        raise ImageError("truncated_video", f"it ends after {frames} frames{whole}; copy or record it again")
+    if errors or problem:
+        reason = problem or f"{errors} of its {packets} packets cannot be decoded"
+        raise ImageError("corrupt_video", f"it is damaged: {reason}; what can be read of it was answered")
+    if not frames:
+        raise ImageError("no_frames", "it has no frame")
+
+
+def _to_pixels(frame: Any, matrix: list[int]) -> NDArray[np.uint8]:
+    """Return a frame's pixels, uint8 [H, W, 3] RGB, turned by a display matrix; raise ImageError."""
+    try:
+        pixels = frame.to_ndarray(format="rgb24")
+    except Exception:  # whatever swscale says
+        why = f"its pixels ({frame.format.name}) are not converted to RGB"
+        raise ImageError("unsupported_video", why) from None
+    if matrix:
+        # (x, y) becomes (a x + c y, b x + d y): libavutil/display.h; rounded to quarter turns and reflections
+        a, b, _, c, d, *_ = matrix
+        if abs(b) + abs(c) > abs(a) + abs(d):
+            pixels, (a, d) = pixels.transpose(1, 0, 2), (c, b)
+        pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+    return np.ascontiguousarray(pixels, np.uint8)
+
+
+class _OpenVideo:
+    """The video that is being decoded, from beginning to end; for one thread."""
+
+    def __init__(self) -> None:
+        self._key: tuple[str, Sampling, int] | None = None
+        self._steps: Iterator[_Step] = iter(())
+        self._next_index = 0
+        self._matrix: list[int] | None = None
+
+    def read(self, path: str, sampling: Sampling, first: int, max_pixels: int) -> Frame | bool:
+        """Return the next of the chosen frames from `first` on; True: not reached yet, False: after the last one."""
+        key, until = (path, sampling, max_pixels), time.monotonic() + _CALL_SECONDS
+        if self._key != key or self._next_index > first:
+            self._key, self._next_index, self._matrix = key, 0, None
+            self._steps = _decode_video(Path(path), sampling, max_pixels)
         try:
-            reader = self._find_reader(request)
-            frame = reader.read(request.first, _PATIENCE_SECONDS)
-        except ImageError as error:
-            self._close()
-            return {"end": True, "error": [error.code, str(error)]}, []
-        if frame is Progress.unfinished:
-            return {"pending": True}, []
-        if not isinstance(frame, VideoFrame):
-            self._close()
-            return {"end": True}, []
-        header: dict[str, Any] = {"index": frame.index, "seconds": frame.seconds, "sha256": reader.sha256}
-        if frame.pixels is None:
-            return {**header, "error": [frame.error.code, str(frame.error)] if frame.error else None}, []
-        return {**header, "size": frame.pixels.shape[:2]}, [frame.pixels.tobytes()]
+            for step in self._steps:
+                if step is not None and step[0].index >= first:
+                    return self._finish(*step)
+                if time.monotonic() > until:
+                    return True
+        except ImageError:
+            self._key = None
+            raise
+        self._key = None
+        return False
 
-    def _find_reader(self, request: FrameRequest) -> VideoReader:
-        key = (request.path, request.sampling)
-        if self._reader is None or self._key != key or self._reader.next_index > request.first:
-            self._close()
-            self._reader = VideoReader(Path(request.path), request.sampling, self.max_pixels)
-            self._key, self.in_use = key, True
-        return self._reader
-
-    def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-        self._reader, self.in_use = None, False
+    def _finish(self, info: FrameInfo, frame: Any, damaged: bool) -> Frame:
+        self._next_index = info.index + 1
+        if damaged:
+            why = "its data, or that of a frame that it is predicted from, is damaged"
+            return Frame(info, ImageError("corrupt_frame", why))
+        if self._matrix is None:
+            # once, since only the garbage collector frees a frame whose side data was read
+            data = [data for data in frame.side_data if data.type.name == "DISPLAYMATRIX"]
+            self._matrix = np.frombuffer(data[0], np.int32).tolist() if data else []
+        return Frame(info, _to_pixels(frame, self._matrix))
 
 
-class DecodedFrame(NamedTuple):
-    """A frame, and the digest of its video's file."""
+# of a worker process
+_open_video = _OpenVideo()
 
-    frame: VideoFrame
-    image_sha256: str
+
+def _read_in_worker(path: str, sampling: Sampling, first: int, max_pixels: int) -> Frame | bool:
+    return _open_video.read(path, sampling, first, max_pixels)
 
 
 class FrameReader:
     """Reads frames of videos, for one thread at a time; a context manager, which ends its process."""
 
     def __init__(self, max_pixels: int = MAX_PIXELS, *, isolate: bool = False, timeout: float | None = None) -> None:
-        """Start nothing yet.
+        """Start nothing yet; `isolate`: decode in a process, with a `timeout` in seconds without progress."""
+        self._max_pixels, self._timeout, self._open_video = max_pixels, timeout, _OpenVideo()
+        self._pool = WorkerPool(1, timeout) if isolate else None
 
-        Args:
-            max_pixels: width times height above which a video is refused.
-            isolate, timeout: decode in a process, with a limit of seconds without progress; None: no limit.
-        """
-        self._task, self._timeout = FrameTask(max_pixels), timeout
-        self._pool = ProcessPool(1, self._task, timeout) if isolate else None
-
-    def read(self, path: Path, sampling: Sampling, first: int = 0) -> DecodedFrame | None:
+    def read(self, path: Path, sampling: Sampling, first: int = 0) -> Frame | None:
         """Return the next of the chosen frames from the index `first` on; None after the last one.
 
         Frames that are read in order are decoded once.
@@ -112,47 +282,33 @@ class FrameReader:
             StoppedEarly: no process can be started. MissingExtra: PyAV is not installed.
         """
         require_pyav()
-        request = FrameRequest(str(path), sampling, first)
+        arguments, crashes = (str(path), sampling, first, self._max_pixels), 0
         while True:
             try:
-                header, pixels = self._ask(request)
+                if self._pool is None:
+                    frame = self._open_video.read(*arguments)
+                else:
+                    frame = self._pool.call(_read_in_worker, *arguments)
             except WorkerCrashed as crash:
-                raise ImageError("decoder_crashed", f"its decoder {crash}") from None
+                # the first crash may be a lack of memory; a new process decodes up to the frame again
+                crashes += 1
+                if crashes < 2:
+                    continue
+                raise ImageError("decoder_crashed", f"its decoder {crash}, each of 2 times") from None
             except WorkerTimeout:
-                limit = f"for {self._timeout:g} s" if self._timeout else ""
-                raise ImageError("decode_timeout", f"its decoder stood still {limit}; raise --decode-timeout") from None
-            if "pending" in header:
-                continue
-            error = ImageError(*map(str, header["error"])) if header.get("error") else None
-            if "end" in header:
-                if error is not None:
-                    raise error
+                why = f"its decoder stood still for {self._timeout or 0:g} s; raise --decode-timeout"
+                raise ImageError("decode_timeout", why) from None
+            if not isinstance(frame, bool):
+                return frame
+            if not frame:
                 return None
-            seconds = None if header["seconds"] is None else float(header["seconds"])
-            return DecodedFrame(VideoFrame(int(header["index"]), seconds, pixels, error), str(header["sha256"]))
-
-    def close(self) -> None:
-        """End the process."""
-        if self._pool is not None:
-            self._pool.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *details: object) -> None:
-        self.close()
-
-    def _ask(self, request: FrameRequest) -> tuple[dict[str, Any], NDArray[np.uint8] | None]:
         if self._pool is not None:
-            return self._pool.call(request, _read_response)
-        return _read_response(*self._task(request, NO_OP_TIMER, no_claim))
-
-
-def _read_response(header: dict[str, Any], parts: Sequence[Data]) -> tuple[dict[str, Any], NDArray[np.uint8] | None]:
-    return header, np.frombuffer(parts[0], np.uint8).reshape(*header["size"], 3) if parts else None
-
-
-_HOW = "choose its frames by `infer --every 1s`, or --every 30 for every 30th, or name one: {}#frame=0"
+            self._pool.close()
 
 
 @dataclass(frozen=True)
@@ -164,12 +320,7 @@ class VideoOptions:
     isolate: bool = False
     timeout: float | None = None
 
-    def open_reader(self) -> FrameReader:
-        """Return a reader of the frames."""
-        return FrameReader(self.max_pixels, isolate=self.isolate, timeout=self.timeout)
 
-
-_BEHIND_THE_END = 10**15
 # for a call that takes only named frames
 NO_VIDEOS = VideoOptions()
 
@@ -192,8 +343,7 @@ def parse_frame_name(name: str) -> FrameName | None:
 
 def check_video_input(text: str, sampling: Sampling | None) -> None:
     """Raise UsageError for a video on a server, or without a choice of frames, and MissingExtra without PyAV."""
-    frame = parse_frame_name(text)
-    if frame is not None:
+    if parse_frame_name(text) is not None:
         require_pyav()
     elif is_video_name(text) and is_url(text):
         raise UsageError(f"{text}: videos are read from disks only; download it first")
@@ -205,14 +355,14 @@ def check_video_input(text: str, sampling: Sampling | None) -> None:
 
 def expand_videos(items: Iterable[InputImage], options: VideoOptions) -> Iterator[InputImage]:
     """Yield the images, with the chosen frames in place of each video, after them an error if it is damaged."""
-    with options.open_reader() as reader:
+    with FrameReader(options.max_pixels, isolate=options.isolate, timeout=options.timeout) as reader:
         for item in items:
             if item.error is not None or not isinstance(item.source, Path):
                 yield item
             elif (name := parse_frame_name(str(item.source))) is not None:
                 yield _read_frame(reader, name, item)
             elif is_video_name(item.source.name):
-                yield from _frames(reader, item, item.source, options.sampling)
+                yield from _sample_frames(reader, item, item.source, options.sampling)
             else:
                 yield item
 
@@ -223,52 +373,46 @@ def undivided_error(video: Path) -> ImageError:
 
 
 def find_frame(reader: FrameReader, path: Path, item: InputImage, *, at_end: bool = False) -> InputImage:
-    """Return a recorded image with the pixels of its frame; an image that is not a frame stays as it is.
+    """Return the recorded image at `path` with the pixels of its frame; an image that is not a frame stays as it is.
 
-    Args:
-        reader: reads the frame.
-        path: where the image is now.
-        item: the image.
-        at_end: read all of a video that has an error record, to find its error.
+    `at_end`: read all of a video that has an error record, to find its error.
     """
     name = parse_frame_name(str(path))
     if name is None and at_end and is_video_name(path.name) and os.path.isfile(path):
-        name = FrameName(str(path), _BEHIND_THE_END)
+        name = FrameName(str(path), _AFTER_THE_END)
     return item if name is None else _read_frame(reader, name, item)
 
 
 def _read_frame(reader: FrameReader, name: FrameName, item: InputImage) -> InputImage:
     """Return the image with the pixels of the frame, or with its error."""
     try:
-        found = reader.read(Path(name.video), ALL_FRAMES, name.index)
+        frame = reader.read(Path(name.video), ALL_FRAMES, name.index)
     except ImageError as error:
         return replace(item, error=error)
-    if found is None:
+    if frame is None:
         return replace(item, error=ImageError("not_found", f"{name.video} has no frame {name.index}"))
-    return _with_frame(item, Path(name.video), found)
+    return _with_frame(item, frame)
 
 
-def _frames(reader: FrameReader, item: InputImage, video: Path, sampling: Sampling | None) -> Iterator[InputImage]:
+def _sample_frames(
+    reader: FrameReader, item: InputImage, video: Path, sampling: Sampling | None
+) -> Iterator[InputImage]:
     if sampling is None:
         yield replace(item, error=undivided_error(video))
         return
-    first = 0
-    while True:
-        try:
-            found = reader.read(video, sampling, first)
-        except ImageError as error:
-            yield replace(item, error=error)
-            return
-        if found is None:
-            return
-        first = found.frame.index + 1
-        mark = f"#frame={found.frame.index:06d}"
-        yield _with_frame(InputImage.at(Path(f"{video}{mark}"), f"{item.relative}{mark}"), video, found)
-        # a frame may take tens of megabytes, and the next one is decoded meanwhile
-        del found
+    try:
+        first = 0
+        while (frame := reader.read(video, sampling, first)) is not None:
+            first = frame.info.index + 1
+            mark = f"#frame={frame.info.index:06d}"
+            yield _with_frame(InputImage.at(Path(f"{video}{mark}"), f"{item.relative}{mark}"), frame)
+            # a frame may take tens of megabytes, and the next one is decoded meanwhile
+            del frame
+    except ImageError as error:
+        yield replace(item, error=error)
 
 
-def _with_frame(item: InputImage, video: Path, found: DecodedFrame) -> InputImage:
-    frame = found.frame
-    info = FrameInfo(video, frame.index, frame.seconds, found.image_sha256)
-    return replace(item, source=item.source if frame.pixels is None else frame.pixels, error=frame.error, frame=info)
+def _with_frame(item: InputImage, frame: Frame) -> InputImage:
+    if isinstance(frame.content, ImageError):
+        return replace(item, error=frame.content, frame=frame.info)
+    return replace(item, source=frame.content, frame=frame.info)

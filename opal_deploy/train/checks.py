@@ -46,8 +46,7 @@ def read_keep_off(name: str) -> bytes:
         return Path(name).read_bytes()
     except OSError as error:
         raise UsageError(
-            f"--keep-off {name}: cannot be read ({error.strerror}); expected a COCO file, Label Studio's JSON "
-            f"export, or {OUTSIDE}"
+            f"--keep-off {name}: cannot be read ({error.strerror}); expected a COCO file or {OUTSIDE}"
         ) from None
 
 

@@ -248,8 +248,7 @@ class TrainRunOptions(RecipeOverrides):
     keep_off: Annotated[
         StrPath | None,
         Option(
-            "Keep the attention off these regions: a COCO file, Label Studio's JSON export, or `outside` for all but "
-            "the data set's objects.",
+            "Keep the attention off these regions: a COCO file, or `outside` for all but the data set's objects.",
             default="none", cli=str, panel=_DATA,
         ),
     ] = None  # fmt: skip

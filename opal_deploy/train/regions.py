@@ -70,7 +70,7 @@ def read_regions(data: DataSet, keep_off: str) -> Regions:
     """Return the regions of a data set's training images.
 
     Args:
-        keep_off: a COCO file, Label Studio's JSON export, or `outside`.
+        keep_off: a COCO file, or `outside`.
 
     Raises:
         UsageError: the file is damaged or has none of the images; or the data set's objects are unknown.
@@ -105,7 +105,7 @@ def _read_file(path: Path, data: DataSet) -> list[ImageAnnotation]:
     if not any(region.boxes for region in regions):
         raise UsageError(
             f"--keep-off {path}: no regions for any of the {len(regions):,} training images, such as "
-            f"{data.train[0].path.name}; expected a file_name (Label Studio: data.image) that ends the image's path"
+            f"{data.train[0].path.name}; expected a file_name that ends the image's path"
         )
     return regions
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.metadata import Metadata, with_current_names
 from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
 from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
-from opal_deploy.predict.decode_budget import raise_pillow_limit
 from opal_deploy.predict.decoder_pool import DecoderPool
 from opal_deploy.predict.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests
 from opal_deploy.predict.prediction import BatchPredictor
+from opal_deploy.predict.prepare import raise_pillow_limit
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.decision import THRESHOLDS, Decision

@@ -96,9 +96,9 @@ def make_pipe(folder):
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
-        (boxes, "", "columns none; expected image with x0,y0,x1,y1 or x,y,width,height"),
-        (boxes, "image;x0;y0;x1;y1\na.jpg;1;2;3;4\n", "columns image;x0;y0;x1;y1; expected image with"),
-        (boxes, "image,x0,y0\na.jpg,1,2\n", "columns image, x0, y0; expected"),
+        (boxes, "", "columns none; expected image,x0,y0,x1,y1 or image,x,y,width,height"),
+        (boxes, "image;x0;y0;x1;y1\na.jpg;1;2;3;4\n", "columns image;x0"),
+        (boxes, "image,x0,y0\na.jpg,1,2\n", "columns image, x0, y0"),
         (boxes, HEADER, "no boxes in it"),
         (boxes, HEADER + "a.jpg,1,2,3,4\nb.jpg,1,two,3,4\n", "line 3 has no four numbers in x0, y0, x1, y1"),
         (boxes, HEADER + "a.jpg,1,2,3\n", "line 2 has no four numbers"),
@@ -117,8 +117,8 @@ def make_pipe(folder):
         (boxes, "{" + '"a":[' * 200_000, "not a COCO file"),
         (boxes, coco(annotations=[]), "no boxes in it"),
         (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3, 4]}] * 2), "two boxes for a.jpg"),
-        (labels, "", "columns none; expected image and label"),
-        (labels, "image,class\na,b\n", "columns image, class; expected image and label"),
+        (labels, "", "columns none"),
+        (labels, "image,class\na,b\n", "columns image, class"),
         (labels, "image,label\n", "no labels in it"),
         (labels, "image,label\na\n", "line 2 lacks an image's name or its label"),
         (labels, "image,label\n,x\n", "line 2 lacks an image's name or its label"),

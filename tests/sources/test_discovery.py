@@ -156,7 +156,7 @@ def test_a_list_names_one_path_a_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ([], "no images given; expected folders, files, globs, or -"),
+        ([], "no images given"),
         (["here.jpg", "misspelt.jpg"], "misspelt.jpg: no such file or folder"),
         (["x" * 5000], "no such file or folder"),
         (["@none.txt"], "@none.txt: no such list; expected a text file with one path per line"),

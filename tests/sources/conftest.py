@@ -30,12 +30,12 @@ def s3_endpoint():
 @pytest.fixture
 def use_endpoint(monkeypatch):
     """Let this process, and those that it starts, find S3 at an endpoint."""
-    from opal_deploy.storage import filesystem
+    from opal_deploy import remote
 
     def use(endpoint):
         for name, value in {**_KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(filesystem, "_filesystems", {})
+        monkeypatch.setattr(remote, "_filesystems", {})
 
     return use
 

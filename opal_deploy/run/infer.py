@@ -1,0 +1,251 @@
+"""The whole story of `opal-deploy infer`: images in, a run directory with records, drawings, tables and a report out.
+
+`infer` tells it; the steps in their order, with the modules that do the work:
+
+    find images        `inputs`: folders, files, globs, archives, lists, videos, with crops and labels
+    open the model     `setup`, which checks the whole call
+    acquire the folder `directory`: one process writes there, an interrupted run is resumed
+    decode, predict    `predict.executor`: batches through the model, records in the order of the images
+    draw, append       `drawing`, and `results`, which holds only whole lines at any moment
+    finish             tables, report.html, summary.json
+
+A run of several processes is the same story once per shard, each in a folder of its own, see `shards`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+from opal_deploy.errors import ImageError, StoppedEarly
+from opal_deploy.logs import as_progress
+from opal_deploy.options import StrPath
+from opal_deploy.predict.executor import fewer_collections, open_decoders, predict_batches
+from opal_deploy.records.record import Record
+from opal_deploy.records.run_files import RESULTS
+from opal_deploy.records.tables import open_table
+from opal_deploy.run.completed import InferenceRun
+from opal_deploy.run.directory import DEFAULT_OUT, RunDirectory, acquire_run_dir
+from opal_deploy.run.drawing import Drawer, Thumbnails, open_report, prepare_folders
+from opal_deploy.run.interrupt import Interrupt, handle_signals
+from opal_deploy.run.options import InferOptions
+from opal_deploy.run.results import RecordWriter, has_drawings, load_resume_point, read_records
+from opal_deploy.run.setup import OpenModel, RunOptions, RunSetup, prepare_run
+from opal_deploy.run.shards import Recovery, ShardJob, join_shards, run_shards
+from opal_deploy.run.summary import Accuracy, Summary
+from opal_deploy.runtime.session import Session
+from opal_deploy.sources.image import InputImage
+from opal_deploy.timing import StageTimer
+
+NO_RECOVERY = Recovery()
+
+
+def infer(
+    images: Sequence[str],
+    model: StrPath | OpenModel | None,
+    options: InferOptions,
+    recovery: Recovery | None = None,
+) -> InferenceRun:
+    """Classify images and write a run directory; see `opal_deploy.run_inference` for arguments and errors.
+
+    `recovery` is given to a shard whose process is supervised.
+    """
+    setup = prepare_run(images, model, options)
+    with acquire_run_dir(setup.out, setup.config, resume=options.resume, overwrite=options.overwrite) as directory:
+        if directory.state == "finished":
+            return setup.return_finished(directory)
+        if setup.out is None and directory.root != Path(DEFAULT_OUT):
+            options.log(f"{DEFAULT_OUT} holds another run; this one writes to {directory.root}")
+        summary, timer, started = Summary(), StageTimer(), time.perf_counter()
+        if setup.inputs.labels is not None:
+            summary.accuracy = Accuracy(frozenset(setup.model.metadata.class_names))
+        directory.write_config(setup.layout)
+        try:
+            with setup.interrupt.running(), fewer_collections():
+                _run(setup, directory, summary, timer, recovery)
+            document = setup.write_summary(directory, summary.end(timer, started))
+            setup.upload(directory)
+        except KeyboardInterrupt:
+            setup.write_early_summary(directory, summary.end(timer, started), "interrupted")
+            options.log(f"Interrupted: {summary.total} records are in {directory.root}; {setup.resume_hint()}")
+            raise
+        except StoppedEarly as error:
+            setup.write_early_summary(directory, summary.end(timer, started), str(error))
+            raise error if recovery else StoppedEarly(f"{error}; {setup.resume_hint()}") from None
+        directory.remove_shards()
+        return setup.describe_run(directory, summary, document)
+
+
+def _run(
+    setup: RunSetup, directory: RunDirectory, summary: Summary, timer: StageTimer, recovery: Recovery | None
+) -> None:
+    """Write all records, here or by shards, and then tables and report; raise KeyboardInterrupt if it was stopped."""
+    interrupt, sign, out = setup.interrupt, setup.signer_of(directory), directory.root
+    progress, counter = as_progress(setup.options.progress), setup.inputs.counter()
+    thumbnails: Thumbnails = {}
+
+    def report(summary: Summary) -> None:
+        failed = summary.statuses["error"]
+        progress(summary.total, counter.total, f"{failed} failed" if failed else "")
+
+    # the total is reported before the first batch is done
+    with counter.notify(lambda total: progress(summary.total, total, "")):
+        if setup.shards is None:
+            options = setup.run_options(out)
+            doing = "Explaining" if options.report is not None else "Classifying"
+            options.log(f"{doing} with {setup.model.path} in {setup.runtime}, batches of {options.inference.batch}")
+            thumbnails = write_records(
+                setup.images, setup.sessions, options, summary=summary, interrupt=interrupt, timer=timer, report=report,
+                sign=sign, recovery=recovery or NO_RECOVERY,
+            )  # fmt: skip
+        else:
+            setup.runtime = run_shards(
+                setup.shards, out, setup.config, run_shard, interrupt, lambda n: progress(n, counter.total, ""), timer
+            )
+            options = setup.run_options(out)
+            if not interrupt.stopped:
+                join_shards(setup.shards.dirs(out), out, summary, interrupt, setup.max_errors, sign)
+    if interrupt.stopped:
+        raise KeyboardInterrupt
+    if summary.accuracy is not None:
+        summary.accuracy.unused_rows = setup.inputs.unused_labels()
+    # a supervised shard leaves them to the run that it is part of
+    if recovery is None:
+        write_tables_and_report(options, summary, thumbnails)
+
+
+def run_shard(job: ShardJob, recovery: Recovery) -> bool:
+    """Run a shard in this process, and return whether it is complete; False: it was interrupted."""
+    begun: list[int] = []
+
+    def stop_after(done: int, total: int | None, note: str) -> None:
+        begun.append(done)
+        if recovery.note is not None and done - begun[0] >= recovery.alone:
+            interrupt.requested = True
+
+    with handle_signals(lambda _: None) as interrupt:
+        try:
+            infer(job.images, job.model, replace(job.options, interrupt=interrupt, progress=stop_after), recovery)
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+def write_records(
+    images: Iterator[InputImage],
+    sessions: Sequence[Session],
+    options: RunOptions,
+    *,
+    summary: Summary,
+    interrupt: Interrupt,
+    timer: StageTimer,
+    report: Callable[[Summary], None] = lambda _: None,
+    sign: Callable[[Record], Record] | None = None,
+    recovery: Recovery = NO_RECOVERY,
+) -> Thumbnails:
+    """Classify every image, and append exactly one record for each, in order, to those in `options.out`.
+
+    Args:
+        images: all images of the run.
+        sessions: of one model.
+        options: what is written, and when the run ends.
+        summary: counts all records, even if the run fails.
+        interrupt: stops the run gracefully on request.
+        timer: receives the times of every stage.
+        report: is called after each write of records.
+        sign: signs each record before it is written; None: no record is signed.
+        recovery: see `Recovery`.
+
+    Returns:
+        Thumbnails of the report's first images.
+
+    Raises:
+        StoppedEarly: the disk is full, a device was lost, or too many images failed; the records so far are whole.
+        UsageError: `options.out` cannot be written to, holds records of other images, or `images` raised it.
+    """
+    started = time.perf_counter()
+    out, inference = options.out, replace(options.inference, one_at_a_time=recovery.note is not None)
+    resumed = load_resume_point(out, images, summary.count)
+    summary.resumed = resumed.count
+    if resumed.count or resumed.damaged:
+        damage = f"; {resumed.damaged} damaged bytes after them are dropped" if resumed.damaged else ""
+        options.log(f"{out}: {resumed.count} records are there already{damage}")
+    options.check_errors(summary)
+    remaining = _recover(interrupt.stop_when_requested(images), resumed.count, recovery)
+    thumbnails: Thumbnails = {}
+    with ExitStack() as stack:
+        writer = stack.enter_context(RecordWriter(out / RESULTS, resumed.size, resumed.count))
+        prepare_folders(
+            out, overlays=options.report is not None, sheets=options.sheets is not None, first=resumed.count
+        )
+        decoders = stack.enter_context(open_decoders(sessions, inference, timer))
+        batches = predict_batches(remaining, sessions, inference, decoders, timer, options.log, first=resumed.count)
+        # otherwise its threads would live as long as an exception's traceback
+        stack.enter_context(closing(batches))
+        groups: Iterator[list[Record]] = ([result.record for result in results] for results in batches)
+        if inference.keep_images:
+            drawer = stack.enter_context(
+                Drawer(
+                    out, options.report, options.sheets, inference, decoders.processes,
+                    thumbnails=thumbnails, timer=timer,
+                )
+            )  # fmt: skip
+            drawn = drawer.draw_all(itertools.chain.from_iterable(batches), resumed.count)
+            groups = ([record] for record in drawn)
+        elif options.max_errors is not None:
+            # nothing is written after the error that exceeds the limit
+            groups = ([record] for group in groups for record in group)
+        for group in groups:
+            count = writer.count
+            try:
+                with timer.waiting("disk"), timer.stage("write"):
+                    records = group if sign is None else [*map(sign, group)]
+                    writer.write(*records)
+            finally:
+                for record in records[: writer.count - count]:
+                    summary.count(record)
+            if summary.seconds_to_first_record is None:
+                summary.seconds_to_first_record = time.perf_counter() - started
+            report(summary)
+            options.check_errors(summary)
+    return thumbnails
+
+
+def _recover(images: Iterator[InputImage], first: int, recovery: Recovery) -> Iterator[InputImage]:
+    """Yield the images from number `first` on, the one that ended the process with an error."""
+    for number, image in enumerate(images, first):
+        if recovery.note is not None:
+            recovery.note.write_text(str(number), encoding="ascii")
+        if number == recovery.crashed_at:
+            message = f"the process that predicted it {recovery.crash}, with no other image in flight"
+            yield replace(image, error=ImageError("worker_died", message))
+        else:
+            yield image
+
+
+def write_tables_and_report(options: RunOptions, summary: Summary, thumbnails: Thumbnails) -> None:
+    """Write report and tables, and check that the drawings are there, in one pass over the records.
+
+    Raises:
+        StoppedEarly: the disk is full, or a drawing is gone.
+    """
+    out, draws = options.out, options.inference.keep_images
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(open_table(out, kind)) for kind in options.formats]
+        if options.report is not None:
+            page = open_report(out, options.report, summary.total, summary.folder or "", thumbnails)
+            outputs.append(stack.enter_context(page))
+        if not (outputs or draws):
+            return
+        for number, record in enumerate(read_records(out / RESULTS), 1):
+            if draws and not has_drawings(out, record):
+                raise StoppedEarly(
+                    f"{out}: a drawing of record {number}, {record.image}, was removed during the run; leave the "
+                    "folder as it is until the run ends"
+                )
+            for add in outputs:
+                add(record)

@@ -1,0 +1,203 @@
+"""Shards as tasks of a Ray cluster, with Ray's own placement, resources and retries. Ray is imported only here.
+
+A task runs its shard in a process of its own, as on one machine, so that what ends that process does not end the task.
+A node that is lost costs its shards' processes: Ray starts the tasks elsewhere, where they are resumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from opal_deploy.artifact.engine_file import sidecar_path
+from opal_deploy.artifact.files import model_kind
+from opal_deploy.errors import OpalError, UsageError, first_line, require
+from opal_deploy.records.run_files import RESULTS, RUN
+from opal_deploy.remote import is_url
+from opal_deploy.run.directory import RunConfig
+from opal_deploy.run.interrupt import Interrupt
+from opal_deploy.run.shards import RecordCounter, RunShard, ShardJob, ShardPlan, supervise_shard
+from opal_deploy.worker_pool import WorkerPool
+
+LOCAL = "local"
+_CONNECT_SECONDS = 10.0
+# default cores of a shard without a GPU: many small ones keep the cores busier than few large ones
+_DEFAULT_CPUS = 4
+# times that a task is started again after its node was lost
+_RETRIES = 5
+_POLL_SECONDS = 0.2
+
+
+def run_on_ray(
+    plan: ShardPlan,
+    out: Path,
+    config: RunConfig,
+    run_shard: RunShard,
+    interrupt: Interrupt,
+    report: Callable[[int], None],
+) -> None:
+    """Run the shards of a plan on a cluster, and set their number if the call does not; see `run_shards`."""
+    out, log = out.absolute(), plan.options.log
+    with _connect(str(plan.options.ray)) as ray:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        gpus, cpus, places = choose_size(nodes, plan.options.ray_cpus)
+        size = f"a GPU and {cpus} CPUs" if gpus else f"{cpus} CPUs"
+        plan.cpus, plan.devices = cpus, ("cuda" if gpus else "cpu",) * (plan.options.shards or places)
+        log(f"Ray {ray.__version__}: {len(plan.devices)} shards, each with {size}; {places} fit at a time")
+        jobs = plan.find_missing(out, config)
+        files = [plan.model, *([sidecar_path(plan.model)] if model_kind(plan.model) == "engine" else [])]
+        model = ray.put({file.name: file.read_bytes() for file in files})
+        task = ray.remote(_run_task).options(
+            num_cpus=cpus, num_gpus=gpus, max_retries=_RETRIES, scheduling_strategy="SPREAD"
+        )
+        running = {task.remote(job, run_shard, model, os.getcwd()): job for job in jobs}
+        progress, complete = RecordCounter([folder / RESULTS for folder in plan.dirs(out)]), True
+        try:
+            while running and not interrupt.requested:
+                done, _ = ray.wait(list(running), timeout=_POLL_SECONDS)
+                for reference in done:
+                    complete &= _take_result(ray.get, reference, running.pop(reference))
+                report(progress.count())
+        finally:
+            # what is left is interrupted: its records are whole, and the same call resumes it
+            for reference in running:
+                ray.cancel(reference, force=True)
+        interrupt.stopped = bool(running) or not complete
+
+
+def _take_result(get: Callable[[Any], Any], reference: Any, job: ShardJob) -> bool:
+    """Return whether a shard is complete; raise its error, without Ray's traceback."""
+    import ray
+
+    try:
+        result = get(reference)
+    except ray.exceptions.RayError as error:
+        raise OpalError(f"{job.name}: {first_line(error)}") from error
+    if isinstance(result, OpalError):
+        raise result
+    return bool(result)
+
+
+def choose_size(nodes: list[dict[str, float]], cpus: int | None) -> tuple[int, int, int]:
+    """Return GPUs and cores of a shard, and how many fit on the nodes at a time.
+
+    Args:
+        nodes: the resources of each living node, as Ray names them.
+        cpus: cores of a shard without a GPU; None: a GPU with its share of the cores, or without GPUs four cores, or
+            the smallest node's.
+
+    Raises:
+        UsageError: no node has room for a shard.
+    """
+    cores = [int(node.get("CPU", 0)) for node in nodes]
+    with_gpu = [(int(node["GPU"]), int(node.get("CPU", 0))) for node in nodes if node.get("GPU") and node.get("CPU")]
+    if cpus is None and with_gpu:
+        share = max(1, min(cpu // gpu for gpu, cpu in with_gpu))
+        return 1, share, sum(min(gpu, cpu // share) for gpu, cpu in with_gpu)
+    cpus = cpus or min([_DEFAULT_CPUS, *filter(None, cores)])
+    places = sum(count // cpus for count in cores)
+    if not places:
+        raise UsageError(
+            f"--ray: the largest of {len(nodes)} nodes has {max(cores, default=0)} CPUs, and a shard takes {cpus}; "
+            "start nodes first, or give a smaller --ray-cpus"
+        )
+    return 0, cpus, places
+
+
+def _run_task(job: ShardJob, run_shard: RunShard, model: dict[str, bytes], folder: str) -> bool | OpalError:
+    """Run a shard on a node; errors that a user can cause are returned, since Ray would wrap them in tracebacks."""
+    try:
+        with suppress(OSError):  # where all paths are absolute, it need not be there
+            os.chdir(folder)
+        if not is_url(str(job.options.out)) and not (Path(str(job.options.out)) / RUN).exists():
+            raise UsageError(
+                f"{job.options.out}: a node of the cluster does not see it; expected --out on storage that all nodes "
+                "share, or a URL in a bucket"
+            )
+        with TemporaryDirectory(prefix="opal-deploy-") as local, WorkerPool(1) as pool:
+            for name, data in model.items():
+                (Path(local) / name).write_bytes(data)
+            # the shard checks its digest
+            job = replace(job, model=Path(local) / job.model.name)
+            return supervise_shard(job, pool, run_shard, threading.Event(), lambda _: None)
+    except OpalError as error:
+        return error
+
+
+@contextmanager
+def _connect(address: str) -> Iterator[Any]:
+    """Connect this process to a cluster while the block runs, and yield the module `ray`.
+
+    Args:
+        address: `local` starts Ray on this machine's loopback address until the end of the block; `auto` uses the
+            cluster that this machine belongs to; else HOST:PORT of its head.
+
+    Raises:
+        UsageError: there is no such cluster. MissingExtra: Ray is not installed.
+    """
+    require("ray", "ray", "--ray")
+    if "://" in address:
+        raise UsageError(
+            f"--ray {address}: Ray Client holds no run of this kind; run opal-deploy on a node of the cluster with "
+            "--ray auto, for instance as `ray job submit -- opal-deploy infer ... --ray auto`"
+        )
+    host, _, port = address.partition(":")
+    if port:
+        try:
+            # otherwise Ray prints and waits for minutes
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        except (ValueError, OverflowError, OSError) as error:
+            raise _no_connection(address, error) from None
+    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.CRITICAL}
+    # read when Ray is imported
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address == LOCAL:
+        # other users of this machine can reach its ports
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        options["include_dashboard"] = False
+    if address == LOCAL or host.startswith("127."):
+        # otherwise Ray replaces a loopback address by this machine's outer one, where such a cluster has no node
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    if host.startswith("127."):
+        options["_node_ip_address"] = host
+    import ray
+
+    try:
+        with _signal_handlers_kept():
+            ray.init(**options)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _no_connection(address, error) from None
+    try:
+        yield ray
+    finally:
+        with _signal_handlers_kept():
+            ray.shutdown()
+
+
+def _no_connection(address: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"--ray {address}: no connection ({first_line(error)}); expected local, auto on a node of a cluster, or "
+        "HOST:PORT of its head from such a node, with RAY_AUTH_MODE=token where the cluster wants a token"
+    )
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Restore the handlers of SIGINT and SIGTERM, which Ray replaces."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,411 @@
+"""A run of several processes: N contiguous shards of the list of images, each an ordinary run in a folder of its own.
+
+The shards are processes of this machine, tasks of a Ray cluster (`ray_tasks`), or were run by hand with `--shard i/n`,
+as Kubernetes indexed jobs or SLURM arrays. They lie in `OUT/shards/i-of-n`, where each is resumed like any run. When
+all are complete, their records and drawings are joined in `OUT` in the order of the images.
+
+A process that ends during a run is started again. If it ends repeatedly, it predicts the next images one at a time,
+which names the image that ends it: that one gets an error record, and the rest of the shard goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from msgspec import structs
+
+from opal_deploy.artifact.files import read_json
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.logs import Log
+from opal_deploy.records.record import Answered, Record
+from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHARDS, SHEETS, SUMMARY, overlay_name, sheet_name
+from opal_deploy.remote import download_folder, redact
+from opal_deploy.run.directory import IMAGES, RunConfig, inspect_run_dir
+from opal_deploy.run.interrupt import Interrupt
+from opal_deploy.run.options import InferOptions
+from opal_deploy.run.results import RecordWriter, read_records
+from opal_deploy.run.summary import ErrorLimit, Summary
+from opal_deploy.runtime.devices import available_cpus, default_workers, split_devices
+from opal_deploy.sources.discovery import LIST_MARK, STDIN, stdin_lines
+from opal_deploy.timing import StageTime, StageTimer, StageTimes
+from opal_deploy.worker_pool import WorkerCrashed, WorkerPool
+
+# crashes until images are predicted one at a time, how many of them are, and crashes that end the run
+_CRASHES_IN_BATCHES, _ALONE, _MAX_CRASHES = 2, 128, 20
+# records that are joined at a time
+_JOINED = 1000
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a shard goes on after its process ended.
+
+    Attributes:
+        crashed_at: number of the image that ended it, which gets an error record; None: none.
+        crash: how it ended, completing "it ...".
+        note: file that receives the number of each image before it begins; then images are predicted one at a time.
+        alone: number of images after which the shard returns, if `note` is given.
+    """
+
+    crashed_at: int | None = None
+    crash: str = ""
+    note: Path | None = None
+    alone: int = _ALONE
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One shard: the arguments of `infer`, and its run directory."""
+
+    images: list[str]
+    model: Path
+    options: InferOptions
+    out: Path
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"shard {self.options.shard}"
+
+
+# runs a shard in this process, and returns whether it is complete; False: it was interrupted
+RunShard: TypeAlias = Callable[[ShardJob, Recovery], bool]
+
+
+def shard_dir(out: Path, index: int, count: int) -> Path:
+    """Return the run directory of a shard of the run in `out`."""
+    return out / SHARDS / f"{index}-of-{count}"
+
+
+@dataclass
+class ShardPlan:
+    """The shards of a run.
+
+    Attributes:
+        images, options: of the call.
+        devices: the device of each shard; set once a cluster's size is known.
+        cpus: CPUs that each shard may keep busy.
+        model, model_sha256: the model's file and its hex digest.
+        upload_to: URL of the run; where nodes share no storage, each uploads its shards there.
+        crashes: processes that ended.
+    """
+
+    images: list[str]
+    options: InferOptions
+    devices: tuple[str, ...] = ()
+    cpus: int = 1
+    model: Path = Path()
+    model_sha256: str = ""
+    upload_to: str | None = None
+    crashes: int = 0
+
+    def dirs(self, out: Path) -> list[Path]:
+        """Return the run directories of the shards of the run in `out`."""
+        return [shard_dir(out, index, len(self.devices)) for index in range(1, len(self.devices) + 1)]
+
+    def jobs(self, out: Path) -> list[ShardJob]:
+        """Return the shards of the run in `out`."""
+        options, count = self.options, len(self.devices)
+        jobs = []
+        for index, (device, folder) in enumerate(zip(self.devices, self.dirs(out), strict=True), 1):
+            own = replace(
+                options,
+                out=out if options.ray is None or self.upload_to is None else self.upload_to,
+                shard=f"{index}/{count}", shards=None, ray=None, ray_cpus=None, device=device,
+                threads=max(1, options.threads // count) if options.threads else self.cpus,
+                workers=max(1, options.workers // count) if options.workers else default_workers(self.cpus),
+                expect_sha256=self.model_sha256, sign=None, formats=(), overwrite=False,
+                log=_ignore, progress=None, interrupt=None,
+            )  # fmt: skip
+            jobs.append(ShardJob(self.images, self.model, own, folder))
+        return jobs
+
+    def find_missing(self, out: Path, config: RunConfig) -> list[ShardJob]:
+        """Return the shards that are not complete; raise UsageError if one is of another run than `config`."""
+        missing = []
+        for job in self.jobs(out):
+            if self.upload_to is not None and not job.out.exists():
+                # it may have been run elsewhere
+                download_folder(part_url(self.upload_to, job.out), job.out)
+            own = {**config, IMAGES: list(map(redact, job.images)), "shard": job.options.shard}
+            own.pop("sign", None)
+            if inspect_run_dir(job.out, own).state != "finished":
+                missing.append(job)
+        return missing
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the entry of summary.json."""
+        return {"count": len(self.devices), "crashes": self.crashes}
+
+
+def plan_shards(images: Sequence[str], options: InferOptions, *, model_is_open: bool) -> ShardPlan | None:
+    """Return the shards of a call; None if this process classifies all images.
+
+    Raises:
+        UsageError: options contradict each other, or an open model.
+    """
+    if options.ray is None and options.ray_cpus is not None:
+        raise UsageError(
+            "--ray-cpus without --ray: it is the size of a shard there; give --ray local, auto or HOST:PORT"
+        )
+    if options.ray is not None and options.device != "auto":
+        raise UsageError(
+            f"--device {options.device} with --ray: every shard has one GPU, or with --ray-cpus N that many CPUs; "
+            "leave out --device"
+        )
+    asked = options.ray is not None or (options.shards or 1) > 1
+    if options.shard is not None and (asked or options.sign is not None):
+        raise UsageError(
+            f"--shard {options.shard} runs one shard; --shards, --ray and --sign belong to the call that joins them"
+        )
+    if asked and model_is_open:
+        raise UsageError("model: other processes open it; give the path of the model file")
+    if options.ray is not None:
+        return ShardPlan(list(images), options)
+    devices = split_devices(options.device)
+    count = 1 if options.shard is not None or model_is_open else options.shards or len(devices)
+    if count == 1:
+        return None
+    # GPUs in turn: of more processes than GPUs, several share one
+    names = tuple(devices[number % len(devices)] for number in range(count))
+    return ShardPlan(list(images), options, names, max(1, available_cpus() // count))
+
+
+def _ignore(_: str) -> None:
+    """Print nothing: all shards would print the same."""
+
+
+def _copy_stdin(out: Path) -> str:
+    """Write the list on standard input to a file that every shard reads, and return it as an input."""
+    path = out / SHARDS / "stdin.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
+        stream.writelines(f"{line}\n" for line in stdin_lines(sys.stdin))
+    return f"{LIST_MARK}{path}"
+
+
+def part_url(url: str, folder: Path) -> str:
+    """Return the URL of a shard in the run at `url`."""
+    return f"{url.rstrip('/')}/{SHARDS}/{folder.name}"
+
+
+def run_shards(
+    plan: ShardPlan,
+    out: Path,
+    config: RunConfig,
+    run_shard: RunShard,
+    interrupt: Interrupt,
+    report: Callable[[int], None],
+    timer: StageTimer,
+) -> str:
+    """Run all shards that are not complete, and return their runtimes and devices in one line.
+
+    Args:
+        plan: the shards.
+        out, config: the run directory, and the configuration of the run.
+        run_shard: runs one of them.
+        interrupt: stops them gracefully on request.
+        report: receives the number of records so far.
+        timer: receives the times of all shards.
+
+    Raises:
+        StoppedEarly, UsageError: a shard raised it, and the others were stopped.
+    """
+    plan.images = [_copy_stdin(out) if image == STDIN else image for image in plan.images]
+    if plan.options.ray is None:
+        plan.options.log(f"{len(plan.devices)} shards, each with {plan.cpus} of {available_cpus()} CPUs")
+        _run_here(plan, out, plan.find_missing(out, config), run_shard, interrupt, report)
+    else:
+        from opal_deploy.run.ray_tasks import run_on_ray
+
+        run_on_ray(plan, out, config, run_shard, interrupt, report)
+        if plan.upload_to is not None and not interrupt.stopped:
+            plan.find_missing(out, config)
+    runtimes: dict[str, None] = {}
+    for folder in plan.dirs(out):
+        with suppress(OSError, ValueError):
+            document = read_json(folder / SUMMARY)
+            runtimes[document["runtime"]] = None
+            stages = tuple(StageTime(**row) for row in document["time"]["stages"])
+            timer.add_times(StageTimes(stages, tuple(document["time"]["waits"].items())))
+    return f"{len(plan.devices)} shards: {'; '.join(runtimes)}"
+
+
+def _run_here(
+    plan: ShardPlan,
+    out: Path,
+    jobs: list[ShardJob],
+    run_shard: RunShard,
+    interrupt: Interrupt,
+    report: Callable[[int], None],
+) -> None:
+    """Run shards as processes of this machine."""
+    if not jobs:
+        return
+    stopping = threading.Event()
+    progress = RecordCounter([folder / RESULTS for folder in plan.dirs(out)])
+
+    def supervise(job: ShardJob) -> bool:
+        try:
+            return supervise_shard(job, pool, run_shard, stopping, plan.options.log, plan)
+        except BaseException:
+            stopping.set()
+            raise
+
+    with WorkerPool(len(jobs)) as pool, ThreadPoolExecutor(len(jobs), "shard") as threads:
+        futures = [threads.submit(supervise, job) for job in jobs]
+        told = False
+        while wait(futures, _POLL_SECONDS).not_done:
+            report(progress.count())
+            if interrupt.requested:
+                stopping.set()
+            if stopping.is_set() and not told:
+                told = True
+                pool.interrupt()
+        report(progress.count())
+    interrupt.stopped = not all(future.result() for future in futures)
+
+
+def supervise_shard(
+    job: ShardJob,
+    pool: WorkerPool,
+    run_shard: RunShard,
+    stopping: threading.Event,
+    log: Log,
+    plan: ShardPlan | None = None,
+) -> bool:
+    """Run a shard in a process of a pool until it is complete, whatever ends the process; return False if stopped.
+
+    Raises:
+        StoppedEarly: the process ends again and again.
+    """
+    recovery, in_batches, crashes = Recovery(), 0, 0
+    while not stopping.is_set():
+        try:
+            if pool.call(run_shard, job, recovery):
+                return True
+        except WorkerCrashed as crash:
+            if stopping.is_set():
+                break
+            crashes += 1
+            if plan is not None:
+                plan.crashes += 1
+            if crashes == _MAX_CRASHES:
+                raise StoppedEarly(f"{job.name}: its process {crash}, and did so {crashes} times") from None
+            begun = _read_note(recovery.note)
+            if begun is not None:
+                log(f"{job.name}: its process {crash} with image {begun + 1} alone, which gets an error record")
+                recovery, in_batches = Recovery(begun, str(crash)), 0
+                continue
+            in_batches += 1
+            log(f"{job.name}: its process {crash}; it is started again")
+            recovery = Recovery()
+            if in_batches >= _CRASHES_IN_BATCHES:
+                recovery = Recovery(note=job.out / ".begun")
+        else:
+            # the images that were predicted alone are done, and no process ended
+            recovery, in_batches = Recovery(), 0
+    return False
+
+
+def _read_note(note: Path | None) -> int | None:
+    """Return the number of the image that was begun last, and remove the note; None without one."""
+    if note is None:
+        return None
+    try:
+        number = int(note.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    note.unlink()
+    return number
+
+
+@dataclass
+class RecordCounter:
+    """Counts the lines of files that others append to."""
+
+    paths: Sequence[Path]
+    _places: dict[Path, tuple[int, int]] = field(default_factory=dict)
+
+    def count(self) -> int:
+        """Return the number of whole lines in all files."""
+        for path in self.paths:
+            size, lines = self._places.get(path, (0, 0))
+            with suppress(OSError), path.open("rb") as stream:
+                if os.fstat(stream.fileno()).st_size < size:
+                    # a resumed run cut off damaged lines
+                    size = lines = 0
+                stream.seek(size)
+                while data := stream.read(1 << 20):
+                    size, lines = size + len(data), lines + data.count(b"\n")
+            self._places[path] = size, lines
+        return sum(lines for _, lines in self._places.values())
+
+
+def join_shards(
+    shards: Sequence[Path],
+    out: Path,
+    summary: Summary,
+    interrupt: Interrupt,
+    max_errors: ErrorLimit | None = None,
+    sign: Callable[[Record], Record] | None = None,
+) -> None:
+    """Write the records of complete shards to a run directory in order, and move their drawings there.
+
+    It begins anew after an interruption: a drawing may have been moved already.
+
+    Args:
+        shards: their run directories, in order.
+        out: the run directory.
+        summary: counts the records.
+        interrupt: stops the join on request.
+        max_errors: raise StoppedEarly if more images failed.
+        sign: signs each record; None: none is signed.
+
+    Raises:
+        StoppedEarly: the disk is full, or too many images failed.
+    """
+    numbered = enumerate((shard, record) for shard in shards for record in read_records(shard / RESULTS))
+    with RecordWriter(out / RESULTS) as writer:
+        records: list[Record] = []
+        for number, (shard, record) in numbered:
+            if interrupt.requested:
+                interrupt.stopped = True
+                return
+            record = _move_record(record, number, shard, out)
+            records.append(record if sign is None else sign(record))
+            summary.count(records[-1])
+            if len(records) == _JOINED:
+                writer.write(*records)
+                records = []
+        writer.write(*records)
+    if max_errors is not None:
+        max_errors.check(summary)
+
+
+def _move_record(record: Record, number: int, shard: Path, out: Path) -> Record:
+    """Return a record with its number in the whole run, after moving its drawings."""
+    changes: dict[str, Any] = {"image_index": number}
+    if isinstance(record, Answered):
+        for kind, name, rename in ((OVERLAYS, record.overlay, overlay_name), (SHEETS, record.sheet, sheet_name)):
+            if name is None:
+                continue
+            new = rename(number, record.image)
+            changes[kind.removesuffix("s")] = new
+            target = out / new
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with suppress(FileNotFoundError):
+                    (shard / name).replace(target)
+            except OSError as error:
+                raise StoppedEarly(f"{target}: cannot be written ({error.strerror or error}); make room") from None
+    return structs.replace(record, **changes)
