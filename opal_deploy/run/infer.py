@@ -216,12 +216,12 @@ def write_records(
 
 
 def _recover(images: Iterator[InputImage], first: int, recovery: Recovery) -> Iterator[InputImage]:
-    """Yield the images from number `first` on, the one that ended the process with an error."""
+    """Yield the images from number `first` on, those that ended the process with an error."""
     for number, image in enumerate(images, first):
         if recovery.note is not None:
             recovery.note.write_text(str(number), encoding="ascii")
-        if number == recovery.crashed_at:
-            message = f"the process that predicted it {recovery.crash}, with no other image in flight"
+        if number in recovery.crashed:
+            message = f"the process that predicted it {recovery.crashed[number]}, with no other image in flight"
             yield replace(image, error=ImageError("worker_died", message))
         else:
             yield image

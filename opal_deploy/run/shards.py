@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -38,8 +38,10 @@ from opal_deploy.sources.discovery import LIST_MARK, STDIN, stdin_lines
 from opal_deploy.timing import StageTime, StageTimer, StageTimes
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool
 
-# crashes until images are predicted one at a time, how many of them are, and crashes that end the run
-_CRASHES_IN_BATCHES, _ALONE, _MAX_CRASHES = 2, 128, 20
+# crashes until images are predicted one at a time, and how many of them are
+_CRASHES_IN_BATCHES, _ALONE = 2, 128
+# the run ends after so many crashes that no image explains, or images that end a shard's process
+_MAX_UNEXPLAINED, _MAX_CRASHED = 5, 20
 # records that are joined at a time
 _JOINED = 1000
 _POLL_SECONDS = 0.2
@@ -50,14 +52,12 @@ class Recovery:
     """How a shard goes on after its process ended.
 
     Attributes:
-        crashed_at: number of the image that ended it, which gets an error record; None: none.
-        crash: how it ended, completing "it ...".
+        crashed: how it ended, completing "it ...", by the numbers of images that ended it, which get error records.
         note: file that receives the number of each image before it begins; then images are predicted one at a time.
         alone: number of images after which the shard returns, if `note` is given.
     """
 
-    crashed_at: int | None = None
-    crash: str = ""
+    crashed: Mapping[int, str] = field(default_factory=dict)
     note: Path | None = None
     alone: int = _ALONE
 
@@ -272,7 +272,9 @@ def _run_here(
                 told = True
                 pool.interrupt()
         report(progress.count())
-    interrupt.stopped = not all(future.result() for future in futures)
+    # all of them: the error of one is why the others were stopped
+    complete = [future.result() for future in futures]
+    interrupt.stopped = not all(complete)
 
 
 def supervise_shard(
@@ -288,32 +290,30 @@ def supervise_shard(
     Raises:
         StoppedEarly: the process ends again and again.
     """
-    recovery, in_batches, crashes = Recovery(), 0, 0
+    crashed: dict[int, str] = {}
+    unexplained, note = 0, None
     while not stopping.is_set():
         try:
-            if pool.call(run_shard, job, recovery):
+            if pool.call(run_shard, job, Recovery(crashed, note)):
                 return True
         except WorkerCrashed as crash:
             if stopping.is_set():
                 break
-            crashes += 1
             if plan is not None:
                 plan.crashes += 1
-            if crashes == _MAX_CRASHES:
-                raise StoppedEarly(f"{job.name}: its process {crash}, and did so {crashes} times") from None
-            begun = _read_note(recovery.note)
-            if begun is not None:
-                log(f"{job.name}: its process {crash} with image {begun + 1} alone, which gets an error record")
-                recovery, in_batches = Recovery(begun, str(crash)), 0
-                continue
-            in_batches += 1
-            log(f"{job.name}: its process {crash}; it is started again")
-            recovery = Recovery()
-            if in_batches >= _CRASHES_IN_BATCHES:
-                recovery = Recovery(note=job.out / ".begun")
+            number = _read_note(note)
+            if number is None:
+                unexplained += 1
+                log(f"{job.name}: its process {crash}; it is started again")
+            else:
+                unexplained, crashed[number] = 0, str(crash)
+                log(f"{job.name}: its process {crash} with image {number + 1} alone, which gets an error record")
+            if unexplained == _MAX_UNEXPLAINED or len(crashed) == _MAX_CRASHED:
+                raise StoppedEarly(f"{job.name}: its process {crash}, again and again") from None
         else:
             # the images that were predicted alone are done, and no process ended
-            recovery, in_batches = Recovery(), 0
+            unexplained = 0
+        note = job.out / ".begun" if unexplained >= _CRASHES_IN_BATCHES else None
     return False
 
 
