@@ -35,7 +35,7 @@ from opal_deploy.run.interrupt import Interrupt, handle_signals
 from opal_deploy.run.options import InferOptions
 from opal_deploy.run.results import RecordWriter, has_drawings, load_resume_point, read_records
 from opal_deploy.run.setup import OpenModel, RunOptions, RunSetup, prepare_run
-from opal_deploy.run.shards import Recovery, ShardJob, join_shards, run_shards
+from opal_deploy.run.shards import Recovery, ShardJob, join_shards, run_here, run_shards
 from opal_deploy.run.summary import Accuracy, Summary
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.image import InputImage
@@ -103,8 +103,18 @@ def _run(
                 sign=sign, recovery=recovery or NO_RECOVERY,
             )  # fmt: skip
         else:
+            launch = run_here
+            if setup.options.ray is not None:
+                from opal_deploy.run.ray_tasks import run_on_ray as launch
             setup.runtime = run_shards(
-                setup.shards, out, setup.config, run_shard, interrupt, lambda n: progress(n, counter.total, ""), timer
+                launch,
+                setup.shards,
+                out,
+                setup.config,
+                run_shard,
+                interrupt,
+                lambda n: progress(n, counter.total, ""),
+                timer,
             )
             options = setup.run_options(out)
             if not interrupt.stopped:

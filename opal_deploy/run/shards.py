@@ -79,6 +79,8 @@ class ShardJob:
 
 # runs a shard in this process, and returns whether it is complete; False: it was interrupted
 RunShard: TypeAlias = Callable[[ShardJob, Recovery], bool]
+# runs the missing shards of a plan; the arguments are those of `run_here`
+Launch: TypeAlias = "Callable[[ShardPlan, Path, RunConfig, RunShard, Interrupt, Callable[[int], None]], None]"
 
 
 def shard_dir(out: Path, index: int, count: int) -> Path:
@@ -199,6 +201,7 @@ def part_url(url: str, folder: Path) -> str:
 
 
 def run_shards(
+    launch: Launch,
     plan: ShardPlan,
     out: Path,
     config: RunConfig,
@@ -210,6 +213,7 @@ def run_shards(
     """Run all shards that are not complete, and return their runtimes and devices in one line.
 
     Args:
+        launch: `run_here`, or `ray_tasks.run_on_ray`.
         plan: the shards.
         out, config: the run directory, and the configuration of the run.
         run_shard: runs one of them.
@@ -221,15 +225,10 @@ def run_shards(
         StoppedEarly, UsageError: a shard raised it, and the others were stopped.
     """
     plan.images = [_copy_stdin(out) if image == STDIN else image for image in plan.images]
-    if plan.options.ray is None:
-        plan.options.log(f"{len(plan.devices)} shards, each with {plan.cpus} of {available_cpus()} CPUs")
-        _run_here(plan, out, plan.find_missing(out, config), run_shard, interrupt, report)
-    else:
-        from opal_deploy.run.ray_tasks import run_on_ray
-
-        run_on_ray(plan, out, config, run_shard, interrupt, report)
-        if plan.upload_to is not None and not interrupt.stopped:
-            plan.find_missing(out, config)
+    launch(plan, out, config, run_shard, interrupt, report)
+    if plan.upload_to is not None and not interrupt.stopped:
+        # those that a cluster's nodes uploaded
+        plan.find_missing(out, config)
     runtimes: dict[str, None] = {}
     for folder in plan.dirs(out):
         with suppress(OSError, ValueError):
@@ -240,15 +239,17 @@ def run_shards(
     return f"{len(plan.devices)} shards: {'; '.join(runtimes)}"
 
 
-def _run_here(
+def run_here(
     plan: ShardPlan,
     out: Path,
-    jobs: list[ShardJob],
+    config: RunConfig,
     run_shard: RunShard,
     interrupt: Interrupt,
     report: Callable[[int], None],
 ) -> None:
-    """Run shards as processes of this machine."""
+    """Run the shards that are not complete as processes of this machine; see `run_shards`."""
+    plan.options.log(f"{len(plan.devices)} shards, each with {plan.cpus} of {available_cpus()} CPUs")
+    jobs = plan.find_missing(out, config)
     if not jobs:
         return
     stopping = threading.Event()

@@ -103,7 +103,7 @@ def is_countable(text: str) -> bool:
     if os.path.isdir(text):
         return True
     if text.startswith(LIST_MARK):
-        return not any(is_url(line) or is_archive_name(line) for line in file_lines(Path(text.removeprefix(LIST_MARK))))
+        return not any(map(is_archive_name, file_lines(Path(text.removeprefix(LIST_MARK)))))
     return not any(is_archive_name(name) and not name.lower().endswith(".zip") for name in [text, *expand_glob(text)])
 
 
