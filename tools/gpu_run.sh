@@ -347,7 +347,10 @@ demo() {
 
 reproduce() {
   [ -n "${PRINT:-}" ] || { [ -d "${CUB100:-}" ] && [ -f "${RESNET50:-}" ]; } || return
-  local run=("${opal[@]}" reproduce methods --data "cub100=${CUB100:-CUB100}" --backbone resnet50 --weights "${RESNET50:-RESNET50}" --out "$work/reproduce")
+  # the paper's recipe with this file of weights; the rows name the backbone
+  sed "s|^weights = .*|weights = \"${RESNET50:-RESNET50}\"|" opal_deploy/train/recipes/paper.toml > "$work/reproduce.toml"
+  local run=("${opal[@]}" reproduce backbones --row ResNet-50 --row "ResNet-50, OPAL" --data "cub100=${CUB100:-CUB100}"
+    --recipe "$work/reproduce.toml" --out "$work/reproduce")
   # seed by seed: what is finished when the time is over is a table already
   step reproduce "$(($(left) - 15))" "${run[@]}"
   step reproduce_table 10 "${run[@]}" --show --format json && keep "$work/output" reproduce.json

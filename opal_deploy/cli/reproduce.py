@@ -3,142 +3,84 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from opal_deploy.cli.console import print_json, print_message, progress
-from opal_deploy.errors import OpalError, StoppedEarly, UsageError, require
-from opal_deploy.train.options import ReproduceOptions
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.options import Option, Options
 
-if TYPE_CHECKING:
-    from opal_deploy.train.reproduce.plan import TrainingPlan
-    from opal_deploy.train.reproduce.results import DatasetSource
+_TABLES = "methods, backbones, ablation, prototypes, distances, beyond, collapse, parts, or components."
+_DATA = (
+    "NAME=FOLDER, repeatable: the paper's cub, cars, pets, dogs, flowers, imagenet, caltech101, dtd, sun397, or any "
+    "other name for a data set of your own."
+)
 
 
-def reproduce(
-    table: Annotated[
-        str,
-        typer.Argument(
-            help="methods, backbones, ablation, prototypes, distances, beyond, collapse, parts, or components."
-        ),
-    ],
-    options: ReproduceOptions,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions(Options):
+    """The options of `reproduce`."""
+
+    data: Annotated[tuple[str, ...], Option(_DATA, cli=list[str])] = ()
+    row: Annotated[tuple[str, ...], Option("Only rows whose name contains this text, repeatable.", cli=list[str])] = ()
+    seeds: Annotated[str, Option("Seeds, separated by commas.")] = "0,1,2"
+    recipe: Annotated[str, Option("paper, or a .toml file.")] = "paper"
+    out: Annotated[Path, Option("Folder of all runs; tables share it.")] = Path("runs/reproduce")
+    dry_run: Annotated[bool, Option("List the runs and their folders.")] = False
+    show: Annotated[bool, Option("Train nothing; print the table of finished runs.")] = False
+    output: Annotated[
+        Literal["text", "json", "markdown"], Option("Format of the table on stdout.", flag="--format")
+    ] = "text"
+
+
+def reproduce(table: Annotated[str, typer.Argument(help=_TABLES)], options: ReproduceOptions) -> None:
     """Train the runs that a table of the paper still needs, and print our results next to the paper's.
 
     Repeat the command to continue: finished runs are kept, an interrupted run is resumed, and tables share runs.
     """
-    for package in ("torch", "torchvision", "matplotlib"):
-        require(package, "train", "opal-deploy reproduce")
-    from opal_deploy.train.reproduce.render import check_chart
-    from opal_deploy.train.reproduce.results import run_plan
+    from opal_deploy.train.reproduce import is_main_process, make_plan, render, tabulate, train_runs
 
-    sources = _parse_sources(list(options.data))
-    plan = _make_plan(table, options, sources)
-    if options.chart is not None:
-        check_chart(plan, options.chart)
+    folders, seeds = _parse_data(options.data), [part.strip() for part in options.seeds.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in seeds) or len(set(map(int, seeds))) < len(seeds):
+        raise UsageError(f"--seeds {options.seeds!r}: expected different whole numbers with commas, such as 0,1,2")
+    plan = make_plan(table, list(folders), list(map(int, seeds)), options.recipe, options.out, options.row)
     if options.dry_run:
-        _print_runs(plan, options.out, options.tflops)
+        for run in plan.runs:
+            print(f"{run}  {'finished' if run.is_finished else 'to do'}  {run.folder}")
+        print_message(f"{len(plan.runs)} runs, {sum(not run.is_finished for run in plan.runs)} to do")
         return
-    failures: list[OpalError] = []
-    # torchrun runs this command in every process; one of them prints
-    from opal_deploy.train.machine import is_main_process
-
-    is_main = is_main_process()
+    failures = []
     if not options.show:
+        if not folders:
+            names = ", ".join(plan.table["datasets"])
+            raise UsageError(f"no data set: give --data NAME=FOLDER, of {names} or of your own; --dry-run needs none")
+        # torchrun runs this command in every process; one of them prints
+        log = print_message if is_main_process() else lambda line: None
         with progress("reproducing") as advance:
-            log = print_message if is_main else lambda line: None
-            failures = run_plan(plan, sources, progress=advance, log=log)
-    if is_main:
-        _print_table(plan, options)
-        if failures:
-            is_usage = any(isinstance(failure, UsageError) for failure in failures)
-            raise (UsageError if is_usage else StoppedEarly)(
-                f"{len(failures)} of the runs failed: {'; '.join(map(str, failures))}"
-            )
-
-
-def _make_plan(table: str, options: ReproduceOptions, sources: Mapping[str, DatasetSource]) -> TrainingPlan:
-    from opal_deploy.train.recipe import load_recipe
-    from opal_deploy.train.reproduce.plan import load_table, make_plan
-
-    paper_table = load_table(table)
-    datasets = list(sources)
-    if not datasets and (options.dry_run or options.show):
-        datasets = [column.dataset for column in paper_table.columns]
-    if not datasets:
-        names = ", ".join(dict.fromkeys(column.dataset for column in paper_table.columns))
-        raise UsageError(f"no data set: give --data NAME=FOLDER, of {names} or of your own; --dry-run needs none")
-    return make_plan(
-        paper_table, list(dict.fromkeys(datasets)), _parse_seeds(options.seeds), load_recipe(options.recipe),
-        options.to_sections(), options.out, only=options.row,
-    )  # fmt: skip
-
-
-def _print_table(plan: TrainingPlan, options: ReproduceOptions) -> None:
-    from opal_deploy.train.reproduce import render
-
+            failures = train_runs(plan, folders, options.recipe, advance, log)
+    if not is_main_process():
+        return
+    document = tabulate(plan)
     if options.output == "json":
-        print_json(render.to_json(plan))
+        print_json(document)
     else:
-        print(render.to_text(plan) if options.output == "text" else render.to_markdown(plan), end="", flush=True)
-    if options.chart is not None:
-        render.draw_prototypes(plan, options.chart)
-        print_message(f"{options.chart}: written")
+        print(render(plan, document, markdown=options.output == "markdown"), end="", flush=True)
+    if failures:
+        kind = UsageError if any(isinstance(error, UsageError) for error in failures) else StoppedEarly
+        raise kind(f"{len(failures)} of the runs failed: {'; '.join(map(str, failures))}")
 
 
-def _parse_sources(texts: list[str]) -> dict[str, DatasetSource]:
-    from opal_deploy.datasets.registry import DATASET_NAMES
-    from opal_deploy.train.reproduce.results import DatasetSource
-
-    sources: dict[str, DatasetSource] = {}
+def _parse_data(texts: tuple[str, ...]) -> dict[str, Path]:
+    """Return the data sets' folders by name."""
+    folders: dict[str, Path] = {}
     for text in texts:
-        name, equals, folder = text.partition("=")
-        if not equals or not folder or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-            raise UsageError(
-                f"--data {text!r}: expected NAME=FOLDER, such as cub=data/CUB_200_2011, the name of letters, digits, "
-                "'_', '-' and '.'"
-            )
-        if name in sources:
-            raise UsageError(f"--data {name} is given twice; give each data set once")
+        name, _, folder = text.partition("=")
+        if not folder or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name in folders:
+            raise UsageError(f"--data {text!r}: expected NAME=FOLDER, each NAME once, such as cub=data/CUB_200_2011")
         if not Path(folder).is_dir():
             raise UsageError(f"--data {text}: no such folder; give the data set's folder as it was unpacked")
-        sources[name] = DatasetSource(Path(folder), name if name in DATASET_NAMES else None)
-    return sources
-
-
-def _parse_seeds(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts) or len(set(map(int, parts))) < len(parts):
-        raise UsageError(f"--seeds {text!r}: expected different whole numbers separated by commas, such as 0,1,2")
-    return [int(part) for part in parts]
-
-
-def _print_runs(plan: TrainingPlan, out: Path, tflops: float) -> None:
-    from opal_deploy.train.reproduce.plan import estimate_hours
-
-    hours, unknown, measured = 0.0, 0, 0
-    for run in plan.runs:
-        duration = estimate_hours(run, out, tflops)
-        state = "finished" if run.is_finished else "to do"
-        if duration is None:
-            time = "hours unknown"
-            unknown += not run.is_finished
-        else:
-            time = f"{duration.hours:.2f} GPU hours{' (rate measured here)' if duration.measured else ''}"
-            measured += duration.measured
-            hours += 0.0 if run.is_finished else duration.hours
-        print(f"{run.dataset}  {run.row.name}  seed {run.seed}  {state}  {time}  {run.folder}")
-    todo = sum(not run.is_finished for run in plan.runs)
-    print_message(
-        f"{len(plan.runs)} runs, {todo} to do, about {hours:.1f} GPU hours"
-        + (f", {unknown} unknown" if unknown else "")
-    )
-    if measured < len(plan.runs) - unknown:
-        print_message(
-            f"estimated from the backbones' counted operations at an assumed {tflops:g} TFLOP/s (--tflops); "
-            "a finished run in the same folder replaces the assumption"
-        )
+        folders[name] = Path(folder)
+    return folders

@@ -13,5 +13,5 @@ directory with a checkpoint.
     checkpoints          best.pt and last.pt, and the progress that they hold
     resume               comparing and restoring a stored run
     machine              processes, devices, precision, workers
-    reproduce            the paper's tables
+    reproduce            the paper's tables (paper.toml): missing runs, our metrics beside the paper's
 """

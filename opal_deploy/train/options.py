@@ -1,11 +1,11 @@
-"""The options of `train`, `train_model` and `reproduce`; None leaves an option to the recipe. Imports no torch."""
+"""The options of `train` and `train_model`; None leaves an option to the recipe. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from opal_deploy.artifact.documents import Distance
 from opal_deploy.logs import Log, ProgressChoice, log_line
@@ -20,7 +20,7 @@ _RECIPE_KEYS = {"size": "input_size", "head": "kind", "prototypes": "prototypes_
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOverrides(Options):
-    """Options that override a recipe, in one run or in all runs of a table."""
+    """Options that override a recipe."""
 
     backbone: Annotated[
         str | None,
@@ -295,33 +295,6 @@ class TrainRunOptions(RecipeOverrides):
     def recipe_name(self) -> str:
         """Return the recipe's name or path."""
         return "grounded" if self.recipe is None else os.fspath(self.recipe)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReproduceOptions(RecipeOverrides):
-    """The options of `reproduce`."""
-
-    data: Annotated[
-        tuple[str, ...],
-        Option(
-            "NAME=FOLDER, repeatable: the paper's cub, cars, pets, dogs, flowers, imagenet, caltech101, dtd, sun397, "
-            "or any other name for a data set of your own.",
-            cli=list[str],
-        ),
-    ] = ()
-    row: Annotated[tuple[str, ...], Option("Only rows whose name contains this text, repeatable.", cli=list[str])] = ()
-    seeds: Annotated[str, Option("Seeds, separated by commas.")] = "0,1,2"
-    recipe: Annotated[str, Option("paper, or a .toml file.")] = "paper"
-    out: Annotated[Path, Option("Folder of all runs; tables share it.")] = Path("runs/reproduce")
-    dry_run: Annotated[bool, Option("List the runs and estimate their GPU hours.")] = False
-    show: Annotated[bool, Option("Train nothing; print the table of finished runs.")] = False
-    tflops: Annotated[float, Option("Sustained TFLOP/s assumed by --dry-run.", min=0.001)] = 10.0
-    output: Annotated[
-        Literal["text", "json", "markdown"], Option("Format of the table on stdout.", flag="--format")
-    ] = "text"
-    chart: Annotated[
-        Path | None, Option("For `prototypes`: plot accuracy over m (Fig. 4), ours and the paper's; .png or .svg.")
-    ] = None
 
 
 def _to_toml_value(key: str, value: Any) -> Any:
