@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import UsageError, require
 from opal_deploy.options import Option, Options, StrPath, keywords
 from opal_deploy.records.record import Record
 
@@ -98,8 +98,10 @@ def find_drift(results: StrPath | Sequence[Record | Mapping[str, Any]], options:
             same.
 
     Raises:
+        MissingExtra: SciPy, of the extra `drift`, is not installed.
         UsageError: a file cannot be read, the results are not the model's, or there are too few.
     """
+    require("scipy", "drift", "drift")
     from opal_deploy.artifact.output_file import check_output
     from opal_deploy.auditing.answers import Answers
     from opal_deploy.records.drift import MIN_SAMPLE, DriftCounts

@@ -25,7 +25,6 @@ from opal_deploy.records.drift import DriftCounts
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answered
 from opal_deploy.records.shifts import Shift, interpret
-from opal_deploy.significance import kolmogorov_smirnov
 from opal_deploy.visualization.overlay import draw_evidence, embed_jpeg, show_photograph
 from opal_deploy.visualization.pages import Picture, render_page
 
@@ -151,14 +150,14 @@ def _compare_looks(before: _Examples, after: _Examples, root: Path) -> list[str]
     counts = tuple(map(len, looks))
     if min(counts) < _MEASURED // 2:
         return ["Sharpness and exposure were not compared: too few of the pictures were found; give --root."]
+    from scipy.stats import ks_2samp
+
     found, same = [], []
     for column, (name, low, high) in enumerate(
         (("sharpness", "blurrier", "sharper"), ("brightness", "darker", "brighter"))
     ):
         old, new = (values[:, column] for values in looks)
-        places = np.concatenate([old, new])
-        shares = [np.searchsorted(np.sort(values), places, "right") / len(values) for values in (old, new)]
-        p = kolmogorov_smirnov(float(np.abs(shares[0] - shares[1]).max()), *counts)
+        p = float(ks_2samp(old, new).pvalue)
         middles = np.median(old), np.median(new)
         if p > _MAX_P:
             same.append(name)

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
+from statistics import median
 from typing import Any, Self
 
 import numpy as np
@@ -22,7 +23,6 @@ import numpy as np
 from opal_deploy.bench.measurement import THROTTLED
 from opal_deploy.errors import install_command
 from opal_deploy.runtime.devices import GpuSensors, NvmlError, available_cpu_ids, parse_device
-from opal_deploy.statistics import percentile
 
 INTERVAL = 0.1
 BUSY = "busy"
@@ -193,7 +193,7 @@ def monitor_devices(*devices: str) -> Monitor:
 
 
 def _summarise(values: list[float]) -> dict[str, float]:
-    summary = {"min": min(values), "median": percentile(values, 50), "max": max(values)}
+    summary = {"min": min(values), "median": median(values), "max": max(values)}
     return {name: round(value, 2) for name, value in summary.items()}
 
 

@@ -22,7 +22,7 @@ from opal_deploy.bench.measurement import Figure
 from opal_deploy.bench.options import TimingOptions
 from opal_deploy.bench.targets import LoadedTarget
 from opal_deploy.runtime.session import ImageBatch, PaddingSession, PipelinedSession, Session, StagedSession, pinned
-from opal_deploy.statistics import mean, percentile, spread
+from opal_deploy.statistics import spread
 
 Clock = Callable[[], int]
 
@@ -89,7 +89,7 @@ class Timing:
     def latency(self, percent: float | None = None) -> Figure:
         """Return the batches' mean milliseconds, or a percentile of them, over all repeats and in each."""
         all_calls, *repeats = (
-            1e3 * (mean(calls) if percent is None else percentile(calls, percent))
+            1e3 * float(np.mean(calls) if percent is None else np.percentile(calls, percent))
             for calls in (np.concatenate(self.repeats), *self.repeats)
         )
         return Figure(all_calls, "ms", "lower", tuple(repeats))
@@ -120,7 +120,7 @@ def time_stages(session: Session, batches: Sequence[ImageBatch]) -> dict[str, Fi
     for name in ("host_to_device", "compute", "device_to_host"):
         values = [1e3 * seconds for call in stages if (seconds := getattr(call, name)) is not None]
         if values:
-            figures[f"{name}_ms"] = Figure(percentile(values, 50), "ms", "lower")
+            figures[f"{name}_ms"] = Figure(float(np.median(values)), "ms", "lower")
     return figures
 
 

@@ -34,14 +34,12 @@ def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
     if problems := find_header_problems(background):
         listed = shorten_list([f"{display_path(path, Path(folder))} ({why})" for path, why in problems.items()])
         raise UsageError(f"--background {folder}: cannot be used: {listed}; remove or replace them")
-    known = {sample.path for sample in (*data.train, *data.val, *data.test)}
-    paths = {sample.path for sample in background}
-    groups = find_identical_files(known | paths)
-    copies = {path for group in groups if known.intersection(group) for path in group}
-    if found := sorted(paths & (known | copies)):
-        listed = shorten_list([display_path(path, Path(folder)) for path in found])
+    known, paths = {sample.path for sample in data.select("all")}, {sample.path for sample in background}
+    copies = [path for group in find_identical_files(known | paths) if known.intersection(group) for path in group]
+    if both := sorted(paths.intersection([*known, *copies])):
+        listed = shorten_list([display_path(path, Path(folder)) for path in both])
         raise UsageError(
-            f"--background {folder}: {pluralize(len(found), 'image is', 'images are')} in {data.root} too: {listed}; "
+            f"--background {folder}: {pluralize(len(both), 'image is', 'images are')} in {data.root} too: {listed}; "
             "it is for out-of-distribution images"
         )
     return background

@@ -24,7 +24,6 @@ from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Box
 
 CUB_BOXES, CUB_IMAGES = "bounding_boxes.txt", "images.txt"
-
 _CUB_LINE = re.compile(r"\s*\d+(\s+[-+.\deE]+){4}\s*$")
 
 
@@ -77,19 +76,17 @@ def read_annotation_folder(folder: Path) -> dict[str, list[Box]]:
     Raises:
         UsageError: the folder holds no annotation, or one that cannot be read or has no box.
     """
-    found = sorted(p for p in folder.rglob("*") if p.suffix in ("", ".xml") and p.name[0] != "." and p.is_file())
     boxes: dict[str, list[Box]] = {}
-    for path in found:
-        try:
-            boxes[path.relative_to(folder).with_suffix("").as_posix()] = read_annotation(path)
-        except ANNOTATION_ERRORS as error:
-            raise UsageError(
-                f"{path}: not an annotation with a box ({error}); expected a folder of PASCAL VOC XML files only, one "
-                "per image, such as Stanford Dogs' Annotation/"
-            ) from None
-    if not boxes:
+    path = folder
+    try:
+        for path in sorted(p for p in folder.rglob("*") if p.suffix in ("", ".xml") and p.is_file()):
+            if not path.name.startswith("."):
+                boxes[path.relative_to(folder).with_suffix("").as_posix()] = read_annotation(path)
+        if not boxes:
+            raise ValueError("contains no annotations")
+    except ANNOTATION_ERRORS as error:
         raise UsageError(
-            f"{folder}: contains no annotations; give PASCAL VOC XML files (Stanford Dogs' Annotation/), or a CSV or "
-            "COCO file"
-        )
+            f"{path}: not an annotation with a box ({error}); expected a folder of PASCAL VOC XML files only, one per "
+            "image, such as Stanford Dogs' Annotation/, or a CSV or COCO file"
+        ) from None
     return boxes

@@ -2,7 +2,7 @@
 
     missing       listed, but no file: an error, or left out on request
     unreadable    a file without an image header: left out with a warning
-    unlisted      an image in the data set's folder that no list names: a warning
+    empty         a class or split without an image: an error for training and validation, else a warning
     duplicate     listed twice, or two files with the same bytes: a warning; both stay, as official lists have them
 
 Only image headers are read, except for EXIF-rotated images with boxes. Files are read in threads, because most of the
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,9 +23,15 @@ from typing import TypeVar
 
 from PIL import ExifTags, Image
 
-from opal_deploy.datasets.image_folder import EXTENSIONS
 from opal_deploy.datasets.listing import Listing
-from opal_deploy.datasets.samples import DataSet, Sample, classes_without_samples, display_path, pluralize, shorten_list
+from opal_deploy.datasets.samples import (
+    DataSet,
+    Sample,
+    classes_without_samples,
+    display_path,
+    pluralize,
+    shorten_list,
+)
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import Progress
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode, open_file
@@ -47,88 +53,67 @@ _CHUNK_SIZE = 8192
 def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Progress | None = None) -> DataSet:
     """Return the data set without unusable files, with a warning for each kind of finding.
 
-    Args:
-        listing: what an adapter read.
-        skip_missing: leave missing images out instead of raising.
-        progress: called while image headers are read.
-
     Raises:
-        UsageError: one line with the lists' problems, missing images, classes or splits with nothing left, and then all
-            other findings.
+        UsageError: one line with the lists' problems, missing images unless `skip_missing` leaves them out, classes or
+            splits with nothing left, and then all other findings.
     """
     data = listing.data
-    samples = [*data.train, *data.val, *data.test]
-    problems, warnings = list(listing.problems), list(data.warnings)
-
-    exists = _check_each(samples, lambda sample: os.path.isfile(sample.path))  # Path.is_file may raise
-    missing = [path for path, is_there in exists.items() if not is_there]
-    existing = [sample for sample in samples if exists[sample.path]]
-    unreadable = find_header_problems(existing, progress)
+    paths = list(dict.fromkeys(sample.path for sample in data.select("all")))
+    problems, warnings = list(listing.problems), []
+    # Path.is_file may raise
+    missing = [
+        path for path, is_there in zip(paths, _map_in_threads(os.path.isfile, paths), strict=True) if not is_there
+    ]
+    absent = {*missing}
+    unreadable = find_header_problems([s for s in data.select("all") if s.path not in absent], progress)
     # missing images are an error of their own: they do not also make a split empty
-    unusable = {*missing, *unreadable} if skip_missing else unreadable.keys()
+    unusable = absent | unreadable.keys() if skip_missing else unreadable.keys()
     train, val, test = ([s for s in split if s.path not in unusable] for split in (data.train, data.val, data.test))
     usable = replace(data, train=train, val=val, test=test)
 
     if missing:
         names = shorten_list([display_path(path, data.root) for path in missing])
-        of = pluralize(len(exists), "listed image", "listed images")
-        line = f"{pluralize(len(missing), f'of {of} is', f'of {of} are')} missing"
+        line = f"{len(missing):,} of {pluralize(len(paths), 'listed image', 'listed images')} missing"
         if skip_missing:
             warnings.append(f"{line} and left out: {names}")
         else:
             problems.append(f"{line}: {names} (--skip-missing leaves them out)")
     if unreadable:
         names = shorten_list([f"{display_path(path, data.root)} ({reason})" for path, reason in unreadable.items()])
-        files = pluralize(len(exists) - len(missing), "file", "files")
-        warnings.append(f"{len(unreadable):,} of {files} cannot be used, left out: {names}")
-    if unlisted := sorted(set(_walk_images(listing.image_folders)) - exists.keys()):
-        names = shorten_list([display_path(path, data.root) for path in unlisted])
-        warnings.append(f"skipped {pluralize(len(unlisted), 'image', 'images')} that no list names: {names}")
+        warnings.append(f"{pluralize(len(unreadable), 'file', 'files')} cannot be used, left out: {names}")
 
     if data.num_classes < 2:
         problems.append(f"{pluralize(data.num_classes, 'class', 'classes')} found, at least 2 are needed")
+    if same := [name for name, number in Counter(data.class_names).items() if number > 1]:
+        problems.append(f"several classes with the same name: {shorten_list(same)}")
     if not data.train:
         problems.append("no images to train on")
-    never_listed = classes_without_samples(data.train, data.class_names)
-    if never_listed:
-        problems.append(f"classes without a training image: {shorten_list(never_listed)}")
-    emptied = [name for name in classes_without_samples(usable.train, data.class_names) if name not in never_listed]
-    if emptied:
-        problems.append(f"no training image is left of {shorten_list(emptied)}")
-    if data.val and not usable.val:
+    if empty := classes_without_samples(usable.train, data.class_names):
+        problems.append(f"classes without a training image: {shorten_list(empty)}")
+    if data.val and not val:
         problems.append("no validation image is left")
-    if data.test and not usable.test:
+    for name, split in (("validation", val), ("test", test)):
+        if split and (lacking := classes_without_samples(split, data.class_names)):
+            warnings.append(f"classes without a {name} image: {shorten_list(lacking)}")
+    if data.test and not test:
         warnings.append("no test image is left")
     if problems:
-        also = [*warnings[len(data.warnings) :], *duplicate_warnings(usable)]
+        also = "; ".join([*warnings, *duplicate_warnings(usable)])
         raise UsageError(
-            f"{data.root}: {'; '.join(problems)}; {listing.advice}{'; also found: ' if also else ''}{'; '.join(also)}"
+            f"{data.root}: {'; '.join([*problems, listing.advice])}{'; also found: ' if also else ''}{also}"
         )
-    return replace(usable, warnings=warnings, skipped=[*missing, *unreadable])
+    return replace(usable, warnings=[*data.warnings, *warnings], skipped=[*missing, *unreadable])
 
 
 def find_header_problems(samples: list[Sample], progress: Progress | None = None) -> dict[Path, str]:
     """Return the unusable files, judged by their headers, with the reasons."""
-    reasons = _check_each(samples, _header_problem, progress)
-    return {path: reason for path, reason in reasons.items() if reason is not None}
-
-
-def _check_each(samples: list[Sample], check: Callable[[Sample], T], progress: Progress | None = None) -> dict[Path, T]:
-    results: dict[Path, T] = {}
-    for done, (sample, result) in enumerate(zip(samples, map_in_threads(check, samples), strict=True), 1):
-        results[sample.path] = result
+    reasons: dict[Path, str] = {}
+    for done, (sample, reason) in enumerate(zip(samples, _map_in_threads(_header_problem, samples), strict=True), 1):
+        if reason is not None:
+            reasons[sample.path] = reason
         if progress is not None:
             progress(done, len(samples), "reading headers")
-    return results
-
-
-def _walk_images(folders: tuple[Path, ...]) -> Iterator[Path]:
-    for folder in folders:
-        for parent, subfolders, names in os.walk(folder):
-            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-            for name in names:
-                if Path(name).suffix.lower() in EXTENSIONS and not name.startswith("."):
-                    yield Path(parent, name)
+    return reasons
 
 
 def _header_problem(sample: Sample) -> str | None:
@@ -143,48 +128,41 @@ def _header_problem(sample: Sample) -> str | None:
     except ImageError as error:
         return str(error)
     except Exception as error:  # Pillow's readers raise nearly anything for a damaged header; none of it is ours
-        return _explain_header(sample.path, error)
+        try:
+            with open_file(sample.path) as stream:
+                return (
+                    str(decode_error(error, stream, None, MAX_PIXELS)) if sample.path.stat().st_size else "zero bytes"
+                )
+        except ImageError as unreadable:
+            return str(unreadable)
     return None
-
-
-def _explain_header(path: Path, error: Exception) -> str:
-    try:
-        with open_file(path) as stream:
-            return str(decode_error(error, stream, None, MAX_PIXELS)) if path.stat().st_size else "zero bytes"
-    except ImageError as unreadable:
-        return str(unreadable)
 
 
 def duplicate_warnings(data: DataSet) -> list[str]:
     """Return lines about duplicate images in one split and class, in two splits, and with two labels."""
-    occurrences: dict[Path, list[tuple[str, Sample]]] = defaultdict(list)
-    for split, samples in (("train", data.train), ("val", data.val), ("test", data.test)):
-        for sample in samples:
-            occurrences[sample.path].append((split, sample))
-    groups = find_identical_files(occurrences)
-    grouped = {path for group in groups for path in group}
-    groups += [[path] for path, listed in occurrences.items() if len(listed) > 1 and path not in grouped]
-
-    same, splits, labels = [], [], []
+    listed: dict[Path, list[tuple[str, int]]] = defaultdict(list)
+    for split in ("train", "val", "test"):
+        for sample in data.select(split):
+            listed[sample.path].append((split, sample.label))
+    groups = find_identical_files(listed)
+    # one file, listed twice
+    groups += [[path] for path in listed.keys() - {path for group in groups for path in group} if len(listed[path]) > 1]
+    pairs: dict[str, list[str]] = defaultdict(list)
     for group in groups:
-        (split, first), *others = (occurrence for path in group for occurrence in occurrences[path])
-        for other_split, other in others:
-            a, b = display_path(first.path, data.root), display_path(other.path, data.root)
+        (first, split, label), *others = ((path, *entry) for path in group for entry in listed[path])
+        for other, other_split, other_label in others:
+            a, b = display_path(first, data.root), display_path(other, data.root)
             if split != other_split:
-                splits.append(f"{a} ({split}) = {b} ({other_split})")
-            if first.label != other.label:
-                labels.append(f"{a} ({data.class_names[first.label]}) = {b} ({data.class_names[other.label]})")
-            if (split, first.label) == (other_split, other.label):
-                same.append(f"{a} = {b}")
-    lines = {
-        "listed twice or byte-identical, in one split and class": same,
-        "listed or byte-identical in two splits, which biases results": splits,
-        "listed or byte-identical with two labels": labels,
-    }
+                pairs["in two splits, which biases results"].append(f"{a} ({split}) = {b} ({other_split})")
+            if label != other_label:
+                names = data.class_names[label], data.class_names[other_label]
+                pairs["with two labels"].append(f"{a} ({names[0]}) = {b} ({names[1]})")
+            elif split == other_split:
+                pairs["in one split and class"].append(f"{a} = {b}")
     return [
-        f"{pluralize(len(pairs), 'pair of images is', 'pairs of images are')} {what}: {shorten_list(pairs)}"
-        for what, pairs in lines.items()
-        if pairs
+        f"{pluralize(len(names), 'pair of images is', 'pairs of images are')} listed twice or byte-identical {where}: "
+        f"{shorten_list(names)}"
+        for where, names in pairs.items()
     ]
 
 
@@ -193,32 +171,25 @@ def find_identical_files(paths: Iterable[Path]) -> list[list[Path]]:
 
     Files are compared by size, then by a hash of the first 4 KB, then of the whole file, so few are read in full.
     """
-    groups = [list(paths)]
-    for key in (_file_size, partial(_hash_file, length=_HEAD_BYTES), _hash_file):
-        keys = map_in_threads(partial(_or_none, key), [path for group in groups for path in group])
-        groups = [part for group in groups for part in _split_by_key(group, keys)]
+    keys: dict[Path, tuple[Hashable, ...]] = dict.fromkeys(paths, ())
+    groups = [list(keys)]
+    for measure in (os.path.getsize, partial(_hash_file, length=_HEAD_BYTES), _hash_file):
+        candidates = [path for group in groups for path in group]
+        for path, key in zip(candidates, _map_in_threads(partial(_or_path, measure), candidates), strict=True):
+            keys[path] += (key,)
+        parts: dict[Hashable, list[Path]] = defaultdict(list)
+        for path in candidates:
+            parts[keys[path]].append(path)
+        groups = [part for part in parts.values() if len(part) > 1]
     return groups
 
 
-def _split_by_key(group: list[Path], keys: Iterator[Hashable]) -> list[list[Path]]:
-    """Return the parts of a group, of two or more files, that share a key; takes one of `keys` for each path."""
-    parts: dict[Hashable, list[Path]] = defaultdict(list)
-    for path in group:
-        parts[next(keys)].append(path)
-    # unreadable files equal no other; the header check names them
-    parts.pop(None, None)
-    return [part for part in parts.values() if len(part) > 1]
-
-
-def _or_none(key: Callable[[Path], Hashable], path: Path) -> Hashable:
+def _or_path(measure: Callable[[Path], Hashable], path: Path) -> Hashable:
+    """Return a measure of a file; the path of an unreadable one, which equals no other. The header check names it."""
     try:
-        return key(path)
+        return measure(path)
     except OSError:
-        return None
-
-
-def _file_size(path: Path) -> int:
-    return path.stat().st_size
+        return path
 
 
 def _hash_file(path: Path, length: int = -1) -> bytes:
@@ -226,7 +197,7 @@ def _hash_file(path: Path, length: int = -1) -> bytes:
         return hashlib.blake2b(file.read(length)).digest()
 
 
-def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+def _map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     """Yield the function's result for each item, computed in threads, in the order of the items."""
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for start in range(0, len(items), _CHUNK_SIZE):

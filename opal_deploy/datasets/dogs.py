@@ -4,8 +4,8 @@
     Annotation/<nXXXXXXXX-Breed>/<stem>     XML, without an extension
     train_list.mat, test_list.mat           in the folder itself or in lists/: file_list, labels (from 1)
 
-Class names are the folders' names in the order of the lists' labels. Images are cropped to the dog's box; if there are
-several, to the first, with a warning. The official split is used; it has no validation images.
+Kaggle's images/Images and annotations/Annotation are read, too. Class names are the folders' names in the order of the
+lists' labels. Images are cropped to the dog's box; if there are several, to the first, with a warning.
 """
 
 from __future__ import annotations
@@ -16,84 +16,42 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from opal_deploy.datasets.listing import (
-    Adapter,
-    LabeledPath,
-    Listing,
-    build_listing,
-    find_escaping_paths,
-    group_names,
-    has_files,
-    is_path_inside,
-    missing_files,
-    read_matlab,
-    require_files,
-)
-from opal_deploy.datasets.samples import Sample, pluralize, shorten_list
-from opal_deploy.errors import UsageError
+from opal_deploy.datasets.listing import Adapter, Listing, build_listing
+from opal_deploy.datasets.samples import Sample, shorten_list
+from opal_deploy.errors import UsageError, require
 from opal_deploy.preprocess.geometry import Box
 
-_TITLE = "Stanford Dogs"
 # LookupError: an unknown encoding
 ANNOTATION_ERRORS = (OSError, ElementTree.ParseError, ValueError, LookupError)
-_MAX_LABEL = 1_000_000
-_LISTS = {"train": "train_list.mat", "test": "test_list.mat"}
-
-
-def _is_dogs(folder: Path) -> bool:
-    images, annotation = find_folders(folder)
-    return images.is_dir() and (annotation.is_dir() or has_files(_find_lists(folder), *_LISTS.values()))
+_FILES = (
+    "Images/|images/Images/", "Annotation/|annotations/Annotation/",
+    "train_list.mat|lists/train_list.mat", "test_list.mat|lists/test_list.mat",
+)  # fmt: skip
 
 
 def _read_dogs(folder: Path) -> Listing:
-    """Read lists and boxes; annotations that are missing or damaged become problems.
+    """Read lists and boxes; annotations that are missing or damaged become a problem."""
+    images, annotation = find_folders(folder)
+    splits = {split: _read_list(folder, f"{split}_list.mat", images) for split in ("train", "test")}
+    breeds = sorted({(sample.label, sample.path.parent.name) for samples in splits.values() for sample in samples})
+    if [label for label, _ in breeds] != list(range(len(breeds))):
+        raise UsageError(f"{folder}: the lists' class ids and folders are not one to one; unpack lists.tar again")
+    faults: list[str] = []
 
-    Raises:
-        UsageError: folders or lists are missing or damaged.
-    """
-    (images, annotation), lists = find_folders(folder), _find_lists(folder)
-    missing = [f"{path.relative_to(folder)}/" for path in (images, annotation) if not path.is_dir()]
-    missing += missing_files(lists, _LISTS.values())
-    require_files(folder, _TITLE, missing, "unpack images.tar, annotation.tar and lists.tar there")
-    problems: list[str] = []
-    splits: dict[str, list[LabeledPath]] = {}
-    for split, file in _LISTS.items():
-        listed = _read_list(lists / file)
-        problems += find_escaping_paths((name for name, _ in listed), file, images.name)
-        splits[split] = [(images / name, label) for name, label in listed if is_path_inside(name)]
-    every = [pair for pairs in splits.values() for pair in pairs]
-    breeds, class_problems = group_names(every, lambda path: path.parent.name, "the lists")
-    class_names = [min(breeds.get(label, {f"label {label + 1}"})) for label in range(max(breeds, default=-1) + 1)]
-    listing = build_listing("dogs", folder, class_names, splits, image_folders=(images,))
-    findings: dict[str, list[str]] = {"missing": [], "without a readable box": [], "with several boxes": []}
-    train, test = (
-        [_add_box(sample, images, annotation, findings) for sample in split]
-        for split in (listing.data.train, listing.data.test)
-    )
-    several = findings.pop("with several boxes")
-    warnings = [f"images with several boxes, the first is used: {shorten_list(several)}"] if several else []
-    problems += class_problems + listing.problems
-    problems += [
-        f"annotations {what} in {annotation.name}/: {shorten_list(names)}" for what, names in findings.items() if names
-    ]
-    data = replace(listing.data, train=train, test=test, crop="boxes", warnings=warnings)
-    return replace(listing, data=data, problems=problems)
+    def add_box(sample: Sample) -> Sample:
+        name = "/".join(sample.path.with_suffix("").parts[-2:])
+        try:
+            return replace(sample, box=read_annotation(annotation / name)[0])
+        except ANNOTATION_ERRORS as error:
+            # of a missing image, only the image is reported
+            faults.extend([f"{name} ({error})"] if sample.path.is_file() else [])
+            return sample
 
-
-def _add_box(sample: Sample, images: Path, annotation: Path, findings: dict[str, list[str]]) -> Sample:
-    """Return a sample with its annotation's first box; adds the annotation's faults to `findings`."""
-    name = str(sample.path.relative_to(images).with_suffix(""))
-    try:
-        boxes = read_annotation(annotation / name)
-    except FileNotFoundError:
-        # if the image is missing too, only the image is reported
-        findings["missing"] += [name] if sample.path.is_file() else []
-        return sample
-    except ANNOTATION_ERRORS as error:
-        findings["without a readable box"].append(f"{name} ({error})")
-        return sample
-    findings["with several boxes"] += [name] if len(boxes) > 1 else []
-    return replace(sample, box=boxes[0])
+    splits = {split: [*map(add_box, samples)] for split, samples in splits.items()}
+    listing = build_listing("dogs", folder, [name for _, name in breeds], splits, crop="boxes")
+    if faults:
+        listing.problems.append(f"annotations missing or without a readable box: {shorten_list(faults)}")
+    return listing
 
 
 def read_annotation(path: Path) -> list[Box]:
@@ -111,24 +69,19 @@ def read_annotation(path: Path) -> list[Box]:
     return boxes
 
 
-def _read_list(path: Path) -> list[tuple[str, int]]:
-    """Return paths under the images' folder, and class indices from 0."""
-    variables = read_matlab(path)
-    if missing := [name for name in ("file_list", "labels") if name not in variables]:
-        raise UsageError(f"{path}: lacks {' and '.join(missing)}; unpack lists.tar again")
-    files = [str(name) for name in np.atleast_1d(variables["file_list"])]
-    numbers = np.atleast_1d(variables["labels"])
+def _read_list(folder: Path, name: str, images: Path) -> list[Sample]:
+    path = folder / "lists" / name if (folder / "lists" / name).is_file() else folder / name
+    require("scipy", "train", f"reading {path}")
+    from scipy.io import loadmat
+
     try:
-        # a larger label would make a list of unused labels that fills the memory
-        are_ids = np.all((np.float64(numbers) % 1 == 0) & (np.float64(numbers) < _MAX_LABEL))
-    except (TypeError, ValueError):
-        are_ids = np.False_
-    if len(files) != len(numbers) or not are_ids:
-        raise UsageError(
-            f"{path}: {pluralize(len(files), 'file', 'files')} with the labels {shorten_list([*map(str, numbers)])}; "
-            "expected a class id counted from 1 for each file; unpack lists.tar again"
-        )
-    return [(name, int(number) - 1) for name, number in zip(files, numbers, strict=True)]
+        table = loadmat(path, squeeze_me=True)
+        rows = zip(np.atleast_1d(table["file_list"]), np.atleast_1d(table["labels"]), strict=True)
+        return [Sample(images / str(file), int(label) - 1) for file, label in rows]
+    except Exception as error:  # SciPy's reader raises nearly anything for a damaged file
+        text = " ".join(str(error).split())
+        expected = "a Matlab file with file_list and as many labels"
+        raise UsageError(f"{path}: not {expected} ({text}); unpack lists.tar again") from None
 
 
 def find_folders(folder: Path) -> tuple[Path, Path]:
@@ -137,8 +90,6 @@ def find_folders(folder: Path) -> tuple[Path, Path]:
     return kaggle if kaggle[0].is_dir() else (folder / "Images", folder / "Annotation")
 
 
-def _find_lists(folder: Path) -> Path:
-    return folder / "lists" if (folder / "lists" / _LISTS["train"]).is_file() else folder
-
-
-DOGS = Adapter("dogs", _TITLE, _is_dogs, _read_dogs, ("stanford_dogs", "StanfordDogs", "stanford-dogs", "dogs"))
+DOGS = Adapter(
+    "dogs", "Stanford Dogs", _read_dogs, _FILES, ("stanford_dogs", "StanfordDogs", "stanford-dogs", "dogs")
+)  # fmt: skip

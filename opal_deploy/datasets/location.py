@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,13 @@ def find_root(training: Mapping[str, Any], model: Path | None = None) -> Path | 
     name = data.get("root") if isinstance(data, dict) else None
     if not isinstance(name, str):
         return None
-    for root in (None if model is None else _read_root(model.parent / PATHS), Path(name)):
-        try:
-            if root is not None and root.name == Path(name).name and root.is_dir():
-                return root
-        except (OSError, ValueError):
-            continue
+    stored: object = None
+    if model is not None:
+        with contextlib.suppress(OSError, ValueError):
+            document = read_json(model.parent / PATHS)
+            stored = document.get("data") if isinstance(document, dict) else None
+    for root in (stored, name):
+        with contextlib.suppress(OSError, ValueError):
+            if isinstance(root, str) and Path(root).name == Path(name).name and Path(root).is_dir():
+                return Path(root)
     return None
-
-
-def _read_root(path: Path) -> Path | None:
-    try:
-        document = read_json(path)
-    except (OSError, ValueError):
-        return None
-    root = document.get("data") if isinstance(document, dict) else None
-    return Path(root) if isinstance(root, str) else None

@@ -22,11 +22,7 @@ _BACKGROUND = 2
 
 
 def read_trimap(path: Path) -> NDArray[np.bool_]:
-    """Return the pet's pixels in a trimap, its border included: bool [H, W].
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """Return the pet's pixels in a trimap, its border included: bool [H, W]; UsageError if it cannot be read."""
     try:
         with Image.open(path) as image:
             return np.asarray(np.asarray(image) != _BACKGROUND)
@@ -35,11 +31,7 @@ def read_trimap(path: Path) -> NDArray[np.bool_]:
 
 
 def draw_segmentations(segmentations: Sequence[Any], size: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return the pixels that lie in any of some COCO segmentations of an image: bool [H, W] of `size`.
-
-    Raises:
-        ValueError: a segmentation is neither polygons nor run lengths of this size.
-    """
+    """Return the pixels in any of some COCO segmentations of an image, bool [H, W] of `size`; ValueError if damaged."""
     height, width = size
     layer = Image.new("1", (width, height))
     pen = ImageDraw.Draw(layer)

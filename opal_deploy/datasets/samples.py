@@ -103,17 +103,15 @@ class DataSet:
         }
 
 
-_IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
+IMAGE_SUFFIXES = frozenset(
+    (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2")
+)
 # the share of the second part of a stratified split, and the seed of its shuffle
 SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
 
 
 def split_off_validation(data: DataSet) -> DataSet:
-    """Return the data set with a fifth of each class's training images as validation images.
-
-    Raises:
-        UsageError: see `stratified_split`.
-    """
+    """Return the data set with a fifth of each class's training images as validation images, see `stratified_split`."""
     order, ranks = image_folder_order(data.train, data.class_names)
     names = [name for _, name in sorted(zip(ranks, data.class_names, strict=True))]
     first, second = stratified_split([ranks[data.train[i].label] for i in order], names, root=data.root)
@@ -124,19 +122,14 @@ def split_off_validation(data: DataSet) -> DataSet:
 def image_folder_order(samples: list[Sample], class_names: list[str]) -> tuple[list[int], list[int]]:
     """Return the order of samples and classes in torchvision's ImageFolder, one folder per class.
 
-    Args:
-        samples: images of a data set, in the order of its lists.
-        class_names: C names in the order of the labels.
-
-    Returns:
-        Positions in `samples`, by class folder, then by path; and for each label the position of its class folder. A
-        class's folder is the one that holds exactly its images, or else one with the class's name.
+    Returns positions in `samples`, by class folder, then by path; and for each label the position of its class folder.
+    A class's folder is the one that holds exactly its images, or else one with the class's name.
     """
     folders: list[set[str]] = [set() for _ in class_names]
     for sample in samples:
         folders[sample.label].add(str(sample.path.parent))
-    alone = all(len(each) <= 1 for each in folders) and len(set().union(*folders)) == sum(map(len, folders))
-    keys = [min(each, default="") if alone else name for each, name in zip(folders, class_names, strict=True)]
+    alone = all(len(own) <= 1 for own in folders) and len(set().union(*folders)) == sum(map(len, folders))
+    keys = [min(own, default="") if alone else name for own, name in zip(folders, class_names, strict=True)]
     labels = sorted(range(len(keys)), key=keys.__getitem__)
     ranks = sorted(range(len(keys)), key=labels.__getitem__)
     # torchvision walks a class's folders one after the other
@@ -152,27 +145,17 @@ def stratified_split(
     part: str = "validation",
     advice: str = "add images, or give a val/ folder next to train/",
 ) -> tuple[list[int], list[int]]:
-    """Split images class by class; the split depends on the order of images and classes.
-
-    Args:
-        labels: class index of each image.
-        class_names: C names, for errors.
-        root: the data set's folder, for errors.
-        part: purpose of the second part, for errors.
-        advice: what to do if no split is possible, for errors.
-
-    Returns:
-        Positions in `labels` of the first and of the second part, each ascending.
+    """Return positions in `labels` of a first and a second part, each ascending; depends on the order of images.
 
     Raises:
-        UsageError: a class has a single image, or the second part would have fewer images than classes.
+        UsageError: a class has a single image, or the second part would have fewer images than classes. The message
+            names `root`, the `part` and the `advice`.
     """
     require("sklearn", "train", "a data set without an official split", pip_name="scikit-learn")
     from sklearn.model_selection import StratifiedShuffleSplit
 
     counts = Counter(labels)
-    singles = [name for label, name in enumerate(class_names) if counts[label] == 1]
-    if singles:
+    if singles := [name for label, name in enumerate(class_names) if counts[label] == 1]:
         raise UsageError(
             f"{root}: no {part} split possible, classes with a single image: {shorten_list(singles)}; {advice}"
         )
@@ -210,12 +193,7 @@ def shorten_list(names: list[str]) -> str:
 
 
 def describe_never_predicted(images: Mapping[str, int], predicted: Collection[str]) -> str:
-    """Return a line on the classes with images of their own that no image was predicted as; empty if there is none.
-
-    Args:
-        images: number of labelled images by class.
-        predicted: the classes that were predicted.
-    """
+    """Return a line on the classes with `images` (their number by class) that were never `predicted`, or nothing."""
     never = [f"{name} ({pluralize(n, 'image', 'images')})" for name, n in images.items() if n and name not in predicted]
     return f"Never predicted: {shorten_list(never)}" if never else ""
 
@@ -224,4 +202,4 @@ def list_images(folder: Path) -> list[Path]:
     """Return the files below a folder with an image format's suffix, sorted; UsageError for a missing folder."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder of images")
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)

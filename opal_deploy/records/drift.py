@@ -7,7 +7,8 @@ share (of a class among the answers, of a place among a slot's cells) is compare
 minimum count and names the class or place.
 
 The false discovery rate is controlled within each of three families, labels, quantities of images, and slots, at a
-third of the level each: thousands of slots must not hide that the cosine fell.
+third of the level each: thousands of slots must not hide that the cosine fell. The tests are SciPy's, which is imported
+when counts are compared; counting does without.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from opal_deploy.artifact.baseline import (
 )
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.outputs import DoubleArray
-from opal_deploy.records.shifts import FAMILIES, KINDS, Kind, Share, Shift
-from opal_deploy.significance import control_false_discoveries, fisher_exact, kolmogorov_smirnov
+from opal_deploy.records.shifts import FAMILIES, KINDS, Kind, Share, Shift, scale_distance
 
 # images from which a sample can be compared at all
 MIN_SAMPLE = 20
@@ -254,8 +254,10 @@ def _adjust(tests: Sequence[Shift]) -> list[Shift]:
     """Return the tests of one family with their q-values, multiplied by the number of families."""
     if not tests:
         return []
-    all_q = control_false_discoveries([test.p for test in tests])
-    return [replace(test, q=min(1.0, q * FAMILIES)) for test, q in zip(tests, all_q, strict=True)]
+    from scipy.stats import false_discovery_control
+
+    all_q = false_discovery_control([test.p for test in tests])
+    return [replace(test, q=min(1.0, float(q) * FAMILIES)) for test, q in zip(tests, all_q, strict=True)]
 
 
 def _stack(slots: Sequence[SlotBaseline | None], name: str) -> DoubleArray:
@@ -266,13 +268,19 @@ def _stack(slots: Sequence[SlotBaseline | None], name: str) -> DoubleArray:
 def _compare_values(kind: Kind, edges: _Edges, row: int, counts: _Counts, before: int, after: int) -> Iterator[Shift]:
     if (found := edges.compare(row, counts, before)) is None:
         return
+    from scipy.special import kolmogorov
+
     distance, rose, value, share_before, share_after = found
-    p = kolmogorov_smirnov(distance, before, after)
+    p = float(kolmogorov(distance * scale_distance(before, after)))
     yield Shift(kind, p, distance, rose, float(share_before), float(share_after), before, after, value=value)
 
 
 def _compare_share(kind: Kind, before: Share, after: Share, **details: Any) -> Shift:
-    p = fisher_exact((int(after.cases), int(after.trials)), (int(before.cases), int(before.trials)))
+    from scipy.stats import fisher_exact
+
+    # by SciPy's rounding, a p-value may be a little over 1
+    table = [[int(share.cases), int(share.trials) - int(share.cases)] for share in (after, before)]
+    p = min(float(fisher_exact(table).pvalue), 1.0)
     angles = [math.asin(math.sqrt(share.value)) for share in (before, after)]
     return Shift(
         kind, p, abs(angles[1] - angles[0]), angles[1] > angles[0], before.value, after.value, int(before.trials),

@@ -6,6 +6,7 @@ the distributions, or half of Cohen's h of two shares, |asin(sqrt(p)) - asin(sqr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.baseline import PLACES, QUANTITIES, Observations
-from opal_deploy.significance import kolmogorov_smirnov
 
 Kind = Literal[
     "label", "cosine", "margin", "norm", "shared_cells", "ood_score", "score", "contribution", "place"
@@ -28,6 +28,15 @@ _WORDS: dict[str, str] = {
 }  # fmt: skip
 # families of tests: labels, quantities of images, slots
 FAMILIES = 3
+
+
+def scale_distance(first: float, second: float) -> float:
+    """Return the factor from the distance of two samples of these sizes to Kolmogorov's distribution.
+
+    Stephens (1970), who corrects the asymptotic distribution for small samples.
+    """
+    size = math.sqrt(first * second / (first + second))
+    return size + 0.12 + 0.11 / size
 
 
 class Share(NamedTuple):
@@ -180,11 +189,9 @@ class Limits:
 
         `answers` are the images compared (cases) and those of the baseline (trials).
         """
-        low, high = 0.0, 1.0
-        quantities = sum(test.kind in QUANTITIES for test in tests)
-        for _ in range(30):
-            middle = (low + high) / 2
-            # the smallest of the p-values of a family of a few tests
-            significant = kolmogorov_smirnov(middle, *answers) * FAMILIES * quantities <= self.max_q
-            low, high = (low, middle) if significant else (middle, high)
-        return max(high, self.min_effect)
+        from scipy.special import kolmogi
+
+        # the smallest of the p-values of a family of a few tests
+        quantities = max(sum(test.kind in QUANTITIES for test in tests), 1)
+        distance = float(kolmogi(self.max_q / (FAMILIES * quantities))) / scale_distance(*answers)
+        return max(min(distance, 1.0), self.min_effect)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import UsageError, is_installed
 from opal_deploy.records.drift import MIN_SAMPLE, DriftCounts
 from opal_deploy.records.observations import observe_records
 from opal_deploy.records.record import Answered
@@ -66,8 +66,8 @@ class Window:
         return Limits(max_q=min(_MAX_Q, self.counts.images / IMAGES_PER_FALSE_ALARM))
 
     def compare(self) -> Comparison:
-        """Compare the window with the baseline; without enough images there are no tests."""
-        tests = self.counts.compare() if self.counts.images >= MIN_SAMPLE else []
+        """Compare the window with the baseline; without enough images, or without SciPy, there are no tests."""
+        tests = self.counts.compare() if self.counts.images >= MIN_SAMPLE and is_installed("scipy") else []
         return Comparison(self, tests, self.limits.select(tests))
 
 

@@ -134,7 +134,7 @@ class TrainRunOptions(RecipeOverrides):
     dataset: Annotated[
         str | None,
         Option(
-            "cub, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, cub100 or imagefolder.",
+            "cub, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, cub100, csv or imagefolder.",
             default="recognised by its files", panel=_DATA,
         ),
     ] = None  # fmt: skip

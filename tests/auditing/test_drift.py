@@ -13,7 +13,7 @@ from opal_deploy.artifact.baseline import PLACES, Baseline
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.auditing.drift import find_drift
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import MissingExtra, UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import Digests, ImageInfo, build_records, error_record
@@ -298,3 +298,9 @@ def test_the_page_shows_bars_and_photographs_of_before_and_now(model, make_pictu
     shutil.rmtree(folder)
     opal("drift", tmp_path / "now", "--against", tmp_path / "before", "--html", page, "--overwrite")
     assert "data:image" not in page.read_text("utf-8")
+
+
+def test_without_scipy_the_extra_is_named(model, records, tmp_path, monkeypatch):
+    monkeypatch.setattr("opal_deploy.errors.is_installed", lambda package: package != "scipy")
+    with pytest.raises(MissingExtra, match="drift"):
+        find_drift(write(tmp_path / "results.jsonl", records), baseline=model)

@@ -4,6 +4,7 @@ import errno
 import itertools
 
 import numpy as np
+import torch
 from PIL import Image
 from scipy.io import savemat
 
@@ -196,49 +197,18 @@ def write_sun397(root):
     return root
 
 
-# the devkit's ids do not follow the wnids; its inner nodes, such as entity, have children and are no classes
-SYNSETS = [
-    (1, "n02119789", "kit fox, Vulpes macrotis"),
-    (2, "n01440764", "tench, Tinca tinca"),
-    (3, "n00001740", "entity"),
-]
 WNIDS = ["n01440764", "n02119789"]
 WNID_NAMES = ["n01440764 tench", "n02119789 kit fox"]
 
 
-def write_flat_imagenet(root):
-    """Two classes of five training images, and three validation images without class folders."""
-    for wnid in WNIDS:
-        for i in range(5):
-            draw(root / "train" / wnid / f"{wnid}_{i}.JPEG")
-    for i in range(1, 4):
-        draw(root / "val" / f"ILSVRC2012_val_{i:08}.JPEG")
-    return root
-
-
-def write_devkit(root, truth="2\n1\n1\n"):
-    folder = root / "ILSVRC2012_devkit_t12" / "data"
-    folder.mkdir(parents=True)
-    fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height")
-    table = np.empty((len(SYNSETS), 1), dtype=[(field, object) for field in fields])
-    for row, (number, wnid, words) in enumerate(SYNSETS):
-        table[row, 0] = (float(number), wnid, words, "a gloss", 2.0 * (number == 3), np.zeros((1, 0)), 0.0)
-    savemat(folder / "meta.mat", {"synsets": table})
-    (folder / "ILSVRC2012_validation_ground_truth.txt").write_text(truth)
-
-
-def write_kaggle_files(root):
-    write_lines(root / "LOC_val_solution.csv", [
-        "ImageId,PredictionString",
-        "ILSVRC2012_val_00000003,n02119789 85 1 499 272 n02119789 1 2 3 4 ",
-        "ILSVRC2012_val_00000001,n01440764 1 1 9 9 ",
-        "ILSVRC2012_val_00000002,n02119789 1 1 9 9 ",
-    ])  # fmt: skip
-    write_lines(root / "LOC_synset_mapping.txt", ["n01440764 tench, Tinca tinca", "n02119789 kit fox, Vulpes macrotis"])
-
-
 def write_imagenet(root):
-    write_kaggle_files(write_flat_imagenet(root))
+    """Two classes of five training images and two validation images, with torchvision's digest of the devkit."""
+    for split, count in (("train", 5), ("val", 2)):
+        for wnid in WNIDS:
+            for i in range(count):
+                draw(root / split / wnid / f"{wnid}_{i}.JPEG")
+    names = {WNIDS[0]: ("tench", "Tinca tinca"), WNIDS[1]: ("kit fox", "Vulpes macrotis")}
+    torch.save((names, WNIDS), root / "meta.bin")
     return root
 
 

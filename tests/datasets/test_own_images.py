@@ -1,0 +1,128 @@
+"""Data sets of a user's own: a folder per class, or a list."""
+
+import pytest
+
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.errors import UsageError
+from tests.datasets.layouts import draw, write_class_folders, write_lines
+
+
+class TestImageFolder:
+    def test_classes_are_the_folders_sorted_by_name(self, tmp_path):
+        found = read_dataset(write_class_folders(tmp_path, ["train", "bus", "a"]))
+        assert found.class_names == ["a", "bus", "train"]
+        assert all(sample.path.parent.name == found.class_names[sample.label] for sample in found.train)
+
+    def test_extensions_count_in_any_case_and_hidden_files_do_not(self, tmp_path):
+        write_class_folders(tmp_path)
+        draw(tmp_path / "a" / "UPPER.PNG")
+        draw(tmp_path / "a" / "deeper" / "photo.JPeG")
+        draw(tmp_path / "a" / "._photo.jpg")
+        (tmp_path / "a" / "notes.txt").write_text("no image")
+        found = read_dataset(tmp_path)
+        names = {s.path.name for s in [*found.train, *found.val] if s.label == 0}
+        assert names == {"0.png", "1.png", "2.png", "3.png", "4.png", "UPPER.PNG", "photo.JPeG"}
+
+    @pytest.mark.parametrize("names", [("train", "valid", "test"), ("Training", "VALIDATION", "Testing")])
+    def test_split_folders_are_taken_as_they_are(self, tmp_path, names):
+        for split, count in zip(names, (4, 2, 3), strict=True):
+            write_class_folders(tmp_path / split, count=count)
+        found = read_dataset(tmp_path)
+        assert (len(found.train), len(found.val), len(found.test)) == (8, 4, 6)
+
+    @pytest.mark.parametrize(
+        ("folders", "messages"),
+        [
+            ([], ["at least 2 are needed"]),
+            (["a"], ["at least 2 are needed"]),
+            (["val/a", "val/b"], ["no train/"]),
+            (["train/a", "train/b", "test/a", "test/b", "test/z"], ["classes in test/ that train/ lacks: z"]),
+            (["old/a", "old/b", "new/a", "new/b"], ["new/, old/ hold the same folders (a, b)"]),
+            (["train/a", "train/b", "training/a", "training/b"], ["train/ and training/ both look like train"]),
+            (["train/a", "train/empty/", "test/q"], ["classes without a training image: empty", "train/ lacks: q"]),
+        ],
+        ids=["none", "one", "val alone", "a class only tested", "same folders", "two trains", "several problems"],
+    )
+    def test_impossible_folders_are_one_line(self, tmp_path, folders, messages):
+        for folder in folders:
+            (tmp_path / folder).mkdir(parents=True)
+        write_class_folders(tmp_path, [folder for folder in folders if not folder.endswith("/")])
+        with pytest.raises(UsageError) as caught:
+            read_dataset(tmp_path)
+        assert [part for part in messages if part in str(caught.value)] == messages
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "folders",
+        [["train/n01440764", "train/n02102040", "val/n01440764", "val/n02102040"], ["a/writer 1", "b/writer 1"]],
+        ids=["wnids with a val/ for validation", "letters of folders"],
+    )
+    def test_folders_that_resemble_a_data_set_are_classes(self, folders, tmp_path):
+        write_class_folders(tmp_path, folders)
+        assert read_dataset(tmp_path).layout == "imagefolder"
+
+    def test_images_without_class_folders_are_named(self, tmp_path):
+        draw(tmp_path / "0.jpg")
+        with pytest.raises(UsageError, match=r"0 classes found.*0\.jpg"):
+            read_dataset(tmp_path)
+
+
+class TestNothingIsPassedOverInSilence:
+    def test_unused_images_and_classes_that_link_to_nowhere_are_a_warning(self, tmp_path):
+        for split in ("train", "val"):
+            write_class_folders(tmp_path / split)
+            draw(tmp_path / split / "stray.png")
+        draw(tmp_path / "top.JPG")
+        for name in ("x.heic", "y.CR2", "z.txt", ".hidden.heic"):
+            (tmp_path / "train" / "a" / name).touch()
+        (tmp_path / "train" / "c").symlink_to(tmp_path / "unmounted")
+        (line,) = read_dataset(tmp_path).warnings
+        assert line.endswith("read: top.JPG, train/a/x.heic, train/a/y.CR2, train/c, train/stray.png, val/stray.png")
+
+    def test_a_link_that_leads_nowhere_is_a_missing_image(self, tmp_path):
+        write_class_folders(tmp_path)
+        (tmp_path / "a" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+        with pytest.raises(UsageError, match=r"1 of 11 listed images missing: a/gone.png .--skip-missing"):
+            read_dataset(tmp_path)
+
+    def test_linked_folders_are_followed_and_circles_are_not(self, tmp_path):
+        root = write_class_folders(tmp_path / "data")
+        draw(tmp_path / "elsewhere" / "deep" / "more.png")
+        (root / "a" / "linked").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere" / "deep" / "round").symlink_to(tmp_path / "elsewhere")
+        (root / "a" / "up").symlink_to(root)
+        found = read_dataset(root)
+        names = [str(s.path.relative_to(root)) for s in [*found.train, *found.val] if s.label == 0]
+        assert sorted(names) == [*(f"a/{i}.png" for i in range(5)), "a/linked/deep/more.png"]
+
+
+class TestList:
+    """`labels.csv` in the folder of the images."""
+
+    def write(self, root, *lines):
+        for name in "abcdefghijkl":
+            draw(root / "photos" / f"{name}.png")
+        write_lines(root / "labels.csv", lines)
+        return root
+
+    def test_images_have_the_lists_labels_and_splits(self, tmp_path):
+        rows = [
+            f"photos/{name}.png, {'Jay' if name < 'g' else 'Auk'}, {'TEST' if name in 'fl' else ''}"
+            for name in "abcdefghijkl"
+        ]
+        data = read_dataset(self.write(tmp_path, "Filename, label, split", *rows))
+        assert (data.layout, data.class_names, len(data.train), len(data.val)) == ("csv", ["Auk", "Jay"], 8, 2)
+        assert {sample.path.name: sample.label for sample in data.test} == {"f.png": 1, "l.png": 0}
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            ("photos/a.png,", "line 2"),
+            ("photos/a.png,Auk,some", "line 2"),
+            ("../a.png,Auk,", "lead out"),
+            ("z.png,Auk,", "missing"),
+        ],
+    )
+    def test_a_row_that_cannot_be_used_is_named(self, tmp_path, row, message):
+        with pytest.raises(UsageError, match=message):
+            read_dataset(self.write(tmp_path, "image,label,split", row, "photos/b.png,Auk,", "photos/c.png,Jay,"))
