@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,12 @@ from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.records.lines import to_document
+from opal_deploy.run.infer import write_records, write_tables_and_report
+from opal_deploy.run.interrupt import Interrupt
+from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.sources.image import InputImage
+from opal_deploy.timing import StageTimer
 
 GRID = (4, 4)
 
@@ -93,6 +98,21 @@ class QueuedSession(BrightSession):
 def predict(requests, *sessions, **options):
     listed = (InputImage(one.name, one) if isinstance(one, Path) else one for one in requests)
     return [to_document(result.record) for result in predict_stream(listed, sessions, InferenceOptions(**options))]
+
+
+def write_run(options, images, *sessions, interrupt=None, **callbacks):
+    """Write the records, drawings, tables and report of a run directory as `infer` does, and return their summary."""
+    inference = replace(
+        options.inference, keep_images=bool(options.report or options.sheets), keep_outputs=options.sheets is not None
+    )
+    options, interrupt = replace(options, inference=inference), interrupt or Interrupt()
+    summary, timer, started = Summary(), StageTimer(), time.perf_counter()
+    thumbnails = write_records(
+        iter(images), sessions, options, summary=summary, interrupt=interrupt, timer=timer, **callbacks
+    )
+    if not interrupt.stopped:
+        write_tables_and_report(options, summary, thumbnails)
+    return summary.end(timer, started)
 
 
 def code(record):

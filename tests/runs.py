@@ -25,7 +25,7 @@ Image.open = open
 """
 
 # a process waits after 40 images or drawings of them while the file SLOW exists, so that no run ends before a test ends
-# it. They are more than those of two chunks, which a worker has at a time, so that records are written before
+# it; some records are written before
 SLOWER = """
 import itertools, os, time
 from PIL import Image

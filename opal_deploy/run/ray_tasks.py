@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -159,18 +160,19 @@ def _connect(address: str) -> Iterator[Any]:
         except (ValueError, OverflowError, OSError) as error:
             raise _no_connection(address, error) from None
     options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.CRITICAL}
-    # read when Ray is imported
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    environment = {"RAY_USAGE_STATS_ENABLED": "0"}
     if address == LOCAL:
-        # other users of this machine can reach its ports
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         options["include_dashboard"] = False
+        # other users of this machine can reach its ports; read when Ray is imported
+        if "ray" not in sys.modules:
+            environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if address == LOCAL or host.startswith("127."):
         # otherwise Ray replaces a loopback address by this machine's outer one, where such a cluster has no node
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if host.startswith("127."):
         options["_node_ip_address"] = host
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
     import ray
 
     try:

@@ -87,17 +87,17 @@ def test_options_reach_the_records_and_the_summary(infer, pictures, tmp_path):
 def test_shards_and_boxes_choose_parts_of_the_whole(infer, pictures, tmp_path):
     rows = "".join(f"{number:03}.png,10,20,70,80\n" for number in range(3))
     (tmp_path / "boxes.csv").write_text("image,x0,y0,x1,y1\n" + rows)
-    parts = [infer("in", "--boxes", "boxes.csv", "--shard", f"{n}/2", out=f"out{n}") for n in (1, 2)]
-    assert sorted(part.returncode for part in parts) == [0, 3]
-    assert "no_box: 1" in parts[0].stderr + parts[1].stderr
-    found = read_results(tmp_path / "out1") + read_results(tmp_path / "out2")
-    assert sorted(record["image"] for record in found) == [f"in/00{n}.png" for n in range(4)]
+    parts = [infer("in", "--boxes", "boxes.csv", "--batch", "2", "--shard", f"{n}/2") for n in (1, 2)]
+    assert [part.returncode for part in parts] == [0, 3]
+    assert "no_box: 1" in parts[1].stderr
+    found = [record for n in (1, 2) for record in read_results(tmp_path / f"out/shards/{n}-of-2")]
+    assert [(record["image"], record["image_index"]) for record in found] == [(f"in/00{n}.png", n) for n in range(4)]
     for slot in (slot for record in found for slot in record.get("evidence", [])):
         assert slot["box"][0] >= 10
         assert slot["box"][3] <= 80
     # more shards than images
     assert infer("in", "--shard", "9/9", out="none").returncode == 0
-    assert read_results(tmp_path / "none") == []
+    assert read_results(tmp_path / "none/shards/9-of-9") == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_models_without_single_cells_can_and_cannot_do(infer, map_model, li
 
 
 def test_a_bug_is_called_one(infer, pictures, monkeypatch):
-    monkeypatch.setattr("opal_deploy.api.infer.run", lambda *_, **__: {}["x\ny"])
+    monkeypatch.setattr("opal_deploy.run.infer.write_records", lambda *_, **__: {}["x\ny"])
     done = infer(pictures)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

@@ -122,7 +122,7 @@ def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer, clean, 
 @pytest.mark.parametrize(
     "before",
     [
-        pytest.param("import opal_deploy.run.run as i; i.RecordWriter = die", id="before the first record",
+        pytest.param("import opal_deploy.run.infer as i; i.RecordWriter = die", id="before the first record",
                      marks=pytest.mark.slow),
         pytest.param("import pathlib\nn, old = [0], pathlib.Path.replace\n"
                      "def thirtieth(*a): n[0] += 1; return old(*a) if n[0] < 30 else die()\n"

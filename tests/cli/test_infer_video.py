@@ -67,6 +67,8 @@ def test_a_run_that_ended_early_goes_on_with_the_same_frames(tmp_path, call):
     assert call("infer", *options, "--out", "again").returncode == 3
     assert 0 < before < len(read_results(tmp_path / "out"))
     assert read_results(tmp_path / "out") == read_results(tmp_path / "again")
+    assert call("infer", *options, "--out", "shards", "--shards", "2").returncode == 3
+    assert read_results(tmp_path / "shards") == read_results(tmp_path / "again")
     other = call("infer", "in", "--every", "5", "--out", "out")
     assert "every 4 there, 5 here" in one_line(other)
 
@@ -85,7 +87,6 @@ def test_without_pyav_the_extra_is_named(tmp_path, call, exact_model, monkeypatc
         (["in/a.mp4"], "it is a video; choose its frames by `infer --every 1s`"),
         (["in/b"], "frames of videos are taken with --every 1s"),
         (["in", "--every", "half"], "expected frames, such as 10 (every tenth), or seconds, such as 0.5s"),
-        (["in", "--every", "1", "--ray", "local"], "--every with --ray"),
         (["https://example.org/a.mp4", "--every", "1"], "videos are read from disks only; download it first"),
         (["sound.mp4", "--every", "1"], "it has no video, perhaps only sound"),
         (["in/c.mp4#frame=1"], "no such file or folder"),

@@ -150,8 +150,7 @@ def test_an_unsigned_run_is_not_taken_for_a_signed_one(infer, verify, folder):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--processes", "2"),
-        ("--shard", "2/2"),
+        ("--shards", "2"),
         ("--explain", "--sheets", "--format", "parquet"),
         pytest.param(("--ray", "local", "--ray-cpus", "1"), marks=pytest.mark.slow),
     ],

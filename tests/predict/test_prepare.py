@@ -1,7 +1,8 @@
-"""Preparing one image: the digest of its file, and reading that is timed apart from decoding."""
+"""Preparing images: the digest of a file, long files, and files over a network."""
 
 import hashlib
-import os
+import io
+import threading
 import zipfile
 
 import numpy as np
@@ -10,12 +11,11 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError
 from opal_deploy.predict import prepare
-from opal_deploy.predict.prepare import content_sha256, timed_open
-from opal_deploy.preprocess.decode import decode
+from opal_deploy.predict.prepare import content_sha256, read_remote
+from opal_deploy.remote import FileFingerprint, RemoteFile
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import InputImage
 from opal_deploy.sources.items import Skipped
-from opal_deploy.timing import StageTimer
 from tests.bright import BrightSession, code, predict, save
 
 
@@ -49,7 +49,7 @@ def test_records_hold_the_digest_of_the_file_where_there_is_one(image, isolate):
         assert list(record)[:5] == ["schema", "image", "status", "image_sha256", "model_sha256"]
         assert record["model_sha256"] == "ab" * 32
     assert content_sha256(image) == content_sha256(str(image)) == content_sha256(image.read_bytes()) == digest
-    with pytest.raises(ImageError, match="no such file"):
+    with pytest.raises(ImageError, match="file"):
         content_sha256(folder / "none.jpg")
 
 
@@ -66,29 +66,27 @@ def test_a_large_image_is_hashed_too_and_what_is_far_too_long_is_not(image, monk
 
 
 @pytest.mark.timeout(20)
-def test_a_file_of_any_length_that_is_no_image_is_not_read_timed_or_not(tmp_path):
+def test_a_file_of_any_length_that_is_no_image_is_not_read(tmp_path):
     path = tmp_path / "huge.jpg"
     with path.open("wb") as stream:
         # sparse: reading it would take hours
         stream.truncate(1 << 42)
     (record,) = predict([path], BrightSession())
     assert (code(record), record["image_sha256"]) == ("not_an_image", None)
-    with pytest.raises(ImageError) as caught:
-        decode(path, open_file=timed_open(StageTimer()))
-    assert caught.value.code == "not_an_image"
 
 
-@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.gif", "a.webp", "a.bmp"])
-def test_a_timed_file_has_the_pixels_of_an_untimed_one_and_is_closed(tmp_path, name):
-    noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
-    compression = {"compression": "tiff_lzw"} if name.endswith("tif") else {}
-    Image.fromarray(noise).save(tmp_path / name, **compression)
-    timer = StageTimer()
-    timed = decode(tmp_path / name, open_file=timed_open(timer))
-    assert timed.tobytes() == decode(tmp_path / name).tobytes()
-    assert timer.read().stages[0].stage == "read"
-    stream = timed_open(timer)(tmp_path / name)
-    number = stream.fileno()
-    stream.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(number)
+def test_images_over_a_network_are_requested_several_at_a_time(monkeypatch):
+    # none is answered before two are requested
+    together = threading.Barrier(2)
+
+    def open_file(file):
+        together.wait(30)
+        if file.name == "1":
+            raise ImageError("not_found", "no such object")
+        return io.BytesIO(file.name.encode())
+
+    monkeypatch.setattr(RemoteFile, "open", open_file)
+    remote = [RemoteFile(f"s3://b/{n}", f"s3://b/{n}", FileFingerprint(1, 0)) for n in range(4)]
+    images = [InputImage(None, source) for source in (*remote, b"in memory")]
+    found = [image.error.code if image.error else image.source for image in read_remote(images)]
+    assert found == [b"0", "not_found", b"2", b"3", b"in memory"]

@@ -1,6 +1,7 @@
-"""The number of images that a call means, known while they are worked on: as many as are found, or none known."""
+"""The images of a call: their number, known while they are classified, and the shards of their list."""
 
 import io
+import itertools
 import os
 import tarfile
 import zipfile
@@ -8,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.run.inputs import ImageCounter
-from opal_deploy.sources.discovery import discover, shard
+from opal_deploy.run.inputs import Inputs
 from opal_deploy.sources.items import Skipped
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def photos(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("in/a.jpg", "in/b/c.png", "in/b/.d.png", "in/b/notes.txt", "in/run/results.jsonl",
@@ -29,30 +29,40 @@ def photos(tmp_path, monkeypatch):
             archive.writestr(name, b"")
     with tarfile.open("t.tar.gz", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("1.jpg"), io.BytesIO())
-    return tmp_path
 
 
-def count(*inputs, part=(1, 1), recursive=True):
+def find(inputs):
+    return [(image.index, image.name) for image in inputs.find_images(Skipped())]
+
+
+def count(inputs):
     told = []
-    with ImageCounter(inputs, part, recursive=recursive).notify(told.append) as counter:
+    with inputs.counter().notify(told.append) as counter:
         counter.join()
     assert told == ([] if counter.total is None else [counter.total])
     return counter.total
 
 
-@pytest.mark.parametrize(
-    "inputs", [["in"], ["in", "more/f.jpg", "gone.jpg", "empty"], ["in/*"], ["in/**/*.jpg"], ["z.zip"], ["@list.txt"]]
-)
-def test_as_many_are_counted_as_are_found(photos, inputs):
+INPUTS = [["in"], ["in", "more/f.jpg", "gone.jpg", "empty"], ["in/*"], ["in/**/*.jpg"], ["z.zip"], ["@list.txt"]]
+
+
+@pytest.mark.parametrize("images", INPUTS)
+def test_as_many_are_counted_as_are_found(images):
     for recursive in (True, False):
-        assert count(*inputs, recursive=recursive) == len(list(discover(inputs, Skipped(), recursive=recursive)))
-    for part in ((1, 2), (2, 2), (3, 3)):
-        assert count(*inputs, part=part) == len(list(shard(discover(inputs, Skipped()), *part)))
+        assert count(Inputs(images, recursive)) == len(find(Inputs(images, recursive)))
 
 
 @pytest.mark.parametrize(
     "text", ["-", "t.tar.gz", "*.tar.gz", "@tars.txt", "s3://bucket/in", "https://example.org/a.zip"]
 )
-def test_what_would_have_to_be_read_or_waited_for_is_not_counted(photos, text):
+def test_what_would_have_to_be_read_or_waited_for_is_not_counted(text):
     Path("tars.txt").write_text("t.tar.gz\n")
-    assert count("in", text) is None
+    assert count(Inputs(["in", text])) is None
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(1, [3, 3, 1]), (2, [4, 3, 0]), (16, [7, 0, 0])])
+def test_shards_are_whole_batches_in_the_order_of_the_list(batch, sizes):
+    inputs = Inputs(INPUTS[1])
+    shards = [find(inputs.take_shard((number, 3), batch)) for number in (1, 2, 3)]
+    assert [len(shard) for shard in shards] == sizes
+    assert [*itertools.chain(*shards)] == find(inputs)

@@ -1,27 +1,29 @@
-"""Drawings of a run: sheets from the outputs of its own forward passes, and the report of a run on the disk."""
+"""Drawings of a run: overlays, the report of a run on disk, and evidence sheets from its own forward passes."""
 
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from opal_deploy.api.atlas import collect_images
-from opal_deploy.errors import StoppedEarly
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.predict import prepare
+from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.run.drawing import ReportOptions, open_report, report_title
 from opal_deploy.run.results import read_records
-from opal_deploy.run.run import LocalBackend, RunOptions, run
-from opal_deploy.run.sheets import SheetBuilder, SheetOptions
+from opal_deploy.run.setup import RunOptions
+from opal_deploy.run.sheets import SheetBuilder, SheetOptions, with_attention
 from opal_deploy.sources.image import InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.storage import build_atlas, save_atlas
-from opal_deploy.workers.pool import ProcessPool
-from opal_deploy.workers.process import WorkerTimeout
-from tests.bright import BrightSession, read_results, save
+from tests.bright import BrightSession, read_results, save, write_run
 
 
 @pytest.fixture
@@ -33,15 +35,11 @@ def images(tmp_path):
     return tmp_path / "in"
 
 
-def requests(folder):
-    return [InputImage(path.name, path) for path in sorted(folder.iterdir())]
-
-
-def run_in(out, images, session, sheets=None, resume=False):
+def run_in(out, images, session, sheets=None, report=None, **options):
     out.mkdir(exist_ok=True)
     builder = SheetBuilder(session.metadata, sheets)
-    options = RunOptions(out, InferenceOptions(batch=4), sheets=builder, resume=resume)
-    return run(iter(requests(images)), LocalBackend([session]), options)
+    run = RunOptions(out, InferenceOptions(batch=4, **options), report, builder)
+    return write_run(run, (InputImage(path.name, path) for path in sorted(images.iterdir())), session)
 
 
 def test_sheets_cost_no_forward_pass(images, tmp_path):
@@ -58,24 +56,24 @@ def test_sheets_cost_no_forward_pass(images, tmp_path):
 def test_a_damaged_atlas_stops_the_run_and_a_whole_one_lets_it_go_on(images, tmp_path):
     session = BrightSession()
     collector = AtlasCollector(session.metadata, 3)
-    collect_images(requests(images), [session], InferenceOptions(workers=1), collector)
+    collect_images(map(InputImage.at, sorted(images.iterdir())), [session], InferenceOptions(workers=1), collector)
     atlas = build_atlas(collector, tmp_path / "atlas", {"file": "m.onnx", "sha256": "ab"}, {})
     save_atlas(atlas)
     patches = sorted((tmp_path / "atlas/patches").rglob("*.jpg"))
     whole = [patch.read_bytes() for patch in patches]
     for patch in patches:
         patch.write_bytes(b"no jpeg")
-    with pytest.raises(StoppedEarly, match="build the atlas again"):
+    with pytest.raises(StoppedEarly, match="atlas"):
         run_in(tmp_path / "out", images, session, SheetOptions(atlas=atlas))
     for patch, content in zip(patches, whole, strict=True):
         patch.write_bytes(content)
-    assert run_in(tmp_path / "out", images, session, SheetOptions(atlas=atlas), resume=True).total == 6
+    assert run_in(tmp_path / "out", images, session, SheetOptions(atlas=atlas)).total == 6
     assert len(list((tmp_path / "out/sheets").iterdir())) == 5
 
 
 # in the drawing processes: the shade of a photograph says how its drawing goes wrong
 MISBEHAVING = """
-import os, signal
+import os, signal, time
 from PIL import ImageDraw
 
 draw = ImageDraw.Draw
@@ -86,29 +84,20 @@ def misbehave(canvas):
         os.kill(os.getpid(), signal.SIGSEGV)
     if shade == 120:
         raise MemoryError
+    if shade == 160:
+        time.sleep(600)
     return draw(canvas)
 
 ImageDraw.Draw = misbehave
 """
 
 
-def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(images, tmp_path, monkeypatch):
+def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_only(images, tmp_path, monkeypatch):
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/sitecustomize.py").write_text(MISBEHAVING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
-    call = ProcessPool.call
-
-    def hang(pool, request, *how):
-        if isinstance(request, tuple) and getattr(getattr(request[0], "record", None), "image", None) == "4.png":
-            raise WorkerTimeout
-        return call(pool, request, *how)
-
-    monkeypatch.setattr(ProcessPool, "call", hang)
-    out = tmp_path / "out"
-    out.mkdir()
-    session = BrightSession()
-    options = RunOptions(out, InferenceOptions(batch=4, isolate=True), ReportOptions(), SheetBuilder(session.metadata))
-    summary = run(iter(requests(images)), LocalBackend([session]), options)
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    summary = run_in(out, images, BrightSession(), report=ReportOptions(), isolate=True, decode_timeout=4)
     records = read_results(out)
     codes = [None, "drawing_crashed", None, "drawing_failed", "drawing_timeout", None]
     assert [record.get("drawing_error", {}).get("code") for record in records] == codes
@@ -118,12 +107,30 @@ def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(imag
     # the page shows the reason
     assert (out / "report.html").read_text("utf-8").count('"no-image">not drawn: ') == 3
     # the same drawings without processes
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    again = RunOptions(plain, InferenceOptions(batch=4), ReportOptions(), SheetBuilder(session.metadata))
-    run(iter(requests(images)), LocalBackend([session]), again)
+    run_in(plain, images, BrightSession(), report=ReportOptions())
     for name in (records[5]["overlay"], records[5]["sheet"]):
         assert (plain / name).read_bytes() == (out / name).read_bytes()
+
+
+def test_an_image_that_memory_cannot_hold_until_it_is_drawn_keeps_its_record(images, tmp_path, monkeypatch):
+    def keep(image):
+        if image.getpixel((0, 0))[0] == 40:
+            raise MemoryError
+        return image
+
+    monkeypatch.setattr(prepare, "to_display", keep)
+    run_in(tmp_path / "out", images, BrightSession())
+    records = read_results(tmp_path / "out")
+    assert [record["status"] for record in records] == ["ok", "ok", "error", "ok", "ok", "ok"]
+    assert ["drawing_error" in record for record in records] == [False, True, *[False] * 4]
+
+
+@pytest.mark.parametrize("folder", ["overlays", "sheets"])
+def test_a_place_where_drawings_cannot_go_is_a_wrong_call(images, tmp_path, folder):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / folder).write_text("a file")
+    with pytest.raises(UsageError, match="--out"):
+        run_in(tmp_path / "out", images, BrightSession(), report=ReportOptions())
 
 
 # ---- the report
@@ -159,30 +166,17 @@ def sources(out):
     return re.findall(r' src="([^",]*)', (out / "report.html").read_text(encoding="utf-8"))
 
 
-# few, many, few of many, and as an option says
 @pytest.mark.parametrize(
     ("count", "limit", "images", "embedded"),
     [(3, 100, None, True), (201, 1000, None, False), (201, 200, None, True), (3, 100, "files", False)],
+    ids=["few", "many", "few of many", "an option"],
 )
-def test_where_the_reports_images_are(tmp_path, count, limit, images, embedded):
+def test_a_report_embeds_few_images(tmp_path, count, limit, images, embedded):
     out = make_run(tmp_path / "out", count)
     write_report(out, ReportOptions(limit=limit, images=images))
     assert len(sources(out)) == min(count, 48)
     assert {source.startswith("data:image/jpeg") for source in sources(out)} == {embedded}
     assert sorted(path.name for path in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
-
-
-def test_a_report_that_is_handed_on_does_not_tell_where_its_images_lie(tmp_path):
-    out = make_run(tmp_path / "out", 3)
-    records = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    for record, name in zip(records, ("set/a/0.jpg", "set/b/1.jpg", "set/b/2.jpg"), strict=True):
-        record["image"] = str(tmp_path / name)
-    (out / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    write_report(out, ReportOptions())
-    page = (out / "report.html").read_text(encoding="utf-8")
-    assert str(tmp_path) not in page
-    assert all(f'"{name}"' in page for name in ("a/0.jpg", "b/1.jpg", "b/2.jpg"))
-    assert "relative to their common folder" in page
 
 
 @pytest.mark.parametrize(
@@ -192,7 +186,6 @@ def test_a_report_that_is_handed_on_does_not_tell_where_its_images_lie(tmp_path)
         (["demo/data/test", "b.jpg"], "m.onnx", "data/test and 1 more, explained by m.onnx"),
         (["/home/ann/birds"], "/home/ann/m.onnx", "birds, explained by m.onnx"),
         (["https://host/birds.zip?X-Amz-Signature=1"], "m.onnx", "host/birds.zip, explained by m.onnx"),
-        (["-"], "m.onnx", "standard input, explained by m.onnx"),
         (["."], "m.onnx", "here, explained by m.onnx"),
     ],
 )
@@ -207,3 +200,62 @@ def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path):
     write_report(out, ReportOptions(limit=100))
     assert sources(out) == []
     assert re.search("image not kept", (out / "report.html").read_text(encoding="utf-8"))
+
+
+# ---- the content of sheets
+
+OPTIONS = InferenceOptions(batch=1, workers=1, keep_images=True, keep_outputs=True)
+
+
+def build(session, path, options=None, **request):
+    (result,) = predict_stream([InputImage(path.name, path, **request)], [session], OPTIONS)
+    return SheetBuilder(session.metadata, options).build(result)
+
+
+def test_a_checkpoint_answers_with_its_maps_and_otherwise_alike(exact_model):
+    from opal_deploy.runtime.torch_session import TorchSession
+
+    session = TorchSession(exact_model.with_suffix(".pt"), device="cpu", threads=1)
+    (asked,) = with_attention([session])
+    images = np.random.default_rng(0).integers(0, 255, (2, *session.metadata.input_size, 3), np.uint8)
+    plain, found = session.run(images), asked.run(images)
+    assert plain.attention is None
+    assert (found.logits == plain.logits).all()
+    assert (found.scores == plain.scores).all()
+    assert (found.attention.max((2, 3)) == found.scores).all()
+    assert (found.attention.reshape(*found.attention.shape[:2], -1).argmax(2) == found.argmax).all()
+    assert (asked.metadata, asked.description) == (session.metadata, session.description)
+
+
+@pytest.mark.parametrize("heatmap", [True, False])
+def test_an_export_with_attention_shows_it_on_request(tmp_path, heatmap):
+    session = BrightSession()
+    session.metadata = replace(session.metadata, outputs=("logits", "argmax", "scores", "attention"))
+    plain_run, maps = session.run, np.random.default_rng(0).random((1, 4, 4, 4)).astype(np.float32)
+    session.run = lambda images: replace(plain_run(images), attention=maps)
+    assert with_attention([session]) == [session]
+    for slot in build(session, save(tmp_path / "a.png"), SheetOptions(heatmap=heatmap)).content.predicted.slots:
+        assert (slot.attention == maps[0, slot.channel]).all() if heatmap else slot.attention is None
+
+
+def test_a_box_crops_the_view_and_places_stay_those_of_the_whole_image(tmp_path):
+    pixels = np.zeros((64, 64, 3), np.uint8)
+    pixels[40:48, 48:56] = 250
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    content = build(BrightSession(), tmp_path / "a.png", crop=(32, 32, 64, 64)).content
+    assert content.crop == (32, 32, 64, 64)
+    assert content.predicted.slots[0].box == (48.0, 40.0, 56.0, 48.0)
+
+
+def test_an_image_is_never_its_own_exemplar(tmp_path):
+    session = BrightSession()
+    images = [save(tmp_path / f"{number}.png", (32, 32), 150 + 20 * number) for number in range(4)]
+    collector = AtlasCollector(session.metadata, 3)
+    collect_images([InputImage(path.name, path) for path in images], [session], OPTIONS, collector)
+    atlas = build_atlas(collector, tmp_path / "atlas", {"file": "m", "sha256": "f"}, {})
+    # under another name, so that only the bytes can tell
+    copy = save(tmp_path / "copy.png", (32, 32), 210)
+    for rows, expected in ((4, ["2.png", "1.png"]), (1, ["2.png"])):
+        drawing = build(session, copy, SheetOptions(atlas=atlas, exemplar_rows=rows)).drawing
+        alts = [shape.alt for shape in drawing.shapes if getattr(shape, "alt", "").startswith("slot 0 in ")]
+        assert [alt.split(" in ")[1].split(",")[0] for alt in alts] == expected

@@ -1,14 +1,96 @@
-"""The file of records: whole lines only, on the disk, and after a full disk too."""
+"""The file of records: whole lines only, and after an interruption or a full disk the end of an undisturbed run."""
 
+import contextlib
 import json
+import os
+import resource
+import shutil
+import tracemalloc
+from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from opal_deploy.errors import StoppedEarly
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.records.build import Place, error_record
 from opal_deploy.records.lines import to_document, to_json_line
+from opal_deploy.records.names import unescape_name
 from opal_deploy.run import results
-from opal_deploy.run.results import RecordWriter
+from opal_deploy.run.drawing import ReportOptions
+from opal_deploy.run.results import RecordWriter, ResumePoint, load_resume_point
+from opal_deploy.run.setup import RunOptions
+from opal_deploy.sources.discovery import discover
+from opal_deploy.sources.image import InputImage
+from opal_deploy.sources.items import Skipped
+from tests.bright import BrightSession, read_results, save, write_run
+
+
+def line(name, **more):
+    return json.dumps({**to_document(error_record(name, "not_found", "no such file")), **more}).encode() + b"\n"
+
+
+def load(out, content, *names):
+    """Write a results file; return where it is resumed, the names counted, and those that are left."""
+    (out / "results.jsonl").write_bytes(content)
+    requests = (InputImage(name, name) for name in names)
+    counted = []
+    found = load_resume_point(out, requests, lambda record: counted.append(record.image))
+    return found, counted, [request.name for request in requests]
+
+
+A, B = line("a"), line("b")
+TAILS = {
+    "nothing": b"",
+    "a line without its end": B[:-1],
+    "zeros": b"\0" * 5000,
+    "zeros and an end": b"\0" * 50 + b"\n",
+    "no record": b"{}\n",
+    "another schema": line("b", schema=2),
+    "an unknown status": line("b", status="maybe", prediction={}),
+    "an answer without a prediction": line("b", status="ok"),
+    "not UTF-8": b'{"schema": 1, "image": "\xff"}\n',
+    "deeply nested": b"[" * 100_000 + b"\n",
+    "an empty line": b"\n",
+}
+
+
+@pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS)
+def test_reading_ends_at_the_first_line_that_is_not_a_whole_record(tmp_path, tail):
+    # at the end, and before good ones
+    for after in (b"", line("c")) if tail else (b"",):
+        found, counted, left = load(tmp_path, A + tail + after, "a", "b", "c")
+        assert found == ResumePoint(1, len(A), len(tail + after))
+        assert (counted, left) == (["a"], ["b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a", "x", "b"], "number 2 was b, now it is x"),
+        (["b"], "number 1 was a, now it is b"),
+        (["a"], "number 2 was b, there are no more images"),
+    ],
+)
+def test_other_images_are_refused_and_nothing_is_lost(tmp_path, names, message):
+    with pytest.raises(UsageError, match=message):
+        load(tmp_path, A + B, *names)
+    assert (tmp_path / "results.jsonl").read_bytes() == A + B
+
+
+def test_memory_does_not_grow_with_the_records(tmp_path):
+    # 8 MB
+    (tmp_path / "results.jsonl").write_bytes(b"".join(line(f"{number}" + "x" * 300) for number in range(20_000)))
+    tracemalloc.start()
+    requests = (InputImage(f"{n}" + "x" * 300, "x") for n in range(20_000))
+    assert load_resume_point(tmp_path, requests, lambda _: None).count == 20_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500_000
+
+
+# ---- writing records
 
 RECORD = error_record("a", "not_found", "no such file")
 
@@ -54,3 +136,144 @@ def test_a_disk_that_loses_what_it_was_given_stops_the_run(tmp_path, monkeypatch
     monkeypatch.setattr(results.os, "fsync", lost)
     with pytest.raises(StoppedEarly, match="Input/output error"), RecordWriter(tmp_path / "r.jsonl") as writer:
         writer.write(RECORD)
+
+
+# ---- whole runs
+
+
+@pytest.fixture
+def images(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(23):
+        Image.effect_noise((40 + number, 40), 40 + number).convert("RGB").save(folder / f"{number:02}.png")
+    (folder / "07.png").write_bytes(b"no")
+    return folder
+
+
+class PlacedSession(BrightSession):
+    """A session whose logits depend on the place of an image in its batch, as the last bit of a real one's may."""
+
+    def run(self, images):
+        outputs = super().run(images)
+        outputs.logits[:] -= np.float32(1e-3) * np.arange(len(images), dtype=np.float32)[:, None]
+        return outputs
+
+
+def run_whole(out, limit=1000, *, fails_at=None, formats=(), **callbacks):
+    """Run on the images in `in` next to `out`, with a report and overlays unless `limit` is None."""
+    out.mkdir(exist_ok=True)
+    report = None if limit is None else ReportOptions(limit=limit)
+    options, images = RunOptions(out, InferenceOptions(batch=4), report, formats=formats), str(out.parent / "in")
+    return write_run(options, discover([images], Skipped()), PlacedSession(fails_at=fails_at), **callbacks)
+
+
+def assert_same_files(out, clean):
+    files = {path.relative_to(clean) for path in clean.rglob("*")}
+    assert {path.relative_to(out) for path in out.rglob("*")} == files
+    for name in files - {Path("overlays"), Path("report.html")}:
+        assert (out / name).read_bytes() == (clean / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 5])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, images, fails_at):
+    clean, out = tmp_path / "clean", tmp_path / "out"
+    run_whole(clean, 5)
+    with pytest.raises(StoppedEarly):
+        run_whole(out, 5, fails_at=fails_at)
+    assert not (out / "report.html").exists()
+    summary = run_whole(out, 5)
+    assert_same_files(out, clean)
+    assert (summary.total, summary.errors, sum(summary.classes.values())) == (23, {"not_an_image": 1}, 22)
+    assert summary.resumed > 0 or fails_at == 0
+    for page in ((folder / "report.html").read_text() for folder in (clean, out)):
+        # five predictions and the failure
+        assert [page.count(text) for text in ("<article", 'src="data:image/jpeg', "<b>23</b>")] == [6, 5, 1]
+        assert "07.png" in page
+
+
+@contextlib.contextmanager
+def limit_file_size(size):
+    """Let every file end at a byte, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_at_any_byte_costs_no_record(tmp_path, images):
+    run_whole(tmp_path / "clean", formats=("csv",))
+    clean = (tmp_path / "clean/results.jsonl").read_bytes()
+    largest = max(path.stat().st_size for path in (tmp_path / "clean").iterdir())
+    # at last results.jsonl is whole, and something else is not
+    for size in [*range(1, len(clean), len(clean) // 9), *range(len(clean), largest, largest // 4)]:
+        out = tmp_path / f"out{size}"
+        with limit_file_size(size), pytest.raises(StoppedEarly, match="File too large"):
+            run_whole(out, formats=("csv",))
+        left = (out / "results.jsonl").read_bytes()
+        assert clean.startswith(left)
+        assert left.endswith(b"\n") or not left
+        assert {path.name for path in out.iterdir()} <= {"results.jsonl", "results.csv", "overlays", "report.html"}
+        run_whole(out, formats=("csv",))
+        assert_same_files(out, tmp_path / "clean")
+
+
+def test_the_summary_counts_what_was_written(tmp_path, images):
+    totals, out = [], tmp_path / "out"
+
+    def report(summary):
+        totals.append(summary.total)
+        # records are in the file before their progress is reported
+        assert len(read_results(out)) == summary.total
+
+    summary = run_whole(out, None, report=report)
+    assert (summary.statuses, summary.errors) == ({"ok": 22, "error": 1}, {"not_an_image": 1})
+    assert totals == [4, 8, 12, 16, 20, 23]
+    assert [path.name for path in out.iterdir()] == ["results.jsonl"]
+
+
+def replace_file(path):
+    path.unlink()
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "remove", "message"),
+    [
+        ("results.jsonl", replace_file, "removed"),
+        ("", shutil.rmtree, "removed"),
+        ("overlays/000000-00.jpg", Path.unlink, "in/00.png"),
+    ],
+)
+def test_what_is_removed_during_a_run_is_no_success(tmp_path, images, name, remove, message):
+    out, removed = tmp_path / "out", []
+
+    def remove_once(_):
+        if not removed:
+            removed.append(remove(out / name))
+
+    with pytest.raises(StoppedEarly, match=message):
+        run_whole(out, 1000 if "overlays" in name else None, report=remove_once)
+    # the next run misses nothing
+    for run in (out, tmp_path / "clean"):
+        run_whole(run, 1000 if "overlays" in name else None)
+    assert_same_files(out, tmp_path / "clean")
+
+
+ODD_NAMES = [
+    b"a b.png", b"a\nb.png", b"a\"b'.png", b"<script>alert(1)<_script>.png", b"a\xff\xfeb.png", b"a\\b.png",
+    b"a\\xff.png", b"-a.png", "für\u202e.png".encode(),
+]  # fmt: skip
+
+
+def test_odd_names_come_back_from_their_records(tmp_path):
+    for name in ODD_NAMES:
+        save(tmp_path / "in" / os.fsdecode(name))
+    run_whole(tmp_path / "out")
+    records = read_results(tmp_path / "out")
+    assert [os.fsencode(Path(unescape_name(record["image"])).name) for record in records] == sorted(ODD_NAMES)
+    assert all((tmp_path / "out" / record["overlay"]).is_file() for record in records)
+    assert all(Path(unescape_name(record["image"])).is_file() for record in records)
+    assert b"<script>alert" not in (tmp_path / "out/report.html").read_bytes()

