@@ -1,7 +1,4 @@
-"""Statistics of measurements: bootstrap intervals, bounds of rates, and the risk of a classifier that abstains.
-
-Medians and means have 95 % intervals by the percentile bootstrap, and rates the bounds of Clopper and Pearson: a few
-lines each, because `verify`, `--min-margin 5%` and the quick demo run where SciPy is not installed.
+"""Bounds of rates, and the risk of a classifier that abstains: what runs where SciPy is not installed.
 
 A classifier abstains where its margin is below a threshold. Coverage is the share of images that it answers, risk the
 share of wrong predictions among these. Images with equal margins are answered together.
@@ -11,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +17,11 @@ from numpy.typing import ArrayLike, NDArray
 RESAMPLES = 10_000
 # values drawn at a time: bounds the memory of resampling a large sample
 _MAX_DRAWN = 1 << 21
-# error rates whose coverage a risk summary states, and its number of thresholds
-_SUMMARY_ERROR_RATES, _NUM_LEVELS = (0.01, 0.02, 0.05), 10
+# thresholds in a summary: those that answer at least 1/10, 2/10, ... of the images
+_NUM_LEVELS = 10
+# error rates whose coverage a summary states
+_ERROR_RATES = (0.01, 0.02, 0.05)
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -96,143 +96,128 @@ def share_bounds(hits: int, trials: int, confidence: float = 0.95) -> tuple[floa
 
 @dataclass(frozen=True)
 class RiskCurve:
-    """A risk-coverage curve: every threshold that makes a difference, strictest first.
+    """A risk-coverage curve: every threshold that makes a difference, strictest first."""
 
-    Attributes:
-        margins: float64 [T], distinct, falling.
-        answered: int64 [T], number of images with at least that margin.
-        wrong: int64 [T], number of those that are misclassified.
-    """
-
-    margins: NDArray[np.float64]
-    answered: NDArray[np.int64]
-    wrong: NDArray[np.int64]
+    margins: NDArray[np.float64]  # float64 [T], distinct, falling
+    answered: NDArray[np.int64]  # int64 [T], number of images with at least that margin
+    wrong: NDArray[np.int64]  # int64 [T], number of those that are misclassified
 
     @property
     def images(self) -> int:
         """The number of images, N."""
         return int(self.answered[-1])
 
-    @property
-    def error(self) -> float:
-        """The error rate if every image is answered."""
-        return int(self.wrong[-1]) / self.images
-
-    @property
-    def aurc(self) -> float:
-        """The area under the curve: the mean over k = 1 ... N of the risk of the k largest margins.
-
-        Wrong answers are spread evenly over images with equal margins, so that the order of these does not matter.
-        """
-        k = np.arange(1, self.images + 1)
-        wrong = np.interp(k, np.concatenate([[0], self.answered]), np.concatenate([[0], self.wrong]))
-        return float((wrong / k).mean())
-
-    def coverage_at(self, error: float) -> float:
-        """Return the largest coverage whose risk on these images is at most `error`."""
-        return int(self.answered[self.wrong <= error * self.answered].max(initial=0)) / self.images
-
     def summary(self) -> dict[str, Any]:
         """Return the figures that reports and model files hold and `choose_threshold` reads.
 
-        `levels` has (margin, answered, wrong) of the strictest threshold for each tenth of coverage.
+        `aurc`, the area under the curve, is the mean over k = 1 ... N of the risk of the k largest margins. Wrong
+        answers are spread evenly over images with equal margins. `levels` are margin, answered and wrong of the
+        strictest threshold for each tenth of coverage.
         """
+        k = np.arange(1, self.images + 1)
+        wrong = np.interp(k, np.append(0, self.answered), np.append(0, self.wrong))
+        coverage = {}
+        for rate in _ERROR_RATES:
+            low_risk = self.answered[self.wrong <= rate * self.answered]
+            coverage[f"{rate:g}"] = int(low_risk.max(initial=0)) / self.images
         counts = -(-np.arange(1, _NUM_LEVELS + 1) * self.images // _NUM_LEVELS)
         chosen = np.unique(np.searchsorted(self.answered, counts))
+        columns = (values[chosen].tolist() for values in (self.margins, self.answered, self.wrong))
         return {
             "images": self.images,
-            "error": self.error,
-            "aurc": self.aurc,
-            "coverage_at_error": {f"{rate:g}": self.coverage_at(rate) for rate in _SUMMARY_ERROR_RATES},
-            "levels": [[float(self.margins[i]), int(self.answered[i]), int(self.wrong[i])] for i in chosen],
+            "error": int(self.wrong[-1]) / self.images,
+            "aurc": float((wrong / k).mean()),
+            "coverage_at_error": coverage,
+            "levels": [list(level) for level in zip(*columns, strict=True)],
         }
 
 
 def compute_risk_curve(margins: ArrayLike, correct: ArrayLike) -> RiskCurve:
-    """Return the curve of N labelled images, by their margins [N] and whether the prediction is the label, bool [N].
+    """Return the curve of N labelled images, at least one.
 
-    Raises:
-        ValueError: no images, arrays of different lengths, or a margin that is NaN or infinite.
+    Args:
+        margins: [N], finite; cosine of the predicted class minus that of the runner-up.
+        correct: bool [N], whether the prediction is the label.
     """
-    sizes, right = np.asarray(margins, np.float64), np.asarray(correct, np.bool_)
-    if sizes.ndim != 1 or sizes.shape != right.shape or not len(sizes) or not np.isfinite(sizes).all():
-        raise ValueError(f"margins {sizes.shape}, answers {right.shape}; expected as many, finite, at least one")
+    sizes = np.asarray(margins, np.float64)
     order = np.argsort(-sizes, kind="stable")
     falling = sizes[order]
     last = np.flatnonzero(np.append(falling[1:] != falling[:-1], True))
-    return RiskCurve(falling[last], last + 1, np.cumsum(~right[order], dtype=np.int64)[last])
+    wrong = np.cumsum(~np.asarray(correct, np.bool_)[order], dtype=np.int64)[last]
+    return RiskCurve(falling[last], (last + 1).astype(np.int64), wrong)
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """The margin below which a model should abstain to keep a target error rate.
+    """The margin below which a model should abstain to keep a target error rate."""
 
-    Attributes:
-        target, confidence: the largest acceptable error rate, and the confidence of its bound, 0 ... 1.
-        images: number of labelled images that the threshold was chosen on.
-        min_margin: the threshold, or the smallest margin seen if all images may be answered; None if no threshold is
-            known to reach the target.
-        coverage, wrong, answered: share and counts of images at that threshold.
-        bound: Clopper and Pearson's upper bound of the error rate at that threshold.
-        reason: why there is no threshold; empty if there is one.
-    """
-
-    target: float
-    confidence: float
-    images: int
-    min_margin: float | None = None
-    coverage: float = 0.0
+    target: float  # the largest acceptable error rate, 0 ... 1
+    images: int  # number of labelled images that the threshold was chosen on
+    min_margin: float | None = None  # the threshold; None if no threshold is known to reach the target
+    coverage: float = 0.0  # share of images answered
+    answered: int = 0  # answered, wrong: counts at that threshold
     wrong: int = 0
-    answered: int = 0
-    bound: float = 1.0
-    reason: str = ""
+    bound: float = 1.0  # Clopper and Pearson's upper bound of the error rate at that threshold
+    reason: str = ""  # why there is no threshold; empty if there is one
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON; the reason instead of the figures if there is no threshold."""
-        fields = asdict(self)
-        head = {"target_error": fields.pop("target"), "upper_bound": fields.pop("bound"), **fields}
-        absent = ("reason",) if self.min_margin is not None else ("upper_bound", "coverage", "wrong", "answered")
-        return {name: value for name, value in head.items() if name not in absent}
+        document = {"target_error": self.target, "confidence": CONFIDENCE, "images": self.images}
+        if self.min_margin is None:
+            return {**document, "min_margin": None, "reason": self.reason}
+        figures = {name: getattr(self, name) for name in ("min_margin", "coverage", "answered", "wrong")}
+        return {**document, **figures, "upper_bound": self.bound}
 
 
-def explain_too_few(images: int, target: float, confidence: float = 0.95) -> str:
+def explain_too_few(images: int, target: float) -> str:
     """Return why this many labelled images cannot support a target error rate; empty if they can."""
-    # rounded first: an exact count must not grow by one through floating-point error
-    needed = math.ceil(round(math.log(1.0 - confidence) / math.log1p(-target), 9))
-    return "" if images >= needed else (
-        f"{images} labelled images cannot show an error rate of at most {100 * target:g} % with {confidence:.0%} "
+    needed = _images_needed(target)
+    if images >= needed:
+        return ""
+    return (
+        f"{images} labelled images cannot show an error rate of at most {100 * target:g} % with {CONFIDENCE:.0%} "
         f"confidence: even without errors, {needed} are needed"
-    )  # fmt: skip
+    )
 
 
-def choose_threshold(summary: Mapping[str, Any], target: float, confidence: float = 0.95) -> Threshold:
-    """Choose the lowest threshold in `RiskCurve.summary` whose error rate is at most `target` with `confidence`.
+def _images_needed(target: float) -> int:
+    """Return the number of images without an error whose upper bound is at most `target`."""
+    # rounded first: an exact count must not grow by one through floating-point error
+    return math.ceil(round(math.log(1 - CONFIDENCE) / math.log1p(-target), 9))
+
+
+def choose_threshold(summary: Mapping[str, Any], target: float) -> Threshold:
+    """Choose the lowest threshold whose error rate is at most `target`, between 0 and 1, with 95 % confidence.
 
     The upper bound, not the observed share, has to be at most the target. Thresholds are tried from the strictest that
     answers enough images, until one fails (fixed-sequence testing), so that the confidence holds for the choice among
-    them too.
+    them too. `summary` is that of `RiskCurve.summary`.
     """
     images = summary["images"]
-    chosen = Threshold(target, confidence, images, reason=explain_too_few(images, target, confidence))
-    for margin, answered, wrong in () if chosen.reason else summary["levels"]:
-        if explain_too_few(answered, target, confidence):
+    if reason := explain_too_few(images, target):
+        return Threshold(target, images, reason=reason)
+    needed, chosen = _images_needed(target), Threshold(target, images)
+    for margin, answered, wrong in summary["levels"]:
+        if answered < needed:
             continue
-        bound = clopper_pearson_bound(wrong, answered, confidence)
-        if bound > target:
+        bound = clopper_pearson_bound(wrong, answered)
+        if bound > target and chosen.min_margin is None:
             reason = (
                 f"{wrong} of the {answered} images with the largest margins are wrong: their error rate may be as high "
                 f"as {100 * bound:.2g} %, above {100 * target:g} %"
             )
-            return chosen if chosen.answered else Threshold(target, confidence, images, reason=reason)
-        chosen = Threshold(target, confidence, images, margin, answered / images, wrong, answered, bound)
+            return Threshold(target, images, reason=reason)
+        if bound > target:
+            break
+        chosen = Threshold(target, images, margin, answered / images, answered, wrong, bound)
     return chosen
 
 
-def smallest_target(summary: Mapping[str, Any], confidence: float = 0.95) -> float | None:
-    """Return the smallest error rate, in tenths of a percent, for which `choose_threshold` finds one; None for none."""
+def smallest_target(summary: Mapping[str, Any]) -> float | None:
+    """Return the smallest error rate, in tenths of a percent, that has a threshold; None if no rate below 1 has one."""
     # a target has a threshold if the bound of the first one tried is below it: the rate is one of these bounds
-    bounds = sorted(clopper_pearson_bound(wrong, answered, confidence) for _, answered, wrong in summary["levels"])
-    targets = (math.ceil(1000 * bound) / 1000 for bound in bounds)
-    return next(
-        (t for t in targets if t < 1 and choose_threshold(summary, t, confidence).min_margin is not None), None
-    )  # fmt: skip
+    for bound in sorted({clopper_pearson_bound(wrong, answered) for _, answered, wrong in summary["levels"]}):
+        target = math.ceil(1000 * bound) / 1000
+        if target < 1 and choose_threshold(summary, target).min_margin is not None:
+            return target
+    return None

@@ -22,10 +22,10 @@ def evaluate(
 
     Takes checkpoints and exported models; comparing both shows what deployment costs.
     """
-    from opal_deploy.evaluation.api import evaluate_models
+    from opal_deploy.evaluation.api import run_evaluation
 
     with progress("evaluating") as advance:
-        results = evaluate_models(model, data, **replace(options, log=print_line, progress=advance).keywords())
+        results = run_evaluation(model, data, replace(options, log=print_line, progress=advance))
     if as_json:
         documents = [result.to_dict() for result in results]
         print_json(documents[0] if len(documents) == 1 else documents)

@@ -27,42 +27,28 @@ from opal_deploy.synthetic.dataset import PARTS_FILE
 Points = NDArray[np.float64]
 """Places in an image, (x, y) in its pixels: float64 [P, 2]."""
 
+# pixels by which a cell's centre may miss a part's point, with the model's view scaled to 224 x 224: the margin of the
+# pointing game (Zhang et al. 2018; TorchRay's `PointingGame(tolerance=15)`)
 MARGIN, MARGIN_SCALE = 15.0, 224
-"""Pixels by which a cell's centre may miss a part's point, with the model's view scaled to 224 x 224.
-
-The margin of the pointing game (Zhang et al. 2018; TorchRay's `PointingGame(tolerance=15)`).
-"""
-
-POINT_RULE = f"a part is hit within {MARGIN:g} pixels of its point where the input has {MARGIN_SCALE}x{MARGIN_SCALE}"
-BOX_RULE = "a part is hit within its box"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A visible part of an object.
-
-    Attributes:
-        places: boxes (x0, y0, x1, y1) around it or points (x, y) on it.
-        distinguishing: whether it distinguishes the object's class from others; None if unknown.
-        variant: the name of this class's variant, such as `boots`; empty if unknown.
-    """
+    """A visible part of an object."""
 
     name: str
-    places: tuple[tuple[float, ...], ...]
-    distinguishing: bool | None = None
-    variant: str = ""
+    places: tuple[tuple[float, ...], ...]  # boxes (x0, y0, x1, y1) around it or points (x, y) on it
+    distinguishing: bool | None = None  # whether it distinguishes the object's class from others; None if unknown
+    variant: str = ""  # the name of this class's variant, such as `boots`; empty if unknown
 
 
 @dataclass(frozen=True)
 class ImageAnnotation:
-    """The annotation of one image; its object and parts may be unknown.
-
-    Attributes:
-        mask: returns the object's pixels, bool [height, width]; takes precedence over `boxes`.
-    """
+    """The annotation of one image; its object and parts may be unknown."""
 
     label: str
     boxes: tuple[Box, ...] = ()
+    # returns the object's pixels, bool [height, width]; takes precedence over `boxes`
     mask: Callable[[], NDArray[np.bool_]] | None = None
     parts: tuple[Part, ...] = ()
 
@@ -109,15 +95,10 @@ class ImageAnnotation:
 
 @dataclass(frozen=True)
 class Annotations:
-    """The annotations of a data set's N images.
+    """The annotations of a data set's N images."""
 
-    Attributes:
-        images: N annotations, some of which may be empty.
-        foreground: describes the cells of `ImageAnnotation.foreground`: "cells of the annotated boxes".
-    """
-
-    images: list[ImageAnnotation]
-    foreground: str
+    images: list[ImageAnnotation]  # N annotations, some of which may be empty
+    foreground: str  # describes the cells of `ImageAnnotation.foreground`: "cells of the annotated boxes"
     part_rule: str = ""
 
     def select(self, indices: Sequence[int]) -> Annotations:
@@ -151,37 +132,42 @@ def annotate(
     Raises:
         UsageError: the part annotations or the file of objects are damaged, or lack the samples.
     """
-    labels = [data.class_names[sample.label] for sample in samples]
     if parts and has_creatures(data):
-        found = annotate_creatures(_match_creatures(data, samples))
+        known = annotate_creatures(_match_creatures(data, samples))
     else:
-        cropped = boxes and any(sample.box is not None for sample in samples)
-        known = [sample.object_box if boxes else sample.box for sample in samples]
-        shown = [() if box is None else (box,) for box in known]
+        places = [sample.object_box if boxes else sample.box for sample in samples]
         foreground = "cells of the whole image (no foreground is known)"
-        if cropped:
+        if boxes and any(sample.box is not None for sample in samples):
             foreground = "cells (images are cropped to their boxes)"
-        elif any(shown):
+        elif any(box is not None for box in places):
             foreground = "cells of the annotated box (their centre in it)"
-        found = Annotations([ImageAnnotation(label, box) for label, box in zip(labels, shown, strict=True)], foreground)
+        images = [
+            ImageAnnotation(data.class_names[sample.label], () if box is None else (box,))
+            for sample, box in zip(samples, places, strict=True)
+        ]
+        known = Annotations(images, foreground)
         if parts and cub.has_parts(data):
-            found = _add_cub_parts(found, cub.read_parts(data.root, samples))
+            known = _add_cub_parts(known, cub.read_parts(data.root, samples))
         elif data.layout == "pets":
-            found = _add_trimaps(found, data.root / "annotations" / "trimaps", samples)
-    return found if objects is None else _replace_objects(found, objects, samples)
+            known = _add_trimaps(known, data.root / "annotations" / "trimaps", samples)
+    return known if objects is None else _replace_objects(known, objects, samples)
 
 
 def annotate_creatures(creatures: Sequence[Annotation]) -> Annotations:
     """Return the annotations of generated images: their masks, and the boxes of their visible parts."""
-    images = []
-    for creature in creatures:
-        parts = tuple(
-            Part(name, (part.box,), part.distinguishing, part.variant)
-            for name, part in creature.parts.items()
-            if part.visible
+    images = [
+        ImageAnnotation(
+            creature.species,
+            mask=creature.foreground,
+            parts=tuple(
+                Part(name, (part.box,), part.distinguishing, part.variant)
+                for name, part in creature.parts.items()
+                if part.visible
+            ),
         )
-        images.append(ImageAnnotation(creature.species, mask=creature.foreground, parts=parts))
-    return Annotations(images, "cells of the creature (their centre in its drawn mask)", BOX_RULE)
+        for creature in creatures
+    ]
+    return Annotations(images, "cells of the creature (their centre in its drawn mask)", "a part is hit within its box")
 
 
 def _match_creatures(data: DataSet, samples: Sequence[Sample]) -> list[Annotation]:
@@ -197,37 +183,38 @@ def _match_creatures(data: DataSet, samples: Sequence[Sample]) -> list[Annotatio
     return creatures
 
 
-def _add_cub_parts(found: Annotations, located: cub.PartLocations) -> Annotations:
+def _add_cub_parts(known: Annotations, located: cub.PartLocations) -> Annotations:
     """Add the visible parts; a left and a right part are one part with two places, as in part purity."""
     names = [name.removeprefix("left ").removeprefix("right ") for name in located.names]
     images = []
-    for image, points, visible in zip(found.images, located.points.tolist(), located.visible.tolist(), strict=True):
+    for image, points, visible in zip(known.images, located.points.tolist(), located.visible.tolist(), strict=True):
         places: dict[str, list[tuple[float, ...]]] = {}
         for name, point, seen in zip(names, points, visible, strict=True):
             if seen:
                 places.setdefault(name, []).append(tuple(point))
         images.append(replace(image, parts=tuple(Part(name, tuple(where)) for name, where in places.items())))
-    return Annotations(images, found.foreground, POINT_RULE)
+    rule = f"a part is hit within {MARGIN:g} pixels of its point where the input has {MARGIN_SCALE}x{MARGIN_SCALE}"
+    return Annotations(images, known.foreground, rule)
 
 
-def _add_trimaps(found: Annotations, folder: Path, samples: Sequence[Sample]) -> Annotations:
+def _add_trimaps(known: Annotations, folder: Path, samples: Sequence[Sample]) -> Annotations:
     images = []
-    for image, sample in zip(found.images, samples, strict=True):
+    for image, sample in zip(known.images, samples, strict=True):
         path = folder / f"{sample.path.stem}.png"
         images.append(replace(image, mask=partial(read_trimap, path)) if path.is_file() else image)
     if not any(image.mask for image in images):
-        return found
-    return Annotations(images, "cells of the pet (their centre in its trimap)", found.part_rule)
+        return known
+    return Annotations(images, "cells of the pet (their centre in its trimap)", known.part_rule)
 
 
-def _replace_objects(found: Annotations, path: Path, samples: Sequence[Sample]) -> Annotations:
+def _replace_objects(known: Annotations, path: Path, samples: Sequence[Sample]) -> Annotations:
     objects = read_objects(path)
     matches = [objects.matches(sample.path.as_posix()) for sample in samples]
     # an ambiguous name is ignored
-    found_objects = [objects[names[0]] if len(names) == 1 else [] for names in matches]
-    categories = {thing.category for things in found_objects for thing in things}
+    listed = [objects[names[0]] if len(names) == 1 else [] for names in matches]
+    categories = {thing.category for things in listed for thing in things}
     images = []
-    for image, things in zip(found.images, found_objects, strict=True):
+    for image, things in zip(known.images, listed, strict=True):
         own = [thing for thing in things if thing.category == image.label or image.label not in categories]
         images.append(replace(image, boxes=tuple(thing.box for thing in own), mask=None))
     if not any(image.boxes for image in images):
@@ -235,7 +222,7 @@ def _replace_objects(found: Annotations, path: Path, samples: Sequence[Sample]) 
             f"{path}: no boxes for any of the {len(samples)} images, such as {samples[0].path.name}; expected a "
             "file_name that ends the image's path"
         )
-    return Annotations(images, f"cells of the boxes in {path.name} (their centre in one)", found.part_rule)
+    return Annotations(images, f"cells of the boxes in {path.name} (their centre in one)", known.part_rule)
 
 
 def _in_boxes(points: Points, boxes: Sequence[tuple[float, ...]]) -> NDArray[np.bool_]:

@@ -26,21 +26,22 @@ def evaluate_model(model: Source, data: StrPath, options: EvaluateOptions) -> Mo
     classes.
 
     Raises:
-        MissingExtra: PyTorch, scikit-learn or Matplotlib is not installed.
+        MissingExtra: PyTorch, scikit-learn or Matplotlib is not installed, or Captum where Grad-CAM is measured.
         UsageError: data, model and options do not fit together, or an image cannot be used.
     """
-    return _evaluate([model], data, options)[0]
+    return run_evaluation([model], data, options)[0]
 
 
 @keywords(EvaluateOptions)
 def evaluate_models(models: Sequence[Source], data: StrPath, options: EvaluateOptions) -> list[ModelEvaluation]:
     """Measure several models on one data set, and compare them; see `evaluate_model`."""
-    return _evaluate(models, data, options)
+    return run_evaluation(models, data, options)
 
 
-def _evaluate(models: Sequence[Source], data: StrPath, options: EvaluateOptions) -> list[ModelEvaluation]:
-    for package in ("torch", "sklearn", "matplotlib"):
-        require(package, "train", "evaluation", pip_name={"sklearn": "scikit-learn"}.get(package))
+def run_evaluation(models: Sequence[Source], data: StrPath, options: EvaluateOptions) -> list[ModelEvaluation]:
+    """Check what is installed, then measure the models; see `evaluate_model`."""
+    for package, pip_name in (("torch", None), ("sklearn", "scikit-learn"), ("matplotlib", None)):
+        require(package, "train", "evaluation", pip_name=pip_name)
     from opal_deploy.evaluation.inputs import EvaluatedModel
     from opal_deploy.evaluation.measure import measure_models
 

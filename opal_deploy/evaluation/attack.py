@@ -18,20 +18,19 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from opal_deploy.artifact.heads import find_contributions, find_strongest, find_values
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.metrics import figures_to_dict, format_columns, format_percent
-from opal_deploy.evaluation.perturbation import find_edges
-from opal_deploy.evaluation.rankings import GradCam
-from opal_deploy.evaluation.session import prepared_batches
+from opal_deploy.evaluation.cells import GradCam, find_edges
+from opal_deploy.evaluation.metrics import Figures, Mean, format_rows, mean_with_interval
+from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.evaluation.session import photographs
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.statistics import Mean, mean_with_interval
+from opal_deploy.runtime.session import ImageBatch
 
 BOXES, FIELD = "outside the boxes", "outside what the cells see"
 NOISE, PGD = "random", "PGD"
@@ -45,67 +44,40 @@ _STREAM = 15
 
 
 @dataclass(frozen=True)
-class Outside:
-    """The effect of one kind of change in one region, over the images that have the region.
+class Outside(Figures):
+    """The effect of one kind of change in one region, over the images that have the region."""
 
-    Attributes:
-        region: `BOXES` or `FIELD`.
-        method: `NOISE` or `PGD`.
-        area: mean share of an image's pixels that may change, 0 ... 1.
-        score_drop: relative drop of the strongest score (PAC); None without prototypes.
-        area_moved: share of the area of its largest tenth that moves (PLC), 1 - intersection over union; likewise.
-        cells_moved: share of the answer's cells that move; likewise.
-        kept: share of images that get the same answer.
-    """
-
-    region: str
-    method: str
+    region: str  # `BOXES` or `FIELD`
+    method: str  # `NOISE` or `PGD`
     images: int
-    area: float
-    score_drop: Mean | None
+    area: float  # mean share of an image's pixels that may change, 0 ... 1
+    score_drop: Mean | None  # relative drop of the strongest score (PAC); None without prototypes
+    # share of the area of its largest tenth that moves (PLC), 1 - intersection over union; likewise
     area_moved: Mean | None
-    cells_moved: Mean | None
-    kept: Mean
+    cells_moved: Mean | None  # share of the answer's cells that move; likewise
+    kept: Mean  # share of images that get the same answer
 
 
 @dataclass(frozen=True)
-class Attack:
-    """The figures of `--attack-outside`.
+class Attack(Figures):
+    """The figures of `--attack-outside`."""
 
-    Attributes:
-        images: measured ones; some may have no pixels outside what their cells see.
-        levels: the largest change, in grey levels of 255.
-        margin: pixels around a box that stay as they are, too.
-        steps: of PGD.
-    """
-
-    images: int
-    levels: int
-    margin: int
-    steps: int
+    images: int  # measured ones; some may have no pixels outside what their cells see
+    levels: int  # the largest change, in grey levels of 255
+    margin: int  # pixels around a box that stay as they are, too
+    steps: int  # of PGD
     seed: int
     outside: list[Outside]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
-        return figures_to_dict(self)
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """A network's answers to n images, and the cells of their evidence.
+    """A network's answers to n images, and the cells of their evidence."""
 
-    Attributes:
-        classes: int64 [n], predicted.
-        channels: int64 [n, k], of the slots in the answer, the strongest first; None without prototypes.
-        listed: bool [n, k], whether there is such a slot.
-        cells: int64 [n, k], flat cells of the evidence.
-    """
-
-    classes: Tensor
-    channels: Tensor | None
-    listed: Tensor
-    cells: Tensor
+    classes: Tensor  # int64 [n], predicted
+    channels: Tensor | None  # int64 [n, k], of the slots in the answer, the strongest first; None without prototypes
+    listed: Tensor  # bool [n, k], whether there is such a slot
+    cells: Tensor  # int64 [n, k], flat cells of the evidence
 
 
 class Attacker:
@@ -114,38 +86,24 @@ class Attacker:
     Args:
         network: left in evaluation mode; computes on its device.
         metadata: of the same model.
-        levels: the largest change of a pixel, in grey levels of 255.
-        margin: pixels around a box that stay as they are, too.
-        steps: gradient steps of PGD.
         field: of the cells; None or without an effective field leaves out the region `FIELD`.
     """
 
     def __init__(
-        self,
-        network: OpalNetwork,
-        metadata: Metadata,
-        *,
-        levels: int,
-        margin: int,
-        steps: int,
-        field: ReceptiveField | None = None,
+        self, network: OpalNetwork, metadata: Metadata, options: EvaluateOptions, field: ReceptiveField | None = None
     ) -> None:
-        self._network, self._metadata = network.eval(), metadata
-        self._levels, self._margin, self._steps, self._field = levels, margin, steps, field
+        self._network, self._metadata, self._field = network.eval(), metadata, field
+        self._levels, self._margin, self._steps = options.attack_levels, options.attack_margin, options.attack_steps
         self._device = next(network.parameters()).device
         self._mean, self._std = (
             torch.tensor(values, device=self._device).reshape(1, 3, 1, 1) for values in (metadata.mean, metadata.std)
         )
         self._heat_map = None if metadata.evidence == "exact" else GradCam(network)
+        known = field is not None and field.effective is not None
+        self._regions = (BOXES, FIELD) if known else (BOXES,)
 
-    @property
-    def regions(self) -> tuple[str, ...]:
-        """The regions that can be measured."""
-        known = self._field is not None and self._field.effective is not None
-        return (BOXES, FIELD) if known else (BOXES,)
-
-    def measure(self, images: NDArray[np.uint8], seeds: Sequence[Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield region, method and figures per image, float64 [n'], for images uint8 [n, H0, W0, 3].
+    def measure(self, images: ImageBatch, seeds: Sequence[Any]) -> dict[tuple[str, str], dict[str, Any]]:
+        """Return figures per image, float64 [n'], by region and method, for images uint8 [n, H0, W0, 3].
 
         The n' images are those with pixels in the region. Figures are the fields of `Outside`; without prototypes only
         `area` and `kept`.
@@ -157,42 +115,44 @@ class Attacker:
         with torch.no_grad():
             before = self._explain(clean)
         answer = self._find_answer(images, before)
-        for region in self.regions:
+        measured = {}
+        for region in self._regions:
             free = self._find_region(answer, region)
             has_some = free.flatten(1).any(1)
-            for method in (NOISE, PGD):
-                changed = self._add_noise(clean, free, seeds)
-                if method == PGD:
-                    changed = self._descend(clean, self._objective(before, answer), changed, free, answer)
-                figures = self._compare(before, changed, answer)
-                figures["area"] = free.flatten(1).float().mean(1)
-                yield region, method, {name: each[has_some].double().cpu().numpy() for name, each in figures.items()}
+            noisy = self._add_noise(clean, free, seeds)
+            attacked = self._descend(clean, self._objective(before, answer), noisy, free, answer)
+            for method, changed in ((NOISE, noisy), (PGD, attacked)):
+                figures = self._compare(before, changed, answer) | {"area": free.flatten(1).float().mean(1)}
+                measured[region, method] = {
+                    name: values[has_some].double().cpu().numpy() for name, values in figures.items()
+                }
+        return measured
 
     def _explain(self, pixels: Tensor) -> Any:
         """Return the head's outputs for pixels 0 ... 255, float32 [n, 3, H0, W0]."""
         return self._network.explain((pixels / 255 - self._mean) / self._std)
 
-    def _find_answer(self, images: NDArray[np.uint8], before: Any) -> _Answer:
+    def _find_answer(self, images: ImageBatch, before: Any) -> _Answer:
         classes = before.logits.argmax(1)
+        predicted = classes.cpu().numpy()
         if self._heat_map is not None:
-            heat = torch.from_numpy(self._heat_map(images, classes.cpu().numpy())).to(self._device)
-            cells = heat.topk(_GRAD_CAM_CELLS, dim=1).indices
+            cells = torch.from_numpy(self._heat_map(images, predicted)).topk(_GRAD_CAM_CELLS, dim=1).indices
+            cells = cells.to(self._device)
             return _Answer(classes, None, torch.ones_like(cells, dtype=torch.bool), cells)
-        metadata, predicted = self._metadata, classes.cpu().numpy()
-        class_map = metadata.class_map
-        table = class_map.channel_table[predicted]
+        metadata, class_map = self._metadata, self._metadata.class_map
+        kept = class_map.kept[predicted]
         values = class_map.take(find_values(before.scores.cpu().numpy(), metadata), predicted)
         if metadata.is_opal:
-            slots = np.argsort(np.where(class_map.kept[predicted], -values, np.inf), axis=1, kind="stable")
-            listed = np.take_along_axis(class_map.kept[predicted], slots, axis=1)
+            slots = np.argsort(np.where(kept, -values, np.inf), axis=1, kind="stable")
+            listed = np.take_along_axis(kept, slots, axis=1)
         else:
             # what speaks for the class in a record
             parts = cast(Any, find_contributions(values, predicted, metadata))
-            slots, listed = find_strongest(parts, class_map.kept[predicted] & (parts > 0))
-        channels = torch.from_numpy(np.take_along_axis(table, slots, axis=1)).to(self._device)
-        return _Answer(
-            classes, channels, torch.from_numpy(listed).to(self._device), before.argmax.long().gather(1, channels)
-        )
+            slots, listed = find_strongest(parts, kept & (parts > 0))
+        table = np.take_along_axis(class_map.channel_table[predicted], slots, axis=1)
+        channels = torch.from_numpy(table).to(self._device)
+        cells = before.argmax.long().gather(1, channels)
+        return _Answer(classes, channels, torch.from_numpy(listed).to(self._device), cells)
 
     def _find_region(self, answer: _Answer, region: str) -> Tensor:
         """Return the pixels that may change: bool [n, 1, H0, W0]."""
@@ -296,50 +256,36 @@ def measure_attack(
     network: OpalNetwork,
     metadata: Metadata,
     samples: Sequence[Sample],
-    indices: Sequence[int],
+    chosen: Sequence[int],
+    options: EvaluateOptions,
     *,
-    levels: int,
-    margin: int,
-    steps: int,
     field: ReceptiveField | None = None,
-    boxes: bool = True,
-    seed: int = 0,
     progress: Progress = no_progress,
 ) -> Attack:
     """Attack the images of some samples; see this module and `Attacker`.
 
-    Args:
-        indices: of the samples that are measured; random changes depend on `seed` and index only.
-
-    Raises:
-        UsageError: an image cannot be used.
+    `chosen`: indices of the samples that are measured; random changes depend on seed and index only.
     """
-    attacker = Attacker(network, metadata, levels=levels, margin=margin, steps=steps, field=field)
-    chosen = [samples[index] for index in indices]
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    done = 0
-    for pixels, _ in prepared_batches(chosen, metadata.input_size, boxes=boxes, batch=_BATCH):
-        seeds = [(seed, index) for index in indices[done : done + len(pixels)]]
-        for region, method, figures in attacker.measure(pixels, seeds):
-            found.setdefault((region, method), []).append(figures)
-        done += len(pixels)
-        progress(done, len(chosen), "attacking")
+    attacker = Attacker(network, metadata, options, field)
+    measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for images in photographs(
+        lambda pixels: None, samples, metadata.input_size, chosen=chosen, boxes=options.boxes, batch=_BATCH,
+        progress=progress, note="attacking",
+    ):  # fmt: skip
+        for key, figures in attacker.measure(images.pixels, [(options.seed, i) for i in images.indices]).items():
+            measured.setdefault(key, []).append(figures)
     outside = []
-    for (region, method), parts in found.items():
+    for (region, method), parts in measured.items():
         values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        if not len(values["kept"]):
-            continue
-        means = {
-            name: mean_with_interval(values[name]) if name in values else None
-            for name in ("score_drop", "area_moved", "cells_moved")
-        }
-        outside.append(
-            Outside(
-                region, method, len(values["kept"]), float(values["area"].mean()),
-                kept=mean_with_interval(values["kept"]), **means,
-            )
-        )  # fmt: skip
-    return Attack(len(chosen), levels, margin, steps, seed, outside)
+        if len(values["kept"]):
+            means = {
+                name: mean_with_interval(values[name]) if name in values else None
+                for name in ("score_drop", "area_moved", "cells_moved")
+            }
+            kept, area = mean_with_interval(values["kept"]), float(values["area"].mean())
+            outside.append(Outside(region, method, len(values["kept"]), area, kept=kept, **means))
+    levels, margin, steps = options.attack_levels, options.attack_margin, options.attack_steps
+    return Attack(len(chosen), levels, margin, steps, options.seed, outside)
 
 
 def format_attack(attack: Attack) -> Iterator[str]:
@@ -348,8 +294,6 @@ def format_attack(attack: Attack) -> Iterator[str]:
         f"attack outside the evidence: changes of at most {attack.levels} of 255 grey levels, {attack.margin} pixels "
         f"or more from a box; {attack.images} images, PGD of {attack.steps} steps"
     )
-    rows = [["changed", "how", "of the image", "score drops", "area moves", "cells move", "same answer"]]
-    for each in attack.outside:
-        means = (each.score_drop, each.area_moved, each.cells_moved, each.kept)
-        rows.append([each.region, each.method, f"{each.area:.0%}", *(format_percent(mean, 1) for mean in means)])
-    yield from format_columns(rows)
+    titles = {"region": "changed", "method": "how", "area": "of the image", "score_drop": "score drops"}
+    titles |= {"area_moved": "area moves", "cells_moved": "cells move", "kept": "same answer"}
+    yield from format_rows(attack.outside, titles)

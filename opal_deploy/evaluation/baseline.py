@@ -11,17 +11,16 @@ from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.session import choose_samples, prepared_batches
+from opal_deploy.evaluation.session import choose_samples, photographs
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.neighbours import MAX_IMAGES, Neighbours, max_images
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.observations import observe_outputs
-from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.session import ImageBatch, Session
 
 # validation images of a baseline
 _MAX_VALIDATION = 5_000
-_BATCH = 16
 
 
 def fit_neighbours(
@@ -42,9 +41,6 @@ def fit_neighbours(
         samples: the training images.
         background: out-of-distribution images; none, or at least five.
         boxes: crop images to their boxes, as in training.
-
-    Raises:
-        UsageError: an image cannot be used.
     """
     if network.config.head.evidence != "exact":
         return None
@@ -52,17 +48,19 @@ def fit_neighbours(
     config, device = network.config, next(network.parameters()).device
     known = [samples[index] for index in choose_samples(samples, max_images(config.num_classes))]
     others = [background[index] for index in choose_samples(background, MAX_IMAGES)]
-    chosen = known + others
-    parts: list[torch.Tensor] = []
-    done = 0
-    for pixels, _ in prepared_batches(chosen, config.input_size, boxes=boxes, batch=_BATCH):
+
+    def pool(pixels: ImageBatch) -> torch.Tensor:
         inputs = torch.from_numpy(normalise(pixels, config.mean, config.std)).to(device)
         with torch.inference_mode():
-            parts.append(network.backbone(inputs).float().mean((2, 3)).cpu())
-        done += len(pixels)
-        progress(done, len(chosen), "keeping features of images")
+            features: torch.Tensor = network.backbone(inputs)
+        return features.float().mean((2, 3)).cpu()
+
+    batches = photographs(
+        pool, known + others, config.input_size, boxes=boxes, progress=progress, note="keeping features of images"
+    )
     # of inference mode, whose tensors a module cannot keep
-    features, labels = torch.cat(parts).clone(), torch.tensor([sample.label for sample in known])
+    features = torch.cat([images.outputs for images in batches]).clone()
+    labels = torch.tensor([sample.label for sample in known])
     neighbours = Neighbours.fit(features[: len(known)], labels, features[len(known) :])
     return None if neighbours is None else neighbours.to(device)
 
@@ -78,20 +76,18 @@ def measure_baseline(
     """Return the baseline of a model on up to 5,000 validation images; None unless single cells are its evidence.
 
     The model's OOD score is computed with `neighbours`.
-
-    Raises:
-        UsageError: an image cannot be used.
     """
     metadata = session.metadata
     if metadata.evidence != "exact":
         return None
-    chosen = [samples[index] for index in choose_samples(samples, _MAX_VALIDATION)]
-    parts: list[Outputs] = []
-    for pixels, _ in prepared_batches(chosen, metadata.input_size, boxes=boxes, batch=_BATCH):
-        parts.append(session.run(pixels))
-        progress(min(_BATCH * len(parts), len(chosen)), len(chosen), "measuring the baseline")
+    chosen = choose_samples(samples, _MAX_VALIDATION)
+    batches = photographs(
+        session.run, samples, metadata.input_size, chosen=chosen, boxes=boxes, progress=progress,
+        note="measuring the baseline",
+    )  # fmt: skip
+    outputs = Outputs.concatenate([images.outputs for images in batches])
     background = 0 if neighbours is None else neighbours.num_background
-    return baseline_of(Outputs.concatenate(parts), metadata, background)
+    return baseline_of(outputs, metadata, background)
 
 
 def baseline_of(outputs: Outputs, metadata: Metadata, background: int) -> Baseline:

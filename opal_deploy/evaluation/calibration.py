@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.measurements import NUM_BINS, NUM_FOLDS, Calibration, describe_calibration
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import DoubleArray, FloatArray, compute_probabilities
+from opal_deploy.evaluation.metrics import Figures
 
 MIN_IMAGES = 50
 # the temperatures among which the best is sought
@@ -25,7 +26,6 @@ _LOWEST, _HIGHEST = 1e-4, 1e4
 # images at a time, which bounds the memory with many classes
 _ROWS = 4_096
 _RESAMPLES = 1_000
-_SEED = 0
 # values drawn at a time, which bounds the memory with many images
 _MAX_DRAWN = 1 << 21
 
@@ -84,88 +84,80 @@ def calibrate(logits: FloatArray, labels: NDArray[np.int64]) -> Calibration:
         return Calibration(
             images, reason=f"{wrong} of {images:,} validation images are misclassified, {few} to fit a temperature"
         )
-    probabilities = np.empty(images)
-    nll = 0.0
+    probabilities, nll = np.empty(images), 0.0
     for fold, value in enumerate(temperatures):
         rows = np.flatnonzero(folds == fold)
-        measured = _Probabilities.compute(logits[rows], labels[rows], value)
-        probabilities[rows] = measured.predicted
-        nll += measured.nll * len(rows) / images
-    uncalibrated = _Probabilities.compute(logits, labels, 1.0)
+        probabilities[rows], fold_nll = _compute_probabilities(logits[rows], labels[rows], value)
+        nll += fold_nll * len(rows) / images
+    uncalibrated, uncalibrated_nll = _compute_probabilities(logits, labels, 1.0)
     return Calibration(
         images,
         temperature,
         accuracy=float(correct.mean()),
         nll=nll,
-        nll_uncalibrated=uncalibrated.nll,
+        nll_uncalibrated=uncalibrated_nll,
         ece=expected_calibration_error(probabilities, correct),
-        ece_uncalibrated=expected_calibration_error(uncalibrated.predicted, correct),
+        ece_uncalibrated=expected_calibration_error(uncalibrated, correct),
         ece_perfect=perfect_calibration_error(probabilities),
     )
 
 
 @dataclass(frozen=True)
-class CalibrationError:
-    """How far the probabilities of N labelled images are from the share of correct predictions.
-
-    Attributes:
-        nll: mean of -log(probability of the label), in nats.
-        ece: expected calibration error of the predicted class's probability, 0 ... 1.
-        low, high: 95 % confidence interval of `ece`, basic bootstrap over images.
-        mean_probability: of the predicted class, 0 ... 1; equals the accuracy if calibrated.
-    """
+class CalibrationError(Figures):
+    """How far the probabilities of N labelled images are from the share of correct predictions."""
 
     temperature: float
-    nll: float
-    ece: float
-    low: float
+    nll: float  # mean of -log(probability of the label), in nats
+    ece: float  # expected calibration error of the predicted class's probability, 0 ... 1
+    low: float  # low, high: 95 % confidence interval of `ece`, basic bootstrap over images
     high: float
-    ece_perfect: float
-    mean_probability: float
+    ece_perfect: float  # see `perfect_calibration_error`
+    mean_probability: float  # of the predicted class, 0 ... 1; equals the accuracy if calibrated
     bins: int = NUM_BINS
 
 
 def measure_calibration(logits: FloatArray, labels: NDArray[np.int64], temperature: float) -> CalibrationError:
     """Measure the calibration of softmax(logits / temperature) on labelled images.
 
+    The interval is the basic bootstrap's (2 * estimate - quantiles): a sample's error exceeds the population's by
+    chance, a resample's the sample's, and percentiles would double that bias. It is cut at 0 and widened to hold the
+    estimate.
+
     Args:
         logits: [N, C], N at least 1, finite.
         labels: [N], class indices.
         temperature: over 0.
     """
-    measured = _Probabilities.compute(logits, labels, temperature)
-    predicted, correct = measured.predicted, logits.argmax(axis=1) == labels
-    return CalibrationError(
-        temperature,
-        measured.nll,
-        expected_calibration_error(predicted, correct),
-        *calibration_error_interval(predicted, correct),
-        perfect_calibration_error(predicted),
-        float(predicted.mean()),
-    )
+    from scipy.stats import bootstrap
+
+    predicted, nll = _compute_probabilities(logits, labels, temperature)
+    correct = logits.argmax(axis=1) == labels
+    estimate = low = high = expected_calibration_error(predicted, correct)
+    if len(labels) > 1:
+        interval = bootstrap(
+            (predicted, correct), expected_calibration_error, paired=True, vectorized=True, n_resamples=_RESAMPLES,
+            batch=max(_MAX_DRAWN // len(labels), 1), method="basic", rng=np.random.default_rng(0),
+        ).confidence_interval  # fmt: skip
+        low, high = max(float(interval.low), 0.0), max(float(interval.high), estimate)
+    perfect = perfect_calibration_error(predicted)
+    return CalibrationError(temperature, nll, estimate, low, high, perfect, float(predicted.mean()))
 
 
 @dataclass(frozen=True)
-class CalibrationFigures:
-    """The calibration of a model on the images of an evaluation.
-
-    Attributes:
-        uncalibrated: at temperature 1.
-        fitted: the calibration fitted on these images, for a model without one; None if none was fitted.
-    """
+class CalibrationFigures(Figures):
+    """The calibration of a model on the images of an evaluation."""
 
     images: int
     accuracy: float
-    uncalibrated: CalibrationError
-    calibrated: CalibrationError | None
+    uncalibrated: CalibrationError  # at temperature 1
+    calibrated: CalibrationError | None  # at the model's temperature; None if it has none
+    # the calibration fitted on these images, for a model without one; None if none was fitted
     fitted: Calibration | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures for JSON, without None values."""
-        document = {"images": self.images, "accuracy": self.accuracy, "uncalibrated": asdict(self.uncalibrated)}
-        if self.calibrated is not None:
-            document["calibrated"] = asdict(self.calibrated)
-        return document if self.fitted is None else {**document, "fitted": self.fitted.to_dict()}
+        document = {**super().to_dict(), "fitted": None if self.fitted is None else self.fitted.to_dict()}
+        return {name: value for name, value in document.items() if value is not None}
 
 
 def evaluate_calibration(
@@ -202,94 +194,53 @@ def format_calibration(figures: CalibrationFigures, metadata: Metadata) -> Itera
     )
 
 
-@dataclass(frozen=True)
-class _Probabilities:
-    """The probabilities of the predicted classes, float64 [N], and the mean of -log(probability of the label)."""
-
-    predicted: DoubleArray
-    nll: float
-
-    @staticmethod
-    def compute(logits: FloatArray, labels: NDArray[np.int64], temperature: float) -> _Probabilities:
-        best = logits.argmax(axis=1)[:, None]
-        blocks = (slice(first, first + _ROWS) for first in range(0, len(logits), _ROWS))
-        predicted = np.concatenate([compute_probabilities(logits[b], best[b], temperature)[:, 0] for b in blocks])
-        # log(p of the label) = log(p of the best) minus the logits' difference: no small probability underflows
-        gaps = (np.take_along_axis(logits, best, axis=1)[:, 0] - logits[np.arange(len(labels)), labels]).astype(float)
-        return _Probabilities(predicted, float((gaps / temperature - np.log(predicted)).mean()))
+def _compute_probabilities(
+    logits: FloatArray, labels: NDArray[np.int64], temperature: float
+) -> tuple[DoubleArray, float]:
+    """Return the probabilities of the predicted classes, float64 [N], and the mean of -log(p of the label)."""
+    best = logits.argmax(axis=1)[:, None]
+    blocks = (slice(first, first + _ROWS) for first in range(0, len(logits), _ROWS))
+    predicted = np.concatenate([compute_probabilities(logits[b], best[b], temperature)[:, 0] for b in blocks])
+    # log(p of the label) = log(p of the best) minus the logits' difference: no small probability underflows
+    gaps = (np.take_along_axis(logits, best, axis=1)[:, 0] - logits[np.arange(len(labels)), labels]).astype(float)
+    return predicted, float((gaps / temperature - np.log(predicted)).mean())
 
 
 def expected_calibration_error(
-    probabilities: DoubleArray, correct: NDArray[np.bool_], num_bins: int = NUM_BINS
-) -> float:
-    """Return the expected calibration error with bins of equal mass, 0 ... 1.
+    probabilities: DoubleArray, correct: NDArray[np.bool_], axis: int = -1, num_bins: int = NUM_BINS
+) -> Any:
+    """Return the expected calibration error with bins of equal mass, 0 ... 1: a float, or float64 [...].
 
     The N images are sorted by the probability of their predicted class and cut into `num_bins` bins of equal size (the
     last ones may have one image less); ECE = sum over bins of n_b / N * |mean probability - accuracy|.
     Bins of equal width (Guo et al.) are nearly empty where most probabilities are high; equal mass is the better
-    estimate (Roelofs et al., "Mitigating bias in calibration error estimation", AISTATS 2022).
+    estimate (Roelofs et al., "Mitigating bias in calibration error estimation", AISTATS 2022). scikit-learn has no such
+    error: its `calibration_curve` does not say how many images each bin has.
 
     Args:
-        correct: bool [N], whether the prediction is the label.
+        probabilities: [..., N].
+        correct: bool [..., N], whether the prediction is the label.
+        axis: that of the images; the last.
     """
-    order = np.argsort(probabilities, kind="stable")
-    return float(_binned_errors(probabilities[order][None], correct[order][None].astype(np.float64), num_bins)[0])
+    order = np.argsort(probabilities, axis=-1, kind="stable")
+    gaps = np.take_along_axis(probabilities - correct, order, axis=-1)
+    images = gaps.shape[-1]
+    bins = min(num_bins, images)
+    # as numpy.array_split cuts: the first bins have one image more
+    sizes = images // bins + (np.arange(bins) < images % bins)
+    error = np.abs(np.add.reduceat(gaps, np.cumsum(sizes) - sizes, axis=-1)).sum(axis=-1) / images
+    return float(error) if error.ndim == 0 else error
 
 
-def calibration_error_interval(
-    probabilities: DoubleArray, correct: NDArray[np.bool_], num_bins: int = NUM_BINS, confidence: float = 0.95
-) -> tuple[float, float]:
-    """Return the confidence interval of `expected_calibration_error` by the basic bootstrap over images.
-
-    A sample's error exceeds the population's by chance, and a resample's exceeds the sample's: the basic bootstrap
-    (2 * estimate - quantiles) removes that bias, which percentiles would double. The interval is cut at 0 and widened
-    to hold the estimate. The generator's seed is fixed.
-    """
-    order = np.argsort(probabilities, kind="stable")
-    sizes, hits = probabilities[order], correct[order].astype(np.float64)
-    generator = np.random.default_rng(_SEED)
-
-    def draw(count: int) -> DoubleArray:
-        # sorted positions among sorted probabilities: the resample is sorted too
-        rows = np.sort(generator.integers(0, len(sizes), (count, len(sizes))), axis=1)
-        return _binned_errors(sizes[rows], hits[rows], num_bins)
-
-    errors = np.concatenate([draw(count) for count in _chunks(len(sizes))])
-    estimate = expected_calibration_error(probabilities, correct, num_bins)
-    tail = 50 * (1 - confidence)
-    low, high = np.percentile(errors, (tail, 100 - tail))
-    return max(2 * estimate - float(high), 0.0), max(2 * estimate - float(low), estimate)
-
-
-def perfect_calibration_error(probabilities: DoubleArray, num_bins: int = NUM_BINS) -> float:
+def perfect_calibration_error(probabilities: DoubleArray) -> float:
     """Return the mean `expected_calibration_error` of a perfectly calibrated model with these probabilities.
 
     Simulates each prediction as correct with its own probability, 1,000 times, from a generator with a fixed seed. The
     result is above 0: the accuracy within a bin of n images deviates by chance.
     """
-    sizes = np.sort(probabilities)
-    generator = np.random.default_rng(_SEED)
-
-    def draw(count: int) -> DoubleArray:
-        hits = generator.random((count, len(sizes))) < sizes
-        return _binned_errors(np.broadcast_to(sizes, hits.shape), hits, num_bins)
-
-    errors = [draw(count) for count in _chunks(len(sizes))]
+    sizes, generator, errors = np.sort(probabilities), np.random.default_rng(0), []
+    step = max(_MAX_DRAWN // len(sizes), 1)
+    for first in range(0, _RESAMPLES, step):
+        correct = generator.random((min(step, _RESAMPLES - first), len(sizes))) < sizes
+        errors.append(expected_calibration_error(np.broadcast_to(sizes, correct.shape), correct))
     return float(np.concatenate(errors).mean())
-
-
-def _chunks(images: int) -> list[int]:
-    """Return how many resamples to draw at a time."""
-    step = max(_MAX_DRAWN // images, 1)
-    return [min(step, _RESAMPLES - first) for first in range(0, _RESAMPLES, step)]
-
-
-def _binned_errors(probabilities: DoubleArray, correct: NDArray[Any], num_bins: int) -> DoubleArray:
-    """Return the expected calibration error of each row, [R]; probabilities [R, N] rise along each row."""
-    images = probabilities.shape[1]
-    bins = min(num_bins, images)
-    # as numpy.array_split cuts: the first bins have one image more
-    sizes = images // bins + (np.arange(bins) < images % bins)
-    gaps = np.add.reduceat(probabilities - correct, np.cumsum(sizes) - sizes, axis=1)
-    errors: DoubleArray = np.abs(gaps).sum(axis=1) / images
-    return errors

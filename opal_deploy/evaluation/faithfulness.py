@@ -8,88 +8,102 @@ remove as many other cells.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import io
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
+from opal_deploy.artifact.heads import find_totals
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
+from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import Annotations
-from opal_deploy.evaluation.metrics import figures_to_dict, format_columns
-from opal_deploy.evaluation.options import FILLS, Fill
-from opal_deploy.evaluation.perturbation import (
-    Curve,
-    Curves,
-    Perturber,
-    SlotStability,
-    image_changes,
-    measure_stability,
-    perturbation_curves,
+from opal_deploy.evaluation.cells import (
+    CONTRIBUTION,
+    GRAD_CAM,
+    RANDOM,
+    RANKINGS,
+    REVERSE,
+    GradCam,
+    ImageArray,
+    build_rankings,
+    fill_image,
+    replace_cells,
 )
-from opal_deploy.evaluation.rankings import CONTRIBUTION, GRAD_CAM, RANDOM, RANKINGS, REVERSE, HeatMap, build_rankings
-from opal_deploy.evaluation.session import prepared_batches
+from opal_deploy.evaluation.metrics import Figures, Mean, format_columns, mean_with_interval
+from opal_deploy.evaluation.options import EvaluateOptions, Fill
+from opal_deploy.evaluation.session import Photographs, photographs
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.runtime.session import Session
-from opal_deploy.statistics import Mean, mean_with_interval
 
 # images measured together: each takes dozens of passes, which fill batches of their own
 _IMAGES_TOGETHER = 4
-
+# first word of the seeds of the noise that stability is measured with
+_NOISE_STREAM = 13
 NO_GRADIENTS = "an exported model has no gradients; give the checkpoint"
+FLIP = "horizontal flip"
+
+
+class Curve(NamedTuple):
+    """The deletion and insertion curves of one image, one fill and one ranking of k cells."""
+
+    deletion: NDArray[np.float64]  # [k + 1], cosine with the first 0, 1, ..., k cells removed
+    insertion: NDArray[np.float64]  # [k + 1], cosine with nothing but the first 0, 1, ..., k cells
+    class_kept: bool  # whether the class is still predicted with all k cells removed
+    evidence_share: float  # share of the k cells that are evidence, 0 ... 1
+
+    def areas(self, steps: int) -> NDArray[np.float64]:
+        """Return the mean cosines of deletion and insertion over the first `steps` cells, and the drop: float64 [3].
+
+        The deletion's is small and the insertion's large if the first cells matter most.
+        """
+        deletion, insertion = self.deletion[: steps + 1], self.insertion[: steps + 1]
+        means = [float(np.trapezoid(curve, dx=1 / steps)) for curve in (deletion, insertion)]
+        return np.array([*means, deletion[0] - deletion[-1]])
 
 
 @dataclass(frozen=True)
-class Advantage:
+class Advantage(Figures):
     """The lead of the evidence, ranked by contribution, over another ranking: paired, positive where it wins.
 
     If an image has fewer cells in the other ranking, the evidence is cut to as many cells.
-
-    Attributes:
-        deletion_area: the other's deletion area minus the evidence's.
-        insertion_area: the evidence's insertion area minus the other's.
-        drop: the evidence's drop minus the other's; None against its own reverse, which removes the same cells.
     """
 
-    deletion_area: Mean
-    insertion_area: Mean
+    deletion_area: Mean  # the other's deletion area minus the evidence's
+    insertion_area: Mean  # the evidence's insertion area minus the other's
+    # the evidence's drop minus the other's; None against its own reverse, which removes the same cells
     drop: Mean | None
 
 
 @dataclass(frozen=True)
-class RankingFigures:
-    """One ranking with one fill, over the images that have it.
-
-    Attributes:
-        deletion, insertion: mean cosine after 0, 1, ..., m steps; an image with fewer cells keeps its last value.
-        deletion_area, insertion_area, drop: means of the properties of `Curve`.
-        class_kept: share of images whose predicted class stays with all cells removed.
-        evidence_share: mean share of the cells that are evidence.
-        advantage: of the evidence over this ranking; None for the evidence itself.
-    """
+class RankingFigures(Figures):
+    """One ranking with one fill, over the images that have it."""
 
     fill: Fill
     ranking: str
     images: int
     cells: float
+    # deletion, insertion: mean cosine after 0, 1, ..., m steps; an image with fewer cells keeps its last value
     deletion: list[float]
     insertion: list[float]
-    deletion_area: Mean
+    deletion_area: Mean  # deletion_area, insertion_area, drop: see `Curve.areas`
     insertion_area: Mean
     drop: Mean
-    class_kept: float
-    evidence_share: float
-    advantage: Advantage | None
+    class_kept: float  # share of images whose predicted class stays with all cells removed
+    evidence_share: float  # mean share of the cells that are evidence
+    advantage: Advantage | None  # of the evidence over this ranking; None for the evidence itself
 
 
 @dataclass(frozen=True)
-class StabilityFigures:
-    """The stability of cells under one change of the images.
-
-    Attributes:
-        same_cell, within_one_cell: mean shares of slots, see `SlotStability`.
-    """
+class StabilityFigures(Figures):
+    """The stability of the predicted class's cells under one change of the images, as shares of its slots."""
 
     change: str
     same_cell: Mean
@@ -98,35 +112,26 @@ class StabilityFigures:
 
 
 @dataclass(frozen=True)
-class Faithfulness:
-    """The faithfulness figures of one model.
-
-    Attributes:
-        different_cells: mean number of different evidence cells per image, d.
-        unavailable: ranking -> why it is missing, or measured on fewer images, in one line.
-    """
+class Faithfulness(Figures):
+    """The faithfulness figures of one model."""
 
     images: int
     images_available: int
     prototypes_per_class: int
-    different_cells: float
+    different_cells: float  # mean number of different evidence cells per image, d
     forward_passes: int
     random_control: str
     rankings: list[RankingFigures]
     stability: list[StabilityFigures]
+    # ranking -> why it is missing, or measured on fewer images, in one line
     unavailable: dict[str, str] = field(default_factory=dict)
     seed: int = 0
     confidence: float = 0.95
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
-        return figures_to_dict(self)
-
 
 def max_forward_passes(images: int, metadata: Metadata, fills: Sequence[Fill]) -> int:
     """Return the largest number of forward passes, reached if no two slots or rankings share a cell."""
-    per_image = len(RANKINGS) * 2 * metadata.class_map.max_slots * len(fills)
-    return images * (1 + len(image_changes(0)) + per_image)
+    return images * (1 + len(image_changes(0)) + len(RANKINGS) * 2 * metadata.class_map.max_slots * len(fills))
 
 
 def measure_faithfulness(
@@ -134,20 +139,16 @@ def measure_faithfulness(
     samples: Sequence[Sample],
     chosen: Sequence[int],
     annotations: Annotations,
+    options: EvaluateOptions,
     *,
-    boxes: bool = True,
-    fills: Sequence[Fill] = FILLS,
-    heat_map: HeatMap | None = None,
-    batch: int = 16,
-    seed: int = 0,
+    heat_map: GradCam | None = None,
     center: float = 0.5,
     progress: Progress = no_progress,
 ) -> Faithfulness:
     """Measure deletion and insertion curves, controls and stability of one model.
 
     Args:
-        chosen: indices of the images to measure, at least one. Random numbers for an image depend on `seed` and its
-            index, not on the other images.
+        chosen: indices of the images to measure, at least one.
         annotations: of the samples; the random control draws from cells that show the object.
         heat_map: Grad-CAM; None leaves that control out.
         center: centre of a cell's receptive field, in cells from the corner of its box (`EffectiveField.center`).
@@ -155,110 +156,191 @@ def measure_faithfulness(
     Raises:
         UsageError: an image cannot be used, or the model's logits are not finite.
     """
-    metadata, perturber = session.metadata, Perturber(session, batch)
-    curves: list[Curves] = []
-    stabilities: list[dict[str, SlotStability]] = []
-    different_cells: list[int] = []
-    chosen_samples = [samples[index] for index in chosen]
-    together = min(batch, _IMAGES_TOGETHER)
-    for pixels, geometries in prepared_batches(chosen_samples, metadata.input_size, boxes=boxes, batch=together):
-        indices = chosen[len(curves) : len(curves) + len(pixels)]
-        outputs = perturber.run(pixels)
-        heat_maps = None if heat_map is None else heat_map(pixels, outputs.logits.argmax(axis=1).astype(np.int64))
-        rankings = [
-            build_rankings(
-                outputs,
-                row,
-                metadata,
-                annotations.images[index].foreground(geometry, metadata.grid),
-                seed=seed,
-                index=index,
-                heat_map=None if heat_maps is None else heat_maps[row],
-            )
-            for row, (index, geometry) in enumerate(zip(indices, geometries, strict=True))
-        ]
-        stabilities += measure_stability(perturber, pixels, outputs, indices, metadata, seed, center)
-        curves += perturbation_curves(perturber, pixels, rankings, indices, metadata.grid, fills, seed)
-        different_cells += [len(ranking.evidence) for ranking in rankings]
-        progress(len(curves), len(chosen), f"{perturber.forward_passes:,} forward passes")
+    metadata, slots = session.metadata, session.metadata.class_map.max_slots
+    curves: list[dict[tuple[Fill, str], Curve]] = []
+    stabilities: list[NDArray[np.float64]] = []
+    passes = 0
+
+    def report(done: int, total: int | None, _: str) -> None:
+        progress(done, total, f"{passes:,} forward passes")
+
+    for images in photographs(
+        lambda pixels: _run(session, pixels, options.batch), samples, metadata.input_size, chosen=chosen,
+        annotations=annotations, boxes=options.boxes, batch=min(options.batch, _IMAGES_TOGETHER), progress=report,
+    ):  # fmt: skip
+        stabilities.append(_measure_stability(session, images, options, center))
+        by_image, curve_passes = _measure_curves(session, images, options, heat_map)
+        curves += by_image
+        passes += curve_passes + len(images.pixels) * (1 + len(image_changes(0)))
+    first = options.fill[0]
     unavailable = {} if heat_map is not None else {GRAD_CAM: NO_GRADIENTS}
-    without = sum((fills[0], RANDOM) not in by_ranking for by_ranking in curves)
-    if without:
+    if without := sum((first, RANDOM) not in by_ranking for by_ranking in curves):
         unavailable[RANDOM] = f"{without} of {len(curves)} images left out: all their foreground cells are evidence"
+    cells = float(np.mean([len(by_ranking[first, CONTRIBUTION].deletion) - 1 for by_ranking in curves]))
+    rankings = [
+        _summarize(fill, name, pairs, slots)
+        for fill, name in itertools.product(options.fill, RANKINGS)
+        if (pairs := [(by[fill, name], by[fill, CONTRIBUTION]) for by in curves if (fill, name) in by])
+    ]
+    stability = [
+        StabilityFigures(name, mean_with_interval(same), mean_with_interval(near), float(kept.mean()))
+        for name, (same, near, kept) in zip(image_changes(0), np.concatenate(stabilities, axis=2), strict=True)
+    ]
     return Faithfulness(
-        len(curves),
-        len(samples),
-        metadata.class_map.max_slots,
-        float(np.mean(different_cells)),
-        perturber.forward_passes,
-        f"random {annotations.foreground}",
-        _summarize_rankings(curves, fills, metadata.class_map.max_slots),
-        _summarize_stability(stabilities),
-        unavailable,
-        seed,
+        len(curves), len(samples), slots, cells, passes, f"random {annotations.foreground}", rankings, stability,
+        unavailable, options.seed,
+    )  # fmt: skip
+
+
+def _run(session: Session, images: Iterable[ImageArray], batch: int) -> Outputs:
+    """Return the outputs for images, of which at most a batch is held at a time."""
+    stream, collected = iter(images), []
+    while group := list(itertools.islice(stream, batch)):
+        outputs = session.run(np.stack(group))
+        if not np.isfinite(outputs.logits).all():
+            raise UsageError(
+                "the model's logits for an image with removed cells are not finite numbers; its precision is too low: "
+                "export fp32"
+            )
+        collected.append(replace(outputs, attention=None))
+    return Outputs.concatenate(collected)
+
+
+def _measure_curves(
+    session: Session, images: Photographs[Outputs], options: EvaluateOptions, heat_map: GradCam | None
+) -> tuple[list[dict[tuple[Fill, str], Curve]], int]:
+    """Return each image's curves by fill and ranking, and the number of forward passes they took."""
+    metadata, grid, outputs = session.metadata, session.metadata.grid, images.outputs
+    predicted, every = outputs.logits.argmax(axis=1), frozenset(range(grid[0] * grid[1]))
+    heat_maps = [None] * len(predicted) if heat_map is None else heat_map(images.pixels, predicted)
+    rankings = [
+        build_rankings(
+            outputs, row, metadata, known.foreground(geometry, grid), seed=options.seed, index=index, heat_map=heat
+        )
+        for row, (index, geometry, known, heat) in enumerate(
+            zip(images.indices, images.geometries, images.annotations, heat_maps, strict=True)
+        )
+    ]
+
+    def list_removed(cells: tuple[int, ...]) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
+        firsts = [cells[:k] for k in range(len(cells) + 1)]
+        return [frozenset(first) for first in firsts], [every.difference(first) for first in firsts]
+
+    # equal sets of removed cells run once, and an unchanged image is the same for every fill
+    steps = dict.fromkeys(
+        (row, fill if removed else options.fill[0], removed)
+        for row, ranking in enumerate(rankings)
+        for fill in options.fill
+        for cells in ranking.values()
+        for removed in itertools.chain(*list_removed(cells))
     )
 
+    @lru_cache(maxsize=1)
+    def fill_once(row: int, fill: Fill) -> ImageArray:
+        return fill_image(images.pixels[row], fill, grid, seed=options.seed, index=images.indices[row])
 
-def _summarize_rankings(curves: Sequence[Curves], fills: Sequence[Fill], steps: int) -> list[RankingFigures]:
-    """Return the figures by fill, then in the order of `RANKINGS`; a ranking that no image has is left out."""
-    figures = []
-    for fill in fills:
-        for ranking in RANKINGS:
-            pairs = [
-                (other, by_ranking[fill, CONTRIBUTION].first(other.steps))
-                for by_ranking in curves
-                if (other := by_ranking.get((fill, ranking))) is not None
-            ]
-            if pairs:
-                figures.append(_summarize(fill, ranking, pairs, steps))
-    return figures
+    changed = (replace_cells(images.pixels[row], fill_once(row, fill), removed, grid) for row, fill, removed in steps)
+    perturbed = _run(session, changed, options.batch)
+    if perturbed.scores is None:
+        raise ValueError("a model without slots has no cosines")
+    classes = predicted[[row for row, _, _ in steps]]
+    cosines = find_totals(perturbed.scores, metadata)[np.arange(len(classes)), classes].tolist()
+    results = dict(zip(steps, zip(cosines, perturbed.logits.argmax(axis=1) == classes, strict=True), strict=True))
+
+    def build_curve(row: int, fill: Fill, cells: tuple[int, ...]) -> Curve:
+        deleted, inserted = (
+            [results[row, fill if removed else options.fill[0], removed] for removed in sets]
+            for sets in list_removed(cells)
+        )
+        deletion, insertion = (np.array([cosine for cosine, _ in curve]) for curve in (deleted, inserted))
+        share = len({*cells} & {*rankings[row][CONTRIBUTION]}) / len(cells)
+        return Curve(deletion, insertion, bool(deleted[-1][1]), share)
+
+    curves = [
+        {(fill, name): build_curve(row, fill, cells) for fill in options.fill for name, cells in ranking.items()}
+        for row, ranking in enumerate(rankings)
+    ]
+    return curves, len(steps)
 
 
-def _summarize(fill: Fill, ranking: str, pairs: list[tuple[Curve, Curve]], steps: int) -> RankingFigures:
-    ranked = [curve for curve, _ in pairs]
+def _summarize(fill: Fill, ranking: str, pairs: Sequence[tuple[Curve, Curve]], steps: int) -> RankingFigures:
+    """Return the figures of a ranking from its curves, each with the evidence's for the same image."""
+    lengths = [len(curve.deletion) - 1 for curve, _ in pairs]
+    areas = np.array([curve.areas(length) for (curve, _), length in zip(pairs, lengths, strict=True)])  # [images, 3]
     advantage = None
     if ranking != CONTRIBUTION:
-        drops = [evidence.drop - other.drop for other, evidence in pairs]
-        advantage = Advantage(
-            mean_with_interval([other.deletion_area - evidence.deletion_area for other, evidence in pairs]),
-            mean_with_interval([evidence.insertion_area - other.insertion_area for other, evidence in pairs]),
-            None if ranking == REVERSE else mean_with_interval(drops),
-        )
+        evidence = np.array([other.areas(length) for (_, other), length in zip(pairs, lengths, strict=True)])
+        lead = (evidence - areas) * [-1, 1, 1]
+        leads = [mean_with_interval(values) for values in lead.T]
+        advantage = Advantage(leads[0], leads[1], None if ranking == REVERSE else leads[2])
 
-    def mean_of(name: str) -> float:
-        return float(np.mean([getattr(curve, name) for curve in ranked]))
-
-    def mean_curve(name: str) -> list[float]:
-        curves = [getattr(curve, name) for curve in ranked]
+    def mean_curve(curves: Iterable[NDArray[np.float64]]) -> list[float]:
         padded = [np.pad(curve, (0, steps + 1 - len(curve)), mode="edge") for curve in curves]
         return [float(value) for value in np.mean(padded, axis=0)]
 
+    deletion, insertion = (mean_curve(getattr(curve, name) for curve, _ in pairs) for name in ("deletion", "insertion"))
+    deletion_area, insertion_area, drop = map(mean_with_interval, areas.T)
+    kept, share = np.mean([[curve.class_kept, curve.evidence_share] for curve, _ in pairs], axis=0).tolist()
     return RankingFigures(
-        fill,
-        ranking,
-        len(ranked),
-        mean_of("steps"),
-        mean_curve("deletion"),
-        mean_curve("insertion"),
-        mean_with_interval([curve.deletion_area for curve in ranked]),
-        mean_with_interval([curve.insertion_area for curve in ranked]),
-        mean_with_interval([curve.drop for curve in ranked]),
-        mean_of("class_kept"),
-        mean_of("evidence_share"),
-        advantage,
-    )
+        fill, ranking, len(pairs), float(np.mean(lengths)), deletion, insertion, deletion_area, insertion_area, drop,
+        kept, share, advantage,
+    )  # fmt: skip
 
 
-def _summarize_stability(stabilities: Sequence[dict[str, SlotStability]]) -> list[StabilityFigures]:
-    return [
-        StabilityFigures(
-            change,
-            mean_with_interval([each[change].same_cell for each in stabilities]),
-            mean_with_interval([each[change].within_one_cell for each in stabilities]),
-            float(np.mean([each[change].same_class for each in stabilities])),
-        )
-        for change in stabilities[0]
-    ]
+Change = Callable[[ImageArray, int], ImageArray]
+"""Changes an image, given its index in the split."""
+
+
+def image_changes(seed: int) -> dict[str, Change]:
+    """Return the changes of the model's input by name; noise depends only on `seed` and the image's index."""
+
+    def compress(quality: int, image: ImageArray, _: int) -> ImageArray:
+        stream = io.BytesIO()
+        Image.fromarray(image).save(stream, "JPEG", quality=quality)
+        return np.asarray(Image.open(stream).convert("RGB"))
+
+    def resize(image: ImageArray, _: int) -> ImageArray:
+        height, width = image.shape[:2]
+        larger = Image.fromarray(image).resize((width + 1, height + 1), Image.Resampling.BILINEAR)
+        return np.asarray(larger.resize((width, height), Image.Resampling.BILINEAR))
+
+    def add_noise(sigma: int, image: ImageArray, index: int) -> ImageArray:
+        # the same noise at every strength
+        drawn = np.random.default_rng((_NOISE_STREAM, seed, index)).standard_normal(image.shape)
+        return np.rint(image + float(sigma) * drawn).clip(0, 255).astype(np.uint8)
+
+    return {
+        **{f"JPEG quality {quality}": partial(compress, quality) for quality in (90, 75, 50)},
+        "resize by a pixel": resize,
+        **{f"noise, {sigma} counts": partial(add_noise, sigma) for sigma in (2, 5)},
+        FLIP: lambda image, _: image[:, ::-1],
+    }
+
+
+def _measure_stability(
+    session: Session, images: Photographs[Outputs], options: EvaluateOptions, center: float
+) -> NDArray[Any]:
+    """Return, per change and image, the shares of slots in the same and in a neighbouring cell, and the same class.
+
+    The result is float64 [changes, 3, n]. `center` is the receptive field's, see `measure_faithfulness`.
+    """
+    before, metadata, shares = images.outputs, session.metadata, []
+    predicted = before.logits.argmax(axis=1)
+    kept, width = metadata.class_map.kept[predicted], metadata.grid[1]
+    for name, change in image_changes(options.seed).items():
+        changed = map(change, images.pixels, images.indices)
+        after = _run(session, changed, options.batch)
+        if before.argmax is None or after.argmax is None:
+            raise ValueError("a model without slots has no cells")
+        (old_row, old_col), (new_row, new_col) = (
+            np.divmod(metadata.class_map.take(cells, predicted), width) for cells in (before.argmax, after.argmax)
+        )  # [n, S]
+        if name == FLIP:
+            old_col = np.rint(width - 2 * center - old_col).clip(0, width - 1)
+        distance = np.maximum(np.abs(new_row - old_row), np.abs(new_col - old_col))
+        same, near = (((distance <= most) & kept).sum(axis=1) / kept.sum(axis=1) for most in (0, 1))
+        shares.append([same, near, after.logits.argmax(axis=1) == predicted])
+    return np.array(shares, np.float64)
 
 
 def format_faithfulness(measured: Faithfulness) -> Iterator[str]:
@@ -273,33 +355,26 @@ def format_faithfulness(measured: Faithfulness) -> Iterator[str]:
         yield f"{ranking}: {reason}"
     rows = [["", "cells", "evidence", "deletion", "insertion", "drop", "kept"]]
     rows[0] += ["evidence better by: deletion", "insertion", "drop"]
-    rows += [[f"{figures.fill}: {figures.ranking}", *_row(figures)] for figures in measured.rankings]
+    for row in measured.rankings:
+        means = (row.deletion_area.mean, row.insertion_area.mean, row.drop.mean)
+        cells = [f"{row.cells:.1f}", f"{row.evidence_share:.0%}", *(f"{mean:.3f}" for mean in means)]
+        gain = row.advantage
+        gains = (
+            [""] * 3 if gain is None else [_interval(m) for m in (gain.deletion_area, gain.insertion_area, gain.drop)]
+        )
+        rows.append([f"{row.fill}: {row.ranking}", *cells, f"{row.class_kept:.0%}", *gains])
     yield from format_columns(rows)
     yield "deletion, insertion: area under the cosine's curve; drop, kept: cosine and class with all cells removed"
     yield "better by: paired per image, same number of cells; positive where the evidence wins; 95 % bootstrap interval"
     rows = [["stability of cells", "same cell", "within one", "same class"]]
     for change in measured.stability:
-        shares = [_interval(share, scale=100, sign="") for share in (change.same_cell, change.within_one_cell)]
-        rows.append([change.change, *(f"{share} %" for share in shares), f"{change.same_class:.1%}"])
+        shares = [f"{_interval(share, 100, '.1f')} %" for share in (change.same_cell, change.within_one_cell)]
+        rows.append([change.change, *shares, f"{change.same_class:.1%}"])
     yield from format_columns(rows)
 
 
-def _row(figures: RankingFigures) -> list[str]:
-    gain = figures.advantage
-    return [
-        f"{figures.cells:.1f}",
-        f"{figures.evidence_share:.0%}",
-        f"{figures.deletion_area.value:.3f}",
-        f"{figures.insertion_area.value:.3f}",
-        f"{figures.drop.value:.3f}",
-        f"{figures.class_kept:.0%}",
-        *([""] * 3 if gain is None else map(_interval, (gain.deletion_area, gain.insertion_area, gain.drop))),
-    ]
-
-
-def _interval(mean: Mean | None, *, scale: float = 1.0, sign: str = "+") -> str:
+def _interval(mean: Mean | None, scale: float = 1, spec: str = "+.3f") -> str:
     if mean is None:
         return "-"
-    digits = 3 if scale == 1.0 else 1
-    value, low, high = (scale * v for v in (mean.value, *mean.interval))
-    return f"{value:{sign}.{digits}f} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]"
+    value, low, high = (format(scale * number, spec) for number in (mean.mean, mean.low, mean.high))
+    return f"{value} [{low}, {high}]"

@@ -17,7 +17,7 @@ from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.location import find_root
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample, pluralize
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import UsageError, require
 from opal_deploy.evaluation.annotations import Annotations, annotate, has_creatures
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.logs import WarningLine, as_progress
@@ -60,46 +60,59 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """The images of one split with their annotations.
-
-    Attributes:
-        part_locations: CUB's part locations; None for other data sets or with --no-parts.
-        annotations: one per sample, for the pointing game; may be empty.
-        background: out-of-distribution images, for the OOD score; may be empty.
-    """
+    """The images of one split with their annotations."""
 
     data: DataSet
     samples: list[Sample]
-    part_locations: PartLocations | None
-    annotations: Annotations
-    background: list[Sample]
+    part_locations: PartLocations | None  # CUB's part locations; None for other data sets or with --no-parts
+    annotations: Annotations  # one per sample, for the pointing game; may be empty
+    background: list[Sample]  # out-of-distribution images, for the OOD score; may be empty
 
 
 def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOptions) -> EvaluationInputs:
-    """Read a data set and check that it fits the models.
+    """Read a data set's split with the annotations that the options and the data set allow; log warnings.
 
     Raises:
-        UsageError: the data set does not fit the options or a model.
+        UsageError: the data set does not fit the options or a model, or annotations are missing or damaged.
     """
+    # classes with a few images cannot be split
+    needs_validation = options.split in ("train", "val")
     data_set = read_dataset(
-        data,
-        options.dataset,
-        partition=options.partition,
-        skip_missing=options.skip_missing,
-        # classes with a few images cannot be split
-        needs_validation=options.split in ("train", "val"),
-        progress=as_progress(options.progress),
-    )
+        data, options.dataset, partition=options.partition, skip_missing=options.skip_missing,
+        needs_validation=needs_validation, progress=as_progress(options.progress),
+    )  # fmt: skip
     options.log(f"read as {data_set.describe()}")
+    samples = data_set.select(options.split)
+    if not samples:
+        raise UsageError(
+            f"{data_set.root}: no {options.split} images; give --split all for all {len(data_set.select('all')):,} if "
+            "none was used in training, or --split val for those that `train` sets aside"
+        )
     warnings = list(data_set.warnings)
-    check_split(data_set, options.split)
-    for path, each in metadata.items():
-        check_classes(path, list(each.class_names), data_set)
-        warnings.append(describe_trained_images(path, each.training, data_set, options.split))
-        warnings.append(describe_crop_mismatch(path, each.crop, data_set, boxes=options.boxes))
+    for path, described in metadata.items():
+        check_classes(path, list(described.class_names), data_set)
+        warnings.append(_describe_trained_images(path, described.training, data_set, options.split))
+        warnings.append(describe_crop_mismatch(path, described.crop, data_set, boxes=options.boxes))
     for line in filter(None, warnings):
         options.log(WarningLine(f"warning: {line}"))
-    return select_inputs(data_set, options)
+    if options.target_error is not None:
+        check_support(len(samples), options.target_error)
+    located, generated, use_parts = cub.has_parts(data_set), has_creatures(data_set), options.parts is not False
+    if options.parts and not located and not generated:
+        raise UsageError(
+            f"{data_set.root}: no part locations (CUB's parts/part_locs.txt or the generated set's parts.jsonl); "
+            "leave --parts out"
+        )
+    if options.interventions and not generated:
+        raise UsageError(f"{data_set.root}: --interventions draws creatures; it needs a generated data set (`demo`)")
+    objects = None if options.annotations is None else Path(options.annotations)
+    return EvaluationInputs(
+        data_set,
+        samples,
+        cub.read_parts(data_set.root, samples) if use_parts and located else None,
+        annotate(data_set, samples, boxes=options.boxes, parts=use_parts, objects=objects),
+        [] if options.background is None else read_background(options.background, data_set),
+    )
 
 
 def has_validation_images(metadata: Metadata, inputs: EvaluationInputs, options: EvaluateOptions) -> bool:
@@ -120,33 +133,36 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
     check_all_outputs(metadata, str(path), "`evaluate`")
     # a model without prototypes is explained by Grad-CAM, which needs gradients
     by_gradients = options.interventions and metadata.evidence == "none"
-    for flag, given in (
-        ("--faithfulness", options.faithfulness),
-        ("--randomise", options.randomise),
-        ("--interventions", options.interventions and not by_gradients),
-    ):
-        if given:
-            check_single_cells(metadata, str(path), flag)
+    needs_cells = {
+        "--faithfulness": options.faithfulness,
+        "--randomise": options.randomise,
+        "--interventions": options.interventions and not by_gradients,
+    }
+    for flag in (flag for flag, wanted in needs_cells.items() if wanted):
+        check_single_cells(metadata, str(path), flag)
     needs_network = {
         "--attack-outside": options.attack_outside,
         "--randomise": options.randomise,
         "--interventions": by_gradients,
+        "--background": options.background is not None,
     }
-    for flag in (flag for flag, given in needs_network.items() if given and model_kind(path) != "checkpoint"):
+    for flag in (flag for flag, wanted in needs_network.items() if wanted and model_kind(path) != "checkpoint"):
         raise UsageError(f"{path}: {flag} needs the checkpoint that it was exported from")
+    by_gradients |= options.faithfulness or (options.attack_outside and metadata.evidence == "none")
+    if model_kind(path) == "checkpoint" and (by_gradients or options.interventions):
+        require("captum", "evaluate", "Grad-CAM")
     if options.attack_outside and metadata.evidence == "map":
         raise UsageError(f"{path}: it averages over all cells (evidence map), so nothing lies outside its evidence")
     if options.target_error is not None and metadata.evidence == "none":
         raise UsageError(f"{path}: it has no prototypes (evidence none), so no margins; leave --target-error out")
-    if options.record:
-        check_recordable(path, metadata)
-    if options.background is not None:
-        if not options.record or options.split != "val":
-            raise UsageError("--background: its features are stored with the baseline; add --split val --record")
-        if model_kind(path) != "checkpoint":
-            raise UsageError(
-                f"{path}: --background needs the checkpoint that it was exported from; record it there and export again"
-            )
+    if options.record and metadata.evidence != "exact":
+        raise UsageError(f"{path}: no single cell is its evidence (evidence {metadata.evidence}); leave --record out")
+    if options.record and model_kind(path) == "checkpoint" and metadata.source.get("format") == "authors":
+        raise UsageError(
+            f"{path}: a bare state dict cannot store an evaluation; export it, and use --record with the export"
+        )
+    if options.background is not None and (not options.record or options.split != "val"):
+        raise UsageError("--background: its features are stored with the baseline; add --split val --record")
 
 
 def check_single_cells(metadata: Metadata, model: str, flag: str) -> None:
@@ -157,16 +173,6 @@ def check_single_cells(metadata: Metadata, model: str, flag: str) -> None:
     }
     if metadata.evidence != "exact":
         raise UsageError(f"{model}: {reasons[metadata.evidence]}; {flag} needs a model with evidence exact")
-
-
-def check_recordable(path: Path, metadata: Metadata) -> None:
-    """Raise UsageError unless the model's file can store an evaluation (`evaluate --record`)."""
-    if metadata.evidence != "exact":
-        raise UsageError(f"{path}: no single cell is its evidence (evidence {metadata.evidence}); leave --record out")
-    if model_kind(path) == "checkpoint" and metadata.source.get("format") == "authors":
-        raise UsageError(
-            f"{path}: a bare state dict cannot store an evaluation; export it, and use --record with the export"
-        )
 
 
 def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None:
@@ -186,17 +192,7 @@ def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None
             )
 
 
-def check_split(data_set: DataSet, split: str) -> None:
-    """Raise UsageError if a split has no images."""
-    if not data_set.select(split):
-        count = len(data_set.select("all"))
-        raise UsageError(
-            f"{data_set.root}: no {split} images; give --split all for all {count:,} if none was used in training, or "
-            "--split val for those that `train` sets aside"
-        )
-
-
-def describe_trained_images(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> str:
+def _describe_trained_images(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> str:
     """Return a warning that a model may have been trained on the measured images; else nothing."""
     root = find_root(training, path)
     if split not in ("train", "all") or root is None:
@@ -218,38 +214,9 @@ def describe_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *
     return f"{path} was trained on images cropped to boxes but is measured on whole ones; {advice}"
 
 
-def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInputs:
-    """Return the split's samples, with the annotations that the options and the data set allow.
-
-    Raises:
-        UsageError: the split is too small for the error rate, or annotations are missing or damaged.
-    """
-    samples = data_set.select(options.split)
-    if options.target_error is not None:
-        check_support(len(samples), options.target_error)
-    located, generated = cub.has_parts(data_set), has_creatures(data_set)
-    if options.parts and not located and not generated:
-        raise UsageError(
-            f"{data_set.root}: no part locations (CUB's parts/part_locs.txt or the generated set's parts.jsonl); "
-            "leave --parts out"
-        )
-    if options.interventions and not generated:
-        raise UsageError(f"{data_set.root}: --interventions draws creatures; it needs a generated data set (`demo`)")
-    use_parts = options.parts is not False
-    objects = None if options.annotations is None else Path(options.annotations)
-    return EvaluationInputs(
-        data_set,
-        samples,
-        cub.read_parts(data_set.root, samples) if use_parts and located else None,
-        annotate(data_set, samples, boxes=options.boxes, parts=use_parts, objects=objects),
-        [] if options.background is None else read_background(options.background, data_set),
-    )
-
-
 def check_support(images: int, target: float) -> None:
     """Raise UsageError if so few images cannot support an error rate, whatever the model."""
-    reason = explain_too_few(images, target)
-    if reason:
+    if reason := explain_too_few(images, target):
         least = math.ceil(1000 * clopper_pearson_bound(0, images)) / 10
         raise UsageError(
             f"--target-error {100 * target:g}%: {reason}; give more images, or a rate of {least:g}% or more"

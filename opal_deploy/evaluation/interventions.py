@@ -18,8 +18,9 @@ Measures, each the mean over creatures:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,15 +32,13 @@ from opal_deploy.artifact.heads import find_contributions, find_values
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.metrics import figures_to_dict, format_columns, format_percent
-from opal_deploy.evaluation.rankings import HeatMap
+from opal_deploy.evaluation.cells import GradCam
+from opal_deploy.evaluation.metrics import Figures, Mean, format_cell, format_columns, mean_with_interval
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.predict.prepare import prepare
 from opal_deploy.predict.types import InferenceOptions, Pixels
-from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.image import InputImage
-from opal_deploy.statistics import Mean, mean_with_interval
 from opal_deploy.synthetic.creatures import VARIANTS, Species, draw_creature, list_species
 
 EVIDENCE, RANDOM_HEAD, GRAD_CAM = "evidence", "random head", "Grad-CAM"
@@ -53,12 +52,12 @@ _NAMED = 0.5
 # first word of the seeds: a stream of its own
 _STREAM = 17
 
-# relevances, float64 [H * W], of the first of some images for a class
 Explain = Callable[[Pixels, Outputs, int], NDArray[np.float64]]
+"""Returns relevances, float64 [H * W], of the first of some images for a class."""
 
 
 @dataclass(frozen=True)
-class Explained:
+class Explained(Figures):
     """The measures of one way to explain; see this module."""
 
     method: str
@@ -70,23 +69,14 @@ class Explained:
 
 
 @dataclass(frozen=True)
-class Interventions:
-    """The figures of `--interventions`.
-
-    Attributes:
-        accuracy: share of correct answers on the whole creatures, 0 ... 1.
-        same_answer: share of answers that stay in front of another background.
-    """
+class Interventions(Figures):
+    """The figures of `--interventions`."""
 
     images: int
     seed: int
-    accuracy: float
-    same_answer: Mean
+    accuracy: float  # share of correct answers on the whole creatures, 0 ... 1
+    same_answer: Mean  # share of answers that stay in front of another background
     explained: list[Explained]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
-        return figures_to_dict(self)
 
 
 def measure_interventions(
@@ -95,7 +85,7 @@ def measure_interventions(
     images: int,
     *,
     random_head: Session | None = None,
-    heat_map: HeatMap | None = None,
+    heat_map: GradCam | None = None,
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> Interventions:
@@ -114,39 +104,44 @@ def measure_interventions(
     kinds = _list_kinds(metadata)
     methods: dict[str, Explain] = {}
     if metadata.evidence == "exact":
-        methods[EVIDENCE] = _explain_by_slots(metadata)
+        methods[EVIDENCE] = partial(_explain_by_slots, metadata)
     if random_head is not None:
-        methods[RANDOM_HEAD] = _explain_by_session(random_head)
+        methods[RANDOM_HEAD] = lambda pixels, _, label: _explain_by_slots(
+            metadata, pixels, random_head.run(pixels[:1]), label
+        )
     if heat_map is not None:
-        methods[GRAD_CAM] = _explain_by_map(heat_map)
-    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in methods}
+        # rectified, as is usual: negative relevance speaks against the class
+        methods[GRAD_CAM] = lambda pixels, _, label: np.maximum(
+            heat_map(pixels[:1], np.array([label]))[0], 0, dtype=np.float64
+        )
+    measured: dict[str, list[tuple[float, ...]]] = {name: [] for name in methods}
     correct, same = [], []
     for number in range(images):
         label, stream = number % len(kinds), (_STREAM, seed, number)
-        drawn = [
-            draw_creature(
-                kinds[label],
-                np.random.default_rng(stream),
-                size,
-                hide=[part for index, part in enumerate(PARTS) if index not in left],
-            )
-            for left in _SUBSETS
-        ]
-        moved = draw_creature(kinds[label], np.random.default_rng(stream), size, scene=np.random.default_rng(number))
-        pixels, geometry = _prepare([creature.image for creature in [*drawn, moved]], metadata)
+        draw = partial(draw_creature, kinds[label])
+        hidden = [[part for index, part in enumerate(PARTS) if index not in left] for left in _SUBSETS]
+        drawn = [draw(np.random.default_rng(stream), size, hide=hide) for hide in hidden]
+        moved = draw(np.random.default_rng(stream), size, scene=np.random.default_rng(number))
+        creatures = [InputImage(None, creature.image) for creature in [*drawn, moved]]
+        ready = [prepare(creature, metadata.input_size, InferenceOptions()) for creature in creatures]
+        pixels, geometry = np.stack([image.pixels for image in ready if image.pixels is not None]), ready[0].geometry
+        assert geometry is not None  # drawn images are readable
         outputs = session.run(pixels)
         answers = outputs.logits.argmax(axis=1)
         predicted = int(answers[0])
         correct.append(predicted == label)
         same.append(answers[-1] == predicted)
-        on_parts = _find_cells(drawn[0].parts, geometry, metadata)
+        # whether each part's box holds the centre of each cell, 0 or 1: float64 [parts, H * W]
+        x, y = geometry.cell_centres(metadata.grid).T
+        boxes = [drawn[0].parts[part].box for part in PARTS]
+        on_parts = np.array([(x >= x0) & (x <= x1) & (y >= y0) & (y <= y1) for x0, y0, x1, y1 in boxes], np.float64)
         rivals = _choose_rivals(kinds, label, np.random.default_rng((*stream, 1)))
         for name, explain in methods.items():
-            weigh = partial(_weigh, explain, pixels, outputs, on_parts)
-            measures = _compare(weigh(predicted), outputs.logits[:-1, predicted], answers[:-1] == predicted)
-            found[name].append((*measures, _compare_rivals(weigh, rivals)))
+            importance = {c: on_parts @ explain(pixels, outputs, c) for c in {predicted, *(c for c, _ in rivals)}}
+            measures = compare_parts(importance[predicted], outputs.logits[:-1, predicted], answers[:-1] == predicted)
+            measured[name].append((*measures, _compare_rivals(importance, rivals)))
         progress(number + 1, images, "taking parts away")
-    explained = [Explained(name, *map(_mean_of_known, np.array(rows, np.float64).T)) for name, rows in found.items()]
+    explained = [Explained(name, *map(_mean_of_known, np.array(rows, np.float64).T)) for name, rows in measured.items()]
     return Interventions(images, seed, float(np.mean(correct)), mean_with_interval(same), explained)
 
 
@@ -157,79 +152,33 @@ def _mean_of_known(values: NDArray[np.float64]) -> Any:
 
 def _list_kinds(metadata: Metadata) -> tuple[Species, ...]:
     names = tuple(metadata.class_names)
-    try:
+    with contextlib.suppress(UsageError):
         kinds = list_species(len(names))
-    except UsageError:
-        kinds = ()
-    if names != tuple(kind.name for kind in kinds):
-        raise UsageError(
-            f"--interventions draws the creatures of `opal-deploy demo`; the classes are {', '.join(names[:3])}, ..."
-        )
-    return kinds
+        if names == tuple(kind.name for kind in kinds):
+            return kinds
+    raise UsageError(
+        f"--interventions draws the creatures of `opal-deploy demo`; the classes are {', '.join(names[:3])}, ..."
+    )
 
 
-def _prepare(images: Sequence[Pixels], metadata: Metadata) -> tuple[Pixels, Geometry]:
-    ready = [prepare(InputImage(None, image), metadata.input_size, InferenceOptions()) for image in images]
-    geometry = ready[0].geometry
-    assert geometry is not None  # drawn images are readable
-    return np.stack([each.pixels for each in ready if each.pixels is not None]), geometry
+def _explain_by_slots(metadata: Metadata, _: Pixels, outputs: Outputs, class_id: int) -> NDArray[np.float64]:
+    """Return the contributions of a class's slots, at their cells; see `Explain`."""
+    class_map, ids = metadata.class_map, np.array([class_id])
+    if outputs.scores is None or outputs.argmax is None:
+        raise ValueError("a model without slots has no cells")
+    values = class_map.take(find_values(outputs.scores[:1], metadata), ids)
+    # distances other than l2 have no contributions that add up: the values themselves
+    parts = find_contributions(values, ids, metadata) if metadata.distance in ("", "l2") else values
+    cells, kept = class_map.take(outputs.argmax[:1], ids)[0], class_map.kept[class_id]
+    relevance = np.zeros(metadata.grid[0] * metadata.grid[1])
+    np.add.at(relevance, cells[kept], np.asarray(parts)[0][kept])
+    return relevance
 
 
-def _find_cells(parts: Any, geometry: Geometry, metadata: Metadata) -> NDArray[np.float64]:
-    """Return whether each part's box holds the centre of each cell, 0 or 1: float64 [parts, H * W]."""
-    x, y = geometry.cell_centres(metadata.grid).T
-    boxes = [parts[part].box for part in PARTS]
-    return np.array([(x >= x0) & (x <= x1) & (y >= y0) & (y <= y1) for x0, y0, x1, y1 in boxes], np.float64)
-
-
-def _weigh(
-    explain: Explain, pixels: Pixels, outputs: Outputs, on_parts: NDArray[np.float64], class_id: int
-) -> NDArray[np.float64]:
-    """Return the importance of each part for a class, [parts], on the first of the images: the whole creature."""
-    importance: NDArray[np.float64] = on_parts @ explain(pixels, outputs, class_id)
-    return importance
-
-
-def _explain_by_slots(metadata: Metadata) -> Explain:
-    """Return relevances: the contributions of a class's slots, at their cells."""
-
-    def explain(_: Pixels, outputs: Outputs, class_id: int) -> NDArray[np.float64]:
-        class_map, ids = metadata.class_map, np.array([class_id])
-        if outputs.scores is None or outputs.argmax is None:
-            raise ValueError("a model without slots has no cells")
-        values = class_map.take(find_values(outputs.scores[:1], metadata), ids)
-        # distances other than l2 have no contributions that add up: the values themselves
-        parts = find_contributions(values, ids, metadata) if metadata.distance in ("", "l2") else values
-        cells = class_map.take(outputs.argmax[:1], ids)[0]
-        relevance = np.zeros(metadata.grid[0] * metadata.grid[1])
-        np.add.at(relevance, cells[class_map.kept[class_id]], np.asarray(parts)[0][class_map.kept[class_id]])
-        return relevance
-
-    return explain
-
-
-def _explain_by_session(session: Session) -> Explain:
-    explain = _explain_by_slots(session.metadata)
-
-    def by_session(pixels: Pixels, _: Outputs, class_id: int) -> NDArray[np.float64]:
-        return explain(pixels, session.run(pixels[:1]), class_id)
-
-    return by_session
-
-
-def _explain_by_map(heat_map: HeatMap) -> Explain:
-    def by_map(pixels: Pixels, _: Outputs, class_id: int) -> NDArray[np.float64]:
-        # rectified, as is usual: negative relevance speaks against the class
-        relevance: NDArray[np.float64] = np.maximum(heat_map(pixels[:1], np.array([class_id]))[0], 0).astype(np.float64)
-        return relevance
-
-    return by_map
-
-
-def _compare(
+def compare_parts(
     importance: NDArray[np.float64], logits: NDArray[np.float32], kept: NDArray[np.bool_]
 ) -> tuple[float, float, float, float]:
-    """Return one image's measures, except the last.
+    """Return one image's measures, except target sensitivity.
 
     Args:
         importance: [parts].
@@ -268,51 +217,50 @@ def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:
     return float(spearmanr(first, second).statistic)
 
 
-def _choose_rivals(
-    kinds: Sequence[Species], label: int, rng: np.random.Generator
-) -> tuple[tuple[int, list[int]], tuple[int, list[int]]] | None:
+Rivals = tuple[tuple[int, list[int]], ...]
+"""Two classes, each with the special parts of a third that only it shares; empty if there are none."""
+
+
+def _choose_rivals(kinds: Sequence[Species], label: int, rng: np.random.Generator) -> Rivals:
     """Return two other classes, each with the special parts of `label` that only it shares."""
-    special = {index for index, part in enumerate(PARTS) if kinds[label].variants[part] != VARIANTS[part][0]}
+    own = kinds[label].variants
+    special = {index for index, part in enumerate(PARTS) if own[part] != VARIANTS[part][0]}
     shared = {
-        class_id: {index for index in special if kind.variants[PARTS[index]] == kinds[label].variants[PARTS[index]]}
+        class_id: {index for index in special if kind.variants[PARTS[index]] == own[PARTS[index]]}
         for class_id, kind in enumerate(kinds)
         if class_id != label
     }
-    pairs = [
-        (first, second)
-        for first, second in itertools.combinations(shared, 2)
-        if shared[first] - shared[second] and shared[second] - shared[first]
-    ]
+    pairs = [(a, b) for a, b in itertools.combinations(shared, 2) if shared[a] - shared[b] and shared[b] - shared[a]]
     if not pairs:
-        return None
-    first, second = pairs[int(rng.integers(len(pairs)))]
-    return (first, sorted(shared[first] - shared[second])), (second, sorted(shared[second] - shared[first]))
+        return ()
+    a, b = pairs[int(rng.integers(len(pairs)))]
+    return (a, sorted(shared[a] - shared[b])), (b, sorted(shared[b] - shared[a]))
 
 
-def _compare_rivals(weigh: Callable[[int], NDArray[np.float64]], rivals: Any) -> float:
+def _compare_rivals(importance: Mapping[int, NDArray[np.float64]], rivals: Rivals) -> float:
     """Return the share of the two classes whose evidence lies more on the parts that only they share."""
-    if rivals is None:
+    if not rivals:
         return np.nan
-    right = []
-    for (class_id, own), (_, other) in (rivals, rivals[::-1]):
-        importance = weigh(class_id)
-        ahead = importance[own].mean() - importance[other].mean()
-        right.append(0.5 if ahead == 0 else float(ahead > 0))
-    return float(np.mean(right))
+    (a, only_a), (b, only_b) = rivals
+    ahead = [
+        importance[class_id][own].mean() - importance[class_id][other].mean()
+        for class_id, own, other in ((a, only_a, only_b), (b, only_b, only_a))
+    ]
+    # 1 if ahead, 0.5 if equal
+    return float(np.mean((np.sign(ahead) + 1) / 2))
 
 
-def format_interventions(found: Interventions) -> Iterator[str]:
+def format_interventions(measured: Interventions) -> Iterator[str]:
     """Yield a heading and a table with a row per way to explain."""
-    low, high = found.same_answer.interval
+    same = measured.same_answer
     yield (
-        f"parts taken away, {found.images} creatures, accuracy {found.accuracy:.1%}; another background keeps "
-        f"{100 * found.same_answer.value:.0f} % of the answers ({100 * low:.0f} to {100 * high:.0f})"
+        f"parts taken away, {measured.images} creatures, accuracy {measured.accuracy:.1%}; another background keeps "
+        f"{100 * same.mean:.0f} % ({100 * same.low:.0f} to {100 * same.high:.0f}) of the answers"
     )
     rows = [["explained by", "correlation", "without named", "named alone", "of a sufficient set", "by class"]]
-    for each in found.explained:
-        shares = [each.deletion, each.preservation, each.sufficient, each.target_sensitivity]
-        low, high = each.single_deletion.interval
-        rows.append(
-            [each.method, f"{each.single_deletion.value:.2f} ({low:.2f} to {high:.2f})", *map(format_percent, shares)]
-        )
+    for row in measured.explained:
+        mean = row.single_deletion
+        correlation = f"{mean.mean:.2f} ({mean.low:.2f} to {mean.high:.2f})"
+        shares = (row.deletion, row.preservation, row.sufficient, row.target_sensitivity)
+        rows.append([row.method, correlation, *(format_cell(share, digits=0) for share in shares)])
     yield from format_columns(rows)

@@ -1,35 +1,93 @@
-"""Metrics that need labels only, from a model's outputs."""
+"""Metrics that need labels only, from a model's outputs; means with intervals, and how figures become JSON and text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from opal_deploy.artifact.class_map import ClassMap, find_margins
 from opal_deploy.artifact.heads import find_totals
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, find_largest
 from opal_deploy.datasets.samples import describe_never_predicted
-from opal_deploy.statistics import Mean, compute_risk_curve
+from opal_deploy.statistics import compute_risk_curve
 
 _TOP = 5
 # classes listed with their accuracy, the lowest first
 _LOWEST = 10
+RESAMPLES = 10_000
+# values drawn at a time: bounds the memory of resampling a large sample
+_MAX_DRAWN = 1 << 21
 
 
-def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: int) -> float:
-    """Return the share of images, 0 ... 1, whose label is among the k largest logits; of equal ones the lower class.
+class Figures:
+    """Base of dataclasses of figures."""
 
-    Args:
-        logits: [N, C], N at least 1.
-        labels: [N], class indices.
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON, with the attributes' names as keys."""
+        return {field.name: _to_json(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Figures):
+        return value.to_dict()
+    if isinstance(value, dict):
+        return {key: _to_json(item) for key, item in value.items()}
+    return [_to_json(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class Mean(Figures):
+    """A mean, the ends of its 95 % interval, and the number of values."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+def mean_with_interval(sample: ArrayLike) -> Mean:
+    """Return the mean of a sample with its interval by the percentile bootstrap, from a generator with a fixed seed."""
+    from scipy.stats import bootstrap
+
+    values = np.asarray(sample, np.float64)
+    mean, count = float(values.mean()), len(values)
+    if count == 1:
+        return Mean(mean, mean, mean, count)
+    batch, rng = max(_MAX_DRAWN // count, 1), np.random.default_rng(0)
+    interval = bootstrap(
+        (values,), np.mean, n_resamples=RESAMPLES, batch=batch, method="percentile", rng=rng
+    ).confidence_interval
+    return Mean(mean, float(interval.low), float(interval.high), count)
+
+
+def format_rows(figures: Sequence[Figures], titles: Mapping[str, str]) -> Iterator[str]:
+    """Yield a table with a row per item and a column per attribute, titled; shares as `84.0 % (82 to 86)`.
+
+    Columns without any value are left out.
     """
-    best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
-    return float((best == labels[:, None]).any(axis=1).mean())
+    columns = {name: [format_cell(getattr(row, name)) for row in figures] for name in titles}
+    columns = {name: cells for name, cells in columns.items() if {*cells} != {"-"}}
+    yield from format_columns([[titles[name] for name in columns], *map(list, zip(*columns.values(), strict=True))])
+
+
+def format_cell(value: Mean | float | str | None, digits: int = 1) -> str:
+    """Return a share in percent, a mean share with its interval as `84.0 % (82 to 86)`; a dash for None."""
+    if isinstance(value, Mean):
+        return f"{100 * value.mean:.{digits}f} % ({100 * value.low:.0f} to {100 * value.high:.0f})"
+    return f"{value:.{digits}%}" if isinstance(value, float) else value or "-"
+
+
+def format_columns(rows: list[list[str]]) -> Iterator[str]:
+    """Yield the rows of a table as aligned lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield "  ".join([row[0].ljust(widths[0]), *numbers]).rstrip()
 
 
 def margins(logits: NDArray[np.float32], values: NDArray[np.float64], class_map: ClassMap) -> NDArray[np.float64]:
@@ -59,7 +117,7 @@ def collapse_per_image(
 
 
 def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class_map: ClassMap) -> NDArray[np.float64]:
-    """Return what `collapse_per_image` does, from the cells [N, m] of the label's channels only."""
+    """Return the collapse of each image, see `collapse_per_image`, from the cells [N, m] of the label's channels."""
     # a dropped slot repeats the first that is left
     kept = class_map.kept
     source = np.where(kept, np.arange(class_map.max_slots), kept.argmax(axis=1)[:, None])  # [C, m]
@@ -71,39 +129,25 @@ def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metrics of N images.
-
-    Attributes:
-        loss: cross-entropy over the logits, in nats.
-        accuracy: top-1, 0 ... 1.
-        spatial_prototype_collapse: mean over images, 0 ... 1 (paper, Supp. D.1); None for a network without slots.
-        spatial_prototype_collapse_std: standard deviation over images, as the paper's table gives it.
-        top5: top-5 accuracy, 0 ... 1; None with no more than 5 classes.
-        macro_f1: mean F1, 0 ... 1, of the classes that are a label or a prediction at least once.
-        risk: summary of the risk-coverage curve over the margin, see `RiskCurve.summary`; None without anchors.
-    """
+    """The metrics of N images."""
 
     images: int
-    loss: float
-    accuracy: float
+    loss: float  # cross-entropy over the logits, in nats
+    accuracy: float  # top-1, 0 ... 1
+    # mean over images, 0 ... 1 (paper, Supp. D.1); None for a network without slots
     spatial_prototype_collapse: float | None = None
-    spatial_prototype_collapse_std: float | None = None
-    top5: float | None = None
-    macro_f1: float | None = None
+    spatial_prototype_collapse_std: float | None = None  # standard deviation over images, as the paper's table gives it
+    top5: float | None = None  # top-5 accuracy, 0 ... 1; None with no more than 5 classes
+    macro_f1: float | None = None  # mean F1, 0 ... 1, of the classes that are a label or a prediction at least once
+    # summary of the risk-coverage curve over the margin, see `RiskCurve.summary`; None without anchors
     risk: dict[str, Any] | None = None
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
         """Return the metrics for JSON as `<prefix>_accuracy` and so on, without None values."""
-        figures = {
-            f"{prefix}_accuracy": self.accuracy,
-            f"{prefix}_top5": self.top5,
-            f"{prefix}_macro_f1": self.macro_f1,
-            f"{prefix}_loss": self.loss,
-            f"{prefix}_images": self.images,
-            f"{prefix}_risk": self.risk,
-            "spatial_prototype_collapse": self.spatial_prototype_collapse,
-            "spatial_prototype_collapse_std": self.spatial_prototype_collapse_std,
-        }
+        order = ("accuracy", "top5", "macro_f1", "loss", "images", "risk")
+        figures = {f"{prefix}_{name}": getattr(self, name) for name in order}
+        for name in ("spatial_prototype_collapse", "spatial_prototype_collapse_std"):
+            figures[name] = getattr(self, name)
         return {name: value for name, value in figures.items() if value is not None}
 
 
@@ -122,38 +166,32 @@ def compute_metrics(
         margins: [N], see `metrics.margins`; None for a network without anchors.
     """
     from scipy.special import log_softmax
-    from sklearn.metrics import f1_score
+    from sklearn.metrics import accuracy_score, f1_score, top_k_accuracy_score
 
-    predicted, mean, std = logits.argmax(axis=1), None, None
-    if collapse is not None:
-        mean, std = float(collapse.mean()), float(collapse.std())
-    risk = None if margins is None else compute_risk_curve(margins, predicted == labels).summary()
+    predicted, last, top5 = logits.argmax(axis=1), logits.shape[1] - 1, None
+    if last >= _TOP:
+        # of equal logits scikit-learn prefers the higher class, argmax the lower: in reversed order they agree
+        top5 = float(top_k_accuracy_score(last - labels, logits[:, ::-1], k=_TOP, labels=range(last + 1)))
     return Evaluation(
         images=len(labels),
         loss=-float(log_softmax(logits.astype(np.float64), axis=1)[np.arange(len(labels)), labels].mean()),
-        accuracy=float((predicted == labels).mean()),
-        spatial_prototype_collapse=mean,
-        spatial_prototype_collapse_std=std,
-        top5=top_k_accuracy(logits, labels, _TOP) if logits.shape[1] > _TOP else None,
+        accuracy=float(accuracy_score(labels, predicted)),
+        spatial_prototype_collapse=None if collapse is None else float(collapse.mean()),
+        spatial_prototype_collapse_std=None if collapse is None else float(collapse.std()),
+        top5=top5,
         macro_f1=float(f1_score(labels, predicted, average="macro", zero_division=0.0)),
-        risk=risk,
+        risk=None if margins is None else compute_risk_curve(margins, predicted == labels).summary(),
     )
 
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """The answers about the images of one class.
-
-    Attributes:
-        images: images with this label.
-        correct: of them, those predicted as this class.
-        predicted: images of any label predicted as this class.
-    """
+    """The answers about the images of one class."""
 
     label: str
-    images: int
-    correct: int
-    predicted: int
+    images: int  # images with this label
+    correct: int  # of them, those predicted as this class
+    predicted: int  # images of any label predicted as this class
 
 
 def count_by_class(
@@ -166,88 +204,56 @@ def count_by_class(
         labels: [N], class indices.
     """
     predicted, size = logits.argmax(axis=1), len(class_names)
-    counts = (np.bincount(each, minlength=size) for each in (labels, labels[predicted == labels], predicted))
+    counts = (np.bincount(ids, minlength=size) for ids in (labels, labels[predicted == labels], predicted))
     return [ClassCounts(name, *map(int, row)) for name, *row in zip(class_names, *counts, strict=True)]
 
 
 def format_never_predicted(classes: Sequence[ClassCounts]) -> str:
     """Return a line on the classes that are never predicted; empty if there is none."""
-    images = {each.label: each.images for each in classes}
-    return describe_never_predicted(images, [each.label for each in classes if each.predicted])
+    return describe_never_predicted(
+        {row.label: row.images for row in classes}, [row.label for row in classes if row.predicted]
+    )
 
 
 def format_classes(classes: Sequence[ClassCounts]) -> Iterator[str]:
     """Yield a line on classes that are never predicted, and one on the classes with the lowest accuracy."""
-    present = [each for each in classes if each.images]
     if never := format_never_predicted(classes):
         yield never
-    others = sorted((each for each in present if each.predicted), key=lambda each: each.correct / each.images)
-    listed = ", ".join(f"{each.label} {each.correct} of {each.images}" for each in others[:_LOWEST])
+    others = sorted((row for row in classes if row.images and row.predicted), key=lambda row: row.correct / row.images)
+    listed = ", ".join(f"{row.label} {row.correct} of {row.images}" for row in others[:_LOWEST])
     yield f"Lowest accuracy: {listed}" if len(others) > _LOWEST else f"Accuracy by class: {listed}"
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """The agreement of two models on the same N images.
-
-    Attributes:
-        same_class: share of images with the same predicted class.
-        same_cells: share of equal cells among the m of the class that the first model predicts; None for models
-            without slots, or with another m or grid.
-        largest_cosine_difference: over all images and classes; None if a model has no cosines.
-    """
+class Agreement(Figures):
+    """The agreement of two models on the same N images."""
 
     images: int
-    same_class: float
+    same_class: float  # share of images with the same predicted class
+    # share of equal cells among the m of the class that the first model predicts; None for models without slots, or
+    # with another m or grid
     same_cells: float | None
-    largest_cosine_difference: float | None
+    largest_cosine_difference: float | None  # over all images and classes; None if a model has no cosines
+
+    def describe(self) -> str:
+        """Return the agreement in a line."""
+        cells = "cells not comparable" if self.same_cells is None else f"{self.same_cells:.2%} same cells"
+        difference = self.largest_cosine_difference
+        cosine = "" if difference is None else f", largest cosine difference {difference:.3g}"
+        return f"{self.same_class:.2%} same class, {cells}{cosine} ({self.images:,} images)"
 
 
 def measure_agreement(first: tuple[Outputs, Metadata], second: tuple[Outputs, Metadata]) -> Agreement:
     """Compare two models' outputs for the same images, row for row; both have the same classes."""
     (a, a_metadata), (b, b_metadata) = first, second
-    a_map, b_map = a_metadata.class_map, b_metadata.class_map
-    predicted = a.logits.argmax(axis=1)
-    same_class = float((predicted == b.logits.argmax(axis=1)).mean())
-    same_cells, largest_difference = None, None
+    a_map, b_map, predicted = a_metadata.class_map, b_metadata.class_map, a.logits.argmax(axis=1)
+    same_cells = difference = None
     if a.scores is not None and b.scores is not None:
-        a_cosines = find_totals(a.scores, a_metadata)
-        b_cosines = find_totals(b.scores, b_metadata)
-        largest_difference = float(np.abs(a_cosines - b_cosines).max())
+        difference = float(np.abs(find_totals(a.scores, a_metadata) - find_totals(b.scores, b_metadata)).max())
     comparable = a_metadata.grid == b_metadata.grid and np.array_equal(a_map.channel_table, b_map.channel_table)
     if comparable and a.argmax is not None and b.argmax is not None:
-        equal = a_map.take(a.argmax, predicted) == b_map.take(b.argmax, predicted)
         kept = (a_map.kept & b_map.kept)[predicted]
-        same_cells = float(equal[kept].mean()) if kept.any() else None
-    return Agreement(len(predicted), same_class, same_cells, largest_difference)
-
-
-def figures_to_dict(figures: Any) -> dict[str, Any]:
-    """Return a dataclass of figures for JSON, with its attributes' names as keys."""
-    return {field.name: _to_json(getattr(figures, field.name)) for field in fields(figures)}
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, Mean):
-        return value.to_dict()
-    if is_dataclass(value):
-        return figures_to_dict(value)
-    if isinstance(value, dict):
-        return {key: _to_json(each) for key, each in value.items()}
-    return [_to_json(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def format_percent(mean: Mean | None, digits: int = 0) -> str:
-    """Return `84.0 % (82 to 86)`: a mean share with its interval; a dash for None."""
-    if mean is None:
-        return "-"
-    low, high = mean.interval
-    return f"{100 * mean.value:.{digits}f} % ({100 * low:.0f} to {100 * high:.0f})"
-
-
-def format_columns(rows: list[list[str]]) -> Iterator[str]:
-    """Yield the rows of a table as aligned lines: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        yield "  ".join([row[0].ljust(widths[0]), *numbers]).rstrip()
+        equal = (a_map.take(a.argmax, predicted) == b_map.take(b.argmax, predicted))[kept]
+        same_cells = float(equal.mean()) if len(equal) else None
+    same_class = float((predicted == b.logits.argmax(axis=1)).mean())
+    return Agreement(len(predicted), same_class, same_cells, difference)

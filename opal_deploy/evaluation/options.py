@@ -51,28 +51,19 @@ class EvaluateOptions(Options):
     boxes: CropToBoxes = True
     parts: Annotated[
         bool | None,
-        Option(
-            "Prototype consistency, stability and part purity, and the pointing game on parts.",
-            flag="--parts/--no-parts",
-            default="where the data set has parts",
-        ),
-    ] = None
+        Option("Prototype consistency, stability and part purity, and the pointing game on parts.",
+               flag="--parts/--no-parts", default="where the data set has parts"),
+    ] = None  # fmt: skip
     annotations: Annotated[
         StrPath | None,
-        Option(
-            "COCO file with object boxes for the pointing game.",
-            default="the data set's boxes or masks",
-            cli=Path,
-        ),
-    ] = None
+        Option("COCO file with object boxes for the pointing game.",
+               default="the data set's boxes or masks", cli=Path),
+    ] = None  # fmt: skip
     target_error: Annotated[
         float | None,
-        Option(
-            "Choose a --min-margin for `infer` that keeps this error rate, such as 5%.",
-            cli=str,
-            parse=functools.partial(parse_rate, "--target-error"),
-        ),
-    ] = None
+        Option("Choose a --min-margin for `infer` that keeps this error rate, such as 5%.",
+               cli=str, parse=functools.partial(parse_rate, "--target-error")),
+    ] = None  # fmt: skip
     faithfulness: Annotated[bool, Option("Measure what removing evidence cells changes, and how stable cells are.")] = (
         False
     )
@@ -90,10 +81,9 @@ class EvaluateOptions(Options):
     interventions: Annotated[bool, Option("Compare the evidence with taking parts away. For generated creatures.")] = (
         False
     )
-    limit: Annotated[
-        int,
-        Option("Images for --faithfulness and the options after it, evenly over classes.", min=1),
-    ] = 100
+    limit: Annotated[int, Option("Images for --faithfulness and the options after it, evenly over classes.", min=1)] = (
+        100
+    )
     fill: Annotated[
         Sequence[Fill], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])
     ] = FILLS
@@ -108,7 +98,7 @@ class EvaluateOptions(Options):
         Option(
             "Store the figures in the model's file, for `inspect` and `infer --explain`. With --split val also the "
             "baseline for `drift` and --unknown, and, if the model has none, a temperature for calibrated "
-            "probabilities. Changes the file's digest.",
+            "probabilities. Changes the file's digest."
         ),
     ] = False
     background: Annotated[

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,143 +32,124 @@ from opal_deploy.runtime.session import AttentionSession, ImageBatch, Session
 CONSISTENCY, STABILITY, PURITY = "prototype_consistency", "prototype_stability", "part_purity"
 
 # the protocols state their regions and patches in pixels of this input
-_INPUT_SIZE = (224, 224)
-_NOT_CROPPED = "the protocol crops to the boxes; leave --no-boxes out"
-
-HALF_REGION = 36
-"""Pixels of the 224 x 224 input from a region's centre to its edge."""
-
+_SIDE = 224
+# pixels from a region's centre to its edge, and the side of a channel's patch
+HALF_REGION, PATCH = 36, 32
+# smallest share of images on which a consistent prototype hits the same part
 CONSISTENT = 0.8
-"""Smallest share of images on which a consistent prototype hits the same part."""
-
+# standard deviation and largest amount of the noise, added to normalised images
 NOISE_STD, NOISE_LIMIT = 0.2, 0.25
-"""Standard deviation and largest amount of the noise, added to normalised images."""
-
-# first word of the seeds: a stream of its own
+# first word of the noise's seeds: a stream of its own
 _NOISE_STREAM = 2
-
+# images by which a channel's purity is judged
 TOP = 10
-"""Images by which a channel's purity is judged."""
-
-PATCH = 32
-"""Side of a channel's patch in pixels of the 224 x 224 input."""
-
-_SIDES = ("left ", "right ")
 
 
 @dataclass(frozen=True)
 class PartFigures:
-    """Consistency, stability and purity over the images of a split, in percent as in the paper's tables.
+    """Consistency, stability and purity over the images of a split, in percent as in the paper's tables."""
 
-    Attributes:
-        consistency: see `prototype_consistency`; None where it cannot be measured.
-        stability: see `prototype_stability`; None where it cannot be measured.
-        purity: mean over the K channels, see `purity_by_channel`; None where it cannot be measured.
-        purity_std: standard deviation of the purity over channels.
-    """
-
+    # consistency, stability: see `prototype_consistency` and `prototype_stability`; None where not measured
     consistency: float | None
     stability: float | None
+    # purity, purity_std: mean and standard deviation over the K channels, see `purity_by_channel`; likewise
     purity: float | None
     purity_std: float | None
     prototypes: int
     images: int
+    # figure to the reason why it cannot be measured on this model, and a remedy
     unavailable: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures for JSON as shares, 0 ... 1; a figure that was not measured is null, with its reason."""
-        percent = {
-            CONSISTENCY: self.consistency,
-            STABILITY: self.stability,
-            PURITY: self.purity,
-            f"{PURITY}_std": self.purity_std,
-        }
+        percent = (self.consistency, self.stability, self.purity, self.purity_std)
         figures: dict[str, Any] = {
-            **{name: None if value is None else value / 100 for name, value in percent.items()},
-            "part_prototypes": self.prototypes,
-            "part_images": self.images,
+            name: None if value is None else value / 100
+            for name, value in zip((CONSISTENCY, STABILITY, PURITY, f"{PURITY}_std"), percent, strict=True)
         }
+        figures |= {"part_prototypes": self.prototypes, "part_images": self.images}
         return {**figures, "unavailable": self.unavailable} if self.unavailable else figures
 
 
-class _NormalisedRunner(Protocol):
-    def run_normalised(self, images: FloatArray) -> Outputs: ...
+Hits = tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None]
+"""Hits without and with noise, [n, m, P]; None where they cannot be measured."""
 
 
-class PartMeter:
-    """Accumulates consistency, stability and purity over the batches of a data set.
+@dataclass(frozen=True)
+class PartProtocol:
+    """The measurement of consistency, stability and purity on a data set's N images, batch by batch.
 
     A checkpoint's session always gives attention maps; an exported model only if they are among its outputs.
-
-    Attributes:
-        unavailable: figure to the reason why it cannot be measured on this model, and a remedy.
     """
 
-    def __init__(
-        self, session: Session, parts: PartLocations, labels: NDArray[np.int64], *, cropped: bool = True, seed: int = 0
-    ) -> None:
-        """Prepare for the data set's N images.
+    metadata: Metadata
+    parts: PartLocations
+    labels: NDArray[np.int64]  # [N]  # [N]
+    seed: int
+    # the session's function that gives the outputs of a batch
+    run: Callable[[ImageBatch], Outputs]  # the session's function that gives the outputs of a batch
+    # its function for normalised images; None if it has none
+    run_normalised: Callable[[FloatArray], Outputs] | None  # its function for normalised images; None if it has none
+    unavailable: dict[str, str]  # see `PartFigures`  # see `PartFigures`
 
-        Args:
-            cropped: whether images are cropped to their boxes, as the protocol asks.
-        """
-        self._metadata, self._parts, self._labels, self._seed = session.metadata, parts, labels, seed
-        self.run: Callable[[ImageBatch], Outputs] = session.run
-        self._run_normalised: Callable[[FloatArray], Outputs] | None = None
-        self.unavailable = explain_undefined(session.metadata, cropped=cropped)
+    @staticmethod
+    def of(
+        session: Session, parts: PartLocations, labels: NDArray[np.int64], *, cropped: bool = True, seed: int = 0
+    ) -> PartProtocol:
+        """Return the protocol of a session; `cropped`: whether images are cropped to their boxes, as it asks."""
+        metadata = session.metadata
+        unavailable = explain_undefined(metadata, cropped=cropped)
         if isinstance(session, AttentionSession):
-            self.run, self._run_normalised = session.run_with_attention, session.run_normalised
-        else:
-            if session.metadata.input_kind == "float32":
-                self._run_normalised = cast(_NormalisedRunner, session).run_normalised
-            self.unavailable = self.unavailable or explain_missing_outputs(session.metadata)
-        self._points = parts.truncated_input_points(_INPUT_SIZE[0])
-        self._clean: list[NDArray[np.bool_]] = []
-        self._noisy: list[NDArray[np.bool_]] = []
+            runs = (session.run_with_attention, session.run_normalised)
+            return PartProtocol(metadata, parts, labels, seed, *runs, unavailable)
+        normalised = getattr(session, "run_normalised", None) if metadata.input_kind == "float32" else None
+        unavailable = unavailable or explain_missing_outputs(metadata)
+        return PartProtocol(metadata, parts, labels, seed, session.run, normalised, unavailable)
 
-    def add(self, first: int, pixels: ImageBatch, outputs: Outputs) -> None:
-        """Add a batch: uint8 [n, H0, W0, 3], the data set's images from number `first` on, and the outputs of `run`."""
-        if CONSISTENCY not in self.unavailable:
-            self._clean.append(self._hits(first, outputs))
-        if STABILITY not in self.unavailable and self._run_normalised is not None:
-            images = normalise(pixels, self._metadata.mean, self._metadata.std)
-            outputs = self._run_normalised(add_noise(images, first, self._seed))
-            self._noisy.append(self._hits(first, outputs))
+    def find_hits(self, indices: Sequence[int], pixels: ImageBatch, outputs: Outputs) -> Hits:
+        """Return the hits on a batch: images uint8 [n, H0, W0, 3] with these indices, and the outputs of `run`."""
+        points = self.parts.truncated_input_points(_SIDE)[indices]
 
-    def figures(
-        self, scores: FloatArray | None, argmax: NDArray[np.int32] | None, geometries: Sequence[Geometry]
-    ) -> PartFigures:
-        """Return the figures after the last batch, from scores and argmax [N, K] and the geometries of all N images."""
-        metadata, labels = self._metadata, self._labels
+        def hits(measured: Outputs) -> NDArray[np.bool_]:
+            assert measured.attention is not None  # `unavailable` has a reason otherwise
+            maps = self.metadata.class_map.take(measured.attention, self.labels[indices])
+            return part_hits(peak_locations(maps), points, self.parts.visible[indices])
+
+        clean = None if CONSISTENCY in self.unavailable else hits(outputs)
+        if STABILITY in self.unavailable or self.run_normalised is None:
+            return clean, None
+        images = normalise(pixels, self.metadata.mean, self.metadata.std)
+        return clean, hits(self.run_normalised(add_noise(images, indices, self.seed)))
+
+    def summarize(self, hits: Sequence[Hits], outputs: Outputs, geometries: Sequence[Geometry]) -> PartFigures:
+        """Return the figures from the hits of all batches, and the outputs and geometries of all N images."""
+        class_map, labels, visible = self.metadata.class_map, self.labels, self.parts.visible
+        clean, noisy = (
+            np.concatenate([arrays for arrays in kind if arrays is not None]) if kind[0] is not None else None
+            for kind in zip(*hits, strict=True)
+        )
         consistency = stability = purity = purity_std = None
-        if self._clean:
-            clean = np.concatenate(self._clean)
-            consistency = prototype_consistency(clean, self._parts.visible, labels, metadata.class_map)
-            if self._noisy:
-                stability = prototype_stability(clean, np.concatenate(self._noisy), labels, metadata.class_map)
-        if PURITY not in self.unavailable and scores is not None and argmax is not None:
+        if clean is not None:
+            consistency = prototype_consistency(clean, visible, labels, class_map)
+            stability = None if noisy is None else prototype_stability(clean, noisy, labels, class_map)
+        if PURITY not in self.unavailable and outputs.scores is not None and outputs.argmax is not None:
             # a box that leaves the image was clipped: the patch lies on what is left
             crops = np.array([geometry.crop for geometry in geometries], dtype=np.float64)
-            points, visible = self._parts.input_points(_INPUT_SIZE[0], crops), self._parts.visible
-            purities = purity_by_channel(scores, argmax, metadata.grid, points, visible, self._parts.names)
-            purities = purities[(metadata.class_map.matrix > 0).any(axis=0)]
+            points = self.parts.input_points(_SIDE, crops)
+            purities = purity_by_channel(
+                outputs.scores, outputs.argmax, self.metadata.grid, points, visible, self.parts.names
+            )[(class_map.matrix > 0).any(axis=0)]
             purity, purity_std = 100.0 * float(purities.mean()), 100.0 * float(purities.std())
-        prototypes = int(metadata.class_map.supporting[np.unique(labels)].sum()) if consistency is not None else 0
-        return PartFigures(consistency, stability, purity, purity_std, prototypes, len(labels), dict(self.unavailable))
-
-    def _hits(self, first: int, outputs: Outputs) -> NDArray[np.bool_]:
-        assert outputs.attention is not None  # `unavailable` has a reason otherwise
-        rows = slice(first, first + len(outputs))
-        maps = self._metadata.class_map.take(outputs.attention, self._labels[rows])
-        return part_hits(peak_locations(maps), self._points[rows], self._parts.visible[rows])
+        prototypes = 0 if consistency is None else int(class_map.supporting[np.unique(labels)].sum())
+        return PartFigures(consistency, stability, purity, purity_std, prototypes, len(labels), self.unavailable)
 
 
 def explain_undefined(metadata: Metadata, *, cropped: bool = True) -> dict[str, str]:
     """Return, per figure, why it is not defined for a model; empty if all are."""
-    reason = "" if cropped else _NOT_CROPPED
+    reason = "" if cropped else "the protocol crops to the boxes; leave --no-boxes out"
     if metadata.evidence == "none":
         reason = "the model has no prototypes (evidence none); only models with anchors have"
-    elif metadata.input_size != _INPUT_SIZE:
+    elif metadata.input_size != (_SIDE, _SIDE):
         size = "x".join(map(str, metadata.input_size))
         reason = f"its input is {size}, but the protocol's regions are defined on 224x224; train it with --size 224"
     return dict.fromkeys((CONSISTENCY, STABILITY, PURITY), reason) if reason else {}
@@ -182,44 +163,24 @@ def explain_missing_outputs(metadata: Metadata) -> dict[str, str]:
     instead = f"evaluate {source} itself, or a file that has them: {command}"
     if not metadata.is_opal:
         instead = f"evaluate a file that has them: {command} --arch ARCHITECTURE"
-    reasons = {}
-    if "attention" not in metadata.outputs:
-        reasons[CONSISTENCY] = f"the model has no output attention; {instead}"
-    if "attention" not in metadata.outputs or metadata.input_kind != "float32":
-        missing = [] if "attention" in metadata.outputs else ["output attention"]
-        missing += [] if metadata.input_kind == "float32" else ["float32 input, which noise is added to"]
+    missing = [] if "attention" in metadata.outputs else ["output attention"]
+    reasons = {CONSISTENCY: f"the model has no output attention; {instead}"} if missing else {}
+    missing += [] if metadata.input_kind == "float32" else ["float32 input, which noise is added to"]
+    if missing:
         reasons[STABILITY] = f"the model has no {' and no '.join(missing)}; {instead} --input float32"
     return reasons
 
 
-def merge_sides(
-    names: tuple[str, ...], present: NDArray[np.bool_], visible: NDArray[np.bool_]
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Merge `left X` and `right X` into one part X: present if either is, visible if either is.
-
-    Args:
-        names: P names.
-        present, visible: [..., P].
-
-    Returns:
-        present, visible: [..., Q], Q parts in the order of their first mention.
-    """
-    merged_names = [name.removeprefix(_SIDES[0]).removeprefix(_SIDES[1]) for name in names]
-    groups = [[i for i, other in enumerate(merged_names) if other == name] for name in dict.fromkeys(merged_names)]
-    merged = [np.stack([array[..., group].any(axis=-1) for group in groups], axis=-1) for array in (present, visible)]
-    return merged[0], merged[1]
-
-
-def patch_boxes(cells: NDArray[np.integer], grid: tuple[int, int], size: int = 224) -> NDArray[np.int64]:
+def patch_boxes(cells: NDArray[np.integer], grid: tuple[int, int]) -> NDArray[np.int64]:
     """Return boxes int64 [..., 4], (x0, y0, x1, y1) in input pixels, PATCH on a side, of flat cells [...].
 
     The patches are spread evenly; the last row and column end at the image's edge.
     """
     bounds = []
     for index, count in ((cells % grid[1], grid[1]), (cells // grid[1], grid[0])):
-        step = round((size - PATCH) / max(count - 1, 1))
-        low = np.where(index == count - 1, size - PATCH, index * step)
-        bounds.append((low, np.minimum(low + PATCH, size)))
+        step = round((_SIDE - PATCH) / max(count - 1, 1))
+        low = np.where(index == count - 1, _SIDE - PATCH, index * step)
+        bounds.append((low, np.minimum(low + PATCH, _SIDE)))
     (x0, x1), (y0, y1) = bounds
     return np.stack([x0, y0, x1, y1], axis=-1).astype(np.int64)
 
@@ -246,53 +207,49 @@ def purity_by_channel(
     boxes = patch_boxes(np.take_along_axis(argmax, best, axis=0), grid)[:, :, None]  # [T, K, 1, 4]
     where = points[best]  # [T, K, P, 2]
     inside = ((where >= boxes[..., :2]) & (where <= boxes[..., 2:])).all(axis=3)
-    present, seen = merge_sides(names, inside & visible[best], visible[best])  # [T, K, Q]
-    shares = present.sum(axis=0) / np.maximum(seen.sum(axis=0), 1)  # [K, Q]
-    purities: NDArray[np.float64] = shares.max(axis=1)
+    inside &= visible[best]
+    # `left X` and `right X` are one part X: present if either is, visible if either is
+    merged = [name.removeprefix("left ").removeprefix("right ") for name in names]
+    groups = [[i for i, other in enumerate(merged) if other == name] for name in dict.fromkeys(merged)]
+    present, seen = (
+        np.stack([values[..., group].any(axis=-1).sum(axis=0) for group in groups], axis=-1)
+        for values in (inside, visible[best])
+    )  # [K, Q]
+    purities: NDArray[np.float64] = (present / np.maximum(seen, 1)).max(axis=1)
     return purities
 
 
-def upsample(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.float32]:
-    """Upsample maps float32 [N, m, H, W] to [N, m, size, size], bicubic as OpenCV's INTER_CUBIC.
+def peak_locations(maps: NDArray[np.float32], size: int = _SIDE) -> NDArray[np.int64]:
+    """Return the maximum (y, x) of each map [N, m, H, W], upsampled to `size`, int64 [N, m, 2].
 
-    That is a = -0.75, half-pixel centres, the border replicated.
-    """
-    larger: NDArray[np.float32] = torch.nn.functional.interpolate(
-        torch.from_numpy(maps), size=(size, size), mode="bicubic", align_corners=False
-    ).numpy()
-    return larger
-
-
-def peak_locations(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.int64]:
-    """Return the maximum (y, x) of each upsampled map, int64 [N, m, 2]; of equal ones the first, row-major.
-
-    Args:
-        maps: float32 [N, m, H, W].
+    Upsampling is bicubic as OpenCV's INTER_CUBIC: a = -0.75, half-pixel centres, the border replicated. Of equal maxima
+    the first counts, row-major.
     """
     # numpy's argmax promises the first of equal maxima; one image at a time, since classes may share 2,000 prototypes
-    flat = np.array([upsample(each[None], size)[0].reshape(len(each), -1).argmax(axis=1) for each in maps])
+    flat = np.array(
+        [
+            torch.nn.functional.interpolate(torch.from_numpy(image[None]), size=(size, size), mode="bicubic")[0]
+            .flatten(1)
+            .numpy()
+            .argmax(axis=1)
+            for image in maps
+        ]
+    )
     return np.stack([flat // size, flat % size], axis=2)
 
 
-def part_hits(
-    centres: NDArray[np.int64],
-    points: NDArray[np.int64],
-    visible: NDArray[np.bool_],
-    size: int = 224,
-) -> NDArray[np.bool_]:
+def part_hits(centres: NDArray[np.int64], points: NDArray[np.int64], visible: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return whether a visible part lies in a prototype's region, edges included: bool [N, m, P].
 
     Args:
         centres: [N, m, 2], (y, x), see `peak_locations`.
-        points: [N, P, 2], (x, y) of the parts; may lie outside the image.
+        points: [N, P, 2], (x, y) of the parts; may lie outside the image, where regions end.
         visible: [N, P].
-        size: of the image; regions end at 0 and at `size`.
     """
     low = np.maximum(centres - HALF_REGION, 0)[:, :, None]  # [N, m, 1, 2]
-    high = np.minimum(centres + HALF_REGION, size)[:, :, None]
+    high = np.minimum(centres + HALF_REGION, _SIDE)[:, :, None]
     where = points[:, None, :, ::-1]  # [N, 1, P, 2], (y, x)
-    inside = ((where >= low) & (where <= high)).all(axis=3)
-    hits: NDArray[np.bool_] = inside & visible[:, None]
+    hits: NDArray[np.bool_] = ((where >= low) & (where <= high)).all(axis=3) & visible[:, None]
     return hits
 
 
@@ -332,17 +289,15 @@ def prototype_stability(
     return 100.0 * float(np.concatenate(shares).mean())
 
 
-def add_noise(images: FloatArray, first: int, seed: int) -> FloatArray:
+def add_noise(images: FloatArray, indices: Sequence[int], seed: int) -> FloatArray:
     """Return `images` plus noise from N(0, 0.2), clipped to +-0.25.
 
     Args:
-        images: float32 [N, 3, H0, W0], normalised.
-        first: index of the first image in the split: noise depends on seed and index, not on the batch.
+        images: float32 [n, 3, H0, W0], normalised.
+        indices: of the images in the split: noise depends on seed and index, not on the batch.
     """
     noisy = np.empty_like(images)
-    for offset, image in enumerate(images):
-        noise = np.random.default_rng((_NOISE_STREAM, seed, first + offset)).standard_normal(
-            image.shape, dtype=np.float32
-        )
-        noisy[offset] = image + np.clip(np.float32(NOISE_STD) * noise, -NOISE_LIMIT, NOISE_LIMIT)
+    for row, (image, index) in enumerate(zip(images, indices, strict=True)):
+        noise = np.random.default_rng((_NOISE_STREAM, seed, index)).standard_normal(image.shape, dtype=np.float32)
+        noisy[row] = image + np.clip(np.float32(NOISE_STD) * noise, -NOISE_LIMIT, NOISE_LIMIT)
     return noisy

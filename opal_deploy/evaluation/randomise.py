@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +18,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.annotations import Annotations
-from opal_deploy.evaluation.metrics import figures_to_dict, format_columns, format_percent
-from opal_deploy.evaluation.pointing import PointingGame, Share, play_pointing_game
+from opal_deploy.evaluation.metrics import Figures, Mean, format_rows, mean_with_interval
+from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.evaluation.pointing import Share, play_pointing_game
 from opal_deploy.evaluation.session import evaluate_session, prepared_batches
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.statistics import Mean, mean_with_interval
 
 NOTHING, HEAD = "nothing", "the head"
 # first word of the seeds: a stream of its own
@@ -37,50 +36,32 @@ _BATCH = 16
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The evidence after some weights were shuffled.
+class Stage(Figures):
+    """The evidence after some weights were shuffled."""
 
-    Attributes:
-        shuffled: the stage that was shuffled last; those before it stay shuffled.
-        accuracy: share of correct answers, 0 ... 1.
-        same_cell: share of the label's slots whose cell is the trained network's.
-        object, part: shares of these cells in the object and on a part, next to random cells; None if unknown.
-    """
-
-    shuffled: str
-    accuracy: float
-    same_cell: Mean
+    shuffled: str  # the stage that was shuffled last; those before it stay shuffled
+    accuracy: float  # share of correct answers, 0 ... 1
+    same_cell: Mean  # share of the label's slots whose cell is the trained network's
+    # object, part: shares of these cells in the object and on a part, next to random cells; None if unknown
     object: Share | None
     part: Share | None
 
 
 @dataclass(frozen=True)
-class Randomisation:
+class Randomisation(Figures):
     """The figures of `--randomise`, the trained network's first."""
 
     images: int
     seed: int
     stages: list[Stage]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
-        stages = [
-            figures_to_dict(stage)
-            | {name: share.to_dict() for name, share in (("object", stage.object), ("part", stage.part)) if share}
-            for stage in self.stages
-        ]
-        return {"images": self.images, "seed": self.seed, "stages": stages}
-
 
 def measure_randomisation(
     loaded: Checkpoint,
     samples: Sequence[Sample],
     annotations: Annotations,
+    options: EvaluateOptions,
     *,
-    device: str = "auto",
-    threads: int | None = None,
-    boxes: bool = True,
-    seed: int = 0,
     progress: Progress = no_progress,
 ) -> Randomisation:
     """Measure the evidence of a network on samples while its weights are shuffled; see this module.
@@ -88,44 +69,31 @@ def measure_randomisation(
     Args:
         loaded: a checkpoint whose evidence is single cells; its network's weights are destroyed.
         annotations: one per sample.
-
-    Raises:
-        UsageError: an image cannot be used.
     """
     network = loaded.network.eval()
-    metadata = TorchSession(loaded, device=device, threads=threads).metadata
-    pixels = np.concatenate(
-        [batch for batch, _ in prepared_batches(samples, metadata.input_size, boxes=boxes, batch=_BATCH)]
-    )
+    metadata = TorchSession(loaded, device=options.device, threads=options.threads).metadata
+    batches = prepared_batches(samples, metadata.input_size, boxes=options.boxes, batch=_BATCH)
+    pixels = np.concatenate([batch for batch, _ in batches])
     inputs = torch.from_numpy(normalise(pixels, metadata.mean, metadata.std)).to(next(network.parameters()).device)
-    rng = np.random.default_rng((_STREAM, seed))
-    groups: list[tuple[str, list[nn.Module]]] = [
-        (NOTHING, []),
-        (HEAD, [network.head]),
-        *list_stages(network.backbone.body),
-    ]
-    kept = metadata.class_map.kept
+    rng = np.random.default_rng((_STREAM, options.seed))
+    groups: list[tuple[str, list[nn.Module]]] = [(NOTHING, []), (HEAD, [network.head])]
+    groups += list_stages(network.backbone.body)
     before, stages = None, []
     for number, (name, modules) in enumerate(groups):
         for module in modules:
             shuffle_weights(module, rng)
         if name not in (NOTHING, HEAD):
             measure_statistics(network.backbone, inputs)
-        session = TorchSession(loaded, device=device, threads=threads)
-        result = evaluate_session(session, [*samples], boxes=boxes, batch=_BATCH)
-        cells = metadata.class_map.take(np.asarray(result.outputs.argmax), result.labels)
+        session = TorchSession(loaded, device=options.device, threads=options.threads)
+        result = evaluate_session(session, [*samples], boxes=options.boxes, batch=_BATCH)
+        cells, kept = metadata.class_map.take(np.asarray(result.outputs.argmax), result.labels), metadata.class_map.kept
         before = cells if before is None else before
         same = [(row == old)[kept[label]].mean() for row, old, label in zip(cells, before, result.labels, strict=True)]
         game = play_pointing_game(result, annotations, metadata, correct_only=False)
-        stages.append(
-            Stage(name, result.evaluation.accuracy, mean_with_interval(same), *_find_shares(game)),
-        )
+        shares = (None, None) if game is None else (game.object, game.part)
+        stages.append(Stage(name, result.evaluation.accuracy, mean_with_interval(same), *shares))
         progress(number + 1, len(groups), "shuffling weights")
-    return Randomisation(len(samples), seed, stages)
-
-
-def _find_shares(game: PointingGame | None) -> tuple[Share | None, Share | None]:
-    return (None, None) if game is None else (game.object, game.part)
+    return Randomisation(len(samples), options.seed, stages)
 
 
 def list_stages(body: nn.Module) -> list[tuple[str, list[nn.Module]]]:
@@ -166,16 +134,10 @@ def measure_statistics(backbone: nn.Module, inputs: torch.Tensor) -> None:
 
 def format_randomisation(randomisation: Randomisation) -> Iterator[str]:
     """Yield a heading and a table with a row per stage."""
-    first = randomisation.stages[0]
-    shares = [(title, name) for title, name in (("in the object", "object"), ("on a part", "part"))
-              if getattr(first, name) is not None]  # fmt: skip
-    chance = ", ".join(f"{title} {getattr(first, name).random:.0%}" for title, name in shares)
+    titles = {"object": "in the object", "part": "on a part"}
+    shares = {title: getattr(randomisation.stages[0], name) for name, title in titles.items()}
+    chance = ", ".join(f"{title} {share.random:.0%}" for title, share in shares.items() if share)
     random = f"; random cells {chance}" if chance else ""
     yield f"weights shuffled from the top, {randomisation.images} images, cells of the label's slots{random}"
-    rows = [["shuffled", "accuracy", "same cells", *(title for title, _ in shares)]]
-    for number, stage in enumerate(randomisation.stages):
-        hits = [getattr(stage, name).hits for _, name in shares]
-        values = [format_percent(mean, 1) for mean in (stage.same_cell, *hits)]
-        name = f"and {stage.shuffled}" if number > 1 else stage.shuffled
-        rows.append([name, f"{stage.accuracy:.1%}", *values])
-    yield from format_columns(rows)
+    columns = {"shuffled": "shuffled, with those above", "accuracy": "accuracy", "same_cell": "same cells"}
+    yield from format_rows(randomisation.stages, columns | titles)

@@ -33,9 +33,6 @@ def measure_receptive_field(network: OpalNetwork, samples: list[Sample], *, boxe
     Args:
         network: trained; left in evaluation mode.
         samples: at least one; up to 16 of them are used, evenly over the classes.
-
-    Raises:
-        UsageError: an image cannot be used.
     """
     field = compute_receptive_field(network.backbone, network.config.input_size)
     if network.config.head.evidence != "exact":
@@ -54,8 +51,7 @@ def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], fie
     minus `stride` times the cell. `effective` is the side of the smallest square of whole pixels around that centre in
     which the mean of the shares reaches 90 %; it may reach beyond the image, where there is no energy.
 
-    Args:
-        images: uint8 [n, H0, W0, 3] of the network's input size, n at least 1.
+    `images`: uint8 [n, H0, W0, 3] of the network's input size, n at least 1.
     """
     network.eval()
     device = next(network.parameters()).device

@@ -1,4 +1,4 @@
-"""Run a labelled data set through a session, and compute the metrics of its outputs."""
+"""The loop over labelled images: decode, run the model, and hand each batch with its annotations to a measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,9 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation
 from opal_deploy.evaluation.metrics import Evaluation, collapse_per_image, compute_metrics, margins
-from opal_deploy.evaluation.parts import PartFigures, PartMeter
+from opal_deploy.evaluation.parts import PartFigures, PartProtocol
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.predict.executor import prefetch
 from opal_deploy.predict.prepare import prepare
@@ -30,80 +31,52 @@ from opal_deploy.sources.image import InputImage
 # threads that decode images
 _WORKERS = 2
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class EvaluationResult:
-    """Metrics and outputs of a model on N images.
+class Photographs(Generic[T]):
+    """A batch of n labelled images as the model sees them."""
 
-    Attributes:
-        labels: [N], class indices.
-        margins: [N], see `metrics.margins`; None for a model without anchors.
-    """
-
-    evaluation: Evaluation
-    parts: PartFigures | None
-    labels: NDArray[np.int64]
-    outputs: Outputs
+    indices: list[int]  # of the images among the samples; random numbers depend on them, not on the batch
+    pixels: ImageBatch  # uint8 [n, H0, W0, 3]
     geometries: list[Geometry]
-    margins: NDArray[np.float64] | None = None
-
-    def to_dict(self, prefix: str) -> dict[str, Any]:
-        """Return all metrics for JSON."""
-        return {**self.evaluation.to_dict(prefix), **(self.parts.to_dict() if self.parts else {})}
+    annotations: list[ImageAnnotation]  # n; empty if none were given
+    outputs: T  # of the function that ran on the pixels
 
 
-def evaluate_session(
-    session: Session,
-    samples: list[Sample],
+def photographs(
+    run: Callable[[ImageBatch], T],
+    samples: Sequence[Sample],
+    size: tuple[int, int],
     *,
+    chosen: Sequence[int] | None = None,
+    annotations: Annotations | None = None,
     boxes: bool = True,
     batch: int = 16,
-    parts: PartLocations | None = None,
-    seed: int = 0,
     progress: Progress = no_progress,
-    model: str = "the model",
-) -> EvaluationResult:
-    """Evaluate a session on `samples` (at least one).
+    note: str = "evaluating",
+) -> Iterator[Photographs[T]]:
+    """Yield samples in batches, prepared as in inference, with their annotations and the outputs of `run`.
 
     Args:
-        parts: the samples' part locations; None leaves out consistency, stability and purity.
+        run: a function of pixels, uint8 [n, H0, W0, 3], where `size` is (H0, W0).
+        chosen: indices of the samples to take; None takes all.
+        annotations: of all samples.
+        boxes: crop images to the samples' boxes.
+        progress: called with `note` when the caller is done with a batch.
 
     Raises:
-        UsageError: an image cannot be used, or the logits for an image are not finite.
+        UsageError: an image cannot be used.
     """
-    metadata = session.metadata
-    labels = np.array([sample.label for sample in samples], dtype=np.int64)
-    meter = None if parts is None else PartMeter(session, parts, labels, cropped=boxes, seed=seed)
-    run: Callable[[ImageBatch], Outputs] = session.run if meter is None else meter.run
-    batches: list[Outputs] = []
-    geometries: list[Geometry] = []
-    for pixels, batch_geometries in prepared_batches(samples, metadata.input_size, boxes=boxes, batch=batch):
-        outputs, done = run(pixels), len(geometries)
-        _check_finite(outputs, samples[done : done + len(pixels)], model)
-        if meter is not None:
-            meter.add(done, pixels, outputs)
-        # attention maps are too large to keep
-        batches.append(replace(outputs, attention=None))
-        geometries += batch_geometries
-        progress(len(geometries), len(samples), "evaluating")
-    outputs = Outputs.concatenate(batches)
-    collapse, top2_margins = None, None
-    if outputs.argmax is not None and outputs.scores is not None:
-        collapse = collapse_per_image(outputs.argmax, labels, metadata.class_map)
-        top2_margins = margins(outputs.logits, find_values(outputs.scores, metadata), metadata.class_map)
-    evaluation = compute_metrics(outputs.logits, labels, collapse, top2_margins)
-    part_figures = meter.figures(outputs.scores, outputs.argmax, geometries) if meter else None
-    return EvaluationResult(evaluation, part_figures, labels, outputs, geometries, top2_margins)
-
-
-def _check_finite(outputs: Outputs, samples: list[Sample], model: str) -> None:
-    """Raise UsageError if a row of logits is not finite; argmax and means would hide it."""
-    finite = np.isfinite(outputs.logits).all(axis=1)
-    if not finite.all():
-        raise UsageError(
-            f"{model}: its logits for {samples[int(finite.argmin())].path} are not finite numbers; its weights are "
-            "damaged or its precision is too low: use an earlier checkpoint, or export fp32"
-        )
+    indices = list(range(len(samples)) if chosen is None else chosen)
+    done = 0
+    for pixels, geometries in prepared_batches([samples[index] for index in indices], size, boxes=boxes, batch=batch):
+        current = indices[done : done + len(pixels)]
+        known = [] if annotations is None else [annotations.images[index] for index in current]
+        yield Photographs(current, pixels, geometries, known, run(pixels))
+        done += len(pixels)
+        progress(done, len(indices), note)
 
 
 def prepared_batches(
@@ -132,6 +105,71 @@ def _check_usable(entry: Prepared) -> tuple[Pixels, Geometry]:
     return entry.pixels, entry.geometry
 
 
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Metrics and outputs of a model on N images."""
+
+    evaluation: Evaluation
+    parts: PartFigures | None
+    labels: NDArray[np.int64]  # [N], class indices
+    outputs: Outputs
+    geometries: list[Geometry]
+    margins: NDArray[np.float64] | None = None  # [N], see `metrics.margins`; None for a model without anchors
+
+    def to_dict(self, prefix: str) -> dict[str, Any]:
+        """Return all metrics for JSON."""
+        return {**self.evaluation.to_dict(prefix), **(self.parts.to_dict() if self.parts else {})}
+
+
+def evaluate_session(
+    session: Session,
+    samples: list[Sample],
+    *,
+    boxes: bool = True,
+    batch: int = 16,
+    parts: PartLocations | None = None,
+    seed: int = 0,
+    progress: Progress = no_progress,
+    model: str = "the model",
+) -> EvaluationResult:
+    """Evaluate a session on `samples` (at least one).
+
+    Args:
+        parts: the samples' part locations; None leaves out consistency, stability and purity.
+
+    Raises:
+        UsageError: an image cannot be used, or the logits for an image are not finite.
+    """
+    metadata = session.metadata
+    labels = np.array([sample.label for sample in samples], dtype=np.int64)
+    protocol = None if parts is None else PartProtocol.of(session, parts, labels, cropped=boxes, seed=seed)
+    run = session.run if protocol is None else protocol.run
+    collected: list[Outputs] = []
+    geometries: list[Geometry] = []
+    hits = []
+    for images in photographs(run, samples, metadata.input_size, boxes=boxes, batch=batch, progress=progress):
+        finite = np.isfinite(images.outputs.logits).all(axis=1)
+        if not finite.all():
+            # argmax and means would hide it
+            raise UsageError(
+                f"{model}: its logits for {samples[images.indices[int(finite.argmin())]].path} are not finite numbers; "
+                "its weights are damaged or its precision is too low: use an earlier checkpoint, or export fp32"
+            )
+        if protocol is not None:
+            hits.append(protocol.find_hits(images.indices, images.pixels, images.outputs))
+        # attention maps are too large to keep
+        collected.append(replace(images.outputs, attention=None))
+        geometries += images.geometries
+    outputs = Outputs.concatenate(collected)
+    collapse, top2_margins = None, None
+    if outputs.argmax is not None and outputs.scores is not None:
+        collapse = collapse_per_image(outputs.argmax, labels, metadata.class_map)
+        top2_margins = margins(outputs.logits, find_values(outputs.scores, metadata), metadata.class_map)
+    evaluation = compute_metrics(outputs.logits, labels, collapse, top2_margins)
+    figures = None if protocol is None else protocol.summarize(hits, outputs, geometries)
+    return EvaluationResult(evaluation, figures, labels, outputs, geometries, top2_margins)
+
+
 def choose_samples(samples: Sequence[Sample], limit: int) -> list[int]:
     """Return ascending indices of `limit` samples, or of all if there are fewer; deterministic.
 
@@ -150,8 +188,7 @@ def choose_samples(samples: Sequence[Sample], limit: int) -> list[int]:
         for label in open_classes:
             shares[label] += 1
         remaining -= len(open_classes)
-    chosen = [by_class[label][i] for label, share in shares.items() for i in _spread(len(by_class[label]), share)]
-    return sorted(chosen)
+    return sorted(by_class[label][i] for label, share in shares.items() for i in _spread(len(by_class[label]), share))
 
 
 def _spread(number: int, share: int) -> list[int]:

@@ -75,7 +75,7 @@ def _check_margin(given: str, path: Path, metadata: Metadata) -> None:
 
 def _choose_margin(given: str, path: Path, metadata: Metadata, rate: float) -> Chosen:
     """Return the margin that keeps an error rate on the validation images (`statistics.choose_threshold`)."""
-    from opal_deploy.statistics import choose_threshold, smallest_target
+    from opal_deploy.statistics import CONFIDENCE, choose_threshold, smallest_target
 
     if not metadata.risk:
         raise UsageError(
@@ -91,7 +91,7 @@ def _choose_margin(given: str, path: Path, metadata: Metadata, rate: float) -> C
         chosen.min_margin,
         f"Abstaining below margin {chosen.min_margin:.4g}: on {chosen.images} validation images it answers "
         f"{chosen.coverage:.1%}, {chosen.wrong} of {chosen.answered} wrong; error rate at most {chosen.bound:.2%} with "
-        f"{chosen.confidence:.0%} confidence",
+        f"{CONFIDENCE:.0%} confidence",
     )
 
 

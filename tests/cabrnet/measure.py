@@ -23,8 +23,8 @@ from opal_deploy.datasets import cub
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.attack import measure_attack
-from opal_deploy.evaluation.perturbation import fill_image, replace_cells
-from opal_deploy.evaluation.rankings import GradCam, evidence_cells
+from opal_deploy.evaluation.cells import GradCam, evidence_cells, fill_image, replace_cells
+from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.evaluation.session import choose_samples, evaluate_session, prepared_batches
 from opal_deploy.model import checkpoint
@@ -100,7 +100,7 @@ def main() -> None:
         field = measure_receptive_field(loaded.network, samples) if metadata.is_opal else None
         attack = measure_attack(
             loaded.network, metadata, samples, choose_samples(samples, arguments.limit),
-            levels=6, margin=10, steps=20, field=field,
+            EvaluateOptions(), field=field,
         )  # fmt: skip
         figures = {
             "network": str(path),

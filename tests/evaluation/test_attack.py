@@ -6,6 +6,7 @@ from torch import nn
 
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.evaluation.attack import BOXES, FIELD, NOISE, PGD, Attacker
+from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.config import HeadConfig, NetworkConfig
@@ -37,38 +38,33 @@ def attack(pooled, **head):
         with torch.no_grad():
             network.head.projection.weight *= 8
     field = ReceptiveField(STRIDE, size=STRIDE, offset=4.0, effective=STRIDE, effective_offset=4.0)
-    attacker = Attacker(
-        network, build_metadata(Checkpoint(network, ("a", "b", "c"))), levels=12, margin=0, steps=10, field=field
-    )
-    images = np.stack(example_images(6, SIDE, SIDE))
-    found = {}
-    for region, method, figures in attacker.measure(images, [(0, number) for number in range(6)]):
-        found[region, method] = figures
-    return found
+    options = EvaluateOptions(attack_outside=True, attack_levels=12, attack_margin=0, attack_steps=10)
+    attacker = Attacker(network, build_metadata(Checkpoint(network, ("a", "b", "c"))), options, field)
+    return attacker.measure(np.stack(example_images(6, SIDE, SIDE)), [(0, number) for number in range(6)])
 
 
 def test_nothing_outside_moves_a_score_that_comes_from_its_box_alone():
-    found = attack(pooled=False)
-    assert set(found) == {(region, method) for region in (BOXES, FIELD) for method in (NOISE, PGD)}
+    measured = attack(pooled=False)
+    assert set(measured) == {(region, method) for region in (BOXES, FIELD) for method in (NOISE, PGD)}
     for region in (BOXES, FIELD):
-        figures = found[region, PGD]
+        figures = measured[region, PGD]
         assert figures["kept"].all()
         for name in ("score_drop", "area_moved", "cells_moved"):
             np.testing.assert_array_equal(figures[name], 0)
         # five cells at most of 36
         assert (np.rint(36 * figures["area"]) >= 31).all()
         # random changes cannot lower it either
-        assert (found[region, NOISE]["score_drop"] <= 0).all()
+        assert (measured[region, NOISE]["score_drop"] <= 0).all()
 
 
-def test_a_pooling_before_the_head_is_found():
-    found = attack(pooled=True)
-    figures = found[BOXES, PGD]
+def test_a_pooling_before_the_head_is_measured():
+    measured = attack(pooled=True)
+    figures = measured[BOXES, PGD]
     assert figures["score_drop"].mean() > 0.05
-    assert figures["score_drop"].mean() > found[BOXES, NOISE]["score_drop"].mean()
+    assert figures["score_drop"].mean() > measured[BOXES, NOISE]["score_drop"].mean()
     assert figures["area_moved"].mean() > 0
 
 
 def test_without_prototypes_the_answer_alone_is_attacked():
-    found = attack(pooled=True, projection=False, cws=False, anchors=False, pooling="avg")
-    assert set(found[BOXES, PGD]) == {"kept", "area"}
+    measured = attack(pooled=True, projection=False, cws=False, anchors=False, pooling="avg")
+    assert set(measured[BOXES, PGD]) == {"kept", "area"}

@@ -11,10 +11,9 @@ from opal_deploy.evaluation.files import (
     EVALUATION,
     check_folder,
     create_folder,
-    curve_table,
     draw_confusion_matrix,
-    draw_curve,
     model_folders,
+    write_risk,
 )
 from opal_deploy.evaluation.inputs import check_support
 from opal_deploy.evaluation.result import format_threshold
@@ -47,7 +46,7 @@ def test_a_single_wrong_cell_of_two_hundred_classes_can_be_seen(tmp_path):
 
 
 def test_rows_are_normalised(tmp_path):
-    # without the numbers in the cells
+    # more than 15 classes: without the numbers in the cells
     names = [f"{number}" for number in range(16)]
     counts = (np.diag([1, 1, 1]), np.diag([1000, 10, 1]))
     rare, frequent = (_drawn(np.pad(c, (0, 13)), names, tmp_path / f"{n}.png") for n, c in enumerate(counts))
@@ -57,7 +56,7 @@ def test_rows_are_normalised(tmp_path):
 
 def test_any_name_is_drawn_at_both_axes(tmp_path):
     # mathematics, a script that the font lacks, a very long name: warnings are errors here
-    names = ["$x^{$", "鳥", "x" * 300, "<b>&amp;", "cl\udcff"]
+    names = ["$x^{$", "鳥", "x" * 300, "<b>&amp;", r"cl\xff"]
     named, plain = (_drawn(np.eye(5, dtype=np.int64), each, tmp_path / "n.png") for each in (names, ["a"] * 5))
     # the long name takes room that one letter does not
     assert _dark(named).sum() < 0.9 * _dark(plain).sum()
@@ -99,29 +98,42 @@ def test_too_few_images_for_an_error_rate_are_refused_with_the_rate_that_they_su
     check_support(80, 0.037)
 
 
-def test_the_table_has_a_row_for_each_threshold():
-    header, rows = curve_table(compute_risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]))
-    assert header == ["min_margin", "answered", "coverage", "wrong", "error"]
-    assert rows == [[0.5, 1, 0.25, 0, 0.0], [0.3, 3, 0.75, 1, 1 / 3], [0.1, 4, 1.0, 1, 0.25]]
+def test_the_table_has_a_row_for_each_threshold(tmp_path):
+    write_risk(tmp_path, compute_risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]), None)
+    header, *rows = (tmp_path / "risk_coverage.csv").read_text().splitlines()
+    assert header == "min_margin,answered,coverage,wrong,error"
+    values = [[float(cell) for cell in row.split(",")] for row in rows]
+    assert values == [[0.5, 1, 0.25, 0, 0.0], [0.3, 3, 0.75, 1, 1 / 3], [0.1, 4, 1.0, 1, 0.25]]
+
+
+def test_the_area_under_the_curve_spreads_wrong_answers_over_equal_margins():
+    summary = compute_risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]).summary()
+    assert summary["aurc"] == pytest.approx((0 + 0.5 / 2 + 1 / 3 + 1 / 4) / 4)
+    assert (summary["error"], summary["coverage_at_error"]["0.05"]) == (0.25, 0.25)
+    assert summary["levels"] == [[0.5, 1, 0], [0.3, 3, 1], [0.1, 4, 1]]
+
+
+def test_a_threshold_keeps_the_bound_not_the_share_and_stops_at_the_first_that_fails():
+    # 100 images without an error, then 100 of which 20 are wrong
+    curve = compute_risk_curve(np.linspace(1, 0, 200), np.r_[np.ones(100, bool), np.arange(100) % 5 > 0])
+    threshold = choose_threshold(curve.summary(), 0.05)
+    assert (threshold.answered, threshold.wrong, threshold.coverage) == (100, 0, 0.5)
+    assert threshold.bound == pytest.approx(1 - 0.05 ** (1 / 100))
+    assert choose_threshold(compute_risk_curve(np.ones(80), np.arange(80) > 3).summary(), 0.05).min_margin is None
 
 
 def test_a_printed_threshold_can_be_typed_back():
     curve = compute_risk_curve(np.linspace(1.0, 1 / 3, 80), np.ones(80, np.bool_))
     threshold = choose_threshold(curve.summary(), 0.05)
-    line = format_threshold(threshold)
-    assert float(line.split()[1]) == threshold.min_margin == curve.margins[-1]
-    assert "answers 100.0% of 80 images, 0 of 80 wrong" in line
-    assert "with 95% confidence at most 3.68 % wrong" in line
+    assert float(format_threshold(threshold).split()[1]) == threshold.min_margin == curve.margins[-1]
     smallest = smallest_target(curve.summary())
     refusal = format_threshold(choose_threshold(curve.summary(), 0.01), smallest)
-    assert "no --min-margin is known to give an error rate of at most 1 %: 80 labelled images cannot" in refusal
     assert refusal.endswith("--target-error 3.7% is the smallest that works")
-    assert choose_threshold(curve.summary(), 0.037).min_margin is not None
+    assert choose_threshold(curve.summary(), smallest).min_margin is not None
 
 
 @pytest.mark.parametrize("target", [None, 0.2, 0.01], ids=["no target", "threshold", "no threshold"])
 def test_the_curve_is_drawn_with_and_without_a_threshold(tmp_path, target):
     curve = compute_risk_curve(np.linspace(1.0, 0.0, 80), np.arange(80) < 70)
-    threshold = None if target is None else choose_threshold(curve.summary(), target)
-    draw_curve(curve, threshold, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    write_risk(tmp_path, curve, None if target is None else choose_threshold(curve.summary(), target))
+    assert (tmp_path / "risk_coverage.png").read_bytes().startswith(b"\x89PNG")

@@ -19,7 +19,6 @@ from opal_deploy.evaluation.metrics import (
     format_classes,
     margins,
     measure_agreement,
-    top_k_accuracy,
 )
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import ImageInfo, build_records
@@ -54,12 +53,11 @@ def test_cross_entropy_is_that_of_torch():
     assert compute_metrics(logits, labels).loss == pytest.approx(expected, rel=1e-5)
 
 
-def test_top_k_counts_labels_among_the_largest_and_gives_ties_to_the_lower_class():
-    logits = np.array([[3.0, 2.0, 1.0, 0.0]] * 4, np.float32)
-    assert [top_k_accuracy(logits, np.arange(4), k) for k in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
-    ties, labels = np.zeros((2, 3), np.float32), np.array([1, 2])
-    assert top_k_accuracy(ties, labels, 2) == 0.5
-    assert top_k_accuracy(ties, labels, 1) == compute_metrics(ties, labels).accuracy == 0.0
+def test_the_fifth_class_counts_and_the_lower_of_equal_logits_is_preferred():
+    falling = np.tile(np.arange(7, dtype=np.float32)[::-1], (7, 1))
+    assert compute_metrics(falling, np.arange(7)).top5 == pytest.approx(5 / 7)
+    assert compute_metrics(np.zeros((7, 7), np.float32), np.arange(7)).top5 == pytest.approx(5 / 7)
+    assert [compute_metrics(np.zeros((1, 7), np.float32), np.array([label])).top5 for label in (4, 5)] == [1.0, 0.0]
 
 
 # label 0: predicted 0 0 1; label 1: predicted 1; label 2: predicted 0

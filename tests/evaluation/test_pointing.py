@@ -33,7 +33,9 @@ def test_hits_and_random_cells_are_counted_by_their_centres():
     hits = count_hits(MIDDLE, range(4), points, WHOLE, GRID)
     assert hits.in_object.tolist() == [True, True, True, False]
     assert hits.on_parts.tolist() == [[True, False], [False, True], [False, False], [False, False]]
-    assert (hits.random_object, hits.random_any, hits.random_distinguishing) == (4 / 16, 2 / 4, 1 / 4)
+    assert hits.random_object == 4 / 16
+    assert hits.share(distinguishing=False) == (2 / 4, 2 / 4)
+    assert hits.share(distinguishing=True) == (1 / 4, 1 / 4)
     # the same object as a mask
     mask = np.zeros((80, 80), np.bool_)
     mask[20:60, 20:60] = True
@@ -41,7 +43,7 @@ def test_hits_and_random_cells_are_counted_by_their_centres():
     assert masked.in_object.tolist() == hits.in_object.tolist()
     # an object between the centres leaves all cells to the control
     nowhere = count_hits(replace(MIDDLE, boxes=((0, 0, 5, 5),)), range(4), points, WHOLE, GRID)
-    assert (nowhere.random_object, nowhere.random_any) == (0, 2 / 16)
+    assert (nowhere.random_object, nowhere.share(distinguishing=False)[1]) == (0, 2 / 16)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +92,10 @@ def test_images_are_the_unit_and_only_right_predictions_with_annotations_count()
         [0, 0, 0, 1, 0],
     )
     assert (game.images, game.images_without_annotation, game.cells_per_image) == (3, 1, 2)
-    assert game.object.hits.value == pytest.approx(np.mean([1, 0.5, 1]))
-    assert game.part.hits.value == pytest.approx(np.mean([1, 0.5, 0.5]))
-    assert (game.part.hits.count, game.part.random) == (3, pytest.approx(np.mean([0.5, 0.5, 0.25])))
-    assert game.distinguishing_part.hits.value == pytest.approx(np.mean([0.5, 0.5, 0]))
+    assert game.object.mean == pytest.approx(np.mean([1, 0.5, 1]))
+    assert game.part.mean == pytest.approx(np.mean([1, 0.5, 0.5]))
+    assert (game.part.count, game.part.random) == (3, pytest.approx(np.mean([0.5, 0.5, 0.25])))
+    assert game.distinguishing_part.mean == pytest.approx(np.mean([0.5, 0.5, 0]))
     beak, tail = game.classes["a"]
     # where the beak is visible it is always hit, by the first slot
     assert (beak.part, beak.distinguishing, beak.images, beak.evidence) == ("beak", True, 1.0, 0.5)
@@ -140,7 +142,7 @@ def test_records_and_outputs_of_creatures_give_the_same_game(data):
     predicted[0] = (labels[0] + 1) % 3
     metadata = replace(METADATA, grid=(16, 16))
     game = play_pointing_game(_result(cells, labels, predicted), annotations, metadata)
-    assert game.distinguishing_part.hits.value > 2 * game.distinguishing_part.random > 0
+    assert game.distinguishing_part.mean > 2 * game.distinguishing_part.random > 0
     assert {part.title for part in game.classes["bimlu"]} >= {"spike (crest)", "flippers (feet)"}
     assert [part.part for part in game.classes["bimlu"] if part.distinguishing]
 

@@ -1,4 +1,4 @@
-"""Shuffled weights: evidence that the network learned goes, and evidence that does not depend on it is found out."""
+"""Shuffled weights: evidence that the network learned goes, and evidence that does not depend on it is measured out."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import nn
 
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation
+from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.randomise import format_randomisation, measure_randomisation
 from opal_deploy.model.backbones import Backbone
 from tests.builders import build_checkpoint
@@ -43,22 +44,22 @@ def measure(samples, fixed):
         network.head.attend = lambda projected: projected
     # the object is the right column of cells
     annotations = Annotations([ImageAnnotation("a", boxes=((64, 0, 96, 96),))] * len(samples), "cells of the boxes")
-    return measure_randomisation(loaded, samples, annotations, device="cpu", threads=1)
+    return measure_randomisation(loaded, samples, annotations, EvaluateOptions(device="cpu", threads=1))
 
 
 def test_what_was_learned_goes_and_chance_is_told(samples):
-    found = measure(samples, fixed=False)
-    names = [stage.shuffled for stage in found.stages]
+    measured = measure(samples, fixed=False)
+    names = [stage.shuffled for stage in measured.stages]
     assert names == ["nothing", "the head", "second", "first"]
-    assert found.stages[0].same_cell.value == 1.0
+    assert measured.stages[0].same_cell.mean == 1.0
     # of nine cells some stay by chance, more than a ninth since the background of pictures is even
-    assert found.stages[-1].same_cell.value < 0.6
-    assert found.stages[0].object.random == pytest.approx(1 / 3)
-    assert len(list(format_randomisation(found))) == 2 + len(names)
+    assert measured.stages[-1].same_cell.mean < 0.6
+    assert measured.stages[0].object.random == pytest.approx(1 / 3)
+    assert len(list(format_randomisation(measured))) == 2 + len(names)
 
 
 def test_evidence_that_ignores_the_weights_keeps_its_hits(samples):
-    found = measure(samples, fixed=True)
-    for stage in found.stages:
-        assert stage.same_cell.value == 1.0
-        assert stage.object.hits.value == 1.0
+    measured = measure(samples, fixed=True)
+    for stage in measured.stages:
+        assert stage.same_cell.mean == 1.0
+        assert stage.object.mean == 1.0

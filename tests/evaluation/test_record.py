@@ -13,8 +13,9 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.measurements import list_evaluation
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.evaluation.files import build_evaluation, record_measurements
-from opal_deploy.evaluation.inputs import check_recordable
+from opal_deploy.evaluation.inputs import check_model
+from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.evaluation.record import build_evaluation, record_measurements
 from opal_deploy.model import checkpoint
 from tests.builders import build_sidecar
 
@@ -167,9 +168,9 @@ def test_an_engine_keeps_it_in_its_sidecar(exact_model, tmp_path):
 
 
 def test_models_that_cannot_keep_it_are_refused(exact_model):
-    metadata = onnx_file.read_metadata(exact_model)
-    check_recordable(exact_model, metadata)
-    with pytest.raises(UsageError, match=r"no single cell is its evidence \(evidence map\); leave --record out"):
-        check_recordable(exact_model, replace(metadata, evidence="map"))
-    with pytest.raises(UsageError, match="a bare state dict cannot store an evaluation; export it"):
-        check_recordable(Path("m.pt"), replace(metadata, source={"format": "authors"}))
+    metadata, options = onnx_file.read_metadata(exact_model), EvaluateOptions(record=True)
+    check_model(exact_model, metadata, options)
+    with pytest.raises(UsageError, match="leave --record out"):
+        check_model(exact_model, replace(metadata, evidence="map"), options)
+    with pytest.raises(UsageError, match="bare state dict"):
+        check_model(Path("m.pt"), replace(metadata, source={"format": "authors"}), options)

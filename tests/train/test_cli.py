@@ -13,7 +13,7 @@ import torch
 from opal_deploy import train_model
 from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.errors import ExitCode, UsageError
-from opal_deploy.evaluation.rankings import GradCam
+from opal_deploy.evaluation.cells import GradCam
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork

@@ -20,7 +20,6 @@ from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.evaluation.pointing import PointingGame
     from opal_deploy.records.record import Answered
 
 MODEL = "creatures.onnx"
@@ -94,35 +93,35 @@ def _report(demo: Demo, data: Path, results: Path, metadata: Metadata) -> None:
         f"Accuracy: {correct} of {len(records)} images ({correct / len(records):.1%}); the same answers in random "
         f"order: {chance:.1%}"
     )
-    game = _play_pointing_game(records, data, metadata)
-    if game is None or game.distinguishing_part is None:
+    shares = _find_shares(records, data, metadata)
+    if not shares:
         return
-    share = game.distinguishing_part
-    demo.save(pointing_game=game.to_dict())
+    hits, random = (sum(column) / len(shares) for column in zip(*shares, strict=True))
+    demo.save(pointing_game={"distinguishing_part": {"mean": hits, "count": len(shares), "random": random}})
     print_message(
-        f"Evidence: {share.hits.value:.1%} on a part that distinguishes the species; random cells of the creature: "
-        f"{share.random:.1%}"
+        f"Evidence: {hits:.1%} on a part that distinguishes the species; random cells of the creature: {random:.1%}"
     )
 
 
-def _play_pointing_game(records: Sequence[Answered], data: Path, metadata: Metadata) -> PointingGame | None:
-    """Compare the evidence of correct predictions with the drawn parts; None if no prediction is correct."""
+def _find_shares(records: Sequence[Answered], data: Path, metadata: Metadata) -> list[tuple[float, float]]:
+    """Return, per correct prediction, the shares of its evidence and of random cells on distinguishing parts."""
     import numpy as np
 
     from opal_deploy.evaluation.annotations import annotate_creatures
-    from opal_deploy.evaluation.pointing import count_hits, summarize_hits
+    from opal_deploy.evaluation.pointing import count_hits
     from opal_deploy.preprocess.geometry import Geometry
     from opal_deploy.synthetic import read_annotations
 
     creatures = read_annotations(data)
-    annotations = annotate_creatures(creatures)
-    by_name = {data / creature.image: image for creature, image in zip(creatures, annotations.images, strict=True)}
-    hits = []
+    images = annotate_creatures(creatures).images
+    by_name = {data / creature.image: image for creature, image in zip(creatures, images, strict=True)}
+    shares = []
     for record in records:
         if record.prediction.label == record.label:
             slots, boxes = zip(*((slot.slot, slot.box) for slot in record.evidence), strict=True)
             corners = np.array(boxes)
             geometry = Geometry.whole(record.width, record.height)
             centres = (corners[:, :2] + corners[:, 2:]) / 2
-            hits.append(count_hits(by_name[Path(record.image or "")], slots, centres, geometry, metadata.grid))
-    return summarize_hits(hits, annotations)
+            hits = count_hits(by_name[Path(record.image or "")], slots, centres, geometry, metadata.grid)
+            shares.append(hits.share(distinguishing=True))
+    return shares

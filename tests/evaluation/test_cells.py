@@ -11,9 +11,8 @@ import torch
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.cells import GradCam, build_rankings, evidence_cells, fill_image, replace_cells
 from opal_deploy.evaluation.options import FILLS
-from opal_deploy.evaluation.perturbation import fill_image, replace_cells
-from opal_deploy.evaluation.rankings import GradCam, build_rankings, evidence_cells
 from opal_deploy.evaluation.session import choose_samples
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
@@ -64,29 +63,28 @@ def test_rankings_of_the_controls():
     heat_map[[6, 10]] = 2.0, 1.0
     rankings = build_rankings(OUTPUTS, 0, METADATA, EVERYWHERE, seed=0, index=0, heat_map=heat_map)
 
-    assert rankings.predicted == 0
-    assert rankings.cells["contribution"] == rankings.evidence == (10, 5)
-    assert rankings.cells["reverse"] == (5, 10)
-    assert rankings.cells["runner-up"] == (5, 2)
-    assert rankings.cells["grad-cam"] == (6, 10)
+    assert rankings["contribution"] == (10, 5)
+    assert rankings["reverse"] == (5, 10)
+    assert rankings["runner-up"] == (5, 2)
+    assert rankings["grad-cam"] == (6, 10)
     # one cell of its own, then a random one that is no evidence
-    first, second = rankings.cells["another class"]
+    first, second = rankings["another class"]
     assert first == 3
     assert second not in (3, 5, 10)
-    assert len(rankings.cells["random"]) == 2
-    assert not {5, 10} & {*rankings.cells["random"]}
+    assert len(rankings["random"]) == 2
+    assert not {5, 10} & {*rankings["random"]}
 
 
 def test_random_cells_are_foreground_and_reach_every_cell_that_is_no_evidence():
     few, none = np.isin(np.arange(16), [5, 8]), np.isin(np.arange(16), [5, 10])
     for index in range(5):
-        assert build_rankings(OUTPUTS, 0, METADATA, few, seed=0, index=index).cells["random"] == (8,)
-    assert "random" not in build_rankings(OUTPUTS, 0, METADATA, none, seed=0, index=0).cells
+        assert build_rankings(OUTPUTS, 0, METADATA, few, seed=0, index=index)["random"] == (8,)
+    assert "random" not in build_rankings(OUTPUTS, 0, METADATA, none, seed=0, index=0)
 
     drawn = Counter(
         cell
         for index in range(200)
-        for cell in build_rankings(OUTPUTS, 0, METADATA, EVERYWHERE, seed=0, index=index).cells["random"]
+        for cell in build_rankings(OUTPUTS, 0, METADATA, EVERYWHERE, seed=0, index=index)["random"]
     )
     assert set(drawn) == set(range(16)) - {5, 10}
     assert max(drawn.values()) < 3 * min(drawn.values())
@@ -96,8 +94,8 @@ def test_one_cell_has_no_reverse_and_two_classes_no_third():
     metadata = replace(METADATA, class_names=("a", "b"))
     outputs = _outputs([4, 4, 1, 2], [0.9, 0.9, 0.1, 0.1], [-0.1, -0.2])
     rankings = build_rankings(outputs, 0, metadata, EVERYWHERE, seed=0, index=0)
-    assert set(rankings.cells) == {"contribution", "random", "runner-up"}
-    assert rankings.cells["runner-up"] in {(1,), (2,)}
+    assert set(rankings) == {"contribution", "random", "runner-up"}
+    assert rankings["runner-up"] in {(1,), (2,)}
 
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)

@@ -1,0 +1,130 @@
+"""The record of an evaluation in the model's own file (`evaluate --record`), which `artifact.measurements` reads."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from opal_deploy._version import __version__
+from opal_deploy.artifact import engine_file, onnx_file
+from opal_deploy.artifact.files import compute_sha256, model_kind
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.datasets.samples import DataSet
+from opal_deploy.evaluation.cells import CONTRIBUTION, RANDOM
+from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY
+from opal_deploy.evaluation.result import ModelEvaluation
+from opal_deploy.model import checkpoint
+
+
+def record_evaluation(result: ModelEvaluation, data: DataSet) -> str:
+    """Store an evaluation in the model's file; return a line on the change. See `record_measurements`."""
+    document = result.to_dict()
+    changes = {
+        "evaluation": build_evaluation(document, data, result.split),
+        "receptive_field": document.get("receptive_field"),
+        "calibration": document["calibration"].get("fitted"),
+        "baseline": None if result.baseline is None else result.baseline.to_dict(),
+        "neighbours": None if result.neighbours is None else result.neighbours.to_dict(),
+        # a baseline, like a risk, is measured on the images that training set aside
+        "risk": None if result.baseline is None else result.metrics.risk,
+    }
+    return record_measurements(result.path, {name: value for name, value in changes.items() if value is not None})
+
+
+def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> dict[str, Any]:
+    """Return the document that a model's metadata stores, from that of evaluation.json."""
+    evaluation: dict[str, Any] = {
+        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "opal_deploy": __version__,
+        "model": Path(document["model"]).name,
+        "runtime": document["session"],
+        "data": data.root.resolve().name,
+        "split": split,
+        "images": document[f"{split}_images"],
+        "boxes": document["boxes"] and data.crop is not None,
+        "accuracy": document[f"{split}_accuracy"],
+    }
+    if game := document.get("pointing_game"):
+        # the classes' parts say little without the data set
+        evaluation["pointing_game"] = {key: value for key, value in game.items() if key != "classes"}
+    if figures := document.get("faithfulness"):
+        rows = {(row["fill"], row["ranking"]): row for row in figures["rankings"]}
+        evaluation["faithfulness"] = {
+            "images": figures["images"],
+            "random_control": figures["random_control"],
+            "removal": [_summarize_removal(rows, fill) for fill, ranking in rows if ranking == CONTRIBUTION],
+            "same_cell": {row["change"]: row["same_cell"]["mean"] for row in figures["stability"]},
+        }
+    if figures := document.get("attack"):
+        evaluation["attack"] = {key: figures[key] for key in ("images", "levels", "margin", "steps")}
+        evaluation["attack"]["outside"] = [
+            {"region": row["region"], "method": row["method"], "flipped": 1 - row["kept"]["mean"]}
+            for row in figures["outside"]
+        ]
+    if figures := document.get("randomisation"):
+        trained, shuffled = figures["stages"][0], figures["stages"][-1]
+        same_cell = shuffled["same_cell"]["mean"]
+        evaluation["randomisation"] = {"images": figures["images"], "same_cell": same_cell}
+        for name, share in (("part", shuffled["part"]), ("part_before", trained["part"])):
+            if share is not None:
+                evaluation["randomisation"][name] = share["mean"]
+    if figures := document.get("interventions"):
+        correlation = {row["method"]: row["single_deletion"]["mean"] for row in figures["explained"]}
+        evaluation["interventions"] = {"images": figures["images"], "correlation": correlation}
+    copied = {key: document.get(key) for key in (CONSISTENCY, STABILITY, PURITY)}
+    return evaluation | {key: value for key, value in copied.items() if value is not None}
+
+
+def _summarize_removal(rows: Mapping[tuple[str, str], Any], fill: str) -> dict[str, Any]:
+    random = rows.get((fill, RANDOM))
+    return {
+        "fill": fill,
+        "changed": 1 - rows[fill, CONTRIBUTION]["class_kept"],
+        "changed_random": None if random is None else 1 - random["class_kept"],
+        "drop_beyond_random": None if random is None else random["advantage"]["drop"],
+    }
+
+
+def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
+    """Store measurements in a model's file, atomically; return a line on the change.
+
+    The graph, weights or engine stay as they are.
+
+    Args:
+        changes: values of `evaluation`, `calibration`, `baseline` and `risk`, and for a checkpoint also of
+            `receptive_field` and `neighbours`; others stay as they are.
+
+    Raises:
+        ArtifactError: the file is damaged or not one of ours.
+        UsageError: it cannot be written.
+    """
+    kind = model_kind(path)
+
+    def update(metadata: Metadata) -> Metadata:
+        kept: dict[str, Any] = {k: changes[k] for k in ("evaluation", "calibration", "baseline") if k in changes}
+        risk = {"split": "val", **changes["risk"]} if "risk" in changes else metadata.risk
+        return replace(metadata, risk=risk, **kept)
+
+    if kind == "onnx":
+        metadata = onnx_file.read_metadata(path)
+        onnx_file.check_digest(path, metadata)
+        digest = onnx_file.rewrite_metadata(path, update(metadata))
+        return (
+            f"recorded in {path}: its digest changed from {metadata.file_sha256[:16]}... to {digest[:16]}..., its "
+            f"sha256 is {compute_sha256(path)}; records made before name the old one, which `verify` needs; "
+            f"`opal-deploy export {path} --trt` updates its engines without building"
+        )
+    if kind == "engine":
+        sidecar = engine_file.read_sidecar(path)
+        engine_file.write_sidecar(path, replace(sidecar, metadata=update(sidecar.metadata)))
+        changed = engine_file.sidecar_path(path)
+        return f"recorded in {changed}: its sha256 is {compute_sha256(changed)}; the engine is unchanged"
+    before = compute_sha256(path)
+    checkpoint.record_measurements(path, changes)
+    return (
+        f"recorded in {path}: its sha256 changed from {before[:16]}... to {compute_sha256(path)[:16]}...; later "
+        "exports carry it"
+    )
