@@ -30,7 +30,7 @@ from opal_deploy.options import Options, default_of, option_fields
 from opal_deploy.records.record import json_schema
 from opal_deploy.records.tables import COLUMNS
 from opal_deploy.runtime.gates import GATES, WIDEST
-from opal_deploy.train.options import TrainRunOptions
+from opal_deploy.train.options import TrainOptions
 from opal_deploy.web.site import Site
 
 # of `make ort-web`; without it the page that runs a model is left out
@@ -56,7 +56,7 @@ _FUNCTIONS: dict[str, type[Options]] = {
     "export_web": WebOptions,
     "find_drift": DriftOptions,
     "run_inference": InferOptions,
-    "train_model": TrainRunOptions,
+    "train_model": TrainOptions,
     "verify": VerifyOptions,
 }
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from opal_deploy.records.tables import to_pandas
     from opal_deploy.server.mounted import ModelApp
     from opal_deploy.train.api import train_model
-    from opal_deploy.train.result import TrainResult
+    from opal_deploy.train.run_directory import TrainResult
 
 __all__ = [
     "Answer",
@@ -126,7 +126,7 @@ _LAZY = {
     "records.record": ("Answer", "Answered", "Failed", "Record", "Slot", "json_schema"),
     "server.mounted": ("ModelApp",),
     "train.api": ("train_model",),
-    "train.result": ("TrainResult",),
+    "train.run_directory": ("TrainResult",),
 }
 
 

@@ -21,7 +21,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import (
@@ -116,11 +116,18 @@ def option_fields(options: type[Any]) -> Iterator[tuple[Field[Any], Any, Option 
         yield field, annotation, option
 
 
-def default_of(field: Field[Any]) -> Any:
+def default_of(field: Field[Any], option: Option | None = None) -> Any:
     """Return a field's default, or `inspect.Parameter.empty` where it has none."""
     if field.default_factory is not MISSING:
         return field.default_factory()
     return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+def default_if_not_given(field: Field[Any], option: Option | None) -> Any:
+    """Return the default of an option whose real default stands elsewhere: None, or False for a mere switch."""
+    default = default_of(field)
+    is_switch = default is False and option is not None and "/" not in option.flag
+    return default if option is None or is_switch else None
 
 
 def _check(name: str, value: Any, annotation: Any, option: Option) -> None:
@@ -144,8 +151,12 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 class keywords(Generic[P, O]):  # used as a decorator
     """Decorator: a function whose last parameter is an options object takes the options as keywords instead."""
 
-    def __init__(self, options: Callable[P, O]) -> None:
-        self._options = options
+    def __init__(self, options: Callable[P, O], *, given_only: bool = False) -> None:
+        """Declare the keywords; with `given_only` the function takes a mapping of those that the caller gave."""
+        self._options, self._given_only = options, given_only
+
+    @overload
+    def __call__(self, function: Callable[[A, Mapping[str, Any]], R]) -> Callable[Concatenate[A, P], R]: ...
 
     @overload
     def __call__(self, function: Callable[[A, O], R]) -> Callable[Concatenate[A, P], R]: ...
@@ -160,10 +171,11 @@ class keywords(Generic[P, O]):  # used as a decorator
         declared = list(option_fields(options))
         by_keyword = [
             inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=default_of(field), annotation=annotation
+                field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation,
+                default=default_if_not_given(field, option) if self._given_only else default_of(field),
             )
-            for field, annotation, _ in declared
-        ]
+            for field, annotation, option in declared
+        ]  # fmt: skip
         signature = inspect.Signature([*positional, *by_keyword], return_annotation=last.empty)
 
         @functools.wraps(function)
@@ -173,12 +185,13 @@ class keywords(Generic[P, O]):  # used as a decorator
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}{hint}")
             bound = signature.bind(*arguments, **values).arguments
             given = [bound.pop(parameter.name, parameter.default) for parameter in positional]
+            make = dict if self._given_only else options
             if bound.get("progress") is not True:
-                return function(*given, options(**bound))
+                return function(*given, make(**bound))
             from opal_deploy.progress import show_progress
 
             with show_progress(function.__name__.replace("_", " ")) as progress:
-                return function(*given, options(**{**bound, "progress": progress}))
+                return function(*given, make(**{**bound, "progress": progress}))
 
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             return_annotation=inspect.signature(function).return_annotation

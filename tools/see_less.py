@@ -20,11 +20,9 @@ from torch.nn import functional
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.model import checkpoint
 from opal_deploy.nn import save_checkpoint
-from opal_deploy.train.adversarial import DROP
-from opal_deploy.train.attention import NetworkTerms
 from opal_deploy.train.augmentation import PaperAugmentation
-from opal_deploy.train.epoch import find_logit_scale
 from opal_deploy.train.images import Batches, TrainImages, normalize
+from opal_deploy.train.losses import DROP, NetworkTerms, find_logit_scale
 
 EPOCHS, BATCH, RATE = 12, 16, 2e-4
 
@@ -68,7 +66,6 @@ def main() -> None:
         read_dataset(arguments.data, needs_validation=True).train, config.input_size,
         augmentation=PaperAugmentation(config.input_size), seed=arguments.seed,
     )  # fmt: skip
-    images.fill_cache(lambda *_: None)
     batches = Batches(images, BATCH, shuffle_seed=arguments.seed, workers=0)
     terms = NetworkTerms(network, adversarial=arguments.adversarial > 0)
     scale = find_logit_scale(network.head, 0.9)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from opal_deploy.errors import UsageError
-from opal_deploy.options import Option, Options, default_of, describe, flag_of, option_fields
+from opal_deploy.options import Option, Options, default_if_not_given, default_of, describe, flag_of, option_fields
 from opal_deploy.remote import redact
 
 ModelOption = Annotated[
@@ -48,18 +48,22 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes the fields of its options classes as command-line options.
 
     Each parameter of type `Options` becomes one option per field with an `Option`; the object is built from their
-    values. All other parameters stay.
+    values. A parameter of type `Annotated[Mapping[str, Any], ItsOptions]` receives the values that were given. All
+    other parameters stay.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     classes: dict[str, type[Options]] = {}
+    makers: dict[str, Callable[..., Any]] = {}
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
-        if isinstance(kind, type) and issubclass(kind, Options):
-            classes[parameter.name] = kind
+        declared = next((data for data in getattr(kind, "__metadata__", (kind,)) if _is_options(data)), None)
+        if declared is not None:
+            classes[parameter.name], makers[parameter.name] = declared, declared if kind is declared else dict
+            find_default = default_of if kind is declared else default_if_not_given
             parameters += [
-                _to_parameter(field, annotation, option)
-                for field, annotation, option in option_fields(kind)
+                _to_parameter(field, annotation, option, find_default)
+                for field, annotation, option in option_fields(declared)
                 if option is not None
             ]
         else:
@@ -77,7 +81,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
                 for field, (option, value) in taken.items()
                 if value is not None
             }
-            values[name] = kind(**given)
+            values[name] = makers[name](**given)
         command(**values)
 
     del expanded.__wrapped__  # typer would read the command's own parameters
@@ -88,6 +92,10 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     return expanded
 
 
+def _is_options(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Options)
+
+
 def _parse(field: str, option: Option, text: str) -> Any:
     assert option.parse is not None
     try:
@@ -96,8 +104,10 @@ def _parse(field: str, option: Option, text: str) -> Any:
         raise UsageError(f"{flag_of(field, option)} {text!r}: {error}") from None
 
 
-def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect.Parameter:
-    default = default_of(field)
+def _to_parameter(
+    field: Field[Any], annotation: Any, option: Option, find_default: Callable[..., Any]
+) -> inspect.Parameter:
+    default = find_default(field, option)
     if isinstance(default, tuple):
         # shown as they are typed
         default = (",".join(map(str, default)) if option.parse else list(default)) or None
@@ -113,8 +123,8 @@ def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect
         show_default=default is not None and not option.default and default is not False,
     )
     kind = option.cli or annotation
-    if default is None and option.cli is not None:
-        kind = option.cli | None
+    if default is None:
+        kind = kind | None
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
     )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from opal_deploy.cli.console import print_line, print_message, progress
 from opal_deploy.errors import ExitCode
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.train.options import TrainRunOptions
+from opal_deploy.train.options import TrainOptions
 
 if TYPE_CHECKING:
-    from opal_deploy.train.result import TrainResult
+    from opal_deploy.train.run_directory import TrainResult
 
 
 def train(
@@ -24,7 +25,7 @@ def train(
         Path,
         typer.Argument(help="Data set folder as unpacked, or DATA/<class>/*.jpg, or DATA/train/<class> ..."),
     ],
-    options: TrainRunOptions,
+    options: Annotated[Mapping[str, Any], TrainOptions],
 ) -> None:
     """Train an OPAL network, or a classifier to compare it with, on labelled images.
 
@@ -34,7 +35,7 @@ def train(
 
     try:
         with progress("training") as advance:
-            result = train_model(data, **replace(options, log=print_line, progress=advance).keywords())
+            result = train_model(data, **options, log=print_line, progress=advance)
     except KeyboardInterrupt:
         if _is_main_process():
             print_message(f"Interrupted; resume with: {_format_resume_command()}")
@@ -45,9 +46,7 @@ def train(
 
 def _is_main_process() -> bool:
     """Return whether this process prints: under torchrun every process runs the command."""
-    from opal_deploy.train.machine import is_main_process
-
-    return is_main_process()
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _format_resume_command() -> str:
@@ -84,8 +83,8 @@ def _print_result(result: TrainResult) -> None:
         )
     if (linear := result.config.get("linear_accuracy")) is not None:
         print_message(f"Without explanation: {linear:.1%} (a linear classifier of the frozen network's features)")
-    if (given := result.config.get("classifier_accuracy")) is not None:
-        print_message(f"The classifier in {Path(result.config['options']['weights']).name}: {given:.1%}")
+    if (accuracy := result.config.get("classifier_accuracy")) is not None:
+        print_message(f"The classifier in {Path(result.config['options']['weights']).name}: {accuracy:.1%}")
     print_message(f"Calibration: {result.calibration.describe()}")
     for line in result.rates:
         print_message(line)

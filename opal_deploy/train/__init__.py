@@ -1,17 +1,17 @@
 """Training of OPAL networks and of the linear head.
 
-Start at `api.train_model`, which the command calls, and `loop.fit`: from a data set and a recipe's options to a run
-directory with a checkpoint.
+Start at `api.train_model`, which the command calls, and `loop.fit`: from a data set and options to a run directory.
 
-    options, recipe      options of a run, TOML recipes; plain data, imports no torch
-    loop                 `fit`: the epochs, the best weights, the test
-    balance              weights and warnings for unbalanced and small classes
-    epoch                the training step, a pass over the training images, evaluation
-    images               batches of decoded and augmented images
-    checks               refusals before torch is imported and images are read
-    run_directory        the files of a run and its records; imports no torch
-    checkpoints          best.pt and last.pt, and the progress that they hold
-    resume               comparing and restoring a stored run
-    machine              processes, devices, precision, workers
-    reproduce            the paper's tables (paper.toml): missing runs, our metrics beside the paper's
+    options        every option once, recipes; imports no torch
+    loop           prepare, fit the head, choose the stride, an epoch, validate
+    head_fit       the head fitted to the frozen network
+    losses         cross-entropy and the terms of the attention
+    images         decoded and augmented images in batches; augmentation, regions
+    balance        weights and warnings for unbalanced and small classes
+    network        the network that a run starts with
+    measure        outputs and measurements of a network
+    run_directory  files and records of a run, the same run or another; checkpoints writes best.pt and last.pt
+    machine        processes, device and precision, by Lightning Fabric
+    cost           what a run will cost
+    reproduce      the paper's tables (paper.toml): missing runs, our metrics beside the paper's
 """

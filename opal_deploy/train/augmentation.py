@@ -51,13 +51,9 @@ F: Any = functional
 
 @dataclass(frozen=True)
 class PaperAugmentation:
-    """The augmentation from uint8 [H1, W1, 3], already resized to `resize_size`, to uint8 [H0, W0, 3].
+    """The augmentation from uint8 [H1, W1, 3], already resized to `resize_size`, to uint8 [H0, W0, 3] of `input_size`.
 
     A fourth channel, for regions, moves with the pixels and keeps its values.
-
-    Attributes:
-        input_size: (H0, W0).
-        erase: whether random erasing follows.
     """
 
     input_size: tuple[int, int] = (_REFERENCE_SIZE, _REFERENCE_SIZE)

@@ -1,237 +1,190 @@
-"""The checkpoints and the progress of a training run: written while it trains, and read to resume it.
-
-last.pt of an unfinished run also holds everything that the next step depends on, in the same file, so that a run killed
-at any moment leaves the state of one moment. Order and augmentation of the images depend on seed, epoch and position
-only (see `images`) and need no state.
-"""
+"""Writing the checkpoints of a run, and resuming from last.pt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric import Fabric
+from torch import Tensor
 
-from opal_deploy.artifact.files import remove_temporary_files, write_json
-from opal_deploy.datasets.samples import DataSet
-from opal_deploy.errors import CheckpointError, StoppedEarly, UsageError
-from opal_deploy.evaluation.metrics import Evaluation
+from opal_deploy.artifact.files import write_json
+from opal_deploy.datasets.samples import DataSet, Sample
+from opal_deploy.errors import CheckpointError, UsageError
+from opal_deploy.logs import Progress
 from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.model.state_dicts import load_torch_file
-from opal_deploy.records.names import escape_name
-from opal_deploy.train.epoch import EpochMetrics, TrainStep
-from opal_deploy.train.machine import ProcessGroup
-from opal_deploy.train.measure import Measurements
-from opal_deploy.train.run_directory import FILES, EpochRecord, TrainRunDirectory
+from opal_deploy.records.decision import describe_supported_rates
+from opal_deploy.train import machine
+from opal_deploy.train.measure import Loaders, Measurements, measure_network
+from opal_deploy.train.run_directory import (
+    TrainResult,
+    TrainRunDirectory,
+    TrainState,
+    check_same_run,
+    read_checkpoint,
+    stop_when_full,
+)
 
 # the key in last.pt next to the checkpoint's own
 RESUME_KEY = "resume"
-RESUME_ADVICE = "give --resume with the options that the run was started with, another --out, or --overwrite"
+
+
+def copy_weights(network: OpalNetwork) -> dict[str, Tensor]:
+    """Return a network's state as contiguous copies on the CPU."""
+    state = network.state_dict()
+    return {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in state.items()}
 
 
 @dataclass
-class TrainState:
-    """The progress of a run.
+class RunWriter:
+    """Writes the checkpoints of a run; every process calls it, and the first one writes.
 
-    Attributes:
-        epoch: number of finished epochs.
-        step: number of finished steps of the next epoch.
-        epoch_metrics: running totals of the next epoch.
-        records: one per finished epoch.
-        best: epoch and validation metrics of the best weights so far.
-        planned_epochs: the number of epochs that `--minutes` leaves time for; None without it.
-        checkpoint_metrics: the metrics that last.pt carries.
+    Checkpoints carry `config`, the content of config.json.
     """
 
-    epoch: int = 0
-    step: int = 0
-    epoch_metrics: EpochMetrics = field(default_factory=EpochMetrics)
-    records: list[EpochRecord] = field(default_factory=list)
-    best: tuple[int, Evaluation] | None = None
-    planned_epochs: int | None = None
-    checkpoint_metrics: dict[str, Any] = field(default_factory=dict)
+    run_dir: TrainRunDirectory
+    data: DataSet
+    network: OpalNetwork
+    loaders: Loaders
+    background: list[Sample]
+    config: dict[str, Any]
+    edits: tuple[dict[str, Any], ...]
+    fabric: Fabric
+    progress: Progress
+    # epoch and measurements of the weights in best.pt
+    measured: tuple[int, Measurements] | None = None
 
-    @staticmethod
-    def from_dict(raw: dict[str, Any]) -> TrainState:
-        """Return the progress whose `asdict` last.pt holds."""
-        best = raw["best"]
-        return TrainState(
-            raw["epoch"],
-            raw["step"],
-            EpochMetrics(**raw["epoch_metrics"]),
-            [EpochRecord(**record) for record in raw["records"]],
-            None if best is None else (best[0], Evaluation(**best[1])),
-            raw.get("planned_epochs"),  # absent in runs of earlier versions
-            raw["checkpoint_metrics"],
-        )
-
-
-class CheckpointManager:
-    """Writes the checkpoints and records of one run; only the main process writes.
-
-    Attributes:
-        run_dir: the run's directory.
-        run_config: the resolved configuration, for checkpoints and config.json.
-    """
-
-    def __init__(
-        self,
-        run_dir: TrainRunDirectory,
-        data: DataSet,
-        group: ProcessGroup,
-        network: OpalNetwork,
-        run_config: dict[str, Any],
-        edits: tuple[dict[str, Any], ...] = (),
-    ) -> None:
-        self.run_dir, self.run_config, self._edits = run_dir, run_config, edits
-        self._data, self._group, self._network = data, group, network
-
-    def start(self, recipe: str, *, is_new: bool) -> None:
-        """Write config.json, recipe.toml and paths.json; remove temporary files and, of a new run, older files."""
-        if self._group.is_main:
-            # of processes killed while writing; this one holds the lock
-            for name in FILES:
-                remove_temporary_files(self.run_dir.root / name)
-            if is_new:
-                self.run_dir.clear()
-            with _stop_when_full(TrainState()):
-                write_json(self.run_dir.config, self.run_config)
-                self.run_dir.write_text(self.run_dir.recipe, recipe)
-                write_json(self.run_dir.paths, {"data": str(self._data.root.resolve())})
-
-    def save_best(self, progress: TrainState, epoch: int, val: Evaluation) -> None:
-        """Write this epoch's weights to best.pt."""
-        if self._group.is_main:
-            with _stop_when_full(progress):
-                self._save(self.run_dir.best, {"epoch": epoch, **val.to_dict("val")})
-        progress.best = (epoch, val)
-
-    def save_last(self, progress: TrainState, train_step: TrainStep) -> None:
-        """Write last.pt with everything that the next step depends on."""
-        # every process draws random numbers of its own
-        random_states = self._group.all_gather(get_random_state(self._group.device))
-        if not self._group.is_main:
-            return
-        state = {
-            "progress": asdict(progress),
-            "optimizer": train_step.optimizer.state_dict(),
-            "scaler": train_step.scaler.state_dict(),
-            "random": random_states,
-        }
-        with _stop_when_full(progress):
-            self._save(self.run_dir.last, progress.checkpoint_metrics, {RESUME_KEY: state})
-
-    def write_epochs(self, progress: TrainState) -> None:
-        """Write metrics.csv and curves.png."""
-        if self._group.is_main:
-            with _stop_when_full(progress):
-                self.run_dir.write_epochs(progress.records, augmented=self.run_config["options"]["augment"] != "none")
-
-    def finish(
-        self,
-        progress: TrainState,
-        metrics: dict[str, Any],
-        measured: Measurements,
-    ) -> None:
-        """Write best.pt with its metrics and the network's measurements, then summary.json.
-
-        Expects the best weights in the network.
-        """
-        if not self._group.is_main:
-            return
-        records = progress.records
-        summary = {
-            **metrics,
-            "calibration": measured.calibration.to_dict(),
-            "classes": [asdict(each) for each in measured.classes],
-            "linear_accuracy": self.run_config.get("linear_accuracy"),
-            "classifier_accuracy": self.run_config.get("classifier_accuracy"),
-            "epochs": progress.epoch,
-            "seconds": sum(record.seconds for record in records),
-            "images_per_second": records[-1].images_per_second,
-        }
-        with _stop_when_full(progress):
+    def write_best(self, state: TrainState) -> Measurements:
+        """Measure the best weights so far, then write best.pt; leaves them in the network."""
+        assert state.best is not None  # called after an epoch
+        assert state.best_weights is not None
+        epoch, fabric = state.best[0], self.fabric
+        if self.measured is None or self.measured[0] != epoch:
+            self.network.load_state_dict(state.best_weights)
+            with machine.unchanged_random_state(fabric.device):
+                measured = measure_network(
+                    self.network, self.data, self.loaders, self.background, fabric, self.progress
+                )
+            machine.set_tf32(self.config["options"]["tf32"])
+            self.measured = epoch, measured
+        measured = self.measured[1]
+        if fabric.is_global_zero:
+            self.network.neighbours = measured.neighbours
             self._save(
-                self.run_dir.best,
-                metrics,
-                receptive_field=measured.receptive_field,
-                calibration=measured.calibration,
-                baseline=measured.baseline,
-            )
-            self.write_epochs(progress)
-            write_json(self.run_dir.summary, summary)
-            # a finished run needs no state for resuming
-            self._network.load_state_dict(load_run_file(self.run_dir.last)["state_dict"])
-            self._network.neighbours = None
-            self._save(self.run_dir.last, progress.checkpoint_metrics)
+                self.run_dir.best, {"epoch": epoch, **measured.metrics}, state.best_weights,
+                receptive_field=measured.receptive_field, calibration=measured.calibration, baseline=measured.baseline,
+            )  # fmt: skip
+            self.network.neighbours = None
+        return measured
 
-    def write_nonfinite_batch(self, files: list[Path]) -> str:
-        """List the batch's image files, one per line; return the list's path with the first names."""
-        names = [escape_name(str(path)).replace("\n", "\\x0a") for path in files]
-        if self._group.is_main:
-            # the loss is reported whether or not this file can be written
-            with suppress(UsageError, OSError, UnicodeError):
-                self.run_dir.write_text(self.run_dir.nonfinite_batch, "\n".join(names) + "\n")
-        return f"{self.run_dir.nonfinite_batch}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+    def write_last(self, state: TrainState, optimizer: Any) -> None:
+        """Write last.pt with everything that the next epoch depends on, then metrics.csv and curves.png."""
+        # every process draws random numbers of its own
+        random = machine.gather(self.fabric, machine.get_random_state(self.fabric.device))
+        if self.fabric.is_global_zero:
+            resume = {
+                "progress": state.to_dict(),
+                "optimizer": optimizer.state_dict(),
+                "scaler": self.fabric.strategy.precision.state_dict(),
+                "random": random,
+                "best_weights": None if state.best and state.best[0] == state.epoch else state.best_weights,
+            }
+            weights = copy_weights(self.network)
+            self._save(self.run_dir.last, state.checkpoint_metrics, weights, {RESUME_KEY: resume})
+            self._write_epochs(state)
+
+    def finish(self, state: TrainState) -> TrainResult:
+        """Measure the best weights, write best.pt and summary.json, and remove the state from last.pt."""
+        run_dir, records, measured = self.run_dir, state.records, self.write_best(state)
+        assert state.best is not None
+        if self.fabric.is_global_zero:
+            summary = {
+                "epoch": state.best[0],
+                **measured.metrics,
+                "calibration": measured.calibration.to_dict(),
+                "classes": [asdict(counts) for counts in measured.classes],
+                "linear_accuracy": self.config.get("linear_accuracy"),
+                "classifier_accuracy": self.config.get("classifier_accuracy"),
+                "epochs": state.epoch,
+                "seconds": sum(record.seconds for record in records),
+                "images_per_second": records[-1].images_per_second,
+            }
+            self._write_epochs(state)
+            with stop_when_full():
+                write_json(run_dir.summary, summary)
+            self._save(run_dir.last, state.checkpoint_metrics, read_checkpoint(run_dir.last)["state_dict"])
+        self.fabric.barrier()
+        return TrainResult(
+            run_dir.best, state.best[0], records, measured.val, measured.test, measured.calibration, run_dir.last,
+            self.config, measured.classes, [*describe_supported_rates(measured.val.risk or {}, measured.baseline)],
+        )  # fmt: skip
+
+    def _write_epochs(self, state: TrainState) -> None:
+        with stop_when_full():
+            self.run_dir.write_epochs(state.records, augmented=self.config["options"]["augment"] != "none")
 
     def _save(
         self,
         path: Path,
         metrics: dict[str, Any],
+        weights: dict[str, Tensor],
         extra: dict[str, Any] | None = None,
-        **measurements: Any,  # receptive field, calibration and baseline of a finished run
+        **measurements: Any,  # receptive field, calibration and baseline
     ) -> None:
         checkpoint = Checkpoint(
-            self._network, self._data.class_names, crop=self._data.crop,
-            metrics=metrics, training=self.run_config, edits=self._edits, **measurements,
+            self.network, self.data.class_names, crop=self.data.crop, metrics=metrics, training=self.config,
+            edits=self.edits, **measurements,
         )  # fmt: skip
-        save(path, checkpoint, extra=extra)
+        with stop_when_full():
+            save(path, checkpoint, extra={"state_dict": weights} | (extra or {}))
 
 
-def has_finite_weights(network: OpalNetwork) -> bool:
-    """Return whether every weight is finite; a finite loss can have an infinite gradient."""
-    return all(bool(torch.isfinite(weight).all()) for weight in network.parameters())
-
-
-def describe_kept(progress: TrainState) -> str:
-    """Return a clause that names the checkpoint kept by a stopped run."""
-    return f"best.pt holds epoch {progress.best[0]}" if progress.best else "nothing was kept yet"
-
-
-@contextmanager
-def _stop_when_full(progress: TrainState) -> Iterator[None]:
-    try:
-        yield
-    except (UsageError, OSError) as error:
-        reason = " ".join(str(error).split()).removesuffix("; choose another place")
-        raise StoppedEarly(
-            f"{reason}; {describe_kept(progress)}, and what was there before is unharmed; "
-            "make room and repeat the command with --resume"
-        ) from None
-
-
-def get_random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of this process's torch generators, which stochastic depth and dropout draw from."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def load_run_file(path: Path) -> dict[str, Any]:
-    """Return the content of a run's own checkpoint.
+def restore(
+    run_dir: TrainRunDirectory,
+    run_config: dict[str, Any],
+    epochs: int,
+    network: OpalNetwork,
+    optimizer: Any,
+    fabric: Fabric,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Put network, optimizer, scaler and generators into the state of last.pt; return progress and stored config.
 
     Raises:
-        CheckpointError: the file is damaged, or not a checkpoint of this trainer.
+        CheckpointError: the state is damaged.
+        UsageError: last.pt holds another run or no state, or more than `epochs` epochs are done.
     """
+    last = read_checkpoint(run_dir.last)
+    check_same_run(run_dir, last["training"], run_config)
+    start_again = "give another --out, or --overwrite"
+    if (raw := last.get(RESUME_KEY)) is None:
+        raise UsageError(f"{run_dir.last}: holds no training state, so the run cannot be continued; {start_again}")
     try:
-        raw = load_torch_file(path)
-    except CheckpointError:
-        raise CheckpointError(f"{path}: damaged, so the run cannot be continued; {RESUME_ADVICE}") from None
-    if not isinstance(raw, dict) or not {"state_dict", "training", "metrics"} <= raw.keys():
-        raise CheckpointError(f"{path}: not a checkpoint of this trainer's; {RESUME_ADVICE}")
-    return raw
+        state = TrainState.from_dict(raw["progress"])
+        best, _ = state.best or (None, None)
+        state.best_weights = last["state_dict"] if best == state.epoch else raw.get("best_weights")
+        network.load_state_dict(last["state_dict"])
+        optimizer.load_state_dict(raw["optimizer"])
+        if raw["scaler"]:
+            fabric.strategy.precision.load_state_dict(raw["scaler"])
+        if len(raw["random"]) != fabric.world_size:
+            raise ValueError("random state of other processes")
+        # last, because building a network draws from the same generator
+        machine.set_random_state(raw["random"][fabric.global_rank], fabric.device)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        raise CheckpointError(f"{run_dir.last}: its training state is damaged ({reason}); {start_again}") from None
+    if state.epoch > epochs:
+        raise UsageError(
+            f"{run_dir.root}: {state.epoch} epochs are done, but --epochs is {epochs}; "
+            f"give --epochs {state.epoch} or more, or another --out"
+        )
+    if state.best_weights is None:
+        # an earlier version kept them in best.pt
+        known = read_checkpoint(run_dir.best) if run_dir.best.is_file() else {"metrics": {}}
+        if known["metrics"].get("epoch") != best:
+            raise UsageError(f"{run_dir.best}: not the checkpoint of epoch {best}, the best of this run; {start_again}")
+        state.best_weights = known["state_dict"]
+    return state, last["training"]

@@ -1,8 +1,8 @@
 """From samples to batches: decode, crop, resize, augment.
 
 An image goes through `preprocess` as everywhere else (EXIF orientation, box, antialiased resize); only the augmentation
-is added. Resized images are kept in memory where they fit, so that later epochs decode nothing. The content of an epoch
-depends on seed, epoch and position only, not on the number of worker processes.
+is added. Every image is decoded once before the first step, and kept in memory if all fit. The content of an epoch
+depends on (seed, epoch, image) only, not on the number of worker processes.
 
 With regions that the attention is kept off, images have a fourth channel, the share of each pixel that is kept off,
 0 ... 255: whatever moves the pixels moves it too.
@@ -11,9 +11,9 @@ With regions that the attention is kept off, images have a fourth channel, the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from opal_deploy.datasets.samples import Sample, shorten_list
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import Progress
 from opal_deploy.preprocess.decode import decode
@@ -37,11 +37,11 @@ ImageItem = tuple[NDArray[np.uint8], int]
 
 # first words of the seeds, so that no two streams of random numbers coincide
 _ORDER_STREAM, _AUGMENT_STREAM = 0, 1
-
 # epochs whose images are not augmented: the images themselves, and their mirror images
 WHOLE, MIRRORED = 0, -1
 
 
+@dataclass(frozen=True, eq=False)
 class TrainImages(Dataset[ImageItem | UsageError]):
     """Images uint8 [H0, W0, 3], RGB, with labels, by (epoch, position); with regions uint8 [H0, W0, 4].
 
@@ -49,86 +49,113 @@ class TrainImages(Dataset[ImageItem | UsageError]):
 
     Attributes:
         samples: the samples.
+        input_size: (H0, W0).
         augmentation: None for evaluation.
         regions: one per sample that the attention is kept off, as the fourth channel; None without.
-        resize_size: (H, W) that images are resized to before augmentation.
+        seed: seed of the augmentation.
+        pixels: the resized images, uint8 [N, H1, W1, 3 or 4], if they are kept in memory.
     """
 
-    def __init__(
-        self,
-        samples: list[Sample],
-        input_size: tuple[int, int],
-        *,
-        augmentation: PaperAugmentation | None = None,
-        regions: Regions | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.samples = samples
-        self.augmentation = augmentation
-        self.regions = regions
-        self.resize_size = input_size if augmentation is None else augmentation.resize_size
-        self._seed = seed
-        self._cache: NDArray[np.uint8] | None = None
+    samples: list[Sample]
+    input_size: tuple[int, int]
+    augmentation: PaperAugmentation | None = None
+    regions: Regions | None = None
+    seed: int = 0
+    pixels: NDArray[np.uint8] | None = None
 
     @property
-    def cache_bytes(self) -> int:
-        """The memory that caching every resized image takes."""
-        return len(self.samples) * math.prod(self._shape)
+    def shape(self) -> tuple[int, int, int]:
+        """(H1, W1, 3 or 4), an image's shape before augmentation."""
+        size = self.input_size if self.augmentation is None else self.augmentation.resize_size
+        return (*size, 3 if self.regions is None else 4)
 
     @property
-    def _shape(self) -> tuple[int, int, int]:
-        return (*self.resize_size, 3 if self.regions is None else 4)
-
-    def fill_cache(self, progress: Progress) -> None:
-        """Decode every image once, in threads, and keep the resized images.
-
-        Raises:
-            UsageError: names every image that cannot be decoded or has another size than its mask.
-        """
-        cache = np.empty((len(self.samples), *self._shape), np.uint8)
-        errors = []
-        with ThreadPoolExecutor(available_cpus()) as pool:
-            for index, pixels in enumerate(pool.map(self._load, range(len(self.samples)))):
-                if isinstance(pixels, UsageError):
-                    errors.append(str(pixels))
-                else:
-                    cache[index] = pixels
-                progress(index + 1, len(self.samples), "reading images")
-        if errors:
-            raise UsageError(f"{len(errors)} image(s) cannot be used: {shorten_list(errors)}")
-        self._cache = cache
+    def num_bytes(self) -> int:
+        """The memory that all resized images take."""
+        return len(self.samples) * math.prod(self.shape)
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, key: ImageKey) -> ImageItem | UsageError:
         epoch, index = key
-        pixels = self._load(index) if self._cache is None else self._cache[index]
-        if isinstance(pixels, UsageError):
+        try:
+            pixels = self.load(index) if self.pixels is None else self.pixels[index]
+        except (ImageError, UsageError) as error:
             # returned, not raised: a worker process would turn it into a traceback of many lines
-            return pixels
+            return UsageError(f"{self.samples[index].path}: {error}; remove or replace this image")
         if self.augmentation is not None and epoch in (WHOLE, MIRRORED):
             pixels = self.augmentation.keep(pixels, mirrored=epoch == MIRRORED)
         elif self.augmentation is not None:
-            pixels = self.augmentation(pixels, np.random.default_rng((_AUGMENT_STREAM, self._seed, epoch, index)))
+            pixels = self.augmentation(pixels, np.random.default_rng((_AUGMENT_STREAM, self.seed, epoch, index)))
         if self.regions is not None and self.regions.outside:
             # only now: the black corners that augmentation leaves are outside the object, too
             pixels = np.dstack([pixels[..., :3], 255 - pixels[..., 3]])
         return pixels, self.samples[index].label
 
-    def _load(self, index: int) -> NDArray[np.uint8] | UsageError:
-        sample = self.samples[index]
+    def load(self, index: int) -> NDArray[np.uint8]:
+        """Return an image of `shape`.
+
+        Raises:
+            ImageError: it cannot be decoded.
+            UsageError: its region is damaged or has another size.
+        """
+        sample, size = self.samples[index], self.shape[:2]
+        image = decode(sample.path)
+        geometry = compute_geometry(image, sample.box)
+        pixels = to_input(image, geometry, size)
+        return pixels if self.regions is None else np.dstack([pixels, self.regions.draw(index, geometry, size)])
+
+
+def read_images(
+    images: TrainImages, indices: Iterable[int], progress: Progress, *, keep: bool
+) -> tuple[NDArray[np.uint8] | None, dict[int, str]]:
+    """Decode images in threads.
+
+    Args:
+        images: the images.
+        indices: positions of those to decode.
+        progress: called with images done.
+        keep: whether to return the resized images.
+
+    Returns:
+        The resized images by position if `keep`, uint8 [N, H1, W1, 3 or 4], and by position why images cannot be
+        decoded.
+
+    Raises:
+        UsageError: a region is damaged or has another size than its image.
+    """
+    pixels = np.empty((len(images), *images.shape), np.uint8) if keep else None
+    problems: dict[int, str] = {}
+
+    def read(index: int) -> None:
         try:
-            image = decode(sample.path)
-            geometry = compute_geometry(image, sample.box)
-            pixels = to_input(image, geometry, self.resize_size)
-            if self.regions is None:
-                return pixels
-            return np.dstack([pixels, self.regions.draw(index, geometry, self.resize_size)])
+            resized = images.load(index)
+            if pixels is not None:
+                pixels[index] = resized
         except ImageError as error:
-            return UsageError(f"{sample.path}: {error}; remove or replace this image")
+            problems[index] = f"{images.samples[index].path} ({error})"
         except UsageError as error:
-            return UsageError(f"{sample.path}: {error}")
+            raise UsageError(f"{images.samples[index].path}: {error}") from None
+
+    with ThreadPoolExecutor(available_cpus()) as pool:
+        for done, _ in enumerate(pool.map(read, indices), 1):
+            progress(done, len(images), "reading images")
+    return pixels, problems
+
+
+def leave_out(images: TrainImages, positions: Iterable[int]) -> TrainImages:
+    """Return the images without those at some positions."""
+    if not (gone := set(positions)):
+        return images
+    kept = [index for index in range(len(images)) if index not in gone]
+    regions = images.regions
+    return replace(
+        images,
+        samples=[images.samples[index] for index in kept],
+        regions=None if regions is None else replace(regions, images=[regions.images[index] for index in kept]),
+        pixels=None if images.pixels is None else images.pixels[kept],
+    )
 
 
 class Batches:
@@ -138,7 +165,6 @@ class Batches:
         images: the images.
         workers: number of worker processes that decode and augment.
         epoch: determines order and augmentation; set it before each pass.
-        first_step: the first batch of the pass, where an earlier process did those before it.
     """
 
     def __init__(
@@ -160,21 +186,16 @@ class Batches:
             workers: number of worker processes that decode and augment.
             rank, size: this process takes image `rank` of each global batch and every `size`-th after it.
         """
-        self.images, self.workers = images, workers
-        self.epoch = 0
-        self.first_step = 0
-        self._rank, self._size = rank, size
-        self._batch_size = batch_size
-        self._shuffle_seed = shuffle_seed
+        self.images, self.workers, self.epoch = images, workers, 0
+        self._batch_size, self._shuffle_seed, self._rank, self._size = batch_size, shuffle_seed, rank, size
         self._loader: DataLoader[ImageItem | UsageError] = DataLoader(
             images,
-            batch_sampler=_BatchSampler(self),  # its keys are pairs, not numbers
+            batch_sampler=_LocalPlan(self),  # its keys are pairs, not numbers
             collate_fn=_collate,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available(),
-            # each pass draws a seed for its workers; resuming within an epoch adds a pass, so the seed must not come
-            # from the generator that stochastic depth draws from
+            # the seed of the workers must not come from the generator that stochastic depth draws from
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -191,13 +212,9 @@ class Batches:
         return batches
 
     def local_plan(self) -> list[list[ImageKey]]:
-        """Return this process's share of `plan`, from batch `first_step` on."""
-        shares = [batch[self._rank :: self._size] for batch in self.plan()[self.first_step :]]
+        """Return this process's share of `plan`."""
+        shares = [batch[self._rank :: self._size] for batch in self.plan()]
         return [share for share in shares if share]
-
-    def image_files(self, step: int) -> list[Path]:
-        """Return the image files of one global batch of this epoch."""
-        return [self.images.samples[index].path for _, index in self.plan()[step]]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in self._loader:
@@ -206,8 +223,8 @@ class Batches:
             yield batch
 
 
-class _BatchSampler:
-    """The local plan as the DataLoader's batch sampler."""
+class _LocalPlan:
+    """The local plan of the current epoch as the DataLoader's batch sampler."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -220,13 +237,11 @@ class _BatchSampler:
 
 
 def _collate(items: list[ImageItem | UsageError]) -> tuple[Tensor, Tensor] | UsageError:
-    pairs: list[ImageItem] = []
     for item in items:
         if isinstance(item, UsageError):
             return item
-        pairs.append(item)
-    images = torch.from_numpy(np.stack([pixels for pixels, _ in pairs]))
-    return images, torch.tensor([label for _, label in pairs])
+    images, labels = zip(*items, strict=True)
+    return torch.from_numpy(np.stack(images)), torch.tensor(labels)
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

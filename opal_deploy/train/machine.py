@@ -1,4 +1,4 @@
-"""The machine of a run: its processes and devices, precision, workers, and their description in config.json.
+"""The processes, device and precision of a run, by Lightning Fabric.
 
 Under torchrun every process works on its share of each global batch. Sums over all shares make losses, gradients and
 metrics equal to one process's with the whole batch. The first process writes.
@@ -6,31 +6,29 @@ metrics equal to one process's with the whole batch. The first process writes.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import multiprocessing
 import os
-import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from torch import distributed, nn
 
-from opal_deploy._version import __version__
-from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import UsageError
-from opal_deploy.model.backbones import get_library
-from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.runtime.torch_session import torch_device
-from opal_deploy.train.recipe import TrainingPrecision, check_precision
 
 # cores that prepare no images: one feeds the GPU, one is left to everything else
 _OTHER_CORES = 2
+_PRECISIONS: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
+    "fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"
+}  # fmt: skip
 
 
 def is_main_process() -> bool:
@@ -38,102 +36,90 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-@dataclass(frozen=True)
-class ProcessGroup:
-    """The processes of one run.
-
-    Attributes:
-        device: the device that this process computes on.
-        rank: this process, 0 ... size-1.
-        size: the number of processes.
-        local_size: the number of them on this machine.
-    """
-
-    device: torch.device
-    rank: int = 0
-    size: int = 1
-    local_size: int = 1
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes files and prints."""
-        return self.rank == 0
-
-    def all_reduce_sum(self, *values: float) -> list[float]:
-        """Return each value summed over all processes, in float64."""
-        if self.size == 1:
-            return list(values)
-        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
-        distributed.all_reduce(sums)
-        return [float(value) for value in sums.tolist()]
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, by rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value)
-        return values
-
-    def broadcast_buffers(self, module: nn.Module) -> None:
-        """Give every process the first one's buffers (running batch statistics)."""
-        if self.size > 1:
-            for buffer in module.buffers():
-                distributed.broadcast(buffer, 0)
-
-    def barrier(self) -> None:
-        """Wait until every process has reached this call."""
-        if self.size > 1:
-            distributed.barrier()
-
-    def wrap_ddp(self, network: nn.Module) -> nn.Module:
-        """Return the network for training, on the device: with several processes, gradients are averaged over them."""
-        network = network.to(self.device)
-        if self.size == 1:
-            return network
-        devices = [self.device] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(network, device_ids=devices)
+def choose_precision(precision: str, device: torch.device) -> str:
+    """Return fp32, bf16 or fp16; `auto` is float32 on a CPU and on a GPU bfloat16 where it is native, else float16."""
+    if precision != "auto":
+        return precision
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
 
 
-@contextlib.contextmanager
-def join_process_group(device: str) -> Iterator[ProcessGroup]:
-    """Yield the group of all processes that torchrun started, or of this process only.
+def start_fabric(device: str, precision: str) -> tuple[Fabric, str]:
+    """Join the processes that torchrun started, or only this one; return them and the precision's name.
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:1`; with several processes each takes the GPU of its local rank.
+        precision: `auto`, `fp32`, `bf16` or `fp16`.
 
     Raises:
         UsageError: no such device, or fewer GPUs than processes.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        yield ProcessGroup(torch_device(device))
-        return
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     chosen = torch_device(device)
-    if chosen.type == "cuda":
+    devices: int | list[int] = local_size if size > 1 else 1
+    if chosen.type == "cuda" and size == 1:
+        devices = [chosen.index or 0]
+    elif chosen.type == "cuda":
         if device not in ("auto", "cuda"):
             raise UsageError(f"device {device!r} for {size} processes: give cuda, and each takes a GPU of its own")
-        if local_rank >= torch.cuda.device_count():
+        if local_size > torch.cuda.device_count():
             raise UsageError(
-                f"{local_rank + 1} processes or more on this machine, which has {torch.cuda.device_count()} GPUs; "
-                "start one per GPU (torchrun --nproc-per-node)"
+                f"{local_size} processes on this machine, which has {torch.cuda.device_count()} GPUs; start one per "
+                "GPU (torchrun --nproc-per-node)"
             )
-        chosen = torch.device("cuda", local_rank)
-        torch.cuda.set_device(chosen)
-    if chosen.type == "cuda":
-        # without the device NCCL guesses it at the first barrier, and connects only then
-        distributed.init_process_group("nccl", device_id=chosen)
-    else:
-        distributed.init_process_group("gloo")
-    try:
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        yield ProcessGroup(chosen, distributed.get_rank(), distributed.get_world_size(), local_size)
-    finally:
-        distributed.destroy_process_group()
+    name = choose_precision(precision, chosen)
+    # it would announce every process and precision
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+    fabric = Fabric(
+        accelerator=chosen.type, devices=devices, num_nodes=max(size // local_size, 1),
+        strategy="ddp" if size > 1 else "auto", precision=_PRECISIONS[name],
+        # torchrun only: a run inside a Slurm job is one process unless torchrun starts more
+        plugins=[TorchElasticEnvironment() if size > 1 else LightningEnvironment()],
+    )  # fmt: skip
+    fabric.launch()
+    return fabric, name
 
 
-def default_num_workers(group: ProcessGroup, cached: bool) -> int:
+def sum_over_processes(fabric: Fabric, *values: float) -> list[float]:
+    """Return each value summed over all processes, in float64."""
+    if fabric.world_size == 1:
+        return list(values)
+    sums = torch.tensor(values, dtype=torch.float64, device=fabric.device)
+    distributed.all_reduce(sums)
+    return [float(value) for value in sums.tolist()]
+
+
+def gather(fabric: Fabric | None, value: Any) -> list[Any]:
+    """Return the values of all processes, by rank."""
+    if fabric is None or fabric.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * fabric.world_size
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def share_buffers(fabric: Fabric, module: nn.Module) -> None:
+    """Give every process the first one's buffers (running batch statistics)."""
+    if fabric.world_size > 1:
+        for buffer in module.buffers():
+            distributed.broadcast(buffer, 0)
+
+
+def average_gradients(fabric: Fabric, parameters: list[nn.Parameter]) -> None:
+    """Average the gradients of parameters that Fabric does not wrap over all processes."""
+    if fabric.world_size > 1:
+        for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+            distributed.all_reduce(gradient)
+            gradient /= fabric.world_size
+
+
+def local_processes() -> int:
+    """Return the number of the run's processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def default_num_workers(device: torch.device, cached: bool) -> int:
     """Return the number of processes that prepare images for one process of the run.
 
     On a CPU none where images are cached: augmenting takes a few per cent of an epoch, and processes would take the
@@ -145,9 +131,9 @@ def default_num_workers(group: ProcessGroup, cached: bool) -> int:
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method != "fork" and "opal_deploy.cli" not in sys.modules:
         return 0
-    if group.device.type == "cpu":
+    if device.type == "cpu":
         return 0 if cached or available_cpus() == 1 else 1
-    return max(1, available_cpus() // group.local_size - _OTHER_CORES)
+    return max(1, available_cpus() // local_processes() - _OTHER_CORES)
 
 
 def set_tf32(enabled: bool) -> None:
@@ -156,81 +142,27 @@ def set_tf32(enabled: bool) -> None:
     torch.backends.cudnn.allow_tf32 = enabled
 
 
-@dataclass(frozen=True)
-class MixedPrecision:
-    """Automatic mixed precision.
-
-    Attributes:
-        device_type: `cpu` or `cuda`.
-        dtype: type of the convolutions; None is float32 throughout.
-    """
-
-    device_type: str
-    dtype: torch.dtype | None
-
-    @staticmethod
-    def select(device: torch.device, precision: TrainingPrecision = "auto") -> MixedPrecision:
-        """Return the precision for a device.
-
-        `auto` is float32 on a CPU; on a GPU bfloat16 where the GPU computes it natively, else float16.
-
-        Raises:
-            UsageError: float16 on a CPU, which has no fast float16 arithmetic.
-        """
-        check_precision(precision, device.type)
-        if precision == "auto":
-            if device.type != "cuda":
-                return MixedPrecision(device.type, None)
-            native = torch.cuda.get_device_capability(device) >= (8, 0)
-            return MixedPrecision(device.type, torch.bfloat16 if native else torch.float16)
-        dtypes = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-        return MixedPrecision(device.type, dtypes[precision])
-
-    @property
-    def name(self) -> str:
-        """fp32, bf16 or fp16."""
-        return {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of the forward pass."""
-        if self.dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device_type, dtype=self.dtype)
-
-    def build_scaler(self) -> torch.amp.GradScaler:
-        """Return the loss scaler, which is enabled for float16 only."""
-        return torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
+@contextmanager
+def unchanged_random_state(device: torch.device) -> Iterator[None]:
+    """Restore torch's generators afterwards: work in between must not change the run's random numbers."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
 
 
-def check_batch_norm(network: OpalNetwork, local_batch: int) -> None:
-    """Raise UsageError where batch normalisation would see a single value per channel in a process's local batch."""
-    normalizes = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
-    if normalizes and local_batch == 1 and network.grid == (1, 1):
-        raise UsageError(
-            f"batches of one image with a single cell in {network.config.backbone}: batch normalisation needs two "
-            "values; give a larger --batch-size or --size"
-        )
+def get_random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the state of this process's torch generators, which stochastic depth and dropout draw from."""
+    return {"cpu": torch.get_rng_state()} | (
+        {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    )
 
 
-def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
-    """Return the origin of the backbone's initial weights, the sha256 of their file, and its library's details."""
-    if weights is None:
-        return {"origin": "random"}
-    name = network.config.backbone
-    library = get_library(name)
-    path = Path(weights) if Path(weights).is_file() else library.find_downloaded(name, weights)
-    details = library.get_pretrained_config(name, weights).details
-    return {
-        "origin": network.weights_origin,
-        "sha256": None if path is None else compute_sha256(path),
-        **({"pretrained_cfg": details} if details else {}),
-    }
+def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Restore what `get_random_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of all packages that a run's metrics depend on."""
-    versions = {"opal-deploy": __version__, "python": platform.python_version()}
-    for package in ("torch", "torchvision", "timm", "numpy", "pillow", "scikit-learn"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
+def autocast(fabric: Fabric | None) -> AbstractContextManager[Any]:
+    """Return the context that computes in the run's precision; None is float32."""
+    return nullcontext() if fabric is None else fabric.autocast()

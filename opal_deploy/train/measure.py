@@ -1,53 +1,148 @@
-"""The measurements of a run's best weights at its end: metrics, calibration, and those for `drift` and `--unknown`."""
+"""Outputs of a network for labelled images, and the measurements of a run's best weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from lightning_fabric import Fabric
+from numpy.typing import NDArray
 
 from opal_deploy.artifact.baseline import Baseline
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
+from opal_deploy.artifact.opal_head import embedding
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.evaluation.baseline import fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import calibrate
-from opal_deploy.evaluation.metrics import ClassCounts, Evaluation, count_by_class
+from opal_deploy.evaluation.metrics import (
+    ClassCounts,
+    Evaluation,
+    collapse_of_cells,
+    compute_metrics,
+    count_by_class,
+    margins,
+)
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
-from opal_deploy.logs import Log, Progress
+from opal_deploy.logs import Log, Progress, no_progress
 from opal_deploy.model.backbones import load_classifier
 from opal_deploy.model.checkpoint import Checkpoint
-from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.train import machine
-from opal_deploy.train.epoch import predict
-from opal_deploy.train.frozen import HeadFit
-from opal_deploy.train.images import Batches, TrainImages, normalize
-from opal_deploy.train.machine import ProcessGroup
+from opal_deploy.train.head_fit import HeadFit, measure_linear
+from opal_deploy.train.images import Batches, normalize
+from opal_deploy.train.machine import autocast, gather, set_tf32
 
 # images per forward pass of validation and tests
 EVALUATION_BATCH = 64
 
 
+class LabelledOutputs(NamedTuple):
+    """The outputs for n images and their labels, as far as metrics need them.
+
+    Attributes:
+        logits: float32 [n, C].
+        labels: int64 [n].
+        cells: int32 [n, m], the cells of the labelled class's slots; None for a network without slots. Those of all
+            slots would be gigabytes for many classes, which every process would send to every other.
+        margins: float64 [n], see `metrics.margins`; None for a network without anchors.
+    """
+
+    logits: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    cells: NDArray[np.int32] | None
+    margins: NDArray[np.float64] | None
+
+    def compute_metrics(self, class_map: ClassMap, scale: float = 1.0) -> Evaluation:
+        """Return the metrics over all images of a network with this map, the loss of logits times `scale`."""
+        collapse = None if self.cells is None else collapse_of_cells(self.cells, self.labels, class_map)
+        return compute_metrics(np.float32(scale) * self.logits, self.labels, collapse, self.margins)
+
+
+def evaluate(network: OpalNetwork, batches: Batches, fabric: Fabric | None = None, *, scale: float = 1.0) -> Evaluation:
+    """Return the metrics over all batches in float32, the loss of logits times `scale`; see `predict`."""
+    return predict(network, batches, fabric).compute_metrics(network.config.class_map, scale)
+
+
+def predict(
+    network: OpalNetwork,
+    batches: Batches,
+    fabric: Fabric | None = None,
+    *,
+    lower_precision: bool = False,
+    progress: Progress = no_progress,
+) -> LabelledOutputs:
+    """Return the outputs of all batches, computed on the network's device.
+
+    Args:
+        network: left in evaluation mode.
+        batches: at least one image.
+        fabric: the processes whose outputs are returned; None is this one.
+        lower_precision: compute the backbone in the run's precision; the head stays float32, as in exported files.
+        progress: called after each batch.
+
+    Raises:
+        UsageError: names an image that cannot be decoded.
+    """
+    network.eval()
+    device = next(network.parameters()).device
+    config = network.config
+    class_map = config.class_map
+    parts: list[LabelledOutputs] = []
+    done = 0
+    with torch.inference_mode():
+        for images, labels in batches:
+            inputs = normalize(images.to(device, non_blocking=True), config.mean, config.std)
+            with autocast(fabric if lower_precision else None):
+                features = network.backbone(inputs)
+            outputs = network.head.explain(network.head.project(features.float()))
+            logits = outputs.logits.float().cpu().numpy()
+            cells = batch_margins = None
+            if outputs.argmax is not None:
+                channels = torch.from_numpy(class_map.channel_table[labels.numpy()]).to(device)  # [n, m]
+                cells = outputs.argmax.gather(1, channels).cpu().numpy()
+            if outputs.scores is not None:
+                scores = outputs.scores.float().cpu().numpy()
+                batch_margins = margins(logits, embedding(scores, config.head.epsilon), class_map)
+            parts.append(LabelledOutputs(logits, labels.numpy(), cells, batch_margins))
+            done += len(labels)
+            progress(done, len(batches.images), "evaluating")
+    parts = [part for share in gather(fabric, parts) for part in share]
+    whole: list[Any] = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
+    return LabelledOutputs(*whole)
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """This process's batches of each split (`test` is None without one), and all test images, or validation images."""
+
+    train: Batches
+    val: Batches
+    test: Batches | None
+    whole_test: Batches
+
+
 @dataclass(frozen=True)
 class Measurements:
-    """The measurements of a run's best weights, in float32.
+    """The measurements of a network for its checkpoint, in float32.
 
     Attributes:
         val, test: metrics on the validation and the test split; `test` is None without one.
         classes: answers per class on the test split, or on the validation split without one.
         calibration: fitted to the validation split.
-        receptive_field, baseline: only of the process that writes the checkpoint; None in the others.
+        receptive_field, baseline, neighbours: only of the process that writes the checkpoint; None in the others.
     """
 
     val: Evaluation
     test: Evaluation | None
     classes: list[ClassCounts]
     calibration: Calibration
-    receptive_field: ReceptiveField | None
-    baseline: Baseline | None
+    receptive_field: ReceptiveField | None = None
+    baseline: Baseline | None = None
+    neighbours: Neighbours | None = None
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -55,100 +150,66 @@ class Measurements:
         return {**self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {})}
 
 
+def measure_network(
+    network: OpalNetwork,
+    data: DataSet,
+    loaders: Loaders,
+    background: list[Sample],
+    fabric: Fabric,
+    progress: Progress,
+) -> Measurements:
+    """Measure a network for its checkpoint; `background` are out-of-distribution images, perhaps none."""
+    set_tf32(enabled=False)
+    class_map = network.config.class_map
+    outputs = predict(network, loaders.val, fabric, progress=progress)
+    val, calibration = outputs.compute_metrics(class_map), calibrate(outputs.logits, outputs.labels)
+    # only the process that writes them measures them, on a bounded number of images
+    receptive_field = baseline = neighbours = test = None
+    if fabric.is_global_zero:
+        receptive_field = measure_receptive_field(network, data.val)
+        neighbours = network.neighbours = fit_neighbours(network, data.train, background, progress=progress)
+        session = TorchSession(
+            Checkpoint(network, data.class_names, receptive_field=receptive_field), device=str(fabric.device)
+        )
+        baseline = measure_baseline(session, data.val, network.neighbours, progress=progress)
+        network.neighbours = None
+    if loaders.test is not None:
+        outputs = predict(network, loaders.test, fabric, progress=progress)
+        test = outputs.compute_metrics(class_map)
+    classes = count_by_class(outputs.logits, outputs.labels, data.class_names)
+    return Measurements(val, test, classes, calibration, receptive_field, baseline, neighbours)
+
+
 def compare_with_classifiers(
     fit: HeadFit,
     network: OpalNetwork,
-    data: DataSet,
+    batches: Batches,
     weights: str | None,
-    group: ProcessGroup,
+    split: str,
     progress: Progress,
     log: Log,
 ) -> dict[str, float]:
-    """Log and return the accuracies, 0 ... 1, of classifiers without explanations on the test or validation images.
+    """Log and return the accuracies, 0 ... 1, of classifiers without explanations on a split's images.
 
     They are `linear_accuracy`, that of a linear classifier of the same features, and `classifier_accuracy`, that of the
-    classifier in `weights`, if there is one of as many classes.
-
-    Args:
-        fit: of the network's head, with the features of the training images.
-        network: with the backbone that the head was fitted to.
-        data: without test images, the validation images are answered.
-        weights: the backbone's initial weights; see `TrainOptions`.
-        group: the processes of the run, of which only this one compares.
-        progress: called with images done.
-        log: called with one line per classifier.
+    classifier in `weights`, if there is one of as many classes. Expects the backbone that the head was fitted to.
     """
-    config, split = network.config, "test" if data.test else "validation"
-    images = TrainImages(data.test or data.val, config.input_size)
-    batches = Batches(images, EVALUATION_BATCH, workers=_choose_workers(group))
-    accuracies = {"linear_accuracy": fit.linear_accuracy(network, batches, progress)}
+    config = network.config
+    accuracies = {"linear_accuracy": measure_linear(fit, network, batches, progress)}
     log(
         f"without explanation, a linear classifier of the same features answers {accuracies['linear_accuracy']:.1%} of "
         f"the {split} images correctly"
     )
-    classifier = load_classifier(config.backbone, data.num_classes, weights, config.input_size)
+    classifier = load_classifier(config.backbone, config.num_classes, weights, config.input_size)
     if classifier is not None:
-        accuracies["classifier_accuracy"] = _measure_classifier(classifier, config, batches, progress)
+        correct = 0
+        with torch.inference_mode():
+            for images, labels in batches:
+                logits = classifier(normalize(images, config.mean, config.std))
+                correct += int((logits.argmax(1) == labels).sum())
+        accuracies["classifier_accuracy"] = correct / len(batches.images)
         log(
             f"the classifier in {weights} answers {accuracies['classifier_accuracy']:.1%} of them correctly, if its "
             "classes are in the same order"
         )
     return accuracies
-
-
-def _choose_workers(group: ProcessGroup) -> int:
-    """Return how many processes decode images that are read once: none next to a network on the CPU."""
-    return machine.default_num_workers(group, cached=False) if group.device.type == "cuda" else 0
-
-
-def _measure_classifier(classifier: nn.Module, config: NetworkConfig, batches: Batches, progress: Progress) -> float:
-    """Return the accuracy of a classifier without slots, 0 ... 1, on images normalised as for the network."""
-    correct = done = 0
-    with torch.inference_mode():
-        for images, labels in batches:
-            logits = classifier(normalize(images, config.mean, config.std))
-            correct += int((logits.argmax(1) == labels).sum())
-            done += len(labels)
-            progress(done, len(batches.images), "evaluating the classifier of the weights")
-    return correct / done
-
-
-def measure_best(
-    network: OpalNetwork,
-    data: DataSet,
-    val_batches: Batches,
-    background: list[Sample],
-    group: ProcessGroup,
-    progress: Progress,
-) -> Measurements:
-    """Measure a network with its best weights; the main process also gives it the neighbours of its training images.
-
-    Args:
-        network: on the group's device; changed only by `network.neighbours`.
-        data: the data set that it was trained on.
-        val_batches: of the validation split.
-        background: out-of-distribution images for the neighbours; may be empty.
-        group: the processes that share the work.
-        progress: called with batches or images done.
-    """
-    machine.set_tf32(enabled=False)
-    outputs = predict(network, val_batches, progress=progress, group=group)
-    # in float32, which the epoch's own figures on a GPU are not
-    val = outputs.compute_metrics(network.config.class_map)
-    calibration = calibrate(outputs.logits, outputs.labels)
-    # only the process that writes them measures them, on a bounded number of images
-    receptive_field = baseline = test = None
-    if group.is_main:
-        receptive_field = measure_receptive_field(network, data.val)
-        network.neighbours = fit_neighbours(network, data.train, background, progress=progress)
-        checkpoint = Checkpoint(network, data.class_names, receptive_field=receptive_field)
-        session = TorchSession(checkpoint, device=str(group.device))
-        baseline = measure_baseline(session, data.val, network.neighbours, progress=progress)
-    if data.test:
-        images = TrainImages(data.test, network.config.input_size)
-        share = {"rank": group.rank, "size": group.size}
-        batches = Batches(images, EVALUATION_BATCH, workers=_choose_workers(group), **share)
-        outputs = predict(network, batches, progress=progress, group=group)
-        test = outputs.compute_metrics(network.config.class_map)
-    classes = count_by_class(outputs.logits, outputs.labels, data.class_names)
-    return Measurements(val, test, classes, calibration, receptive_field, baseline)

@@ -20,7 +20,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import ImageAnnotation, annotate, has_creatures
 from opal_deploy.preprocess.geometry import Box, Geometry
 from opal_deploy.sources.annotations import CocoObject, read_objects
-from opal_deploy.train.recipe import OUTSIDE
+from opal_deploy.train.options import OUTSIDE
 
 
 @dataclass(frozen=True)

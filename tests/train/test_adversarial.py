@@ -6,10 +6,8 @@ from opal_deploy.evaluation.attack import outside_boxes
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.adversarial import Adversary
-from opal_deploy.train.attention import NetworkTerms
-from opal_deploy.train.epoch import Objective
 from opal_deploy.train.images import normalize
+from opal_deploy.train.losses import NetworkTerms, Objective, change_outside
 
 _HEAD = HeadConfig(prototypes_per_class=2)
 _CONFIG = NetworkConfig("shufflenet_v2_x0_5", 2, (128, 128), _HEAD, stride=16)
@@ -30,7 +28,7 @@ def test_an_adversary_changes_few_grey_levels_outside_the_boxes_only():
     images, cells = draw_images(), torch.tensor([[0, 9]] * 4)
     listed = torch.tensor([[True, True], [True, False]] * 2)
     # from a random start of up to half of what is allowed, one step makes every pixel darker
-    changed = Adversary(_CONFIG, (8, 8)).change(images, cells, listed, lambda pixels: pixels.mean((1, 2, 3)))
+    changed = change_outside(images, cells, listed, lambda pixels: pixels.mean((1, 2, 3)), _CONFIG, (8, 8))
     free = outside_boxes(cells, listed, (128, 128), (8, 8), EvaluateOptions.attack_margin)
     std = torch.tensor(_CONFIG.std).reshape(1, 3, 1, 1)
     levels, brightness = (

@@ -6,25 +6,16 @@ import numpy as np
 import pytest
 import torch
 from sklearn.utils.class_weight import compute_class_weight
-from torch import nn
 
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.model.config import HeadConfig
-from opal_deploy.train.attention import Terms
 from opal_deploy.train.balance import balance_warnings, balanced_weights
-from opal_deploy.train.epoch import Objective, TrainStep
-from opal_deploy.train.loop import fit
-from opal_deploy.train.machine import MixedPrecision, ProcessGroup
-from opal_deploy.train.recipe import TrainOptions
-from opal_deploy.train.resume import read_config
+from opal_deploy.train.losses import Objective, Terms
 from opal_deploy.train.run_directory import TrainRunDirectory
 from tests.builders import NORM_FREE_BACKBONE
+from tests.train.fitting import fit, small
 
-OPTIONS = TrainOptions(
-    backbone=NORM_FREE_BACKBONE, epochs=4, batch_size=8, input_size=(64, 64), head=HeadConfig(prototypes_per_class=2),
-    class_weights="balanced", patience=1,
-)  # fmt: skip
+OPTIONS = small(backbone=NORM_FREE_BACKBONE, epochs=4, batch_size=8, size=64, class_weights="balanced", patience=1)
 
 
 def _with_counts(squares, *counts):
@@ -57,32 +48,16 @@ def test_unbalanced_and_small_classes_are_named(squares, counts, weighted, expec
     assert all(part in line for part, line in zip(expected, found, strict=True))
 
 
-class _Terms(nn.Module):
-    """Layers that give logits, without terms of an attention."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, images, labels, regions):
-        return Terms(self.layers(images), torch.zeros(len(labels)), torch.zeros(len(labels)))
-
-
 def test_a_weight_scales_the_loss_and_the_gradient_of_its_class():
-    images, labels = torch.zeros(4, 8, 8, 3, dtype=torch.uint8), torch.tensor([0, 0, 0, 1])
-    gradients = []
+    labels, gradients = torch.tensor([0, 0, 0, 1]), []
     for weights in (None, torch.tensor([2 / 3, 2.0])):
-        torch.manual_seed(0)
-        model = _Terms(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        group, amp = ProcessGroup(torch.device("cpu")), MixedPrecision("cpu", None)
-        step = TrainStep(model, optimizer, amp, group, (0.5,) * 3, (0.5,) * 3, Objective(class_weights=weights))
-        step.step(images, labels, 4)
-        gradients.append(model.layers[1].bias.grad)
+        bias = torch.zeros(2, requires_grad=True)
+        terms = Terms(bias.expand(4, 2), torch.zeros(4), torch.zeros(4))
+        Objective(class_weights=weights)(terms, labels)[0].backward()
+        gradients.append(bias.grad / 4)
     # all images are equal, so that the weighted gradient is that of as many images of each class
     unweighted, weighted = gradients
-    probability = unweighted[0] + 3 / 4
-    torch.testing.assert_close(weighted[0], probability - 1 / 2)
+    torch.testing.assert_close(weighted[0], unweighted[0] + 3 / 4 - 1 / 2)
 
 
 def test_a_run_stops_without_improvement_and_its_resumption_ends_there_too(squares, tmp_path, curves):
@@ -94,7 +69,7 @@ def test_a_run_stops_without_improvement_and_its_resumption_ends_there_too(squar
     assert stopped == result.best_epoch + 1 < 4
     assert set(curves) == {"training"}  # not augmented
     assert lines[-1] == f"stopping: no lower validation loss since epoch {result.best_epoch}"
-    stored = read_config(TrainRunDirectory(tmp_path / "run"))["options"]
+    stored = TrainRunDirectory(tmp_path / "run").read_config()["options"]
     assert (stored["class_weights"], stored["patience"]) == ("balanced", 1)
     assert len(fit(squares, options, tmp_path / "run", resume=True).epochs) == stopped
     with pytest.raises(UsageError, match="class_weights was"):

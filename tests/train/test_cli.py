@@ -13,16 +13,9 @@ import torch
 from opal_deploy import train_model
 from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.errors import ExitCode, UsageError
-from opal_deploy.evaluation.cells import GradCam
 from opal_deploy.model import checkpoint
-from opal_deploy.model.config import NetworkConfig
-from opal_deploy.model.network import OpalNetwork
 from opal_deploy.options import parse_size
-from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.train.attention import NetworkTerms
-from opal_deploy.train.epoch import Objective, TrainStep, evaluate
-from opal_deploy.train.images import Batches, TrainImages
-from opal_deploy.train.machine import MixedPrecision, ProcessGroup, default_num_workers
+from opal_deploy.train.machine import default_num_workers
 from tests.builders import SMALL_BACKBONE
 
 SMALL = ("--recipe", "paper", "--backbone", SMALL_BACKBONE, "--weights", "none", "--size", "64")
@@ -80,7 +73,7 @@ def test_the_function_trains_what_the_command_trains_and_prints_nothing(squares,
     )
     assert capsys.readouterr() == ("", "")
     assert (result.best, result.last) == (out / "best.pt", out / "last.pt")
-    assert "resuming after epoch 1, step 0" in lines
+    assert "resuming after epoch 1" in lines
     assert len([line for line in lines if line.startswith("epoch ")]) == len(result.epochs) == 2
     assert notes[-1][:2] == (9, 9)  # the test images
     assert (result.val.images, result.test.images) == (6, 9)
@@ -97,9 +90,8 @@ def test_the_function_trains_what_the_command_trains_and_prints_nothing(squares,
     ("wrong", "message"),
     [
         ({"head": "opals"}, "head 'opals': expected one of opal, linear, plain"),
-        ({"epochs": "3"}, "epochs = '3': expected a whole number"),
         ({"distance": "l9"}, "l9"),
-        ({"size": (64, 0)}, "expected two whole numbers"),
+        ({"size": (64, 0)}, "input size"),
         ({"prototypes": 0}, "at least 1"),
         ({"recipe": "best"}, "not one of grounded"),
         ({"data": "nothing"}, "no such folder"),
@@ -113,7 +105,7 @@ def test_wrong_arguments_of_the_function_are_one_line(squares, tmp_path, wrong, 
 
 
 def test_no_process_is_started_that_would_run_the_callers_script_again(monkeypatch):
-    cuda = ProcessGroup(torch.device("cuda"))
+    cuda = torch.device("cuda")
     assert default_num_workers(cuda, cached=False) > 0
     monkeypatch.setattr("multiprocessing.get_start_method", lambda allow_none: "spawn")
     assert default_num_workers(cuda, cached=False) > 0  # the command's own script is safe
@@ -134,8 +126,8 @@ def test_no_process_is_started_that_would_run_the_callers_script_again(monkeypat
 )
 def test_the_processes_that_prepare_images_share_the_cores(monkeypatch, cores, device, processes, workers):
     monkeypatch.setattr("opal_deploy.train.machine.available_cpus", lambda: cores)
-    group = ProcessGroup(torch.device(device), size=2 * processes, local_size=processes)
-    assert default_num_workers(group, cached=False) == workers
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert default_num_workers(torch.device(device), cached=False) == workers
 
 
 def test_interrupted_training_names_the_command_that_resumes_it(opal, squares, tmp_path, monkeypatch):
@@ -213,29 +205,6 @@ def test_a_timm_network_trains_exports_and_explains(opal, squares, lite0_weights
     # the runtime's pixels are the trainer's
     assert np.mean([r["prediction"]["label"] == Path(r["image"]).parent.name for r in records]) == accuracy
     assert all(len(r["evidence"]) == 5 for r in records)
-
-
-def test_every_step_normalises_as_the_network_says(squares):
-    config = NetworkConfig(SMALL_BACKBONE, 3, (64, 64), mean=(0.5, 0.5, 0.5), std=(0.25, 0.5, 1.0))
-    network, group = OpalNetwork(config), ProcessGroup(torch.device("cpu"))
-    seen = []
-    # receptive fields are computed on meta tensors, which have no values
-    network.backbone.register_forward_pre_hook(lambda _, inputs: None if inputs[0].is_meta else seen.append(inputs[0]))
-    white = np.full((2, 64, 64, 3), 255, np.uint8)
-    optimizer = torch.optim.Adam(network.parameters())
-    model = NetworkTerms(network)
-    step = TrainStep(model, optimizer, MixedPrecision("cpu", None), group, config.mean, config.std, Objective())
-    step.step(torch.from_numpy(white), torch.tensor([0, 1]), 2)
-    GradCam(network)(white, np.array([0, 1]))
-    TorchSession(checkpoint.Checkpoint(network, ["a", "b", "c"]), device="cpu").run(white)
-    for inputs in seen:
-        assert inputs.amax((0, 2, 3)).tolist() == inputs.amin((0, 2, 3)).tolist() == [2.0, 1.0, 0.5]
-    assert len(seen) == 3
-    images = TrainImages(squares.val[:1], (64, 64))
-    evaluate(network, Batches(images, 1))
-    pixels = torch.tensor(images[(0, 0)][0]).permute(2, 0, 1) / 255
-    expected = (pixels - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1)
-    torch.testing.assert_close(seen[-1][0], expected)
 
 
 @pytest.mark.parametrize(

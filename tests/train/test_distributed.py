@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,9 @@ from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train import loop
-from opal_deploy.train.epoch import evaluate
+from opal_deploy.train import machine
 from opal_deploy.train.images import Batches, TrainImages
-from opal_deploy.train.machine import ProcessGroup
-from opal_deploy.train.recipe import TrainOptions
+from opal_deploy.train.measure import evaluate
 from opal_deploy.train.run_directory import TrainRunDirectory
 from tests.builders import SMALL_BACKBONE
 
@@ -127,15 +124,13 @@ _KILLED = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_distributed import _train
-_train(*sys.argv[1:], "--save-every", "1")
+_train(*sys.argv[1:])
 """
 
 
-def test_more_processes_than_images_are_refused(folder, tmp_path, monkeypatch):
-    group = ProcessGroup(torch.device("cpu"), rank=0, size=2)
-    monkeypatch.setattr(loop, "join_process_group", lambda device: nullcontext(group))
-    with pytest.raises(UsageError, match="each needs at least 2 images; start fewer processes"):
-        loop.fit(read_dataset(folder), TrainOptions(batch_size=3), tmp_path / "run")
+def test_more_processes_than_images_are_refused(folder, tmp_path):
+    done = _train(folder, tmp_path / "run", "--batch-size", "3")
+    assert "each needs at least 2 images; start fewer processes" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -154,19 +149,8 @@ def test_every_image_is_in_one_share_an_epoch(size, count, tmp_path):
             assert len({len(batches.local_plan()) for batches in shares}) == 1
 
 
-def test_an_epoch_can_be_entered_at_any_batch(tmp_path):
-    images = TrainImages([Sample(tmp_path / f"{index}.png", 0) for index in range(20)], (32, 32))
-    batches = Batches(images, 6, shuffle_seed=0)
-    whole = batches.local_plan()
-    batches.first_step = 2
-    assert batches.local_plan() == whole[2:]
-    assert batches.image_files(1) == [tmp_path / f"{index}.png" for _, index in whole[1]]
-
-
 def test_one_gpu_cannot_be_asked_for_by_several_processes(monkeypatch):
-    from opal_deploy.train import machine
-
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(machine, "torch_device", torch.device)
-    with pytest.raises(UsageError, match="each takes a GPU of its own"), machine.join_process_group("cuda:1"):
-        pass
+    with pytest.raises(UsageError, match="each takes a GPU of its own"):
+        machine.start_fabric("cuda:1", "auto")

@@ -11,23 +11,20 @@ import torch
 
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.model import checkpoint
-from opal_deploy.model.config import HeadConfig
 from opal_deploy.synthetic import generate_dataset
-from opal_deploy.train.epoch import evaluate
 from opal_deploy.train.images import Batches, TrainImages
-from opal_deploy.train.loop import fit
 from opal_deploy.train.machine import set_tf32
-from opal_deploy.train.recipe import TrainOptions
+from opal_deploy.train.measure import evaluate
+from tests.train.fitting import fit, small
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU that PyTorch can use"),
 ]
 
-OPTIONS = TrainOptions(
-    backbone="resnet18", epochs=4, batch_size=32, lr=1e-3, input_size=(96, 96),
-    head=HeadConfig(prototypes_per_class=2), augment="none", device="cuda", workers=2,
-)  # fmt: skip
+OPTIONS = small(
+    backbone="resnet18", epochs=4, batch_size=32, lr=1e-3, size=96, augment="none", device="cuda", workers=2
+)
 
 
 @pytest.fixture(scope="module")

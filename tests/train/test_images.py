@@ -1,5 +1,6 @@
 """Batches and their augmentation: the same pixels as everywhere, whatever the cache and the number of workers."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -22,7 +23,7 @@ from opal_deploy.train.augmentation import (
     sample_geometric,
     sample_resized_crop,
 )
-from opal_deploy.train.images import Batches, TrainImages, normalize
+from opal_deploy.train.images import Batches, TrainImages, leave_out, normalize, read_images
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def samples(tmp_path):
 def _epoch(samples, *, epoch=1, seed=0, workers=0, cached=False):
     images = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)), seed=seed)
     if cached:
-        images.fill_cache(no_progress)
+        images = replace(images, pixels=read_images(images, range(9), no_progress, keep=True)[0])
     batches = Batches(images, 4, shuffle_seed=seed, workers=workers)
     batches.epoch = epoch
     return b"".join(images.numpy().tobytes() + labels.numpy().tobytes() for images, labels in batches)
@@ -69,10 +70,9 @@ def test_exif_orientation_is_applied(tmp_path, augmented):
     Image.fromarray(np.rot90(upright).copy()).save(path, exif=exif, quality=95)
     augmentation = PaperAugmentation((32, 32)) if augmented else None
     images = TrainImages([Sample(path, 0), Sample(path, 0)], (32, 32), augmentation=augmentation)
-    images.augmentation = None  # the squashed image itself, at the size that augmentation starts from
-    (images, _), *_ = Batches(images, 2)
-    assert images.shape[1] == (33 if augmented else 32)
-    rows = images[0].numpy()[..., 0].mean(axis=1)
+    pixels = images.load(0)  # the squashed image itself, at the size that augmentation starts from
+    assert pixels.shape[0] == (33 if augmented else 32)
+    rows = pixels[..., 0].mean(axis=1)
     assert rows[:12].min() > 200
     assert rows[-12:].max() < 50
 
@@ -102,15 +102,16 @@ def test_an_epoch_has_every_image_once_and_no_batch_of_one(samples):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_truncated_images_are_named_in_one_line_by_batches_and_all_by_the_cache(samples):
+def test_truncated_images_are_named_in_one_line_or_left_out(samples):
     for index in (2, 6):
         samples[index].path.write_bytes(samples[index].path.read_bytes()[:1500])
     images = TrainImages(samples, (32, 32))
     for workers in (0, 1):
         with pytest.raises(UsageError, match=r"\A.*2\.png: .*remove or replace this image\Z"):
             list(Batches(images, 4, workers=workers))
-    with pytest.raises(UsageError, match=r"\A2 image\(s\) cannot be used.*2\.png.*6\.png.*\Z"):
-        images.fill_cache(no_progress)
+    _, problems = read_images(images, range(9), no_progress, keep=False)
+    assert sorted(problems) == [2, 6]
+    assert [sample.path.stem for sample in leave_out(images, problems).samples] == list("0134578")
 
 
 # augmentation ---------------------------------------------------------------------------------------------------------

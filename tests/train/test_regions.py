@@ -11,13 +11,14 @@ from PIL import Image
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
+from opal_deploy.logs import no_progress
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.synthetic import draw_example, generate_dataset
-from opal_deploy.train.attention import NetworkTerms, measure_kept_off
 from opal_deploy.train.augmentation import PaperAugmentation
-from opal_deploy.train.images import TrainImages
+from opal_deploy.train.images import TrainImages, read_images
+from opal_deploy.train.losses import NetworkTerms, measure_kept_off
 from opal_deploy.train.regions import read_regions
 from opal_deploy.train.run_directory import TrainRunDirectory
 from tests.builders import SMALL_BACKBONE
@@ -167,7 +168,7 @@ def test_nothing_is_outside_of_images_that_are_cropped_to_their_boxes(stamped):
 def test_a_damaged_segmentation_is_refused(stamped, tmp_path, segmentation):
     regions = read_regions(stamped, write_coco(tmp_path / "regions.json", segmentation=segmentation))
     with pytest.raises(UsageError, match=r"regions\.json: a damaged segmentation of stamped\.jpg"):
-        TrainImages(stamped.train, (64, 64), regions=regions).fill_cache(lambda *_: None)
+        read_images(TrainImages(stamped.train, (64, 64), regions=regions), [0], no_progress, keep=False)
 
 
 @pytest.mark.data

@@ -8,16 +8,12 @@ import torch
 from opal_deploy.editing.api import edit_model
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
-from opal_deploy.model.config import HeadConfig
-from opal_deploy.train.loop import fit
-from opal_deploy.train.recipe import TrainOptions
-from opal_deploy.train.start import describe_run
+from opal_deploy.train.network import describe_run
+from opal_deploy.train.options import TrainOptions
 from tests.builders import SMALL_BACKBONE
+from tests.train.fitting import fit, small
 
-OPTIONS = TrainOptions(
-    backbone=SMALL_BACKBONE, epochs=1, batch_size=8, lr=1e-3, input_size=(32, 32),
-    head=HeadConfig(prototypes_per_class=2), device="cpu", precision="fp32",
-)  # fmt: skip
+OPTIONS = small(backbone=SMALL_BACKBONE, epochs=1, batch_size=8, lr=1e-3, size=32, precision="fp32")
 DROPPED = 3  # the channel of green/1
 
 

@@ -16,22 +16,22 @@ from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.model import checkpoint
 from opal_deploy.model.backbones import load_classifier
-from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
+from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.model.head import OpalHead
-from opal_deploy.train import checkpoints, loop
-from opal_deploy.train.attention import Terms
-from opal_deploy.train.epoch import Objective, find_logit_scale
-from opal_deploy.train.loop import fit
-from opal_deploy.train.recipe import TrainOptions, load_recipe, resolve_recipe
-from opal_deploy.train.start import build_network
-from opal_deploy.train.stride import FittedNetwork, choose_network, settle_stride
+from opal_deploy.train import loop
+from opal_deploy.train.checkpoints import RunWriter
+from opal_deploy.train.head_fit import prefer_all_layers
+from opal_deploy.train.losses import Objective, Terms, find_logit_scale
+from opal_deploy.train.network import build_network, settle_stride
+from opal_deploy.train.options import load_recipe, resolve
+from tests.train.fitting import fit, small
 
 
 @pytest.fixture(scope="module")
 def options(lite0_weights):
-    return TrainOptions(
+    return small(
         backbone="timm:tf_efficientnet_lite0", weights=str(lite0_weights), head_steps=60, epochs=0, batch_size=8,
-        input_size=(64, 64), stride=16, head=HeadConfig(prototypes_per_class=2), schedule="cosine",
+        size=64, stride=16, schedule="cosine",
     )  # fmt: skip
 
 
@@ -42,7 +42,6 @@ def fitted(squares, options, tmp_path_factory):
 
 
 def initial_backbone(options):
-    torch.manual_seed(options.seed)
     return build_network(options, 3, None).backbone.state_dict()
 
 
@@ -55,7 +54,9 @@ def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, 
     # a third by chance
     assert result.epochs[0].train_accuracy > 0.9
     assert result.test.accuracy > 0.7
-    start, frozen, linear = lines
+    cost, start, linear, frozen = lines
+    assert cost.startswith("24 training, 6 validation, 9 test images; about ")
+    assert " for the head's fit" in cost
     assert start.endswith("2 prototypes per class: the head fitted to the frozen network in 60 steps or more")
     assert frozen.startswith("frozen network, fitted head: training loss ")
     assert linear.endswith(f"answers {result.config['linear_accuracy']:.1%} of the test images correctly")
@@ -85,44 +86,34 @@ def test_the_classifier_in_the_weights_is_measured_on_the_same_images(squares, o
 @pytest.mark.parametrize("stride", [16, 32])
 def test_of_two_strides_the_chosen_one_is_trained_as_if_it_was_given(squares, options, tmp_path, monkeypatch, stride):
     compared, lines = replace(options, compare_strides=True), []
-    monkeypatch.setattr(loop, "choose_network", lambda finer, all_layers: ((finer, all_layers)[stride == 32], "chosen"))
+    monkeypatch.setattr(loop, "prefer_all_layers", lambda finer, all_layers: stride == 32)
     done = fit(squares, compared, tmp_path / "run", log=lines.append)
-    assert lines[0] == "chosen"
+    assert "saves" in lines[0]
+    assert f"--stride {48 - stride})" in lines[1]
     given = fit(squares, replace(options, stride=stride), tmp_path / "given")
     expected, found = (checkpoint.load(each.best).network for each in (given, done))
     assert found.config == expected.config
     assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
-    assert resolve_recipe(load_recipe(str(tmp_path / "run/recipe.toml")), {}).options == given_options(given)
+    recipes = [resolve(load_recipe(str(tmp_path / name / "recipe.toml")), {}) for name in ("run", "given")]
+    assert recipes[0] == recipes[1]
     # the choice is kept
     assert fit(squares, compared, tmp_path / "run", resume=True).val == done.val
     further = replace(compared, start_from=str(done.best), epochs=1)
     assert checkpoint.load(fit(squares, further, tmp_path / "further").best).network.config == found.config
 
 
-def given_options(result):
-    return resolve_recipe(load_recipe(str(result.best.parent / "recipe.toml")), {}).options
-
-
-def test_all_layers_are_kept_where_they_answer_clearly_more(options):
-    def fitted_network(stride, accuracy, images):
-        return FittedNetwork(replace(options, stride=stride), None, None, None, Evaluation(images, 1.0, accuracy))
-
-    for images, accuracies, kept in (
-        (52, (0.44, 0.86), 32),
-        (36, (0.81, 0.92), 16),
-        (600, (0.7, 0.76), 32),
-        (9, (1, 1), 16),
-    ):
-        networks = [fitted_network(*each, images) for each in zip((16, 32), accuracies, strict=True)]
-        chosen, line = choose_network(*networks)
-        assert chosen.options.stride == kept
-        assert f"--stride {48 - kept})" in line
+@pytest.mark.parametrize(
+    ("images", "accuracies", "all_layers"),
+    [(52, (0.44, 0.86), True), (36, (0.81, 0.92), False), (600, (0.7, 0.76), True), (9, (1, 1), False)],
+)
+def test_all_layers_are_kept_where_they_answer_clearly_more(images, accuracies, all_layers):
+    assert prefer_all_layers(*(Evaluation(images, 1.0, accuracy) for accuracy in accuracies)) == all_layers
 
 
 def test_strides_are_not_compared_where_there_is_nothing_to_compare(options):
     compared = replace(options, compare_strides=True)
     assert settle_stride(compared, None, None) == compared
-    for change in ({"head_steps": 0}, {"stride": 32}, {"stride": 8, "keep_layers": True}, {"input_size": (48, 48)}):
+    for change in ({"head_steps": 0}, {"stride": 32}, {"stride": 8, "keep_layers": True}, {"size": 48}):
         assert settle_stride(replace(compared, **change), None, None) == replace(options, **change)
 
 
@@ -136,28 +127,27 @@ def test_fine_tuning_that_helps_nothing_leaves_the_frozen_network(squares, optio
 def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, options, tmp_path, monkeypatch):
     options = replace(options, epochs=1)
     whole = fit(squares, options, tmp_path / "whole")
-    save_last = checkpoints.CheckpointManager.save_last
+    write_last = RunWriter.write_last
 
     def end(self, *arguments):
-        save_last(self, *arguments)
+        write_last(self, *arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints.CheckpointManager, "save_last", end)
+    monkeypatch.setattr(RunWriter, "write_last", end)
     with pytest.raises(KeyboardInterrupt):
         fit(squares, options, tmp_path / "ended")
     monkeypatch.undo()
     lines = []
     ended = fit(squares, options, tmp_path / "ended", resume=True, log=lines.append)
-    assert "resuming after epoch 0, step 0" in lines
+    assert "resuming after epoch 0" in lines
     weights, expected = (checkpoint.load(each.last).network.state_dict() for each in (ended, whole))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert [record.epoch for record in ended.epochs] == [0, 1]
 
 
-@pytest.mark.parametrize("head", [PLAIN_CLASSIFIER, LINEAR_BASELINE, HeadConfig(distance="tropical")])
+@pytest.mark.parametrize("head", [{"head": "plain"}, {"head": "linear"}, {"distance": "tropical"}], ids=str)
 def test_every_head_is_fitted_and_without_memory_in_passes(squares, options, tmp_path, head):
-    stride = None if head.kind != "opal" else 16
-    options = replace(options, head=head, stride=stride, cache_megabytes=0, head_steps=20)
+    options = replace(options, stride=None if "head" in head else 16, cache_megabytes=0, head_steps=20, **head)
     assert fit(squares, options, tmp_path / "run").val.accuracy > 0.6
 
 

@@ -1,0 +1,284 @@
+"""The training loss: cross-entropy, and terms of the attention; the exported graph stays the same.
+
+**Mirror agreement** trains an image and its mirror image to choose the same cells. Where several cells are nearly
+equal, a slot's maximum jumps between them when the image hardly changes, and the explanation jumps with it. PIP-Net
+(Nauta et al., CVPR 2023) aligns the prototypes of two views at each cell. Here each slot of the labelled class is
+trained to choose the same cell in both views:
+
+    agreement = mean over the m slots of -log( sum over cells of p(cell) * q(mirrored cell) )
+
+with p and q the softmax over cells of 20 times the attention of the image and of its mirror image.
+
+**Kept-off regions**, such as a photographer's stamp, should give the labelled class no evidence:
+
+    penalty = mean over the m slots of the maximum over cells of (share of the cell in the region) * A(slot, cell)
+
+**Adversarial training**: a box shows the decisive pixels only if changes outside it have no effect. Each image is
+trained on twice: as it is, and changed by a few grey levels outside the boxes of the labelled class. The change is one
+step along the gradient's sign from a random start (Goodfellow et al., ICLR 2015; Wong et al., ICLR 2020) against the
+mean of the class's scores, which `evaluate --attack-outside` attacks in more steps. The loss gains
+
+    weight * (cross-entropy of the changed image + 4 * mean over the m slots of the drop of their score)
+
+with the drop taken at the cells of the unchanged image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from opal_deploy.evaluation.attack import outside_boxes
+from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.head import OpalHead
+from opal_deploy.model.network import OpalNetwork
+
+# attention lies in [0, 1]: times 20, a cell that leads by a third of that range takes nearly all
+_SHARPNESS = 20.0
+_SMALLEST = 1e-6
+# the attack that `evaluate` measures, in one step
+_LEVELS, _MARGIN = EvaluateOptions.attack_levels, EvaluateOptions.attack_margin
+# weight of the drop relative to the changed image's cross-entropy
+DROP = 4.0
+
+
+class Terms(NamedTuple):
+    """The terms of the loss for n images.
+
+    Attributes:
+        logits: [n, C], or with mirror agreement [2n, C], first the images', then their mirror images'.
+        disagreement: how far mirror images disagree about cells, [n], at least 0.
+        kept_off: the penalty of kept-off regions, [n], 0 ... 1.
+        changed: logits of images changed outside the boxes, [n, C]; None without adversarial training.
+        drop: mean drop of the labelled class's scores in the changed images, [n], at least 0; likewise.
+    """
+
+    logits: Tensor
+    disagreement: Tensor
+    kept_off: Tensor
+    changed: Tensor | None = None
+    drop: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The weights of the training loss.
+
+    Attributes:
+        agreement: weight of the mirror agreement; 0 without mirror images.
+        keep_off: weight of the attention in kept-off regions; None without regions.
+        adversarial: weight of the loss on images changed outside the boxes; 0 without them.
+        class_weights: float32 [C] on the device, the loss's weight per class; None weighs all images the same.
+        scale: factor of the logits, see `find_logit_scale`.
+    """
+
+    agreement: float = 0.0
+    keep_off: float | None = None
+    adversarial: float = 0.0
+    class_weights: Tensor | None = None
+    scale: float = 1.0
+
+    def __call__(self, terms: Terms, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the objective and the weighted cross-entropy in nats, both summed over n images.
+
+        Args:
+            terms: of n images.
+            labels: int64 [n], on the device.
+        """
+        # with mirror agreement the mean over an image and its mirror image
+        views = len(terms.logits) // len(labels)
+        cross_entropy = self._measure_cross_entropy(terms.logits, labels.repeat(views)) / views
+        objective = cross_entropy + self.agreement * terms.disagreement.sum()
+        objective = objective + (self.keep_off or 0.0) * terms.kept_off.sum()
+        if terms.changed is not None and terms.drop is not None:
+            changed = self._measure_cross_entropy(terms.changed, labels)
+            objective = objective + self.adversarial * (changed + DROP * terms.drop.sum())
+        return objective, cross_entropy.detach()
+
+    def _measure_cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = self.scale * logits.float()
+        return functional.cross_entropy(logits, labels, weight=self.class_weights, reduction="sum")
+
+
+def find_logit_scale(head: OpalHead, probability: float | None) -> float:
+    """Return the factor, at least 1, that gives an embedding at its class's anchor this probability.
+
+    The softmax of logits in [-1.41, 0] is far from certain even there: 0.31 for 10 classes, 0.04 for 100. The factor
+    is 1 for None and for heads without anchors.
+    """
+    if probability is None or head.anchors is None or head.num_classes < 2:
+        return 1.0
+    anchors = torch.from_numpy(head.config.class_map(head.num_classes).matrix).to(head.anchors)
+    with torch.no_grad():
+        own, *others = sorted(head.classify(anchors[:1])[0].tolist(), reverse=True)
+    odds = probability / (1 - probability) * len(others)
+    return max(math.log(odds) / (own - others[0]), 1.0) if own > others[0] else 1.0
+
+
+class HeadTerms(nn.Module):
+    """A head with the terms of its attention in the loss, on features of the backbone.
+
+    Attributes:
+        head: the head, whose evidence is `exact` if there are any terms.
+        agreement: whether features of mirror images follow those of the images.
+    """
+
+    def __init__(self, head: OpalHead, *, agreement: bool) -> None:
+        super().__init__()
+        self.head, self.agreement = head, agreement
+        self.channel_table: Tensor
+        table = head.config.class_map(head.num_classes).channel_table
+        self.register_buffer("channel_table", torch.from_numpy(table), persistent=False)
+
+    def forward(self, features: Tensor, labels: Tensor, regions: Tensor | None) -> Terms:
+        """Return the terms of the loss.
+
+        Args:
+            features: [n, D, H, W], or with mirror agreement [2n, D, H, W], first the images, then their mirror images.
+            labels: int64 [n].
+            regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1; None for no penalty.
+        """
+        head, channels = self.head, self.channel_table[labels]  # [n, m]
+        attention = head.attend(head.project(features))  # [n or 2n, K, H, W]
+        logits = head.classify(head.pool(attention))
+        first = attention[: len(labels)]
+        disagreement = penalty = logits.new_zeros(len(labels), dtype=torch.float32)
+        if self.agreement:
+            second = attention[len(labels) :].flip(3)
+            disagreement = measure_disagreement(first, second, channels, self.kept_slots)
+        if regions is not None:
+            penalty = measure_kept_off(first, channels, regions, self.kept_slots)
+        return Terms(logits, disagreement, penalty)
+
+    @property
+    def kept_slots(self) -> Tensor | None:
+        """Float [K], 0 for dropped slots, which do not count, and else 1; None if none was dropped."""
+        return None if self.head.kept is None else self.head.kept.flatten()
+
+    def attend(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [n, C] and the attention of the labelled class's slots [n, m, H * W] for features."""
+        attention = self.head.attend(self.head.project(features))
+        return self.head.classify(self.head.pool(attention)), _gather(attention, self.channel_table[labels])
+
+
+class NetworkTerms(nn.Module):
+    """A network with the terms of its attention in the loss: `HeadTerms` on normalised images [n, 3, H0, W0].
+
+    Attributes:
+        adversarial: whether images changed outside the boxes are trained on, too.
+    """
+
+    def __init__(self, network: OpalNetwork, *, agreement: bool = False, adversarial: bool = False) -> None:
+        super().__init__()
+        self.backbone = network.backbone
+        self.terms = HeadTerms(network.head, agreement=agreement)
+        self.adversarial = adversarial
+        self._config, self._grid = network.config, network.grid
+
+    def forward(self, images: Tensor, labels: Tensor, regions: Tensor | None) -> Terms:
+        views = torch.cat([images, images.flip(3)]) if self.terms.agreement else images
+        features = self.backbone(views)
+        terms: Terms = self.terms(features, labels, regions)
+        if not self.adversarial:
+            return terms
+        channels, kept = self.terms.channel_table[labels], self.terms.kept_slots
+        with torch.no_grad():
+            scores, cells = self.terms.attend(features[: len(labels)], labels)[1].max(dim=2)
+        listed = torch.ones_like(channels, dtype=torch.bool) if kept is None else kept[channels] > 0
+        training = self.backbone.training
+        # with the batch statistics of unchanged images, as in inference
+        self.backbone.eval()
+
+        def measure_score(pixels: Tensor) -> Tensor:
+            attention = self.terms.attend(self.backbone(pixels), labels)[1]
+            return _mean_over_slots(attention.amax(dim=2), channels, kept)
+
+        changed = change_outside(images, cells, listed, measure_score, self._config, self._grid)
+        logits, attention = self.terms.attend(self.backbone(changed), labels)
+        self.backbone.train(training)
+        drop = (scores - attention.gather(2, cells[..., None])[..., 0]).clamp_min(0)
+        return terms._replace(changed=logits, drop=_mean_over_slots(drop, channels, kept))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def change_outside(
+    images: Tensor,
+    cells: Tensor,
+    listed: Tensor,
+    score: Callable[[Tensor], Tensor],
+    config: NetworkConfig,
+    grid: tuple[int, int],
+) -> Tensor:
+    """Return images changed outside the boxes of some cells so that scores drop, float32 [n, 3, H0, W0], normalised.
+
+    Args:
+        images: normalised.
+        cells: int64 [n, m], flat, of the labelled class's slots.
+        listed: bool [n, m], False for dropped slots.
+        score: from images to the value to minimise, [n].
+        config: of the network that is attacked.
+        grid: (H, W) of its feature map.
+    """
+    mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (config.mean, config.std))
+    limit, darkest, brightest = (
+        bound.to(images.device) for bound in (_LEVELS / 255 / std, -mean / std, (1 - mean) / std)
+    )
+    free = outside_boxes(cells, listed, config.input_size, grid, _MARGIN)
+    # half of what is allowed at random, so that the step has room
+    start = (images + (torch.rand_like(images) - 0.5) * limit * free).requires_grad_()
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(score(start).sum(), start)
+    change = (start.detach() - images - limit * gradient.sign()).clamp(-limit, limit) * free
+    return (images + change).clamp(darkest, brightest)
+
+
+def measure_disagreement(first: Tensor, second: Tensor, channels: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Return how far two views disagree about the cells of the labelled class's slots, [n], at least 0.
+
+    Args:
+        first, second: attention of both views in the same frame, float32 [n, K, H, W].
+        channels: int64 [n, m], of the labelled classes' slots.
+        kept: see `HeadTerms.kept_slots`.
+    """
+    p, q = (_gather(view, channels).mul(_SHARPNESS).softmax(dim=2) for view in (first, second))
+    return _mean_over_slots(-(p * q).sum(dim=2).clamp_min(_SMALLEST).log(), channels, kept)
+
+
+def measure_kept_off(attention: Tensor, channels: Tensor, regions: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Return the attention of the labelled class's slots in kept-off regions, [n], 0 ... 1.
+
+    Args:
+        attention: float32 [n, K, H, W].
+        channels: int64 [n, m], of the labelled classes' slots.
+        regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1.
+        kept: see `HeadTerms.kept_slots`.
+    """
+    height, width = attention.shape[2:]
+    shares = functional.adaptive_avg_pool2d(regions[:, None], (height, width)).flatten(2)  # [n, 1, H * W]
+    return _mean_over_slots((_gather(attention, channels) * shares).amax(dim=2), channels, kept)
+
+
+def read_regions_channel(images: Tensor) -> Tensor | None:
+    """Return the share of each pixel that is kept off, float [n, H0, W0], of images [n, H0, W0, 4]; None for three."""
+    return images[..., 3].float() / 255.0 if images.shape[3] == 4 else None
+
+
+def _mean_over_slots(values: Tensor, channels: Tensor, kept: Tensor | None) -> Tensor:
+    """Return the mean [n] of the values [n, m] of channels [n, m] that were not dropped."""
+    if kept is None:
+        return values.mean(dim=1)
+    weights = kept[channels]
+    return (values * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+def _gather(attention: Tensor, channels: Tensor) -> Tensor:
+    """Return the attention [n, m, H * W] of n images' channels [n, m]."""
+    rows = torch.arange(len(channels), device=channels.device)[:, None]
+    return attention.flatten(2)[rows, channels]
