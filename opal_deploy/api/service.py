@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from opal_deploy.api.explanation import Explanation
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.predict.decoder_pool import DecoderPool, PendingBatch, PixelSlots, PreparedBatch
 from opal_deploy.predict.executor import Job, Predicted, SessionRunner
 from opal_deploy.predict.prediction import BatchPredictor
@@ -38,10 +37,6 @@ T = TypeVar("T")
 _PIXELS = Prepared(InputImage(None, b""))
 
 
-def _release_nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class _Image:
     """One image that is ready for a batch.
@@ -50,29 +45,15 @@ class _Image:
         future: gets what `convert` returns for the result, or without `convert` the image's row of the outputs.
         prepared, pixels: the image, and its pixels, uint8 [H0, W0, 3].
         release: gives the memory of the pixels back.
-        convert: returns the future's value from the result; None: no record is wanted.
         since: when the image was ready, by `time.monotonic`.
     """
 
     future: Future[Any]
+    convert: Callable[[Result], Any] | None
     prepared: Prepared
     pixels: Pixels
-    release: Callable[[], None]
-    convert: Callable[[Result], Any] | None
+    release: Callable[[], None] = lambda: None
     since: float = field(default_factory=time.monotonic)
-
-
-class ServiceObserver:
-    """Observes a service, from any thread; this one does nothing."""
-
-    def prepared(self, seconds: float) -> None:
-        """Observe the time from an image's submission until it was read, decoded and resized."""
-
-    def batch_began(self, waited: Sequence[float]) -> None:
-        """Observe a batch, with the seconds that each image waited since it was ready."""
-
-    def device_lost(self, error: StoppedEarly) -> None:
-        """Observe that a session has failed for good."""
 
 
 class Service:
@@ -91,7 +72,7 @@ class Service:
         max_wait: float = 0.005,
         capacity: int = 256,
         timer: StageTimer = NO_OP_TIMER,
-        observer: ServiceObserver | None = None,
+        observe: Callable[[str, Sequence[float]], None] = lambda stage, seconds: None,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Start the threads; `Model.serve` calls this.
@@ -102,14 +83,15 @@ class Service:
             max_wait: maximum seconds that an image waits for its batch to fill.
             capacity: maximum images in flight, from `submit` to their record.
             timer: receives the times of every stage.
-            observer: observes images and batches.
+            observe: receives, from any thread, `prepare` and the seconds from an image's submission until it is ready
+                for a batch, and `queue` and the seconds that each image of a batch waited for it to begin.
             log: receives a line, from any thread, when memory was short and batches become smaller.
         """
         options = InferenceOptions() if options is None else options
         self.metadata = sessions[0].metadata
         self.capacity = capacity
         self._batch, self._max_wait = options.batch, max_wait
-        self._observer = observer or ServiceObserver()
+        self._observe = observe
         self._state = threading.Condition()
         self._closed, self._in_flight = False, 0
         # at most `capacity` images; None ends the sessions' threads. No SimpleQueue: in Python 3.11 its get with a
@@ -175,7 +157,7 @@ class Service:
         self._acquire(len(pixels), wait=wait)
         futures: list[Future[Outputs]] = [Future() for _ in pixels]
         for row, future in zip(pixels, futures, strict=True):
-            self._ready.put(_Image(future, _PIXELS, row, _release_nothing, None))
+            self._ready.put(_Image(future, None, _PIXELS, row))
         return futures
 
     def close(self) -> None:
@@ -236,8 +218,8 @@ class Service:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
             return
-        self._observer.prepared(time.monotonic() - submitted)
-        self._ready.put(_Image(future, batch.images[0], batch.pixels[0], batch.release, convert))
+        self._observe("prepare", [time.monotonic() - submitted])
+        self._ready.put(_Image(future, convert, batch.images[0], batch.pixels[0], batch.release))
 
     def _take_batch(self, wait: bool) -> Job | None:
         """Return a session's next batch, None after the end; raise `queue.Empty` if none is full and not `wait`."""
@@ -245,7 +227,7 @@ class Service:
         if not images:
             return None
         now = time.monotonic()
-        self._observer.batch_began([now - image.since for image in images])
+        self._observe("queue", [now - image.since for image in images])
         slot = self._slots.acquire()
         pixels = self._slots.pixels[slot]
         for row, image in enumerate(images):
@@ -287,38 +269,33 @@ class Service:
 
     def _answer(self, images: list[_Image], batch: PreparedBatch, done: Future[Predicted]) -> None:
         """Set the futures of a batch's images."""
+        answers: list[Any] = []
+        failure: Exception | None = None
         try:
             _, predictor, outputs = done.result()
             answers = _build_answers(images, batch, predictor, outputs)
         except Exception as error:  # each future has a reader, and the next batch may succeed
-            if isinstance(error, StoppedEarly) and not isinstance(error, OutOfMemory):
-                self._observer.device_lost(error)
-            batch.release()
-            self._give_back(len(images))
-            for image in images:
-                image.future.set_exception(error)
-            return
+            failure = error
         batch.release()
         self._give_back(len(images))
-        for image, answer in zip(images, answers, strict=True):
-            image.future.set_result(answer)
+        for row, image in enumerate(images):
+            if failure is None:
+                image.future.set_result(answers[row])
+            else:
+                image.future.set_exception(failure)
 
 
 def _build_answers(
     images: Sequence[_Image], batch: PreparedBatch, predictor: BatchPredictor, outputs: Outputs | None
 ) -> list[Any]:
     """Return the result that each image's future gets."""
-    answers: list[Any] = [
-        outputs.rows(row, row + 1) if outputs is not None and image.convert is None else None
-        for row, image in enumerate(images)
-    ]
-    rows = [row for row, image in enumerate(images) if image.convert is not None]
-    if rows:
+    answers: list[Any] = [None if outputs is None else outputs.rows(row, row + 1) for row in range(len(images))]
+    converters = {row: image.convert for row, image in enumerate(images) if image.convert is not None}
+    if converters:
+        rows = list(converters)
         taken = None if outputs is None else outputs.take(rows)
         part = batch.pixels if len(rows) == len(images) else batch.pixels[rows]
         results = predictor.build_results([batch.images[row] for row in rows], part, taken)
-        for row, result in zip(rows, results, strict=True):
-            convert = images[row].convert
-            assert convert is not None  # one of `rows`
+        for (row, convert), result in zip(converters.items(), results, strict=True):
             answers[row] = convert(result)
     return answers

@@ -5,13 +5,11 @@
     tensors     request and response bodies of the protocol: JSON with binary tensors
     inference   tensors in, tensors out; for the page, an image in, its record, overlay or evidence sheet out
     admission   limits on bytes, concurrent requests and seconds
-    connections limits on open connections, and deadlines for slow clients
-    telemetry   the log, and the metrics for Prometheus
-    drift       windows of answers, compared with the baseline
+    telemetry   the log, the file of records, and the metrics for Prometheus
     middleware  authentication, request ids, logging and counting of every request
     app         routes and their handlers
     openapi     the OpenAPI document behind /docs
-    process     `serve_models`: listens, warms up, shuts down gracefully
+    process     `serve_models`: listens (with Granian), warms up, shuts down gracefully
     mounted     `ModelApp`: a model's addresses within another ASGI application
     health      the health check of a container
 

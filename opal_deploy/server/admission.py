@@ -1,12 +1,11 @@
-"""Limits that keep a client from taking the server down: bytes, concurrent requests, and seconds."""
+"""Limits on a request's body: bytes, seconds, and how many requests and bytes are in flight."""
 
 from __future__ import annotations
 
 import asyncio
-import gzip
-import io
+import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
@@ -21,6 +20,8 @@ _LARGEST_BODIES = 8
 # bodies inflated concurrently: each takes up to twice `max_body` before it is counted
 _CONCURRENT_INFLATIONS = 2
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
+_CHUNK, _MAX_MEMBERS, _INFLATE_SECONDS = 64 << 10, 1000, 5.0
+_CLOSE = {"Connection": "close"}
 
 
 class HttpError(Exception):
@@ -51,9 +52,7 @@ def error_response(status: int, message: str, headers: Mapping[str, str] | None 
 class AdmissionLimit:
     """Admits as many requests as the options allow; for one event loop.
 
-    Attributes:
-        requests: in flight, from reading the body to the answer.
-        held_bytes: of their bodies.
+    `requests` are in flight, from reading the body to the answer; their bodies have `held_bytes`.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -65,94 +64,81 @@ class AdmissionLimit:
     async def admit(self, request: Request, service: Service) -> AsyncIterator[bytes]:
         """Yield a request's decompressed body; the request counts until the block is left.
 
-        Nothing is read while the limit or the service is full.
-
-        Raises:
-            HttpError: too many requests, or a body that is too large, too slow or not what its headers say.
-            starlette.requests.ClientDisconnect: the client disconnected.
+        Raises HttpError for too many requests, before anything is read, or for a body that is too large, too slow or
+        not what its headers say; ClientDisconnect if the client leaves.
         """
         if self.requests >= self._options.max_requests:
             raise busy(f"{self.requests} requests are in flight")
         if service.in_flight >= service.capacity:
             raise busy(f"{service.in_flight} images are in flight")
-        held = 0
-
-        def hold(count: int) -> None:
-            nonlocal held
-            if self.held_bytes + count > _LARGEST_BODIES * self._max_body:
-                raise busy(f"requests hold {self.held_bytes:,} bytes")
-            self.held_bytes += count
-            held += count
-
+        held: list[int] = []
         self.requests += 1
         try:
-            yield await self._read(request, hold)
+            yield await self._read(request, held)
         finally:
-            self.held_bytes -= held
+            self.held_bytes -= sum(held)
             self.requests -= 1
 
-    async def _read(self, request: Request, hold: Callable[[int], None]) -> bytes:
+    def _hold(self, held: list[int], count: int) -> None:
+        if self.held_bytes + count > _LARGEST_BODIES * self._max_body:
+            raise busy(f"requests hold {self.held_bytes:,} bytes")
+        self.held_bytes += count
+        held.append(count)
+
+    async def _read(self, request: Request, held: list[int]) -> bytes:
         limit, seconds = self._max_body, self._options.upload_timeout
         announced = request.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > limit:
             raise _too_large(f"{int(announced):,} bytes found", limit)
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity", *_ENCODINGS):
-            raise HttpError(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Content-Encoding {encoding[:20]} found; expected gzip or deflate"
-            )
-        chunks: list[bytes] = []
-        size = 0
+            reason = f"Content-Encoding {encoding[:20]} found; expected gzip or deflate"
+            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, reason)
+        body = bytearray()
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > limit:
-                        chunks.clear()
+                    if len(body) + len(chunk) > limit:
                         raise _too_large(f"more than {limit:,} bytes found", limit)
-                    hold(len(chunk))
-                    chunks.append(chunk)
+                    self._hold(held, len(chunk))
+                    body += chunk
         except TimeoutError:
-            raise HttpError(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"{size:,} bytes found after {seconds:g} s; expected the whole body",
-                headers={"Connection": "close"},
-            ) from None
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        if encoding in _ENCODINGS:
-            async with self._inflating:
-                # zlib releases the interpreter's lock
-                body = await asyncio.to_thread(inflate, body, encoding, limit)
-                hold(len(body))
-        return body
+            reason = f"{len(body):,} bytes found after {seconds:g} s; expected the whole body"
+            raise HttpError(HTTPStatus.REQUEST_TIMEOUT, reason, headers=_CLOSE) from None
+        if encoding not in _ENCODINGS:
+            return bytes(body)
+        async with self._inflating:
+            # zlib releases the interpreter's lock
+            inflated = await asyncio.to_thread(inflate, bytes(body), limit)
+        self._hold(held, len(inflated))
+        return inflated
 
 
-def inflate(data: bytes, encoding: str, limit: int) -> bytes:
-    """Return decompressed bytes; raise HttpError for more than `limit` of them, or damaged data."""
+def inflate(data: bytes, limit: int) -> bytes:
+    """Return the bytes of gzip members or zlib data; raise HttpError if damaged, too large or too costly."""
+    inflated, members, deadline = bytearray(), 1, time.monotonic() + _INFLATE_SECONDS
+    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)
     try:
-        if encoding == "deflate":
-            decompressor = zlib.decompressobj()
-            inflated = decompressor.decompress(data, limit + 1)
-            whole = decompressor.eof and not decompressor.unused_data
-        else:
-            # of one or several members
-            inflated, whole = gzip.GzipFile(fileobj=io.BytesIO(data)).read(limit + 1), True
-    except EOFError:
-        inflated, whole = b"", False
-    except (zlib.error, gzip.BadGzipFile) as error:
-        raise HttpError(HTTPStatus.BAD_REQUEST, f"the body is not valid {encoding}: {str(error)[:80]}") from None
-    if len(inflated) > limit:
-        # the error's traceback would keep it in memory
-        del inflated
-        raise _too_large(f"more than {limit:,} bytes found after decompression", limit)
-    if not whole:
-        raise HttpError(HTTPStatus.BAD_REQUEST, f"the body's {encoding} data is truncated or has trailing bytes")
-    return inflated
+        for start in range(0, len(data), _CHUNK):
+            chunk = data[start : start + _CHUNK]
+            while chunk:
+                if decompressor.eof:
+                    decompressor, members = zlib.decompressobj(zlib.MAX_WBITS | 32), members + 1
+                if members > _MAX_MEMBERS or time.monotonic() > deadline:
+                    reason = f"the body has over {_MAX_MEMBERS} gzip members, or inflates for over {_INFLATE_SECONDS} s"
+                    raise HttpError(HTTPStatus.BAD_REQUEST, f"{reason}; compress it as one member")
+                inflated += decompressor.decompress(chunk, limit + 1 - len(inflated))
+                if len(inflated) > limit:
+                    raise _too_large(f"more than {limit:,} bytes found after decompression", limit)
+                chunk = decompressor.unused_data
+    except zlib.error as error:
+        reason = f"the body is not valid gzip or deflate: {str(error)[:80]}"
+        raise HttpError(HTTPStatus.BAD_REQUEST, reason) from None
+    if not decompressor.eof:
+        raise HttpError(HTTPStatus.BAD_REQUEST, "the body's gzip or deflate data is truncated")
+    return bytes(inflated)
 
 
 def _too_large(found: str, limit: int) -> HttpError:
-    return HttpError(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"{found}; expected at most {limit:,} (--max-body)",
-        headers={"Connection": "close"},
-    )
+    reason = f"{found}; expected at most {limit:,} (--max-body)"
+    return HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason, headers=_CLOSE)

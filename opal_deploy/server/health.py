@@ -17,11 +17,7 @@ _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def check_health(command: Sequence[str]) -> str | None:
-    """Check the server that a command line started.
-
-    Returns:
-        The problem in one line; None if the server is healthy, or if `command` is not `opal-deploy serve`.
-    """
+    """Return the problem in one line of the server that a command line started; None if healthy, or no server."""
     words = iter(command)
     # Python or an init process may come first
     if not any(Path(word).name == "opal-deploy" for word in words):
@@ -42,9 +38,7 @@ def check_health(command: Sequence[str]) -> str | None:
         return f"{options.host}:{options.port} does not answer: {error or type(error).__name__}"
     finally:
         connection.close()
-    if response.status == http.client.OK:
-        return None
-    return f"{options.host}:{options.port} answers {response.status}: {body}"
+    return None if response.status == http.client.OK else f"{options.host}:{options.port}: {response.status}: {body}"
 
 
 if __name__ == "__main__":

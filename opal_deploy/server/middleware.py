@@ -6,11 +6,11 @@ import asyncio
 import hmac
 import re
 import time
+import traceback
 import uuid
 from contextlib import suppress
 from http import HTTPStatus
 from ipaddress import ip_address
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from opal_deploy.server.admission import error_response
-from opal_deploy.server.connections import CROWDED
 from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import ServeOptions
 
@@ -33,7 +32,6 @@ MAX_HEAD_BYTES = 32 << 10
 _QUIET = ("live", "ready", "model_ready", "metrics")
 # reading and discarding the rest of a body lets a client that is still sending receive the response
 _DISCARD_SECONDS = 2.0
-_CLOSE = {"Connection": "close"}
 _SAFE_METHODS = ("GET", "HEAD")
 
 
@@ -50,46 +48,75 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, self._state)
+        headers = Headers(scope=scope)
+        request_id = headers.get(_REQUEST_ID, "")
+        request_id = request_id if _ID.fullmatch(request_id) else uuid.uuid4().hex
+        # nginx's number for a client that disconnected before the response
+        status = 499
+        # a client that expects "100 Continue" has not sent its body
+        body_is_read = "expect" in headers
+
+        async def receive_and_note() -> Message:
+            nonlocal body_is_read
+            message = await receive()
+            body_is_read = body_is_read or not message.get("more_body")
+            return message
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                answer = MutableHeaders(scope=message)
+                answer[_REQUEST_ID], answer["X-Content-Type-Options"] = request_id, "nosniff"
+                if self._state.problem:
+                    answer["Connection"] = "close"
+                # after a timeout the client gets no more time
+                if answer.get("connection") == "close" and status != HTTPStatus.REQUEST_TIMEOUT:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_DISCARD_SECONDS):
+                            while not body_is_read:
+                                await receive_and_note()
+            await send(message)
+
         metrics, start = self._state.metrics, time.perf_counter()
         metrics.in_progress.inc()
         try:
-            refusal = self._refuse(scope)
-            await (refusal or self._app)(scope, exchange.receive, exchange.send)
+            await (self._refuse(scope, headers) or self._app)(scope, receive_and_note, send_with_headers)
+        except Exception:  # a bug, which has been answered with 500
+            for line in traceback.format_exc().splitlines():
+                self._state.log.message(line, "error")
         finally:
             metrics.in_progress.dec()
-            self._account(scope, exchange, time.perf_counter() - start)
+            self._account(scope, status, request_id, time.perf_counter() - start)
 
-    def _refuse(self, scope: Scope) -> Response | None:
+    def _refuse(self, scope: Scope, headers: Headers) -> Response | None:
         """Return the response to a request that may not be answered, else None."""
         # below the path at which another application mounted this one
-        path, headers = scope["path"].removeprefix(scope.get("root_path", "")), Headers(scope=scope)
-        head = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in scope["headers"])
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        head = len(scope["path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in scope["headers"])
         if head > MAX_HEAD_BYTES:
-            return error_response(431, f"a head of {head:,} bytes found; expected at most {MAX_HEAD_BYTES:,}", _CLOSE)
+            reason = f"a head of {head:,} bytes found; expected at most {MAX_HEAD_BYTES:,}"
+            return error_response(431, reason, {"Connection": "close"})
         if path in _HEALTH:
             return None
-        if CROWDED in scope.get("state", {}):
-            return error_response(503, "too many connections are open; try again later", _CLOSE | {"Retry-After": "1"})
         if self._hosts is not None:
             foreign = self._hosts.find_problem(scope["method"], headers)
             return error_response(403, foreign) if foreign else None
         if path in _OPEN or self._is_authorized(headers):
             return None
-        return error_response(
-            401, "expected a bearer token: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
-        )
+        reason = "expected a bearer token: Authorization: Bearer TOKEN"
+        return error_response(401, reason, {"WWW-Authenticate": "Bearer"})
 
     def _is_authorized(self, headers: Headers) -> bool:
-        assert self._state.token is not None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, token = headers.get("authorization", "").partition(" ")
         # takes the same time for every token
-        return hmac.compare_digest(given.strip().encode(), self._state.token.encode()) and scheme.lower() == "bearer"
+        same = hmac.compare_digest(token.strip().encode(), (self._state.token or "").encode())
+        return same and scheme.lower() == "bearer"
 
-    def _account(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+    def _account(self, scope: Scope, status: int, request_id: str, seconds: float) -> None:
         route = getattr(scope.get("endpoint"), "__name__", "unknown")
-        known: dict[str, Any] = scope.get("state", {})
-        model, status = known.get("model", ""), exchange.status
+        known = scope.get("state", {})
+        model = known.get("model", "")
         self._state.metrics.requests.labels(route, model, str(status)).inc()
         self._state.metrics.request_seconds.labels(route, model).observe(seconds)
         if route in _QUIET and status == HTTPStatus.OK:
@@ -98,54 +125,7 @@ class RequestMiddleware:
             "method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round(seconds * 1e3, 1)
         }  # fmt: skip
         fields |= {name: known[name] for name in ("model", "images", "code") if name in known}
-        self._state.log.request(fields | {"id": exchange.id})
-
-
-class _Exchange:
-    """The messages of one request and its response.
-
-    Attributes:
-        id: the client's, or a new one.
-        status: of the response; before that 499, nginx's number for a client that disconnected.
-    """
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, state: ServerState) -> None:
-        self._receive, self._send, self._state = receive, send, state
-        headers = Headers(scope=scope)
-        given = headers.get(_REQUEST_ID, "")
-        self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        self.status = 499
-        # a client that expects "100 Continue" has not sent its body
-        self._body_is_read = "expect" in headers
-        self._crowded = CROWDED in scope.get("state", {})
-        # RFC 9112, section 6.3: such a request may be an attempt to smuggle another one
-        self._ambiguous = "content-length" in headers and "transfer-encoding" in headers
-
-    async def receive(self) -> Message:
-        """Return the client's next message."""
-        message = await self._receive()
-        self._body_is_read = self._body_is_read or not message.get("more_body")
-        return message
-
-    async def send(self, message: Message) -> None:
-        """Send a message of the application."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            headers[_REQUEST_ID] = self.id
-            headers["X-Content-Type-Options"] = "nosniff"
-            if self._state.problem or self._ambiguous:
-                headers["Connection"] = "close"
-            # after a timeout, and where connections are scarce, the client gets no more time
-            if headers.get("connection") == "close" and self.status != HTTPStatus.REQUEST_TIMEOUT and not self._crowded:
-                await self._discard_body()
-        await self._send(message)
-
-    async def _discard_body(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DISCARD_SECONDS):
-                while not self._body_is_read:
-                    await self.receive()
+        self._state.log.request(fields | {"id": request_id})
 
 
 class AllowedHosts:
@@ -156,18 +136,18 @@ class AllowedHosts:
     """
 
     def __init__(self, options: ServeOptions) -> None:
-        self._given = {name.lower() for name in options.allowed_host}
-        self._names = {"localhost", options.host.lower(), *self._given}
+        self._allowed = {name.lower() for name in options.allowed_host}
+        self._names = {"localhost", options.host.lower(), *self._allowed}
 
     def find_problem(self, method: str, headers: Headers) -> str:
         """Return why a request may not be answered, or an empty string."""
-        if "*" in self._given:
+        if "*" in self._allowed:
             return ""
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_ours(_name(f"//{host}")):
             problem = f"host {host[:80]!r} is not this server's"
         elif origin is not None:
-            if origin.partition("://")[2] == host or _name(origin) in self._given:
+            if origin.partition("://")[2] == host or _name(origin) in self._allowed:
                 return ""
             problem = f"a page of {origin[:80]!r} may not use this server"
         elif headers.get("sec-fetch-site") == "cross-site":
@@ -180,12 +160,10 @@ class AllowedHosts:
         return f"{problem}; start it with --allowed-host NAME, or with a token"
 
     def _is_ours(self, name: str) -> bool:
-        try:
+        with suppress(ValueError):
             # an address cannot be pointed elsewhere
-            ip_address(name)
-        except ValueError:
-            return name in self._names or name.endswith(".localhost")
-        return True
+            return bool(ip_address(name))
+        return name in self._names or name.endswith(".localhost")
 
 
 def _name(url: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -15,36 +15,32 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy._version import __version__
-from opal_deploy.api.service import Service, ServiceObserver
+from opal_deploy.api.service import Service
 from opal_deploy.artifact.files import ENGINE_SUFFIX, ONNX_SUFFIX
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import tensor_specs
-from opal_deploy.errors import StoppedEarly
 from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
 from opal_deploy.predict.setup import check_model
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import parse_decoding
 from opal_deploy.records.decision import Decision
-from opal_deploy.records.record import Answered, Record
+from opal_deploy.records.record import Record
 from opal_deploy.records.signatures import Signer
 from opal_deploy.run.draw_pool import DrawingPool, DrawTask
 from opal_deploy.run.sheets import SheetBuilder, SheetOptions
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.runtime.session import Session
 from opal_deploy.server.admission import AdmissionLimit, HttpError
-from opal_deploy.server.drift import DriftMonitor, WindowSize, open_monitor
 from opal_deploy.server.options import ServeOptions
-from opal_deploy.server.telemetry import Metrics, MetricsTimer, ServerLog
-from opal_deploy.server.tensors import TensorSpec, datatype_of
+from opal_deploy.server.telemetry import Metrics, MetricsTimer, RecordFile, ServerLog
+from opal_deploy.server.tensors import DTYPES, TensorSpec
 from opal_deploy.sources.image import InputImage
-from opal_deploy.timing import NO_OP_TIMER, StageTimer
 
-_EXPLAIN_INPUTS = (
-    TensorSpec(IMAGE, "BYTES", (-1, 1)),
-    TensorSpec(NAME, "BYTES", (-1, 1), optional=True),
+_EXPLAIN_INPUTS = [
+    TensorSpec(IMAGE, "BYTES", (-1, 1)), TensorSpec(NAME, "BYTES", (-1, 1), optional=True),
     TensorSpec(BOX, "FP32", (-1, 4), optional=True),
-)
-_EXPLAIN_OUTPUTS = (TensorSpec(RECORD, "BYTES", (-1, 1)),)
+]  # fmt: skip
+_EXPLAIN_SPECS = (_EXPLAIN_INPUTS, [TensorSpec(RECORD, "BYTES", (-1, 1))])
 # images in flight per model, by default
 _QUEUED_BATCHES = 8
 _PLATFORMS = {ONNX_SUFFIX: "onnxruntime_onnx", ENGINE_SUFFIX: "tensorrt_plan"}
@@ -52,42 +48,33 @@ _PLATFORMS = {ONNX_SUFFIX: "onnxruntime_onnx", ENGINE_SUFFIX: "tensorrt_plan"}
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model file under its name in URLs, with one session per device, its service and its drawing processes.
+    """A model file under its name in URLs, with its service and its drawing processes.
 
     `signer` signs the records that leave the server; None: they are not signed.
     """
 
     name: str
     path: Path
-    sessions: Sequence[Session]
+    session: Session
     options: InferenceOptions
     service: Service
     drawings: DrawingPool
     signer: Signer | None = None
 
-    def close(self) -> None:
-        """Finish the images in flight, and end threads and processes."""
-        self.service.close()
-
     @property
     def metadata(self) -> Metadata:
         """The model's metadata."""
-        return self.sessions[0].metadata
+        return self.session.metadata
 
     def facts(self) -> dict[str, str]:
         """Return facts about the model for clients and dashboards."""
         metadata = self.metadata
-        return {
-            "opal_deploy": __version__,
-            "file": self.path.name,
-            "model_sha256": self.options.model_sha256 or "",
-            "session": self.sessions[0].description,
-            "evidence": metadata.evidence,
-            "precision": metadata.precision,
-            "backbone": metadata.backbone,
-            "unverified": metadata.unverified,
+        facts = {name: str(getattr(metadata, name)) for name in ("evidence", "precision", "backbone", "unverified")}
+        return facts | {
+            "opal_deploy": __version__, "file": self.path.name, "model_sha256": self.options.model_sha256 or "",
+            "session": self.session.description,
             "signing_key": "" if self.signer is None else self.signer.fingerprint,
-        }
+        }  # fmt: skip
 
     def platform(self, *, explains: bool) -> str:
         """Return the engine in the protocol's words."""
@@ -114,65 +101,27 @@ class ServedModel:
 
     def specs(self, *, explains: bool) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
         """Return the inputs and outputs of the model, or of its explain model."""
-        return (_EXPLAIN_INPUTS, _EXPLAIN_OUTPUTS) if explains else self._specs
+        return _EXPLAIN_SPECS if explains else self._specs
 
     @cached_property
     def _specs(self) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
         metadata = self.metadata
-        # the session normalises where the graph does not
-        inputs = [TensorSpec("images", "UINT8", (-1, *metadata.input_size, 3))]
+        names = {dtype: name for name, dtype in DTYPES.items()}
         shapes = tensor_specs(metadata)
         # in Triton every tensor has a dimension besides N
-        outputs = [
-            TensorSpec(name, datatype_of(shapes[name][1]), (-1, *(shapes[name][0] or (1,))))
-            for name in metadata.outputs
-        ]
-        return inputs, outputs
-
-
-def start_model(
-    name: str,
-    path: Path,
-    sessions: Sequence[Session],
-    options: InferenceOptions,
-    *,
-    max_wait: float,
-    capacity: int,
-    timer: StageTimer = NO_OP_TIMER,
-    observer: ServiceObserver | None = None,
-    log: Callable[[str], None] = lambda _: None,
-    signer: Signer | None = None,
-) -> ServedModel:
-    """Warm up a model and start its service; see `Service` and `ServedModel` for the arguments.
-
-    Raises:
-        StoppedEarly: the device was lost, or no decoder can be started.
-    """
-    # blank batches of 1, 2, 4, ... and all images: an engine plans each size when it first meets it
-    for size in sorted({min(1 << power, options.batch) for power in range(options.batch.bit_length() + 1)}):
-        for session in sessions:
-            session.run(np.zeros((size, *session.metadata.input_size, 3), np.uint8))
-    service = Service(sessions, options, max_wait=max_wait, capacity=capacity, timer=timer, observer=observer, log=log)
-    metadata = sessions[0].metadata
-    sheets = None
-    if metadata.evidence == "exact":
-        sheets = SheetBuilder(metadata, SheetOptions(names=options.slot_names, decision=options.decision))
-    # one image per decode process starts them all
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(stream, "PNG")
-    blank = InputImage(None, stream.getvalue())
-    for future in service.submit_requests([blank] * min(options.workers, capacity)):
-        future.result()
-    drawings = DrawingPool(DrawTask(sheets=sheets), options, service.processes, timer)
-    return ServedModel(name, path, sessions, options, service, drawings, signer)
+        outputs = []
+        for name in metadata.outputs:
+            shape, dtype = shapes[name]
+            outputs.append(TensorSpec(name, names[np.dtype(dtype)], (-1, *(shape or (1,)))))
+        # the session normalises where the graph does not
+        return [TensorSpec("images", "UINT8", (-1, *metadata.input_size, 3))], outputs
 
 
 class ServerState:
     """The state that all requests share; `models` are in the order of the command line.
 
-    `monitors` are those of models with a baseline, by name. `token` is the one that clients must send, None for none.
-    `problem` says why no requests should be sent here, and is empty while the server is healthy. `failed` is whether
-    only a restart can help.
+    `token` is the one that clients must send, None for none. `problem` says why no requests should be sent here, and is
+    empty while the server is healthy. `failed` is whether only a restart can help.
     """
 
     def __init__(
@@ -180,36 +129,18 @@ class ServerState:
     ) -> None:
         self.options = options or ServeOptions()
         self.models: list[ServedModel] = []
-        self.monitors: dict[str, DriftMonitor] = {}
-        self._window = WindowSize.parse(self.options.drift_window)
         self.admission = AdmissionLimit(self.options)
         self.metrics = Metrics()
         self.log = log or ServerLog("off")
+        self.records = None if self.options.records is None else RecordFile(Path(self.options.records), self.log)
         self.token = token
         self.problem, self.failed = "", False
 
-    def add(self, model: ServedModel) -> None:
-        """Serve another model."""
-        self.models.append(model)
-        if (monitor := open_monitor(model.metadata, self._window)) is not None:
-            self.monitors[model.name] = monitor
-        metrics, service = self.metrics, model.service
-        metrics.images_in_flight.labels(model.name).set_function(lambda: service.in_flight)
-        metrics.capacity.labels(model.name).set(service.capacity)
-        metrics.describe(model.name, model.facts())
-
-    def count_record(self, model: str, record: Record) -> None:
-        """Count an image's record in the metrics, and in the model's window."""
+    def note_record(self, model: str, record: Record) -> None:
+        """Count an image's record in the metrics, and write it to the file of records."""
         self.metrics.count_record(model, record)
-        if isinstance(record, Answered) and (monitor := self.monitors.get(model)) is not None:
-            monitor.count(record)
-
-    def render_metrics(self) -> bytes:
-        """Return all metrics in Prometheus's text format; may take long, as it compares windows that are complete."""
-        for name, monitor in self.monitors.items():
-            if (last := monitor.compare_last()) is not None:
-                self.metrics.set_drift(name, last)
-        return self.metrics.render()
+        if self.records is not None:
+            self.records.write(record)
 
     def find(self, name: str) -> tuple[ServedModel, bool]:
         """Return the model of a name (HttpError without one), and whether the name is its explain model's."""
@@ -219,7 +150,7 @@ class ServerState:
         known = ", ".join(f"{model.name}, {model.name}{EXPLAIN_SUFFIX}" for model in self.models)
         raise HttpError(HTTPStatus.NOT_FOUND, f"model {name[:80]!r} not found; available: {known}")
 
-    def start(
+    def load(
         self, name: str, path: Path, sessions: Sequence[Session], sha256: str | None, signer: Signer | None = None
     ) -> ServedModel:
         """Start a model with the server's options, and serve it.
@@ -238,33 +169,43 @@ class ServerState:
             decode_timeout=options.decode_timeout, top=options.top,
             decision=Decision.of(options).resolve(path, metadata, log), model_sha256=sha256,
         )  # fmt: skip
-        model = start_model(
-            name, path, sessions, inference, max_wait=options.max_wait / 1e3,
-            capacity=options.queue or _QUEUED_BATCHES * inference.batch, timer=MetricsTimer(self.metrics, name),
-            observer=self.observer(name), log=log, signer=signer,
+        return self.start(name, path, sessions, inference, signer)
+
+    def start(
+        self, name: str, path: Path, sessions: Sequence[Session], inference: InferenceOptions,
+        signer: Signer | None = None,
+    ) -> ServedModel:  # fmt: skip
+        """Warm up a model, one session per device, and serve it; raise StoppedEarly as `load`."""
+        # blank batches of 1, 2, 4, ... and all images: an engine plans each size when it first meets it
+        for size in sorted({min(1 << power, inference.batch) for power in range(inference.batch.bit_length() + 1)}):
+            for session in sessions:
+                session.run(np.zeros((size, *session.metadata.input_size, 3), np.uint8))
+        metrics, timer = self.metrics, MetricsTimer(self.metrics, name)
+        service = Service(
+            sessions, inference, max_wait=self.options.max_wait / 1e3,
+            capacity=self.options.queue or _QUEUED_BATCHES * inference.batch, timer=timer,
+            observe=partial(metrics.observe, name), log=self.log.message,
         )  # fmt: skip
-        self.add(model)
+        metadata, sheets = sessions[0].metadata, None
+        if metadata.evidence == "exact":
+            sheets = SheetBuilder(metadata, SheetOptions(names=inference.slot_names, decision=inference.decision))
+        # one image per decode process starts them all
+        stream = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(stream, "PNG")
+        blank = InputImage(None, stream.getvalue())
+        for future in service.submit_requests([blank] * min(inference.workers, service.capacity)):
+            future.result()
+        drawings = DrawingPool(DrawTask(sheets=sheets), inference, service.processes, timer)
+        model = ServedModel(name, path, sessions[0], inference, service, drawings, signer)
+        self.models.append(model)
+        metrics.images_in_flight.labels(name).set_function(lambda: service.in_flight)
+        metrics.capacity.labels(name).set(service.capacity)
+        metrics.model.labels(name).info(model.facts())
         return model
 
-    def observer(self, model: str) -> ServiceObserver:
-        """Return the observer that counts the batches of a model's service."""
-        return _Observer(self, model)
-
-
-class _Observer(ServiceObserver):
-    """Counts a model service's work, and marks the server as failed once its device is lost."""
-
-    def __init__(self, state: ServerState, model: str) -> None:
-        self._state, self._model = state, model
-
-    def prepared(self, seconds: float) -> None:
-        self._state.metrics.stage_seconds.labels(self._model, "prepare").observe(seconds)
-
-    def batch_began(self, waited: Sequence[float]) -> None:
-        metrics = self._state.metrics
-        metrics.batch_images.labels(self._model).observe(len(waited))
-        for seconds in waited:
-            metrics.stage_seconds.labels(self._model, "queue").observe(seconds)
-
-    def device_lost(self, error: StoppedEarly) -> None:
-        self._state.problem, self._state.failed = str(error), True
+    def close(self) -> None:
+        """Finish the images in flight, and end threads and processes."""
+        for model in self.models:
+            model.service.close()
+        if self.records is not None:
+            self.records.close()

@@ -14,10 +14,10 @@ from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import ServeOptions
 
 # of the process and its sessions, which are the caller's here
-_NOT_OURS = frozenset(
-    {"host", "port", "max_connections", "token_file", "allowed_host", "sign", "log_format", "drain", "device",
-     "threads", "runtime"}
-)  # fmt: skip
+_NOT_OURS = {
+    "host", "port", "max_connections", "token_file", "allowed_host", "sign", "log_format", "drain", "device", "threads",
+    "runtime",
+}  # fmt: skip
 
 
 class ModelApp:
@@ -41,12 +41,12 @@ class ModelApp:
         """
         if not hasattr(model, "sessions"):
             raise TypeError(f"ModelApp takes a loaded model, found {type(model).__name__}; use opal_deploy.load(path)")
-        known = {each.name for each in fields(ServeOptions)} - _NOT_OURS
+        known = {option.name for option in fields(ServeOptions)} - _NOT_OURS
         if unknown := options.keys() - known:
             raise TypeError(f"unexpected keyword {min(unknown)!r}; options are {', '.join(sorted(known))}")
-        state = ServerState(ServeOptions(**options, allowed_host=("*",), log_format="off"))
-        self._served = state.start(name, model.path or Path(name), model.sessions, model.sha256)
-        self._app = create_app(state)
+        self._state = ServerState(ServeOptions(**options, allowed_host=("*",), log_format="off"))
+        self._state.load(name, model.path or Path(name), model.sessions, model.sha256)
+        self._app = create_app(self._state)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -54,7 +54,7 @@ class ModelApp:
 
     def close(self) -> None:
         """Finish the images in flight, and end threads and processes."""
-        self._served.close()
+        self._state.close()
 
     def __enter__(self) -> ModelApp:
         return self

@@ -39,18 +39,11 @@ class ServeOptions(Decision):
     batch: Batch = None
     max_wait: Annotated[float, Option("Milliseconds that an image waits for others to fill its batch.", min=0)] = 5.0
     queue: Annotated[
-        int | None,
-        Option("Maximum in-flight images per model; further requests get 429.", min=1, default="8 batches"),
+        int | None, Option("Maximum in-flight images per model; further requests get 429.", min=1, default="8 batches")
     ] = None
     max_body: Annotated[int, Option("Maximum size of a request body in MiB.", min=1)] = 64
     max_requests: Annotated[int, Option("Maximum in-flight requests; further ones get 429.", min=1)] = 256
-    max_connections: Annotated[
-        int | None,
-        Option(
-            "Maximum open connections; further ones get 503, except for health.", min=1,
-            default="what the limit of open files allows, at most 10,000",
-        ),
-    ] = None  # fmt: skip
+    max_connections: Annotated[int, Option("Maximum open connections; further ones wait.", min=1)] = 1000
     upload_timeout: Annotated[float, Option("Seconds in which a request body must arrive.", min=0.1)] = 30.0
     request_timeout: Annotated[float, Option("Seconds in which a request must be answered.", min=0.1)] = 30.0
     token_file: Annotated[
@@ -59,26 +52,16 @@ class ServeOptions(Decision):
     ] = None
     allowed_host: Annotated[
         tuple[str, ...],
-        Option(
-            "Accept this Host name when no token is set. Repeatable; `*` accepts any.",
-            cli=list[str],
-        ),
+        Option("Accept this Host name when no token is set. Repeatable; `*` accepts any.", cli=list[str]),
     ] = ()
     sign: SigningKey = None
     log_format: Annotated[
         LogFormat, Option("Log on stderr: text, json (one line per request), off (no lines for requests).")
     ] = "text"
-    drain: Annotated[
-        float,
-        Option(
-            "Seconds to keep accepting requests after SIGTERM while reporting not ready.",
-            min=0,
-        ),
-    ] = 0.0
-    drift_window: Annotated[
-        str,
-        Option("Compare answers with the baseline after so many images, or a duration such as 6h. 0: never."),
-    ] = "500"
+    drain: Annotated[float, Option("Seconds to keep accepting requests after SIGTERM, while not ready.", min=0)] = 0.0
+    records: Annotated[
+        StrPath | None, Option("Append every served record to this JSON Lines file, for `drift`.", cli=Path)
+    ] = None
     top: Top = 5
     device: Devices = "auto"
     threads: Threads = None

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
+import resource
 import signal
 import socket
-import threading
-from collections.abc import Iterator, Mapping
-from math import ceil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
-import uvicorn
+from granian.constants import HTTPModes, Interfaces
+from granian.http import HTTP1Settings
+from granian.server.embed import Server
 from starlette.types import ASGIApp
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
@@ -23,15 +23,21 @@ from opal_deploy.predict.setup import find_default_model, load_model
 from opal_deploy.records.signatures import Signer
 from opal_deploy.runtime.devices import default_workers
 from opal_deploy.server.app import create_app
-from opal_deploy.server.connections import READ_SECONDS, ConnectionLimit, HttpProtocol, choose_max_connections
 from opal_deploy.server.middleware import MAX_HEAD_BYTES
 from opal_deploy.server.models import ServerState
 from opal_deploy.server.openapi import list_uses
 from opal_deploy.server.options import ServeOptions, read_token
 from opal_deploy.server.telemetry import ServerLog
 
-# seconds for requests already on their way when the server stops listening
+# for the head of a request to arrive, also the first one of a connection and after each answer
+_HEAD_SECONDS = 10.0
+# while the server is not ready, before it stops listening: for requests already on their way
 _LAST_CALL_SECONDS = 0.5
+# for clients to read their answers once the server stops
+_READ_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+# descriptors for models, worker processes and drawings
+_OTHER_DESCRIPTORS = 160
 
 
 def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
@@ -48,111 +54,116 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
     signer = None if options.sign is None else Signer(options.sign, log)
     with contextlib.ExitStack() as stack:
         # before the models are loaded, which may take minutes
-        listener = stack.enter_context(bind(options.host, options.port))
+        placeholder = stack.enter_context(bind(options.host, options.port))
+        check_descriptors(options.max_connections)
         if not models:
             default = find_default_model(options.device, options.runtime, log, option="opal-deploy serve FILE")
             models = {default.stem: default}
+        stack.callback(state.close)
         for name, path in models.items():
             model = load_model(path, device=options.device, threads=options.threads, runtime=options.runtime, log=log)
-            served = state.start(name, path, model.sessions, model.fingerprint["sha256"], signer)
-            stack.callback(served.close)
-            log(f"{name}: {path} in {model.sessions[0].description}, batches of {served.options.batch}")
+            served = state.load(name, path, model.sessions, model.fingerprint["sha256"], signer)
+            log(f"{name}: {path} in {served.session.description}, batches of {served.options.batch}")
         if state.token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
             log("Anyone who can reach this address can send requests: set --token-file, or use an authenticating proxy")
         if signer is not None:
             log(f"Signing records with the key {signer.fingerprint}")
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        address = f"{host}:{listener.getsockname()[1]}"
-        log(f"Listening on http://{address}")
-        for line in list_uses(address, has_token=state.token is not None):
-            log(f"  {line}")
-        run_server(create_app(state, draw_workers=workers), state, listener)
+        address = f"{f'[{options.host}]' if ':' in options.host else options.host}:{placeholder.getsockname()[1]}"
+
+        def announce() -> None:
+            log(f"Listening on http://{address}")
+            for line in list_uses(address, has_token=state.token is not None):
+                log(f"  {line}")
+
+        run_server(create_app(state, draw_workers=workers), state, placeholder, announce)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; raise UsageError if the address is in use, or not one of this machine."""
+    """Return a socket that holds the address; raise UsageError if it is in use, or not one of this machine."""
+    placeholder = None
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = found[0]
-        with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(family, kind))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            stack.pop_all()
-            return listener
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        placeholder = socket.socket(family, kind)
+        placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        placeholder.bind(address)
+        return placeholder
     except OSError as error:
-        raise UsageError(
-            f"--host {host} --port {port}: cannot listen there ({error.strerror or error}); choose another address"
-        ) from None
+        if placeholder is not None:
+            placeholder.close()
+        reason = f"cannot listen there ({error.strerror or error}); choose another address"
+        raise UsageError(f"--host {host} --port {port}: {reason}") from None
 
 
-def run_server(app: ASGIApp, state: ServerState, listener: socket.socket) -> None:
+def check_descriptors(connections: int) -> None:
+    """Raise the limit of open files as far as it may be; raise UsageError if it allows fewer connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        reason = f"this process may open {hard} files, which allows {max(hard - _OTHER_DESCRIPTORS, 0)} connections"
+        raise UsageError(f"--max-connections {connections}: {reason}; give fewer, or raise the limit (ulimit -n)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def run_server(
+    app: ASGIApp, state: ServerState, placeholder: socket.socket, announce: Callable[[], None] = lambda: None
+) -> None:
     """Answer requests until SIGTERM or Ctrl-C, then finish those in flight; raise StoppedEarly for a lost device."""
-    asyncio.run(Server(app, state).serve([listener]))
+    stopping = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        if stopping:
+            state.log.message("Stopping at once")
+            os._exit(ExitCode.INTERRUPTED)
+        stopping, state.problem = True, state.problem or "the server is stopping"
+        state.log.message("Stopping after the requests in flight; stop again to end at once")
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        asyncio.run(serve_app(app, state, placeholder, lambda: stopping, announce))
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     if state.failed:
         raise StoppedEarly(state.problem)
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server with a graceful shutdown: it drains, then answers every request that it accepted."""
+async def serve_app(
+    app: ASGIApp, state: ServerState, placeholder: socket.socket, stopping: Callable[[], bool],
+    announce: Callable[[], None],
+) -> None:  # fmt: skip
+    """Answer requests at the address of a socket, which is closed, until `stopping` or until a device is lost.
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        options = state.options
-        self._connections = ConnectionLimit(
-            choose_max_connections(options.max_connections), options.upload_timeout, state.log.message
-        )
-        protocol: Any = functools.partial(HttpProtocol, limit=self._connections)
-        config = uvicorn.Config(
-            app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            date_header=False, timeout_keep_alive=75, backlog=1024,
-            # of a head that arrives in pieces; the middleware limits all of them, with an answer that says so
-            h11_max_incomplete_event_size=2 * MAX_HEAD_BYTES,
-            timeout_graceful_shutdown=ceil(options.upload_timeout + options.request_timeout + READ_SECONDS),
-        )  # fmt: skip
-        super().__init__(config)
-        state.log.take_over_libraries()
-        self._state, self._drain = state, options.drain
-        self._stopping: asyncio.Task[None] | None = None
+    `announce` is called once the server listens. Requests in flight are answered before the end.
+    """
+    options, (host, port) = state.options, placeholder.getsockname()[:2]
+    state.log.take_over_libraries()
+    placeholder.close()
+    server = Server(
+        app, host, port, interface=Interfaces.ASGINL, http=HTTPModes.http1, websockets=False, log_enabled=False,
+        backlog=1024, backpressure=options.max_connections,
+        http1_settings=HTTP1Settings(header_read_timeout=int(_HEAD_SECONDS * 1e3), max_buffer_size=2 * MAX_HEAD_BYTES),
+    )  # fmt: skip
+    serving = asyncio.create_task(server.serve())
+    while not (await _accepts(host, port) or serving.done()):
+        await asyncio.sleep(_POLL_SECONDS)
+    announce()
+    while not (stopping() or state.failed or serving.done()):
+        await asyncio.sleep(_POLL_SECONDS)
+    state.problem = state.problem or "the server is stopping"
+    # idle connections get their last answer, and those that arrive learn that the server is not ready
+    await asyncio.sleep(0 if state.failed else max(options.drain, _LAST_CALL_SECONDS))
+    server.stop()
+    await asyncio.wait({serving}, timeout=options.upload_timeout + options.request_timeout + _READ_SECONDS)
+    if serving.done():
+        serving.result()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals in the event loop: uvicorn would end the process by the signal instead of with 0."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
-    def _stop(self) -> None:
-        if self._stopping is not None:
-            self._state.log.message("Stopping at once")
-            os._exit(ExitCode.INTERRUPTED)
-        self._state.log.message("Stopping after the requests in flight; stop again to end at once")
-        self._state.problem = self._state.problem or "the server is stopping"
-        self._stopping = asyncio.get_running_loop().create_task(self._leave())
-
-    async def _leave(self) -> None:
-        await asyncio.sleep(self._drain)
-        self.should_exit = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        asyncio.get_running_loop().set_exception_handler(self._connections.handle_exception)
-        await super().startup(sockets)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Stop when uvicorn does, or when a device was lost."""
-        return self._state.failed or await super().on_tick(counter)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, wait for requests on their way over accepted connections, and finish."""
-        for server in self.servers:
-            server.close()
-        await asyncio.sleep(_LAST_CALL_SECONDS)
-        await super().shutdown(sockets)
+async def _accepts(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        return True
+    return False

@@ -1,6 +1,7 @@
-"""A real server in this process: uvicorn on a free port, with models of any session."""
+"""A real server in this process, on a free port, with models of any session."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -12,10 +13,8 @@ import pytest
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.server import process
 from opal_deploy.server.app import create_app
-from opal_deploy.server.models import ServerState, start_model
+from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import ServeOptions
-from opal_deploy.server.process import Server, bind
-from opal_deploy.server.telemetry import MetricsTimer
 
 Serve = Callable[..., Any]
 
@@ -23,9 +22,13 @@ Serve = Callable[..., Any]
 class Running:
     """A server that runs in a thread; `url` is its address, `host` the address without its scheme."""
 
-    def __init__(self, state, port, thread):
-        self.state, self.thread, self.host = state, thread, f"127.0.0.1:{port}"
+    def __init__(self, state, port, thread, stopping):
+        self.state, self.thread, self.stopping, self.host = state, thread, stopping, f"127.0.0.1:{port}"
         self.url = f"http://{self.host}"
+
+    def connect(self):
+        name, port = self.host.split(":")
+        return socket.create_connection((name, int(port)), 30)
 
 
 @pytest.fixture(scope="session")
@@ -35,28 +38,21 @@ def serving():
 
 
 @contextmanager
-def _serving(
-    sessions, *, path=Path("model.onnx"), capacity=64, max_wait=0.005, limits=None, token=None, log=None, **options
-):
+def _serving(sessions, *, path=Path("model.onnx"), limits=None, token=None, log=None, **options):
     inference = InferenceOptions(**{"batch": 4, "workers": 2, **options})
     with ExitStack() as stack:
         # no request is on its way when a test ends
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(process, "_LAST_CALL_SECONDS", 0)
-        state = ServerState(ServeOptions(**(limits or {})), token=token, log=log)
+        state = ServerState(ServeOptions(**({"queue": 64} | (limits or {}))), token=token, log=log)
+        stack.callback(state.close)
         for name, session in sessions.items():
-            model = start_model(
-                name, path, [session], inference, max_wait=max_wait, capacity=capacity,
-                timer=MetricsTimer(state.metrics, name), observer=state.observer(name),
-            )  # fmt: skip
-            stack.callback(model.close)
-            state.add(model)
-        listener = stack.enter_context(bind("127.0.0.1", 0))
-        server = Server(create_app(state), state)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+            state.start(name, path, [session], inference)
+        placeholder = process.bind("127.0.0.1", 0)
+        port, stopping, listening = placeholder.getsockname()[1], threading.Event(), threading.Event()
+        serve = process.serve_app(create_app(state), state, placeholder, stopping.is_set, listening.set)
+        thread = threading.Thread(target=lambda: asyncio.run(serve))
         thread.start()
         stack.callback(thread.join)
-        stack.callback(lambda: setattr(server, "should_exit", True))
-        while not server.started:
-            assert thread.is_alive()
-            threading.Event().wait(0.01)
-        yield Running(state, listener.getsockname()[1], thread)
+        stack.callback(stopping.set)
+        assert listening.wait(30)
+        yield Running(state, port, thread, stopping)

@@ -106,6 +106,10 @@ def test_a_wrong_address_is_answered_with_what_works(serving, exact_session, mak
         lines = httpx.get(f"{running.url}/nope", headers=headers).json()["try"]
         assert "rm x" not in "".join(lines)
         assert '--header "Authorization: Bearer $TOKEN"' in lines[0]
+        # below a path that a proxy takes away
+        headers |= {"Host": "shop.example", "X-Forwarded-Prefix": "/birds/"}
+        lines = httpx.get(f"{running.url}/nope", headers=headers).json()["try"]
+        assert lines[0].endswith(" http://shop.example/birds/explain")
 
 
 def test_the_addresses_are_described_to_programs(serving, exact_session):
@@ -113,6 +117,8 @@ def test_the_addresses_are_described_to_programs(serving, exact_session):
         document = httpx.get(f"{running.url}/openapi.json").json()
         app = create_app(running.state)
     OpenAPIV31SpecValidator(document).validate()
+    # relative to the document
+    assert document["servers"] == [{"url": "."}]
     served = {(route.path, *(route.methods - {"HEAD"})) for route in app._app.routes}
     assert served - {(f"/{name}", "GET") for name in ("page.css", "page.js", "evidence.js")} == {
         (path, method.upper())
