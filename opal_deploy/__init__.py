@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from opal_deploy.evaluation.result import ModelEvaluation
     from opal_deploy.export.api import export_engines, export_hugging_face, export_model, export_triton, export_web
     from opal_deploy.export.files import ExportResult
-    from opal_deploy.records.converters import to_coco, to_label_studio
+    from opal_deploy.records.converters import to_coco
     from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
     from opal_deploy.records.tables import to_pandas
     from opal_deploy.server.mounted import ModelApp
@@ -98,7 +98,6 @@ __all__ = [
     "nn",
     "run_inference",
     "to_coco",
-    "to_label_studio",
     "to_pandas",
     "train_model",
     "verify",
@@ -121,7 +120,7 @@ _LAZY = {
     "api.explanation": ("Explanation", "Explanations"),
     "api.infer": ("InferenceRun", "run_inference"),
     "api.service": ("Service",),
-    "records.converters": ("to_coco", "to_label_studio"),
+    "records.converters": ("to_coco",),
     "records.tables": ("to_pandas",),
     "records.record": ("Answer", "Answered", "Failed", "Record", "Slot", "json_schema"),
     "server.mounted": ("ModelApp",),
@@ -147,7 +146,8 @@ if not TYPE_CHECKING:
             "train": "train_model", "fit": "train_model", "Trainer": "train_model", "evaluate": "evaluate_model",
             "export": "export_model", "edit": "edit_model", "infer": "run_inference",
             "predict": "load(path).predict(images)", "explain": "load(path).predict(images)", "compare": "diff",
-            "drift": "find_drift", "atlas": "create_atlas", "convert": "to_coco, to_label_studio or to_pandas",
+            "drift": "find_drift", "atlas": "create_atlas", "convert": "to_coco or to_pandas",
+            "to_label_studio": "to_coco, which Label Studio imports",
             "serve": "ModelApp, or `opal-deploy serve`", "export_mlflow": "`opal-deploy export --mlflow`",
         }  # fmt: skip
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest_attribute(name, known)}")

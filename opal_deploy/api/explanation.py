@@ -267,7 +267,7 @@ class Explanations(list[Explanation]):
             known = {
                 "to_df": "to_pandas()", "to_dataframe": "to_pandas()", "to_csv": "to_pandas().to_csv(path)",
                 "to_json": "[each.to_json() for each in records]", "to_html": "save_report(folder)",
-                "to_label_studio": "opal_deploy.to_label_studio(records)",
+                "to_label_studio": "to_coco(), which Label Studio imports",
                 "report": "save_report(folder)", "save": "save_report(folder)", "show": "save_report(folder)",
                 "labels": "[each.label for each in records]", "label": "[each.label for each in records]",
                 "boxes": "[each.boxes for each in records]", "margin": "[each.margin for each in records]",

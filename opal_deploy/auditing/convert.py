@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from opal_deploy.errors import UsageError
 from opal_deploy.options import Option, Options, StrPath, keywords
+
+if TYPE_CHECKING:
+    from opal_deploy.records.record import Answer, Record
+
+
+def _parse_format(text: str) -> str:
+    if text == "label-studio":
+        raise ValueError("no longer written, as Label Studio imports COCO; use --to coco")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,29 +26,15 @@ class ConvertOptions(Options):
     """The options of `convert_results` and `opal-deploy convert`."""
 
     to: Annotated[
-        Literal["coco", "label-studio", "megadetector"],
-        Option("COCO annotations, Label Studio's JSON import, or MegaDetector's results with our classifications."),
+        Literal["coco", "megadetector"],
+        Option("`coco` (for Label Studio too), or `megadetector`: a detector's results.", cli=str, parse=_parse_format),
     ]
     out: Annotated[StrPath | None, Option("Output file.", default="standard output", cli=Path)] = None
-    overwrite: Annotated[bool, Option("Replace --out and --config if they exist.")] = False
+    overwrite: Annotated[bool, Option("Replace --out if it exists.")] = False
     categories: Annotated[Literal["class", "slot"], Option("coco: meaning of the categories.")] = "class"
-    prefix: Annotated[str, Option("label-studio: text before each path, such as /data/local-files/?d=.")] = ""
-    config: Annotated[
-        StrPath | None,
-        Option("label-studio: file for the labelling interface (XML).", default="standard error", cli=Path),
-    ] = None
-
     boxes: Annotated[
         StrPath | None, Option("megadetector: the detector's results given to infer as --boxes.", cli=Path)
     ] = None
-
-
-def read_label_config(results: Path) -> str:
-    """Return Label Studio's labelling interface (XML) for a results.jsonl, or that of its folder."""
-    from opal_deploy.auditing.results import find_results, read_all_records
-    from opal_deploy.records.converters import label_config
-
-    return label_config(read_all_records(find_results(results)))
 
 
 @keywords(ConvertOptions)
@@ -50,36 +46,97 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
     """
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.artifact.output_file import check_output
-    from opal_deploy.auditing.megadetector import add_classifications
-    from opal_deploy.auditing.results import find_results, read_all_records, read_run_options
-    from opal_deploy.records.converters import to_coco, to_label_studio
+    from opal_deploy.auditing.results import Results, find_results, read_run_options
+    from opal_deploy.records.converters import to_coco
     from opal_deploy.records.run_files import RUN, SUMMARY
 
-    if options.config is not None and options.to != "label-studio":
-        raise UsageError("--config: only --to label-studio has a labelling interface")
-    for name, only in (("prefix", "label-studio"), ("categories", "coco"), ("boxes", "megadetector")):
+    for name, only in (("categories", "coco"), ("boxes", "megadetector")):
         if options.to != only and (unused := options.changed(names=[name])):
             raise UsageError(f"{unused}: only for --to {only}; leave it out")
     if options.boxes is None and options.to == "megadetector":
         raise UsageError("--to megadetector adds classifications to a detector's results: give them as --boxes FILE")
     path = find_results(Path(results))
-    out, config, boxes = (None if name is None else Path(name) for name in (options.out, options.config, options.boxes))
-    inputs = [path, boxes, *(path.with_name(name) for name in (RUN, SUMMARY))]
+    out, boxes = (None if name is None else Path(name) for name in (options.out, options.boxes))
     if out is not None:
+        inputs = [path, boxes, *(path.with_name(name) for name in (RUN, SUMMARY))]
         check_output("--out", out, [".json"], inputs=inputs, overwrite=options.overwrite)
-    if config is not None:
-        check_output("--config", config, [".xml"], inputs=inputs, overwrite=options.overwrite)
-    document: Any
-    if options.to == "label-studio":
-        document = to_label_studio(read_all_records(path), options.prefix)
-    elif boxes is not None:
-        document = add_classifications(boxes, read_run_options(path), read_all_records(path))
+    records = Results(path).records()
+    if boxes is None:
+        document = to_coco(records, options.categories)
     else:
-        document = to_coco(read_all_records(path), options.categories)
-    if config is not None:
-        with atomic_write(config, replace=options.overwrite) as temporary:
-            temporary.write_text(read_label_config(path), encoding="utf-8")
+        document = add_classifications(boxes, read_run_options(path), records)
     if out is not None:
         with atomic_write(out, replace=options.overwrite) as temporary:
             temporary.write_text(json.dumps(document, ensure_ascii=True) + "\n", encoding="utf-8")
     return document
+
+
+def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Record]) -> dict[str, Any]:
+    """Return a detector's results with the records of a run as classifications; other detections and keys stay.
+
+    The format is https://lila.science/megadetector-output-format. A detection's classes stand best first, with their
+    calibrated probability, or with the cosine where none is fitted. An answer that is `abstained` or `unknown` adds
+    none. An image with nothing but errors gets a `failure`, and null for its detections. Classifications of an earlier
+    classifier are removed.
+
+    Args:
+        path: the results that the run had as --boxes.
+        run: its options, see `read_run_options`.
+
+    Raises:
+        UsageError: the results are not the run's, or records name no detection or have no such number.
+    """
+    from opal_deploy.artifact.files import compute_sha256
+    from opal_deploy.records.names import readable_name, unescape_name
+    from opal_deploy.records.record import Failed
+    from opal_deploy.sources.annotations import read_boxes
+    from opal_deploy.sources.detections import Detections
+    from opal_deploy.sources.items import PathLookup, normalize_name
+
+    if not isinstance(read_boxes(path), Detections):
+        raise UsageError(f"{path}: not MegaDetector's results; expected the file that infer had as --boxes")
+    if f"sha256 {compute_sha256(path)}" not in str(run.get("boxes")):
+        raise UsageError(f"{path}: not the boxes of this run, which are {run.get('boxes') or 'none'}")
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    images = PathLookup({normalize_name(image["file"]): image for image in document["images"]})
+    for image in document["images"]:
+        for detection in image.get("detections") or ():
+            detection.pop("classifications", None)
+    categories: dict[str, str] = {}
+    failures: dict[str, str] = {}
+    answered: set[str] = set()
+    digest, with_cosines = None, False
+    for record in records:
+        name, digest = unescape_name(record.image or ""), record.model_sha256 or digest
+        if isinstance(record, Failed):
+            failures[name] = f"{record.error.code}: {record.error.message}"
+            continue
+        answered.add(name)
+        try:
+            detection = images[images.matches(name)[0]]["detections"][record.detection]
+        except (IndexError, TypeError):
+            raise UsageError(f"{readable_name(record.image)}: {path.name} lacks the detection of its record") from None
+        if record.status == "ok":
+            classes = sorted(((_find_confidence(answer), answer) for answer in record.top), key=lambda pair: -pair[0])
+            detection["classifications"] = [[str(answer.class_id), confidence] for confidence, answer in classes]
+            with_cosines |= any(answer.calibrated_probability is None for answer in record.top)
+            categories |= {str(answer.class_id): answer.label for answer in record.top}
+    for name in (name for name in failures if name not in answered):
+        matches = images.matches(name)
+        image = images[matches[0]] if len(matches) == 1 else {"file": name}
+        if len(matches) != 1:
+            document["images"].append(image)
+        image |= {"failure": failures[name], "detections": None}
+    document["classification_categories"] = dict(sorted(categories.items(), key=lambda pair: int(pair[0])))
+    document.pop("classification_category_descriptions", None)
+    confidence = "cosines, no calibrated probabilities" if with_cosines else "calibrated probabilities"
+    classifier = f"opal-deploy, model sha256 {digest}" + (f"; confidences are {confidence}" if categories else "")
+    document["info"] = {**document.get("info", {}), "classifier": classifier}
+    return document
+
+
+def _find_confidence(answer: Answer) -> float:
+    value = answer.cosine if answer.calibrated_probability is None else answer.calibrated_probability
+    if value is None:
+        raise UsageError("the model has neither calibrated probabilities nor cosines; one of them is needed")
+    return round(float(value), 5)

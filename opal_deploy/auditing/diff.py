@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.logs import Log, ProgressChoice, as_progress, log_line
+from opal_deploy.logs import Log, ProgressChoice, WarningLine, log_line
 from opal_deploy.options import CropFile, Device, MaxPixels, Option, Options, StrPath, Threads, keywords
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
                 raise UsageError(f"{side}: comparing models needs images; list them after A and B")
             if number and not is_results(Path(before)):
                 _log_edits(Path(before), side, options.log)
-            sides.append(folder / f"{number}.jsonl")
-            _write_records(side, sides[-1], options)
+            sides.append(_write_records(side, folder / str(number), options))
         indices = [RecordIndex(side) for side in sides]
         for index in indices:
             stack.callback(index.close)
@@ -109,45 +108,25 @@ def _log_edits(before: Path, after: Path, log: Log) -> None:
             log(f"{after} was edited: {line}")
 
 
-def _write_records(model: Path, out: Path, options: DiffOptions) -> None:
-    """Write a model's records of the images to `out`."""
-    from opal_deploy.artifact.files import compute_sha256
-    from opal_deploy.predict.executor import predict_stream
-    from opal_deploy.predict.types import InferenceOptions
-    from opal_deploy.run.inputs import ImageCounter
-    from opal_deploy.run.results import RecordWriter
-    from opal_deploy.runtime.devices import default_batch, default_workers
-    from opal_deploy.runtime.select import open_sessions
-    from opal_deploy.sources import discovery
-    from opal_deploy.sources.annotations import annotate, read_boxes
-    from opal_deploy.sources.items import Skipped
+def _write_records(model: Path, out: Path, options: DiffOptions) -> Path:
+    """Write a model's records of the images into the folder `out`, and return their file."""
+    from opal_deploy.api.infer import run_inference
+    from opal_deploy.records.run_files import RESULTS
 
-    images = [os.fspath(image) for image in options.images]
-    if "-" in images:
+    if "-" in options.images:
         raise UsageError("-: standard input can be read only once; give a list as @FILE")
-    discovery.check_inputs(images)
-    crops = read_boxes(Path(options.boxes)) if options.boxes else None
-    sessions = open_sessions(model, device=options.device, threads=options.threads)
-    inference = InferenceOptions(
-        batch=default_batch(sessions[0]),
-        fixed_batch=True,
-        workers=default_workers(),
-        max_pixels=options.max_pixels,
-        isolate=True,
-        model_sha256=compute_sha256(model),
-    )
-    requests = annotate(discovery.discover(images, Skipped(), sys.stdin), crops)
-    progress = as_progress(options.progress)
-    with RecordWriter(out) as writer, ImageCounter(images, boxes=crops) as counter:
-        for result in predict_stream(requests, sessions, inference, print_message=options.log):
-            writer.write(result.record)
-            progress(writer.count, counter.total, model.name)
+    run_inference(
+        options.images, model, out=out, boxes=options.boxes, device=options.device, threads=options.threads,
+        max_pixels=options.max_pixels, progress=options.progress,
+        log=lambda line: options.log(line) if isinstance(line, WarningLine) else None,
+    )  # fmt: skip
+    return out / RESULTS
 
 
 def _image_loader(report: DiffReport, options: DiffOptions) -> Callable[[Record], Image | None]:
     """Return a function that loads the images of the largest changes: from the images given, else by name."""
     from opal_deploy.api.explanation import load_record_image
-    from opal_deploy.auditing.results import RecordSources, locate
+    from opal_deploy.auditing.images import RecordSources, locate
     from opal_deploy.records.names import unescape_name
     from opal_deploy.sources import discovery
     from opal_deploy.sources.items import Skipped
@@ -160,8 +139,8 @@ def _image_loader(report: DiffReport, options: DiffOptions) -> Callable[[Record]
         item = sources.find(record)
         try:
             source = locate(unescape_name(record.image or ""), Path(options.root)) if item is None else item.source
+            return load_record_image(record, source, options.max_pixels)
         except ImageError:
             return None
-        return load_record_image(record, source, options.max_pixels)
 
     return load

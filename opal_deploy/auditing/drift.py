@@ -17,11 +17,9 @@ from opal_deploy.records.record import Record
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.baseline import Baseline
-    from opal_deploy.auditing.answers import Answers, Layout
+    from opal_deploy.auditing.observed import Layout
+    from opal_deploy.auditing.results import Results
     from opal_deploy.records.shifts import Shift
-
-# images that a run is reduced to, at random, when others are compared with it
-_RESERVOIR = 50_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,69 +101,59 @@ def find_drift(results: StrPath | Sequence[Record | Mapping[str, Any]], options:
     """
     require("scipy", "drift", "drift")
     from opal_deploy.artifact.output_file import check_output
-    from opal_deploy.auditing.answers import Answers
-    from opal_deploy.records.drift import MIN_SAMPLE, DriftCounts
+    from opal_deploy.auditing.observed import Observed
+    from opal_deploy.auditing.results import Results
+    from opal_deploy.records.drift import DriftCounts
     from opal_deploy.records.shifts import Limits, Share
 
+    require("scipy", "drift", "drift")
     if options.html is not None:
-        given = (results, options.baseline, options.against)
-        inputs = [each for each in given if isinstance(each, str | os.PathLike)]
+        named = (results, options.baseline, options.against)
+        inputs = [source for source in named if isinstance(source, str | os.PathLike)]
         check_output("--html", Path(options.html), [".html"], inputs=inputs, overwrite=options.overwrite)
-    answers = Answers.open(results)
-    earlier = None if options.against is None else Answers.open(options.against)
-    baseline, layout, sha256, reference = _find_reference(answers, earlier, options)
-    counts = DriftCounts(baseline, layout.class_map)
-    for _, observations in answers.observe(layout, sha256):
+    now = Results(results)
+    earlier = None if options.against is None else Results(options.against)
+    baseline, layout, sha256, reference = _find_reference(now, earlier, options)
+    counts, observed = DriftCounts(baseline, layout.class_map), Observed(now, layout, sha256)
+    for _, observations in observed:
         counts.add(observations)
-    if counts.images < MIN_SAMPLE:
-        raise UsageError(
-            f"{answers.shown}: images with an answer: {counts.images}; expected at least {MIN_SAMPLE} to compare"
-        )
+    observed.check_enough(counts.images)
     tests, limits = counts.compare(), Limits(options.max_q, options.min_effect)
     report = DriftReport(
-        counts.images, answers.statuses["error"], baseline.images, reference, limits.select(tests), tests,
+        counts.images, observed.failed, baseline.images, reference, limits.select(tests), tests,
         limits.smallest_shift(tests, Share(counts.images, baseline.images)), layout.class_names,
     )  # fmt: skip
     if options.html is not None:
         from opal_deploy.auditing.drift_page import write_page
 
-        write_page(
-            Path(options.html),
-            report,
-            counts,
-            (answers, earlier),
-            layout,
-            Path(options.root),
-            overwrite=options.overwrite,
-        )
+        write_page(Path(options.html), report, counts, (now, earlier), layout, options)
     return report
 
 
 def _find_reference(
-    answers: Answers, earlier: Answers | None, options: DriftOptions
+    now: Results, earlier: Results | None, options: DriftOptions
 ) -> tuple[Baseline, Layout, str | None, str]:
     """Return the baseline, the model's layout, its digest if known, and a description of the baseline."""
     from opal_deploy.artifact.files import compute_sha256, without_folders
-    from opal_deploy.auditing.answers import Layout
+    from opal_deploy.auditing.observed import Layout, Observed, find_model
     from opal_deploy.errors import ArtifactError
     from opal_deploy.runtime.select import read_model_metadata
 
-    path = Path(options.baseline) if options.baseline is not None else answers.find_model()
+    path = Path(options.baseline) if options.baseline is not None else find_model(now)
     metadata = None if path is None else read_model_metadata(path)
     sha256 = None if path is None else compute_sha256(path)
     if earlier is not None:
-        layout = Layout.of_model(metadata) if metadata is not None else answers.find_layout()
+        layout = Layout.of_results(now) if metadata is None else Layout.of_model(metadata)
+        observed = Observed(now, layout, sha256)
         if metadata is None:
             # finds the classes that only these results have
-            for _ in answers.observe(layout):
+            for _ in observed:
                 pass
-        baseline = _sample_baseline(earlier, layout, sha256 or answers.model_sha256)
+        baseline = Observed(earlier, layout, sha256 or observed.model_sha256).sample_baseline()
         return baseline, layout, sha256, without_folders(earlier.shown)
     if path is None or metadata is None:
-        missing = (
-            "no model given" if answers.in_memory else "its model is neither next to it, in this folder nor in runs/"
-        )
-        raise UsageError(f"{answers.shown}: {missing}; give --baseline MODEL, or --against earlier results")
+        missing = "no model given" if now.in_memory else "its model is neither next to it, in this folder nor in runs/"
+        raise UsageError(f"{now.shown}: {missing}; give --baseline MODEL, or --against earlier results")
     if metadata.evidence != "exact":
         raise UsageError(
             f"{path}: no single cell is its evidence (evidence {metadata.evidence}); expected an OPAL model"
@@ -185,26 +173,3 @@ def _find_reference(
             f"{path}`, or give --against earlier results"
         )
     return known, Layout.of_model(metadata), sha256, f"the baseline of {path.name} ({known.split} images)"
-
-
-def _sample_baseline(earlier: Answers, layout: Layout, sha256: str | None) -> Baseline:
-    """Return the baseline of earlier results, from a random sample of bounded size."""
-    import numpy as np
-
-    from opal_deploy.artifact.baseline import Baseline, Observations
-    from opal_deploy.records.drift import MIN_SAMPLE
-
-    random, seen = np.random.default_rng(0), 0
-    keys, kept = np.empty(0), list[Observations]()
-    for _, observations in earlier.observe(layout, sha256):
-        # the images with the smallest of random keys are a sample without replacement
-        keys = np.concatenate([keys, random.random(len(observations))])
-        joined = Observations.concatenate([*kept, observations])
-        seen += len(observations)
-        if len(keys) > 2 * _RESERVOIR:
-            smallest = np.sort(np.argpartition(keys, _RESERVOIR)[:_RESERVOIR])
-            keys, joined = keys[smallest], joined.select(smallest)
-        kept = [joined]
-    if seen < MIN_SAMPLE:
-        raise UsageError(f"{earlier.shown}: images with an answer: {seen}; expected at least {MIN_SAMPLE} to compare")
-    return Baseline.measure(kept[0], "earlier", 1, layout.class_map)

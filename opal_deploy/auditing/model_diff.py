@@ -9,17 +9,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from msgspec.structs import replace
 from PIL import Image
 
-from opal_deploy.api.explanation import format_line
 from opal_deploy.auditing.results import RecordIndex
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Answered, Failed, Record, Slot
 from opal_deploy.visualization import pages
-from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg
+from opal_deploy.visualization.overlay import embed_jpeg, show_photograph
+from opal_deploy.visualization.report.cards import build_card
+from opal_deploy.visualization.report.page import render_card
 from opal_deploy.visualization.style import count_of
 
 # from the largest change to none
@@ -27,7 +28,7 @@ Kind = Literal["error", "class", "cell", "contribution", "margin", "same"]
 KINDS: tuple[Kind, ...] = ("error", "class", "cell", "contribution", "margin", "same")
 # relative difference of box sides on the same grid: only rounding
 _SAME_SIDE = 1e-6
-# longest side of an overlay on the page, in pixels
+# longest side of a photograph on the page, in pixels
 _MAX_SIDE = 560
 
 
@@ -127,10 +128,8 @@ class DiffReport:
 
     def has(self, kind: str) -> bool:
         """Return whether any image has a change of `kind` (or `any`) or a larger one, or is missing in a set."""
-        if self.only_before or self.only_after:
-            return True
-        last = KINDS[:-1].index("margin" if kind == "any" else kind)
-        return any(self.kinds[name] for name in KINDS[: last + 1])
+        last = KINDS.index("margin" if kind == "any" else cast(Kind, kind))
+        return self.only_before + self.only_after > 0 or any(self.kinds[name] for name in KINDS[: last + 1])
 
     def add(self, change: ImageChange) -> None:
         """Count one image's change."""
@@ -148,18 +147,11 @@ class DiffReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        counts = {name: getattr(self, name) for name in ("only_before", "only_after", "unpaired", "image_changed")}
-        return {
-            "paired": self.paired,
-            "changed": self.changed,
-            "kinds": self.kinds,
-            **counts,
-            "slots": self.slots,
-            "slots_moved": self.moved,
-            "slots_unmatched": self.unmatched,
-            "largest_contribution_change": self.largest_contribution,
-            "worst": [asdict(change) for change, _, _ in self.worst],
-        }
+        own = dict(vars(self))
+        renamed = {"moved": "slots_moved", "unmatched": "slots_unmatched"}
+        renamed["largest_contribution"] = "largest_contribution_change"
+        own["worst"] = [asdict(change) for change, _, _ in self.worst]
+        return {"paired": self.paired, "changed": self.changed, **{renamed.get(k, k): v for k, v in own.items()}}
 
 
 def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, keep: int) -> DiffReport:
@@ -188,34 +180,31 @@ def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, k
 def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
     """Return the change between two records of an image."""
     before, after = _label_or_code(old), _label_or_code(new)
-    margins = _margin(old), _margin(new)
-    margin = None if margins[0] is None or margins[1] is None else margins[1] - margins[0]
+    margins = [margin for margin in (_margin(old), _margin(new)) if margin is not None]
+    margin = margins[1] - margins[0] if len(margins) == 2 else None
     status = None if old.status == new.status else f"{old.status} -> {new.status}"
     moved: tuple[int, ...] | None = None
     largest: float | None = None
     slots = unmatched = 0
+    kind: Kind = "same"
     if isinstance(old, Failed) or isinstance(new, Failed):
-        kind: Kind = "same" if before == after and status is None else "error"
+        kind = "same" if before == after and status is None else "error"
     elif before != after:
         kind = "class"
     else:
-        old_slots, new_slots = old.evidence, new.evidence
-        by_number = {slot.slot: slot for slot in new_slots}
+        by_number = {slot.slot: slot for slot in new.evidence}
         # slots that only one of the models has, such as dropped ones, are no pairs
-        pairs = [(slot, by_number[slot.slot]) for slot in old_slots if slot.slot in by_number]
-        slots, unmatched = len(pairs), len(old_slots) + len(new_slots) - 2 * len(pairs)
+        pairs = [(slot, by_number[slot.slot]) for slot in old.evidence if slot.slot in by_number]
+        slots, unmatched = len(pairs), len(old.evidence) + len(new.evidence) - 2 * len(pairs)
         moved = tuple(one.slot for one, other in pairs if _is_moved(one, other)) if pairs else None
         parts = [(one.contribution, other.contribution) for one, other in pairs]
-        changes = [abs(other - one) for one, other in parts if one is not None and other is not None]
-        largest = max(changes, default=None)
+        largest = max((abs(b - a) for a, b in parts if a is not None and b is not None), default=None)
         if moved or unmatched:
             kind = "cell"
-        elif largest is not None and largest > tolerance:
+        elif (largest or 0.0) > tolerance:
             kind = "contribution"
         elif abs(margin or 0.0) > tolerance or status is not None:
             kind = "margin"
-        else:
-            kind = "same"
     digests = old.image_sha256, new.image_sha256
     return ImageChange(
         new.image or "", new.image_index, kind, before, after, status, moved, slots, unmatched, largest,
@@ -240,32 +229,31 @@ def _is_moved(old: Slot, new: Slot) -> bool:
 
 
 def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable[[Record], Image.Image | None]) -> str:
-    """Return the report as an HTML page without scripts: the largest changes with both overlays side by side.
+    """Return the report as an HTML page without scripts: the cards of the largest changes side by side.
 
     The paths `names` of the two models or results are shown relative to their common folder; `load_image` returns the
     oriented image of a record, or None if its file is not available.
     """
     before, after = (name.removeprefix(find_common_folder(names)) for name in names)
-    folder = find_common_folder(change.image for change, _, _ in report.worst)
-    sections = [
-        (
-            change.image.removeprefix(folder),
-            change,
-            [_show(*side, load_image) for side in (("Before", old), ("After", new))],
-        )
-        for change, old, new in report.worst
-    ]
+    folder, sections = find_common_folder(change.image for change, _, _ in report.worst), []
+    for number, (change, *records) in enumerate(report.worst):
+        cards = [
+            _render_card(record, 2 * number + side, folder, load_image(record)) for side, record in enumerate(records)
+        ]
+        sections.append((change.image.removeprefix(folder), change, cards))
     return pages.render_page(
         __package__, "diff", report=report, kinds=KINDS, before=before, after=after, sections=sections
     )
 
 
-def _show(title: str, record: Record, load_image: Callable[[Record], Image.Image | None]) -> tuple[str, str]:
-    """Return the caption of a record's picture and its URL; empty: there is none."""
-    text = f"{title}: {format_line(replace(record, image=None)).removeprefix('image: ')}"
-    image = load_image(record) if isinstance(record, Answered) else None
-    if image is None:
-        return text, ""
-    overlay = draw_overlay(image, record)
-    overlay.thumbnail((_MAX_SIDE, _MAX_SIDE), Image.Resampling.BILINEAR)
-    return text, embed_jpeg(overlay)
+def _render_card(record: Record, number: int, folder: str, image: Image.Image | None) -> object:
+    """Return the report's card of a record, with its photograph if there is one."""
+    labels: dict[str, int] = {}
+    name = None if record.image is None else record.image.removeprefix(folder)
+    card = build_card(replace(record, image=name), number, lambda label: labels.setdefault(label, len(labels)))
+    source = None
+    if image is not None and isinstance(record, Answered):
+        photograph = show_photograph(image, record)
+        photograph.thumbnail((_MAX_SIDE, _MAX_SIDE), Image.Resampling.BILINEAR)
+        source = embed_jpeg(photograph)
+    return pages.mark_safe(render_card(card, list(labels), source))

@@ -27,14 +27,14 @@ _PROBABILITY = "calibrated_probability"
 _BOX_TOLERANCE = 1e-6
 
 
-class _Absent:
-    """The value of a missing key."""
+class _Absent(str):
+    """The value of a missing key, which JSON can hold."""
 
     def __repr__(self) -> str:
         return "nothing"
 
 
-_ABSENT: Any = _Absent()
+_ABSENT: Any = _Absent("nothing")
 
 # returns whether the recorded [row, col] of a channel ties with the computed one
 IsTied = Callable[[int, Sequence[int]], bool]
@@ -75,6 +75,15 @@ class Tolerance:
     def describe(self) -> str:
         """Return the main tolerances in words."""
         return f"cosine {self.cosine:g}, score {self.score:g}, logit {self.logit:g} relative"
+
+    def of_field(self, field: str) -> float | None:
+        """Return the largest accepted difference of a field such as `evidence[2].score`; None for others."""
+        by_key = {"cosine": self.cosine, "contribution": self.cosine, "score": self.score}
+        return (
+            by_key.get(field.rpartition(".")[2])
+            if "." in field
+            else {**self.others, "margin": 2 * self.cosine}.get(field)
+        )
 
     def of_logit(self, logit: float) -> float:
         """Return the largest accepted difference of a logit, absolute."""
@@ -120,152 +129,111 @@ def diff_records(
 
     The computed document has all of the model's classes in `top`.
     """
-    return list(_compare_records(recorded, computed, tolerance, is_tied))
+    expected = {key: value for key, value in computed.items() if key not in NOT_COMPUTED}
+    margins = [_finite_number(record.get("margin")) for record in (recorded, computed)]
+    is_undecided = (
+        all(margin is not None and abs(margin) <= 2 * tolerance.cosine for margin in margins)
+        and "prediction" in expected
+        and _class_id(recorded.get("prediction")) != expected["prediction"]["class_id"]
+    )
+    if is_undecided:
+        expected["prediction"] = _find_answer(recorded.get("prediction"), computed) or expected["prediction"]
+        # slots of another class
+        expected["evidence"] = recorded.get("evidence", _ABSENT)
+    if "top" in expected:
+        expected["top"] = _choose_top(recorded.get("top"), computed, tolerance)
+    if not is_undecided and "evidence" in expected and isinstance(recorded.get("evidence"), list):
+        slots = [*recorded["evidence"], *[None] * len(expected["evidence"])]
+        expected["evidence"] = [
+            _choose_slot(slot, other, is_tied) for slot, other in zip(slots, computed["evidence"], strict=False)
+        ]
+    old = {key: value for key, value in recorded.items() if key not in NOT_COMPUTED}
+    differences = list(
+        _walk("", old, {key: value for key, value in expected.items() if value is not _ABSENT}, tolerance)
+    )
+    top = recorded.get("top")
+    if isinstance(top, list) and top and top[0] != recorded.get("prediction"):
+        differences.append(FieldDifference("top[0]", top[0], recorded.get("prediction")))
+    return differences
 
 
-def _compare_records(
-    recorded: dict[str, Any], computed: dict[str, Any], tolerance: Tolerance, is_tied: IsTied
-) -> Iterator[FieldDifference]:
-    keys = [key for key in dict.fromkeys([*computed, *recorded]) if key not in NOT_COMPUTED]
-    margins = [_finite_number(recorded.get("margin")), _finite_number(computed.get("margin"))]
-    close_call = all(m is not None and abs(m) <= 2 * tolerance.cosine for m in margins)
-    undecided = close_call and _class_id(recorded) != _class_id(computed)
-    for key in keys:
-        old, new = recorded.get(key, _ABSENT), computed.get(key, _ABSENT)
-        if old is _ABSENT or new is _ABSENT:
-            yield FieldDifference(key, old, new)
-        elif key == "prediction" and undecided:
-            yield from _compare_answer_of_class(key, old, computed.get("top"), tolerance)
-        elif key == "prediction":
-            yield from _compare_answer(key, old, new, tolerance)
-        elif key == "top":
-            yield from _compare_top(old, new, recorded, tolerance)
-        elif key == "evidence":
-            if not undecided:
-                yield from _compare_evidence(old, new, tolerance, is_tied)
-        elif key == "error":
-            # messages may change between versions
-            yield from _compare_object(key, old, new, {"code": _compare_code, "message": lambda *_: iter(())})
-        elif key == "margin":
-            yield from _compare_number(key, old, new, 2 * tolerance.cosine)
-        elif key in tolerance.others:
-            yield from _compare_number(key, old, new, tolerance.others[key])
-        elif old != new or type(old) is not type(new):
-            yield FieldDifference(key, old, new)
-
-
-def _class_id(record: dict[str, Any]) -> Any:
-    answer = record.get("prediction")
+def _class_id(answer: Any) -> Any:
     return answer.get("class_id") if isinstance(answer, dict) else None
 
 
-def _compare_answer(field: str, old: Any, new: Mapping[str, Any], tolerance: Tolerance) -> Iterator[FieldDifference]:
-    comparisons: dict[str, _Comparison] = {
-        "logit": lambda f, a, b: _compare_number(f, a, b, tolerance.of_logit(b)),
-        "cosine": lambda f, a, b: _compare_number(f, a, b, tolerance.cosine),
-        _PROBABILITY: lambda f, a, b: _compare_number(f, a, b, tolerance.of_probability(new["logit"])),
-    }
-    yield from _compare_object(field, old, new, comparisons)
+def _find_answer(answer: Any, computed: Mapping[str, Any]) -> Any:
+    """Return the computed answer of the same class at any rank; None without one."""
+    return next((other for other in computed.get("top", ()) if other["class_id"] == _class_id(answer)), None)
 
 
-def _compare_answer_of_class(field: str, old: Any, answers: Any, tolerance: Tolerance) -> Iterator[FieldDifference]:
-    """Compare an answer with the computed answer of the same class at any rank."""
-    class_id = old.get("class_id") if isinstance(old, dict) else old
-    same = [answer for answer in answers or [] if isinstance(old, dict) and answer["class_id"] == class_id]
-    if same:
-        yield from _compare_answer(field, old, same[0], tolerance)
-    else:
-        yield FieldDifference(f"{field}.class_id", class_id, "no such class")
-
-
-def _compare_top(old: Any, new: list[Any], recorded: dict[str, Any], tolerance: Tolerance) -> Iterator[FieldDifference]:
+def _choose_top(old: Any, computed: Mapping[str, Any], tolerance: Tolerance) -> Any:
+    """Return the computed answers to compare a record's `top` with: equal logits may come in any order."""
+    new = computed["top"]
     if not isinstance(old, list) or not 0 < len(old) <= len(new):
-        yield FieldDifference("top", old, new)
-        return
-    seen = set()
+        return new
+    expected = []
     for rank, answer in enumerate(old):
-        differences = list(_compare_answer_of_class(f"top[{rank}]", answer, new, tolerance))
-        yield from differences
-        if differences:
+        other = _find_answer(answer, computed)
+        if other is None:
+            expected.append(new[rank])
             continue
-        # equal logits may come in any order
-        lead = abs(answer["logit"] - new[rank]["logit"])
-        if answer["class_id"] in seen or lead > 2 * tolerance.of_logit(new[rank]["logit"]):
-            yield FieldDifference(f"top[{rank}].class_id", answer["class_id"], new[rank]["class_id"])
-        seen.add(answer["class_id"])
-    if old[0] != recorded.get("prediction"):
-        yield FieldDifference("top[0]", old[0], recorded.get("prediction"))
+        is_late = other["class_id"] in [_class_id(earlier) for earlier in old[:rank]]
+        lead = abs(other["logit"] - new[rank]["logit"])
+        if is_late or lead > 2 * tolerance.of_logit(new[rank]["logit"]):
+            other = {**other, "class_id": new[rank]["class_id"]}
+        expected.append(other)
+    return expected
 
 
-def _compare_evidence(old: Any, new: list[Any], tolerance: Tolerance, is_tied: IsTied) -> Iterator[FieldDifference]:
-    if not isinstance(old, list) or len(old) != len(new):
-        yield FieldDifference("evidence", old, new)
-        return
-    comparisons: dict[str, _Comparison] = {
-        "score": lambda f, a, b: _compare_number(f, a, b, tolerance.score),
-        "contribution": lambda f, a, b: _compare_number(f, a, b, tolerance.cosine),
-        "box": _compare_box,
-    }
-    for index, (one, other) in enumerate(zip(old, new, strict=True)):
-        field = f"evidence[{index}]"
-        cell: Any = one.get("cell") if isinstance(one, dict) else None
-        expected = other
-        if cell != other["cell"] and _is_cell(cell) and is_tied(other["channel"], cell):
-            # the box belongs to the cell: as far from the computed one as the cells are apart
-            expected = {**other, "cell": cell, "box": _shift_box(cell, other)}
-        yield from _compare_object(field, one, expected, comparisons)
-
-
-def _is_cell(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(v) is int and v >= 0 for v in value)
-
-
-def _shift_box(cell: list[int], slot: Mapping[str, Any]) -> list[float]:
-    (row, col), (x0, y0, x1, y1) = slot["cell"], slot["box"]
+def _choose_slot(old: Any, new: Mapping[str, Any], is_tied: IsTied) -> Mapping[str, Any]:
+    """Return the computed slot; where the recorded cell ties with its own, at that cell."""
+    cell: Any = old.get("cell") if isinstance(old, dict) else None
+    is_cell = isinstance(cell, list) and len(cell) == 2 and all(type(side) is int and side >= 0 for side in cell)
+    if not is_cell or cell == new["cell"] or not is_tied(new["channel"], cell):
+        return new
+    # the box belongs to the cell: as far from the computed one as the cells are apart
+    (row, col), (x0, y0, x1, y1) = new["cell"], new["box"]
     across, down = (cell[1] - col) * (x1 - x0), (cell[0] - row) * (y1 - y0)
-    return [x0 + across, y0 + down, x1 + across, y1 + down]
+    return {**new, "cell": cell, "box": [x0 + across, y0 + down, x1 + across, y1 + down]}
 
 
-_Comparison = Callable[[str, Any, Any], Iterator[FieldDifference]]
-
-
-def _compare_object(
-    field: str, old: Any, new: Mapping[str, Any], special: Mapping[str, _Comparison]
-) -> Iterator[FieldDifference]:
-    if not isinstance(old, dict):
-        yield FieldDifference(field, old, new)
-        return
-    for key in dict.fromkeys([*new, *old]):
-        if key == "name":  # of a slot, given by people
-            continue
-        a, b = old.get(key, _ABSENT), new.get(key, _ABSENT)
-        where = f"{field}.{key}"
-        if a is _ABSENT or b is _ABSENT:
-            yield FieldDifference(where, a, b)
-        elif key in special:
-            yield from special[key](where, a, b)
-        elif a != b or type(a) is not type(b):
-            yield FieldDifference(where, a, b)
-
-
-def _compare_code(field: str, old: Any, new: Any) -> Iterator[FieldDifference]:
+def _walk(field: str, old: Any, new: Any, tolerance: Tolerance) -> Iterator[FieldDifference]:
+    """Yield the differences below a field: of objects by key, of lists of objects by place."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        for key in dict.fromkeys([*new, *old]):
+            # a slot's name is given by people, and messages may change between versions
+            if (key, field[:8]) in (("name", "evidence"), ("message", "error")):
+                continue
+            a, b = old.get(key, _ABSENT), new.get(key, _ABSENT)
+            where = f"{field}.{key}".lstrip(".")
+            if a is _ABSENT or b is _ABSENT:
+                yield FieldDifference(where, a, b)
+            elif key in ("logit", _PROBABILITY):
+                limit = tolerance.of_logit(new["logit"]) if key == "logit" else tolerance.of_probability(new["logit"])
+                yield from _compare_numbers(where, a, b, limit)
+            else:
+                yield from _walk(where, a, b, tolerance)
+    elif isinstance(new, list) and new and isinstance(new[0], dict) and isinstance(old, list) and len(old) == len(new):
+        for index, (a, b) in enumerate(zip(old, new, strict=True)):
+            yield from _walk(f"{field}[{index}]", a, b, tolerance)
+    elif (allowed := tolerance.of_field(field)) is not None:
+        yield from _compare_numbers(field, old, new, allowed)
+    elif field.endswith(".box"):
+        sides = [_finite_number(side) for side in old] if isinstance(old, list) else []
+        pairs = list(zip(sides, new, strict=False))
+        if len(sides) != 4 or any(a is None or abs(a - b) > _BOX_TOLERANCE * max(1.0, abs(b)) for a, b in pairs):
+            yield FieldDifference(field, old, new)
     # the code of a damaged file depends on the decoder's version
-    if old != new and not (old in _UNREADABLE and new in _UNREADABLE):
+    elif field == "error.code" and old in _UNREADABLE and new in _UNREADABLE:
+        return
+    elif old != new or type(old) is not type(new):
         yield FieldDifference(field, old, new)
 
 
-def _compare_number(field: str, old: Any, new: Any, allowed: float) -> Iterator[FieldDifference]:
+def _compare_numbers(field: str, old: Any, new: Any, allowed: float) -> Iterator[FieldDifference]:
     a, b = _finite_number(old), _finite_number(new)
     both_missing = old is None and new is None
     if not both_missing and (a is None or b is None or abs(a - b) > allowed):
-        yield FieldDifference(field, old, new)
-
-
-def _compare_box(field: str, old: Any, new: Any) -> Iterator[FieldDifference]:
-    numbers = [_finite_number(value) for value in old] if isinstance(old, list) else []
-    if len(numbers) != 4 or any(
-        a is None or abs(a - b) > _BOX_TOLERANCE * max(1.0, abs(b)) for a, b in zip(numbers, new, strict=True)
-    ):
         yield FieldDifference(field, old, new)
 
 

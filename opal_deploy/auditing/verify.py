@@ -20,7 +20,7 @@ from opal_deploy.options import Device, ExpectSha256, Option, RuntimeChoice, Str
 from opal_deploy.records.decision import THRESHOLDS, Decision
 
 if TYPE_CHECKING:
-    from opal_deploy.auditing.results import RecordSources
+    from opal_deploy.auditing.images import RecordSources
     from opal_deploy.auditing.verify_records import RecordsReport
     from opal_deploy.predict.types import InferenceOptions
     from opal_deploy.records.record import Record
@@ -91,14 +91,20 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
         UsageError: the call does not fit the target, or a file cannot be read.
         VerificationError: the model does not reproduce its test vectors.
     """
-    from opal_deploy.auditing.results import is_results
+    from opal_deploy.auditing.results import find_results, is_results
 
-    target, model = Path(target), options.model
-    if is_results(target):
-        return _verify_signatures(target, options) if model is None else _verify_results(target, Path(model), options)
-    if options.images or options.public_key or model is not None:
-        raise UsageError(f"{target}: not a results.jsonl; --model, --public-key and images are only for results")
-    return _verify_model(target, options)
+    path, model = Path(target), options.model
+    if not is_results(path):
+        if options.images or options.public_key or model is not None:
+            raise UsageError(f"{path}: not a results.jsonl; --model, --public-key and images are only for results")
+        return _verify_model(path, options)
+    if model is None and (not options.public_key or options.images or options.labels or options.boxes):
+        raise UsageError(
+            f"{path}: records are compared with a model; give --model MODEL, or only --public-key KEY to check "
+            "signatures and whether records are missing"
+        )
+    path = find_results(path)
+    return _verify_signatures(path, options) if model is None else _verify_results(path, Path(model), options)
 
 
 def _verify_model(path: Path, options: VerifyOptions) -> Verification:
@@ -132,17 +138,10 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
     return Verification({"path": str(path), "sha256": sha256, "session": session.description, **comparison.to_dict()})
 
 
-def _verify_signatures(target: Path, options: VerifyOptions) -> Verification:
-    from opal_deploy.auditing.results import find_results
+def _verify_signatures(path: Path, options: VerifyOptions) -> Verification:
     from opal_deploy.auditing.verify_records import verify_signatures
     from opal_deploy.records.signatures import PublicKeys
 
-    if not options.public_key or options.images or options.labels or options.boxes:
-        raise UsageError(
-            f"{target}: records are compared with a model; give --model MODEL, or only --public-key KEY to check "
-            "signatures and whether records are missing"
-        )
-    path = find_results(target)
     report = verify_signatures(path, PublicKeys(options.public_key))
     if not (report.records or report.run_faults):
         raise UsageError(f"{path}: contains no records")
@@ -151,16 +150,15 @@ def _verify_signatures(target: Path, options: VerifyOptions) -> Verification:
     return Verification({"path": str(path), "model": None, **report.to_dict()}, _describe_failure(path, report))
 
 
-def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verification:
+def _verify_results(path: Path, model: Path, options: VerifyOptions) -> Verification:
     from opal_deploy.artifact.files import check_sha256, compute_sha256
-    from opal_deploy.auditing.results import find_results, read_run_options
+    from opal_deploy.auditing.results import read_run_options
     from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
     from opal_deploy.predict.prepare import raise_pillow_limit
     from opal_deploy.records.signatures import PublicKeys
     from opal_deploy.runtime.select import open_sessions
     from opal_deploy.sources.annotations import read_boxes, read_labels
 
-    path = find_results(target)
     public_keys = PublicKeys(options.public_key) if options.public_key else None
     run = read_run_options(path)
     if options.boxes is None and run.get("boxes") is not None:
@@ -178,7 +176,7 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
     raise_pillow_limit(inference.max_pixels)
     which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {seed})"
     options.log(f"{path}: checking {which} with {model} in {session.description}")
-    top, progress = run.get("top"), as_progress(options.progress)
+    top, progress, count = run.get("top"), as_progress(options.progress), len(lines or ()) or total
     check = CheckOptions(
         sha256,
         top=min(top, session.metadata.max_top) if isinstance(top, int) else None,
@@ -190,7 +188,6 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
         public_keys=public_keys,
         inference=inference,
     )
-    count = len(lines or ()) or total
     report = verify_records(path, session, check, lines, lambda done: progress(done, count, ""))
     _log_report(report, session, options.log)
     document = {
@@ -199,7 +196,12 @@ def _verify_results(target: Path, model: Path, options: VerifyOptions) -> Verifi
     }  # fmt: skip
     failure = _describe_failure(path, report)
     if report.different:
-        failure += _hint_at_thresholds(report, inference)
+        # a status that only a threshold can give
+        differences = [difference for finding in report.findings for difference in finding.differences]
+        statuses = [difference.recorded for difference in differences if difference.field == "status"]
+        limits = inference.decision.limits.items()
+        missing = [flag_of(name) for name, limit in limits if limit is None and THRESHOLDS[name].status in statuses]
+        failure += f"; give the {' and '.join(missing)} with which they were made" if missing else ""
     return Verification(document, failure, report.not_checked)
 
 
@@ -210,22 +212,10 @@ def _describe_failure(path: Path, report: RecordsReport) -> str:
         failures.append(f"{report.signatures_bad} of {report.records} records have no valid signature")
     if report.different:
         # lines that are not records are different, and not computed again
-        looked_at = max(report.checked, report.different)
-        failures.append(f"{report.different} of {looked_at} checked records differ from what this model computes")
+        checked = max(report.checked, report.different)
+        failures.append(f"{report.different} of {checked} checked records differ from what this model computes")
     first = next((finding for finding in report.findings if finding.checked or finding.signature), None)
     return f"{path}: {', '.join(failures)}{f'; the first: {first}' if first else ''}" if failures else ""
-
-
-def _hint_at_thresholds(report: RecordsReport, inference: InferenceOptions) -> str:
-    """Return which thresholds to give if records have a status that only a threshold can give; empty if none."""
-    differences = [difference for finding in report.findings for difference in finding.differences]
-    statuses = [difference.recorded for difference in differences if difference.field == "status"]
-    missing = [
-        flag_of(name)
-        for name, limit in inference.decision.limits.items()
-        if limit is None and THRESHOLDS[name].status in statuses
-    ]
-    return f"; give the {' and '.join(missing)} with which they were made" if missing else ""
 
 
 def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions, session: Session) -> InferenceOptions:
@@ -235,8 +225,8 @@ def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions,
     from opal_deploy.runtime.devices import default_batch, default_workers
 
     decode, max_pixels = run.get("decode"), run.get("max_pixels")
-    given = Decision.of(options).resolve(model, session.metadata, options.log)
-    limits = {name: limit for name, limit in given.limits.items() if limit is not None}
+    decision = Decision.of(options).resolve(model, session.metadata, options.log)
+    limits = {name: limit for name, limit in decision.limits.items() if limit is not None}
     return InferenceOptions(
         batch=options.batch or default_batch(session),
         fixed_batch=True,
@@ -252,7 +242,8 @@ def _find_sources(
     path: Path, model: Path, options: VerifyOptions, lines: frozenset[int] | None, *, recursive: bool
 ) -> RecordSources:
     """Return the given images; raise UsageError if a record needs an archive, folder or list that was not given."""
-    from opal_deploy.auditing.results import RecordSources, find_container, read_all_lines
+    from opal_deploy.auditing.images import RecordSources, find_container
+    from opal_deploy.auditing.results import Results
     from opal_deploy.records.names import readable_name
     from opal_deploy.sources import discovery
     from opal_deploy.sources.items import Skipped
@@ -260,7 +251,7 @@ def _find_sources(
     images = [os.fspath(image) for image in options.images]
 
     def records() -> Iterator[tuple[int, Record]]:
-        for number, line in enumerate(read_all_lines(path), 1):
+        for number, line in enumerate(Results(path).lines(), 1):
             # without images all records are looked at, so that the message names everything that is needed
             if line.record is not None and (not images or lines is None or number in lines):
                 yield number, line.record
@@ -270,21 +261,22 @@ def _find_sources(
         discovery.check_inputs(images)
         items = discovery.discover(images, Skipped(), sys.stdin, recursive=recursive)
         sources = RecordSources(items, None if lines is None else (record for _, record in records()))
-    # where each container is first needed; None: it was given
-    needs: dict[str, tuple[int, str | None] | None] = {}
+    present: set[str] = set()
+    # where each container is first needed
+    absent: dict[str, tuple[int, str | None]] = {}
     for number, record in records():
-        container = find_container(record, Path(options.root))
-        if container is not None and sources.find(record) is not None:
-            needs[container] = None
-        elif container is not None:
-            needs.setdefault(container, (number, record.image))
-    absent = {container: where for container, where in needs.items() if where is not None}
-    if absent:
-        container, (number, name) = next(iter(absent.items()))
-        needed = shlex.join([str(path), *map(readable_name, list(absent)[:_LISTED]), "--model", str(model)])
+        if (container := find_container(record, Path(options.root))) is None:
+            continue
+        if sources.find(record) is None:
+            absent.setdefault(container, (number, record.image))
+        else:
+            present.add(container)
+    if needed := {container: place for container, place in absent.items() if container not in present}:
+        container, (number, name) = next(iter(needed.items()))
+        call = shlex.join([str(path), *map(readable_name, list(needed)[:_LISTED]), "--model", str(model)])
         raise UsageError(
             f"{path}: line {number}, {name}: needs {container}, which was not given; pass the images as for `infer`, "
-            f"such as: opal-deploy verify {needed}"
+            f"such as: opal-deploy verify {call}"
         )
     return sources
 
@@ -293,9 +285,8 @@ def _log_report(report: RecordsReport, session: Session, log: Log) -> None:
     from opal_deploy.auditing.record_diff import Tolerance
 
     equal = max(report.checked - report.different - report.not_checked, 0)
-    near = equal - report.identical
     within = ""
-    if near > 0:
+    if (near := equal - report.identical) > 0:
         precision, tolerance = session.metadata.precision, Tolerance.for_model(session.metadata).describe()
         within = (
             f", {near} within the tolerance of {precision} ({tolerance}): another processor, batch size, number of "
@@ -325,6 +316,5 @@ def _log_run(report: RecordsReport, log: Log) -> None:
         log(note)
     for finding in report.findings[:_LISTED]:
         log(one_line(f"{'DIFFERENT' if finding.checked or finding.signature else 'not checked'}: {finding}"))
-    found = report.different + report.not_checked
-    if found > _LISTED:
-        log(f"and {found - _LISTED} more; --json lists them")
+    if (more := report.different + report.not_checked - _LISTED) > 0:
+        log(f"and {more} more; --json lists them")

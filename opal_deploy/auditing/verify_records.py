@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from opal_deploy.artifact.metadata import with_current_names
+from opal_deploy.auditing.images import RecordSources, locate
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
-from opal_deploy.auditing.results import RecordSources, locate, read_all_lines
+from opal_deploy.auditing.results import Results
 from opal_deploy.auditing.run_records import RunRecords
 from opal_deploy.errors import ImageError
 from opal_deploy.predict.executor import predict_stream
@@ -47,7 +49,7 @@ class Finding:
 
     line: int
     image: str | None
-    differences: tuple[FieldDifference, ...]
+    differences: Sequence[FieldDifference] = ()
     why: str = ""
     signature: str = ""
     checked: bool = True
@@ -60,17 +62,8 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding for JSON."""
-        return {
-            "line": self.line,
-            "image": self.image,
-            "checked": self.checked,
-            "why": self.why or None,
-            "signature": self.signature or None,
-            "differences": [
-                {"field": d.field, "recorded": _to_json(d.recorded), "computed": _to_json(d.computed)}
-                for d in self.differences
-            ],
-        }
+        differences = [vars(difference) for difference in self.differences]
+        return {**vars(self), "why": self.why or None, "signature": self.signature or None, "differences": differences}
 
 
 @dataclass
@@ -79,15 +72,14 @@ class RecordsReport:
 
     Attributes:
         records: all lines of the file.
-        checked: computed again.
-        identical: equal to the last bit.
+        checked, identical: computed again, and equal to the last bit.
         different: records that differ, and lines that are not records.
         not_checked: records whose image cannot be read, so that nothing is known of them.
         signatures_valid, signatures_bad: of all records, if public keys were given.
         signatures_unchecked: signed records, if no public key was given.
         not_repeatable: errors of crashed, slow or missing decoders that did not occur again, which is no difference.
         labels_unchecked: records whose `label` was not checked, as no labels were given.
-        run_faults, run_notes: see `RunRecords`.
+        run_faults, run_notes: see `RunRecords.check`.
         findings: the first differences.
     """
 
@@ -142,7 +134,7 @@ class CheckOptions:
 
 def sample_lines(path: Path, count: int | None, seed: int) -> tuple[int, frozenset[int] | None]:
     """Return the number of lines, and the `count` line numbers to check, chosen by `seed`; None: all."""
-    total = sum(1 for _ in read_all_lines(path))
+    total = sum(1 for _ in Results(path).lines())
     if count is None or count >= total:
         return total, None
     return total, frozenset(random.Random(seed).sample(range(1, total + 1), count))
@@ -165,12 +157,10 @@ def verify_records(
         UsageError: the file cannot be read.
         StoppedEarly: the device was lost.
     """
-    inference, report = check.inference, RecordsReport()
-    tolerance = Tolerance.for_model(session.metadata)
+    inference, report, run = check.inference, RecordsReport(), RunRecords(path)
     # all classes that the model lists, so that any class in a record can be compared
     options = replace(inference, top=session.metadata.max_top, model_sha256=check.model_sha256, keep_pixels=True)
-    pending: list[_Recorded] = []
-    run = RunRecords(path)
+    pending: deque[_Recorded] = deque()
 
     def requests() -> Iterator[InputImage]:
         timeout = inference.decode_timeout
@@ -180,19 +170,13 @@ def verify_records(
                 yield _build_request(recorded.record, check, frames)
 
     for result in predict_stream(requests(), [session], options):
-        recorded = pending.pop(0)
+        recorded = pending.popleft()
         report.checked += 1
-        absent = _find_absence(recorded.record, result.record)
-        compared = (absent, []) if absent else _compare(recorded, result, session, check, tolerance, report)
-        why, differences = compared
-        if recorded.fault or why or differences:
-            found = Finding(
-                recorded.number, recorded.record.image, tuple(differences), why, recorded.fault, checked=not absent
-            )
-            report.add(found)
+        finding = _compare(recorded, result, session, check, report)
+        if finding.signature or finding.why or finding.differences:
+            report.add(finding)
         progress(report.checked)
-    _finish(report, run, check.public_keys)
-    return report
+    return _finish(report, run, check.public_keys)
 
 
 def verify_signatures(path: Path, public_keys: PublicKeys) -> RecordsReport:
@@ -204,14 +188,13 @@ def verify_signatures(path: Path, public_keys: PublicKeys) -> RecordsReport:
     report, run = RecordsReport(), RunRecords(path)
     for _ in _select_records(run, frozenset(), public_keys, report):
         pass
-    _finish(report, run, public_keys)
-    return report
+    return _finish(report, run, public_keys)
 
 
-def _finish(report: RecordsReport, run: RunRecords, public_keys: PublicKeys | None) -> None:
-    run.check(public_keys)
-    report.run_faults, report.run_notes = run.faults, run.notes
+def _finish(report: RecordsReport, run: RunRecords, public_keys: PublicKeys | None) -> RecordsReport:
+    report.run_faults, report.run_notes = run.check(public_keys)
     report.findings.sort(key=lambda finding: finding.line)
+    return report
 
 
 class _Recorded(NamedTuple):
@@ -227,11 +210,11 @@ def _select_records(
     run: RunRecords, lines: frozenset[int] | None, public_keys: PublicKeys | None, report: RecordsReport
 ) -> Iterator[_Recorded]:
     """Yield the records to compute again; add all to `run`, and report lines that are not records."""
-    for number, (_, document, record) in enumerate(read_all_lines(run.path), 1):
+    for number, (_, document, record) in enumerate(Results(run.path).lines(), 1):
         report.records += 1
         run.add(record)
         if record is None:
-            report.add(Finding(number, None, (), "not a complete record"))
+            report.add(Finding(number, None, why="not a complete record"))
             continue
         fault = ""
         if public_keys is None:
@@ -243,78 +226,63 @@ def _select_records(
         if lines is None or number in lines:
             yield _Recorded(number, document, record, fault)
         elif fault:
-            report.add(Finding(number, record.image, (), "", fault))
+            report.add(Finding(number, record.image, signature=fault))
 
 
 def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> InputImage:
     name, item = record.image, check.sources.find(record)
-    if item is None and name is None:
+    if name is None and item is None:
         return InputImage(None, b"", error=ImageError("not_found", "the record has no image name"))
+    source: Any = None if item is None else item.source
     if item is None:
-        assert name is not None
+        plain = unescape_name(name or "")
         try:
-            path = locate(unescape_name(name), Path())
+            path = locate(plain, Path())
         except ImageError as error:
             return InputImage(name, b"", error=error)
         item = InputImage.at(path)
-        source: Any = check.root / path if isinstance(path, Path) else path
-        if isinstance(source, Path) and is_video_name(source.name) and _has_code(record, "not_an_image"):
+        source = check.root / path if isinstance(path, Path) else path
+        failure = record.error.code if isinstance(record, Failed) else None
+        if isinstance(source, Path) and is_video_name(source.name) and failure == "not_an_image":
             # as in the run, which was not to read frames of videos
-            item = replace(item, error=undivided_error(Path(unescape_name(name))))
+            item = replace(item, error=undivided_error(Path(plain)))
         elif isinstance(source, Path):
-            item = find_frame(frames, source, item, at_end=isinstance(record, Failed))
+            item = find_frame(frames, source, item, at_end=failure is not None)
             source = source if item.source is path else item.source
-    else:
-        source = item.source
     crops = annotate([item], check.boxes)
     missing = replace(item, error=ImageError("no_box", "the file of boxes has no such detection"))
     request = next((crop for crop in crops if crop.detection == record.detection), missing)
     return replace(request, name=name, source=source, index=None)
 
 
-def _has_code(record: Record, code: str) -> bool:
-    return isinstance(record, Failed) and record.error.code == code
-
-
-def _find_absence(recorded: Record, computed: Record) -> str:
-    """Return why an image that was read once cannot be read now; empty if it can be, or could not be then either."""
-    code = computed.error.code if isinstance(computed, Failed) else ""
-    was_read = recorded.image_sha256 is not None or isinstance(recorded, Answered)
-    if was_read and code == "not_found" and recorded.image is None:
-        return "the record names no image: list the image after the results"
-    if not was_read or not code or computed.image_sha256 is not None:
-        return ""
-    return "image not found" if code == "not_found" else f"the image cannot be read now ({code})"
-
-
-def _compare(
-    line: _Recorded,
-    result: Result,
-    session: Session,
-    check: CheckOptions,
-    tolerance: Tolerance,
-    report: RecordsReport,
-) -> tuple[str, list[FieldDifference]]:
-    """Return why a record's fields were not compared, if so, and the differences; count the record in the report."""
+def _compare(line: _Recorded, result: Result, session: Session, check: CheckOptions, report: RecordsReport) -> Finding:
+    """Return the comparison of a record, which may have found nothing; count the record in the report."""
     recorded, computed = line.record, result.record
+    code = computed.error.code if isinstance(computed, Failed) else ""
+    finding = Finding(line.number, recorded.image, signature=line.fault)
+    was_read = recorded.image_sha256 is not None or isinstance(recorded, Answered)
+    if was_read and code and (computed.image_sha256 is None or (code == "not_found" and recorded.image is None)):
+        why = "image not found" if code == "not_found" else f"the image cannot be read now ({code})"
+        if code == "not_found" and recorded.image is None:
+            why = "the record names no image: list the image after the results"
+        return replace(finding, why=why, checked=False)
     if recorded.model_sha256 != check.model_sha256:
         digest = FieldDifference("model_sha256", recorded.model_sha256, check.model_sha256)
-        return "made by another model, or without a model digest", [digest]
-    code = computed.error.code if isinstance(computed, Failed) else ""
-    if isinstance(recorded, Failed):
-        recorded_code = recorded.error.code
-        if recorded_code in _NOT_REPEATABLE or (recorded_code == _UNSUPPORTED and not code):
-            report.not_repeatable += recorded_code != code
-            return "", []
+        return replace(finding, why="made by another model, or without a model digest", differences=(digest,))
+    recorded_code = recorded.error.code if isinstance(recorded, Failed) else ""
+    if recorded_code in _NOT_REPEATABLE or (recorded_code == _UNSUPPORTED and not code):
+        report.not_repeatable += recorded_code != code
+        return finding
     if recorded.image_sha256 != computed.image_sha256:
         digest = FieldDifference("image_sha256", recorded.image_sha256, computed.image_sha256)
-        return "the image differs from the one that was explained", [digest]
-    written, document = with_current_names(line.document), to_document(computed)
+        return replace(finding, why="the image differs from the one that was explained", differences=(digest,))
+    written, document, tolerance = (
+        with_current_names(line.document), to_document(computed), Tolerance.for_model(session.metadata)
+    )  # fmt: skip
     differences = diff_records(written, document, tolerance, _build_tie_test(result, session, tolerance))
     differences += _compare_not_computed(line.number, recorded, check, report)
-    if not differences and _is_identical(written, document):
-        report.identical += 1
-    return "", differences
+    report.identical += not differences and _is_identical(written, document)
+    return replace(finding, differences=differences)
 
 
 def _compare_not_computed(
@@ -325,14 +293,13 @@ def _compare_not_computed(
     overlay, name = recorded.overlay if isinstance(recorded, Answered) else None, recorded.image
     if overlay not in (None, overlay_name(number - 1, name), former_overlay_name(number - 1, name)):
         differences.append(FieldDifference("overlay", overlay, overlay_name(number - 1, name)))
-    label = recorded.label
-    if check.labels is not None and name is not None:
-        plain = unescape_name(name)
-        expected = check.labels.find(plain if is_url(plain) else Path(plain).as_posix())
-        if label != expected:
-            differences.append(FieldDifference("label", label, expected))
+    if check.labels is None or name is None:
+        report.labels_unchecked += recorded.label is not None
     else:
-        report.labels_unchecked += label is not None
+        plain = unescape_name(name)
+        label = check.labels.find(plain if is_url(plain) else Path(plain).as_posix())
+        if recorded.label != label:
+            differences.append(FieldDifference("label", recorded.label, label))
     if check.top is not None and isinstance(recorded, Answered) and len(recorded.top) != check.top:
         differences.append(FieldDifference("top", f"{len(recorded.top)} classes", f"{check.top} classes"))
     return differences
@@ -366,7 +333,3 @@ def _build_tie_test(result: Result, session: Session, tolerance: Tolerance) -> I
         return float(attention_map[*cell]) >= (1 - tolerance.tie) * float(attention_map.max())
 
     return is_tied
-
-
-def _to_json(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | list | dict) or value is None else repr(value)

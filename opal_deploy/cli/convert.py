@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.auditing.convert import ConvertOptions, convert_results, read_label_config
+from opal_deploy.auditing.convert import ConvertOptions, convert_results
 from opal_deploy.cli.console import print_json_line, print_message
 
 
@@ -16,23 +16,17 @@ def convert(
     results: Annotated[Path, typer.Argument(help="results.jsonl of `opal-deploy infer`, or its folder.")],
     options: ConvertOptions,
 ) -> None:
-    """Convert records to COCO, Label Studio or MegaDetector files, with the evidence boxes where the format has them.
+    """Convert records to a COCO or MegaDetector file; COCO has the evidence boxes.
 
-    For tables use `infer --format csv` or `--format parquet`.
+    Label Studio imports COCO. For tables use `infer --format csv` or `--format parquet`.
     """
     document = convert_results(results, **options.keywords())
     if options.out is None:
         print_json_line(json.dumps(document, ensure_ascii=True))
     else:
-        images = document["images"] if isinstance(document, dict) else document
-        print_message(f"{options.out}: {len(images)} images")
+        print_message(f"{options.out}: {len(document['images'])} images")
     if options.to == "megadetector":
         print_message(f"Classifier: {document['info']['classifier']}")
-    if options.to == "label-studio":
-        what = "the following" if options.config is None else options.config
-        print_message(f"Paste {what} into the project's Settings > Labeling Interface, or predictions are not shown.")
-        if options.config is None:
-            print_message(read_label_config(results).rstrip("\n"))
 
 
 def schema() -> None:

@@ -88,7 +88,6 @@ def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
     restore = parse_slots(options.restore, metadata, "--restore")
     check_drops(drop, restore, metadata)
     _check_options(path, kind, options, bool(drop or restore))
-    class_map = metadata.class_map.with_dropped({*metadata.dropped, *drop} - {*restore})
     data, effect, suggested_effect, atlas = None, None, None, None
     suggestions: list[Suggestion] = []
     suspected: list[int] = []
@@ -101,44 +100,41 @@ def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
     if options.data is not None:
         require("torch", "train", "reading a data set")
         from opal_deploy.editing.data import score_data
-        from opal_deploy.editing.suggestions import choose_drops, suggest_slots
 
-        data = score_data(path, kind, metadata, options, restore)
+        data = score_data(path, metadata, options, restore)
         if drop or restore:
-            effect = data.scores.compare(metadata.class_map, class_map)
+            edited_map = metadata.class_map.with_dropped({*metadata.dropped, *drop} - {*restore})
+            effect = data.scores.compare(metadata.class_map, edited_map)
         if options.suggest:
+            from opal_deploy.editing.suggestions import choose_drops, suggest_slots
+
             suggestions = suggest_slots(data)
             suspected, suggested = choose_drops(data, suggestions)
             if chosen := suggested or suspected:
                 own_map = data.metadata.class_map
                 suggested_effect = data.scores.compare(own_map, own_map.drop(chosen))
+    out, page = (None if name is None else Path(name) for name in (options.out, options.page))
     edited = metadata
-    out = None if options.out is None else Path(options.out)
     if out is not None:
         edited = _describe_edited(path, metadata, drop, restore, data, effect, options)
         _write(path, kind, edited, out, options)
-        _log_lost(out, metadata, edited, options)
-    page = None if options.page is None else Path(options.page)
+        # figures that were measured before the edit
+        lost = ["--unknown 5%", "drift"] if metadata.baseline and not edited.baseline else []
+        lost += ["--min-margin 5%"] if metadata.risk and not edited.risk else []
+        if lost:
+            again = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", str(out), "--split", "val", "--record"])
+            options.log(f"{out}: its parent's baseline is not its own; before {', '.join(lost)}: {again}")
     if page is not None and data is not None:
         from opal_deploy.editing.page import write_page
 
         write_page(page, path, data, drop, effect, suggestions, atlas, options)
     suspected_names, suggested_names = (
-        [name_slot(each, metadata) for each in channels] for channels in (suspected, suggested)
+        [name_slot(channel, metadata) for channel in channels] for channels in (suspected, suggested)
     )
+    scores = None if data is None else data.scores
     return EditResult(
-        out, edited, None if data is None else data.scores, effect, suggestions, suspected_names, suggested_names,
-        suggested_effect, page,
-    )  # fmt: skip
-
-
-def _log_lost(out: Path, parent: Metadata, edited: Metadata, options: EditOptions) -> None:
-    """Log which options no longer work, since the figures they need were measured before the edit."""
-    lost = ["--unknown 5%", "drift"] if parent.baseline and not edited.baseline else []
-    lost += ["--min-margin 5%"] if parent.risk and not edited.risk else []
-    if lost:
-        again = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", str(out), "--split", "val", "--record"])
-        options.log(f"{out}: its parent's baseline is not its own; before {', '.join(lost)}: {again}")
+        out, edited, scores, effect, suggestions, suspected_names, suggested_names, suggested_effect, page
+    )
 
 
 def _read_model(path: Path) -> tuple[ModelKind, Metadata]:
@@ -183,9 +179,9 @@ def _check_options(path: Path, kind: ModelKind, options: EditOptions, edits: boo
         raise UsageError(f"{path}: an ONNX file no longer has the scores of dropped slots; edit its checkpoint")
     if out is not None and model_kind(out) != kind:
         raise UsageError(f"--out {out}: expected a name that ends in {path.suffix}, as {path.name} does")
+    inputs = (path, options.drops, options.annotations)
     for name, file, suffix in (("--out", options.out, path.suffix), ("--page", options.page, ".html")):
         if file is not None:
-            inputs = (path, options.drops, options.annotations)
             check_output(name, Path(file), [suffix], inputs=inputs, overwrite=options.overwrite)
     if out is not None and options.page is not None and out.resolve() == Path(options.page).resolve():
         raise UsageError(f"{out}: --out and --page are the same file; give two names")

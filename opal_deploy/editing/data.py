@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from opal_deploy.artifact.files import ModelKind
 from opal_deploy.artifact.heads import drop_slots, find_values
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
@@ -78,33 +77,28 @@ class ScoredData:
         )
 
 
-def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOptions, restore: list[int]) -> ScoredData:
+def score_data(path: Path, metadata: Metadata, options: EditOptions, restore: list[int]) -> ScoredData:
     """Run the model, with the slots to restore, on the data set's images.
 
     Raises:
         UsageError: the data set does not fit the model or the options, or an image cannot be used.
     """
     assert options.data is not None
-    reading = options.evaluate_options()
-    unlabelled = None if options.background is None else list_background(options.background)
+    reading, unlabelled = options.evaluate_options(), None
+    if options.background is not None:
+        unlabelled = list_background(options.background)
     inputs = read_inputs(Path(options.data), {path: metadata}, reading)
-    session = _open(path, kind, metadata, options, restore)
+    session = _open(path, metadata, options, restore)
+    progress = as_progress(options.progress)
     measured = evaluate_session(
-        session,
-        inputs.samples,
-        boxes=options.boxes,
-        batch=options.batch,
-        progress=as_progress(options.progress),
-        model=str(path),
+        session, inputs.samples, boxes=options.boxes, batch=options.batch, progress=progress, model=str(path)
     )
-    outputs = measured.outputs
+    outputs, background = measured.outputs, None
     assert outputs.scores is not None  # evidence is exact
     assert outputs.argmax is not None
-    background = None
     if unlabelled is not None:
-        background = evaluate_session(
-            session, unlabelled, batch=options.batch, progress=as_progress(options.progress), model=str(path)
-        ).outputs.scores
+        empty = evaluate_session(session, unlabelled, batch=options.batch, progress=progress, model=str(path))
+        background = empty.outputs.scores
     return ScoredData(
         Scores(session.metadata, outputs.scores, measured.labels), outputs.argmax, inputs.samples, measured.geometries,
         inputs.annotations, background, inputs.data.root, outputs.ood_score,
@@ -112,12 +106,11 @@ def score_data(path: Path, kind: ModelKind, metadata: Metadata, options: EditOpt
     )  # fmt: skip
 
 
-def _open(path: Path, kind: ModelKind, metadata: Metadata, options: EditOptions, restore: list[int]) -> Session:
+def _open(path: Path, metadata: Metadata, options: EditOptions, restore: list[int]) -> Session:
     if not restore:
         return open_sessions(path, device=options.device, threads=options.threads)[0]
     from opal_deploy.model import checkpoint
     from opal_deploy.runtime.torch_session import TorchSession
 
-    dropped = tuple(sorted({*metadata.dropped} - {*restore}))
-    restored = checkpoint.with_dropped_slots(checkpoint.load(path), dropped)
+    restored = checkpoint.with_dropped_slots(checkpoint.load(path), tuple(sorted({*metadata.dropped} - {*restore})))
     return TorchSession(restored, device=options.device, threads=options.threads)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,39 +34,6 @@ _PATCHES, _CHANGED = 4, 60
 _SIDE, _PATCH_SIDE = 160, 96
 # scores in the page: 4,000 images of a model with 1,000 slots are 21 MB, 4 bytes each in base64
 _MAX_SCORES = 4_000_000
-
-
-@dataclass(frozen=True)
-class SlotRow:
-    """A slot on the page.
-
-    Attributes:
-        reasons: why it is listed; empty for other slots.
-        gain: change of the accuracy without it, in percentage points; None for its class's last slot.
-        pictures: images of its class where it is strongest, of a listed slot.
-        patches: of training images, from an atlas.
-    """
-
-    channel: int
-    name: str
-    suspected: bool
-    ticked: bool
-    reasons: tuple[str, ...]
-    gain: float | None
-    pictures: tuple[Picture, ...]
-    patches: tuple[Picture, ...]
-
-
-@dataclass(frozen=True)
-class ChangedImage:
-    """An image whose answer changes: its name, label, and the answers before and after."""
-
-    name: str
-    label: str
-    before: str
-    after: str
-    verdict: str
-    picture: Picture
 
 
 def write_page(
@@ -114,26 +81,31 @@ def write_page(
 
 def _build_rows(
     data: ScoredData, drop: Sequence[int], suggestions: Sequence[Suggestion], atlas: Atlas | None
-) -> Iterator[SlotRow]:
-    """Yield the listed slots in their order, then all others that can be dropped."""
-    listed = {each.channel: each for each in suggestions}
+) -> Iterator[dict[str, Any]]:
+    """Yield the listed slots in their order, with pictures, then all others that can be dropped.
+
+    `gain` is the change of the accuracy without the slot, in percentage points; None for its class's last slot.
+    """
+    listed = {suggestion.channel: suggestion for suggestion in suggestions}
     effects = dict(data.scores.try_each())
     for channel in [*listed, *(channel for channel in effects if channel not in listed)]:
         suggestion, effect = listed.get(channel), effects.get(channel)
-        yield SlotRow(
-            channel, name_slot(channel, data.metadata), suggestion is not None and suggestion.suspected,
-            channel in drop, () if suggestion is None else tuple(reason.text for reason in suggestion.reasons),
-            None if effect is None else 100 * (effect.accuracy[1] - effect.accuracy[0]),
-            () if suggestion is None else tuple(_draw_strongest(data, channel)),
-            () if suggestion is None or atlas is None else tuple(_show_patches(data.metadata, channel, atlas)),
-        )  # fmt: skip
+        yield {
+            "channel": channel, "name": name_slot(channel, data.metadata), "ticked": channel in drop,
+            "suspected": suggestion is not None and suggestion.suspected,
+            "reasons": [] if suggestion is None else [reason.text for reason in suggestion.reasons],
+            "gain": None if effect is None else 100 * (effect.accuracy[1] - effect.accuracy[0]),
+            "pictures": [] if suggestion is None else list(_draw_strongest(data, channel)),
+            "patches": [] if suggestion is None else list(_show_patches(data.metadata, channel, atlas)),
+        }  # fmt: skip
 
 
-def _show_patches(metadata: Metadata, channel: int, atlas: Atlas) -> Iterator[Picture]:
+def _show_patches(metadata: Metadata, channel: int, atlas: Atlas | None) -> Iterator[Picture]:
     class_id, slot = metadata.class_map.owners(channel)[0]
     # a slot that --restore gives back has none
-    patches = atlas.patches(class_id, slot) if (class_id, slot) in atlas.entries else []
-    for patch in patches[:_PATCHES]:
+    if atlas is None or (class_id, slot) not in atlas.entries:
+        return
+    for patch in atlas.patches(class_id, slot)[:_PATCHES]:
         image = atlas.load_patch(patch)
         image.thumbnail((_PATCH_SIDE, _PATCH_SIDE))
         yield Picture(embed_jpeg(image), f"patch of {patch.image}")
@@ -148,17 +120,19 @@ def _draw_strongest(data: ScoredData, channel: int) -> Iterator[Picture]:
         yield _draw(data, row, class_id, [channel])
 
 
-def _list_changed(data: ScoredData, effect: Effect | None) -> Iterator[ChangedImage]:
-    if effect is None:
-        return
+def _list_changed(data: ScoredData, effect: Effect | None) -> Iterator[dict[str, Any]]:
+    """Yield the first images whose answer changes."""
     names = data.metadata.class_names
-    for row in effect.changed[:_CHANGED].tolist():
+    for row in [] if effect is None else effect.changed[:_CHANGED].tolist():
+        assert effect is not None
         label, before, after = (int(values[row]) for values in (effect.labels, effect.before, effect.after))
-        verdict = "right, then wrong" if before == label else "wrong, then right" if after == label else "wrong, still"
-        picture = _draw(data, row, before, data.metadata.class_map.channels(before).tolist())
-        name = data.samples[row].path
-        shown = name.relative_to(data.root) if name.is_relative_to(data.root) else name
-        yield ChangedImage(str(shown), names[label], names[before], names[after], verdict, picture)
+        path = data.samples[row].path
+        yield {
+            "name": str(path.relative_to(data.root) if path.is_relative_to(data.root) else path),
+            "label": names[label], "before": names[before], "after": names[after],
+            "verdict": {before: "right, then wrong", after: "wrong, then right"}.get(label, "wrong, still"),
+            "picture": _draw(data, row, before, data.metadata.class_map.channels(before).tolist()),
+        }  # fmt: skip
 
 
 def _draw(data: ScoredData, row: int, class_id: int, channels: Sequence[int]) -> Picture:

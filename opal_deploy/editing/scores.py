@@ -130,37 +130,35 @@ class Scores:
         """
         class_map = self.metadata.class_map if class_map is None else class_map
         before = self.predict(class_map)
-        tried = [
-            (class_id, [each for each in class_map.channels(class_id).tolist() if among is None or each in among])
+        tried = {
+            class_id: [slot for slot in class_map.channels(class_id).tolist() if among is None or slot in among]
             for class_id in np.flatnonzero(class_map.counts > 1).tolist()
-        ]
-        if not self.metadata.is_opal:
-            # a shared prototype once, and not where it is another class's last
-            shared = sorted({channel for _, channels in tried for channel in channels})
-            tried = [(0, [channel for channel in shared if not class_map.drop([channel]).silenced.any()])]
-        find = self._answers_without_norm if self.metadata.distance == "l2" else self._answers_from_logits
-        for channel, after in find(class_map, [(class_id, channels) for class_id, channels in tried if channels]):
-            yield channel, Effect(before, after, self.labels)
+        }
+        if self.metadata.is_opal and self.metadata.distance == "l2":
+            # the norm, which all classes share, decides nothing
+            cosines = class_map.all_totals(self.values)
+            for class_id, channels in tried.items():
+                for channel, after in self._answers_without(class_map, cosines, class_id, channels):
+                    yield channel, Effect(before, after, self.labels)
+            return
+        for channel in sorted({channel for channels in tried.values() for channel in channels}):
+            left = class_map.drop([channel])
+            # a shared prototype may be another class's last
+            if not left.silenced.any():
+                yield channel, Effect(before, self.predict(left), self.labels)
 
-    def _answers_from_logits(
-        self, class_map: ClassMap, tried: Sequence[tuple[int, list[int]]]
+    def _answers_without(
+        self, class_map: ClassMap, cosines: DoubleArray, class_id: int, channels: Sequence[int]
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        for _, channels in tried:
-            for channel in channels:
-                yield channel, self.predict(class_map.drop([channel]))
-
-    def _answers_without_norm(
-        self, class_map: ClassMap, tried: Sequence[tuple[int, list[int]]]
-    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield the answers without each slot by their cosines; the norm, which all classes share, decides nothing."""
-        cosines = class_map.all_totals(self.values)
-        for class_id, channels in tried:
-            others = cosines.copy()
-            others[:, class_id] = -np.inf
-            best = others.argmax(axis=1)
-            highest = others[np.arange(len(best)), best]
-            taken = class_map.take(self.values, np.full(len(best), class_id))
-            for channel in channels:
-                own = class_map.drop([channel]).totals(taken, class_id)
-                wins = (own > highest) | ((own == highest) & (class_id < best))
-                yield channel, np.where(wins, class_id, best)
+        """Yield the answers without each of a class's slots by their cosines, [N, C]."""
+        if not channels:
+            return
+        others = cosines.copy()
+        others[:, class_id] = -np.inf
+        best = others.argmax(axis=1)
+        highest = others[np.arange(len(best)), best]
+        taken = class_map.take(self.values, np.full(len(best), class_id))
+        for channel in channels:
+            own = class_map.drop([channel]).totals(taken, class_id)
+            wins = (own > highest) | ((own == highest) & (class_id < best))
+            yield channel, np.where(wins, class_id, best)

@@ -19,17 +19,20 @@ A slot that nearly always shares its cell with a stronger slot of its class is `
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import ExifTags, Image
 
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.drops import name_slot
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.editing.data import ScoredData
 from opal_deploy.editing.scores import Effect
-from opal_deploy.editing.sources import compare_groups, group_by_source, read_sources
 
 REDUNDANT = "redundant"
 # images of a class that a share of them needs
@@ -44,6 +47,9 @@ _SIGNIFICANCE = 0.05
 _TELLS_SOURCE = 0.9
 # standard errors below the expectation that only a twentieth of random shares reach
 _STANDARD_ERRORS = 1.645
+# properties of a file, and characters of a value
+_TAGS = {"camera maker": ExifTags.Base.Make, "camera": ExifTags.Base.Model, "software": ExifTags.Base.Software}
+_LONGEST = 60
 # a slot finds nothing where its score is less than twice the 1/K of an even attention
 _SILENT = 2.0
 
@@ -166,18 +172,16 @@ def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: in
     if not data.annotations.known:
         return {}
     grid, channels = data.metadata.grid, data.metadata.class_map.channels(class_id)
+    images = {row: data.annotations.images[row] for row in rows.tolist()}
     inside: dict[int, NDArray[np.bool_]] = {}
-    kind, place = "object", "the object"
-    if any(data.annotations.images[row].has_object for row in rows.tolist()):
-        for row in rows.tolist():
-            if data.annotations.images[row].has_object:
-                inside[row] = data.annotations.images[row].in_object(data.geometries[row].cell_centres(grid))
-    else:
-        kind, place = "parts", "the annotated parts"
-        for row in rows.tolist():
-            if data.annotations.images[row].parts:
-                geometry = data.geometries[row]
-                inside[row] = data.annotations.images[row].on_parts(geometry.cell_centres(grid), geometry).any(axis=1)
+    has_objects = any(image.has_object for image in images.values())
+    kind, place = ("object", "the object") if has_objects else ("parts", "the annotated parts")
+    for row, image in images.items():
+        geometry = data.geometries[row]
+        if has_objects and image.has_object:
+            inside[row] = image.in_object(geometry.cell_centres(grid))
+        elif not has_objects and image.parts:
+            inside[row] = image.on_parts(geometry.cell_centres(grid), geometry).any(axis=1)
     if len(inside) < _MIN_IMAGES:
         return {}
     known, cells = [*inside], np.stack([*inside.values()])  # [n, H * W]
@@ -197,23 +201,56 @@ def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: in
 
 def _compare_sources(data: ScoredData) -> dict[int, list[Reason]]:
     """Return, by channel, the slots that distinguish one source's images from the rest of their class."""
-    sources = read_sources(data.samples)
+    from scipy.stats import mannwhitneyu
+
+    sources = [read_source(sample) for sample in data.samples]
     candidates = []
     for class_id in range(data.metadata.num_classes):
         rows = np.flatnonzero(data.scores.labels == class_id)
-        groups = group_by_source([sources[row] for row in rows.tolist()], _MIN_IMAGES)
+        groups = _group_by_source([sources[row] for row in rows.tolist()])
         channels = data.metadata.class_map.channels(class_id).tolist()
         candidates += [(channel, rows, name, group) for name, group in groups.items() for channel in channels]
-    found: dict[int, list[Reason]] = {}
+    reasons: dict[int, list[Reason]] = {}
     for channel, rows, name, group in candidates:
         scores = data.scores.values[rows, channel]
-        area, p_value = compare_groups(scores, group)
+        inside, outside = scores[group], scores[~group]
+        test = mannwhitneyu(inside, outside, alternative="greater", method="asymptotic", use_continuity=False)
+        area = test.statistic / (len(inside) * len(outside))
         # Bonferroni: as many tests as candidates
-        if area >= _TELLS_SOURCE and p_value * len(candidates) < _SIGNIFICANCE:
-            text = f"its mean score is {scores[group].mean():.2f} on the {group.sum()} images with {name}"
-            text += f" and {scores[~group].mean():.2f} on the {(~group).sum()} others of its class"
-            found.setdefault(channel, []).append(Reason("source", text))
-    return found
+        if area >= _TELLS_SOURCE and test.pvalue * len(candidates) < _SIGNIFICANCE:
+            text = f"its mean score is {inside.mean():.2f} on the {len(inside)} images with {name}"
+            text += f" and {outside.mean():.2f} on the {len(outside)} others of its class"
+            reasons.setdefault(channel, []).append(Reason("source", text))
+    return reasons
+
+
+def read_source(sample: Sample) -> dict[str, str]:
+    """Return the properties of an image's file that are known, such as {"camera": "NIKON D70"}."""
+    source = {"folder": sample.path.parent.name}
+    # the letters before a number: IMG_0123, DSC00456
+    if prefix := re.match(r"[^\W\d_]{2,}", sample.path.name):
+        source["file name"] = f"{prefix[0]}…"
+    # damaged EXIF raises what its parser stumbles over; the pixels are fine
+    with suppress(Exception), Image.open(sample.path) as image:
+        source["size"] = f"{image.width}x{image.height}"
+        exif = image.getexif()
+        values = {name: exif.get(tag) for name, tag in _TAGS.items()}
+        source |= {name: text for name, value in values.items() if (text := str(value or "").strip("\0 "))}
+    return {name: value[:_LONGEST] for name, value in source.items()}
+
+
+def _group_by_source(sources: Sequence[dict[str, str]]) -> dict[str, NDArray[np.bool_]]:
+    """Return groups of n images that share a property, bool [n] by description; they and the rest have enough."""
+    groups: dict[str, NDArray[np.bool_]] = {}
+    for name in dict.fromkeys(name for source in sources for name in source):
+        values = np.array([source.get(name, "") for source in sources])
+        for value in np.unique(values[values != ""]).tolist():
+            group = values == value
+            # of properties that always come together the first is enough
+            is_new = not any((group == known).all() for known in groups.values())
+            if is_new and _MIN_IMAGES <= group.sum() <= len(group) - _MIN_IMAGES:
+                groups[f"{name} {value}"] = group
+    return groups
 
 
 def _find_background(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Iterator[Reason]:

@@ -30,11 +30,17 @@ _WORDS: dict[str, str] = {
 FAMILIES = 3
 
 
-def scale_distance(first: float, second: float) -> float:
-    """Return the factor from the distance of two samples of these sizes to Kolmogorov's distribution.
+def kolmogorov_smirnov(distance: float, first: float, second: float) -> float:
+    """Return the two-sided p-value of the largest difference, 0 ... 1, of two samples' distribution functions.
 
-    Stephens (1970), who corrects the asymptotic distribution for small samples.
+    Asymptotic, with Stephens' correction for samples of small sizes `first` and `second` (1970).
     """
+    from scipy.stats import kstwobign
+
+    return float(kstwobign.sf(_scale(first, second) * distance))
+
+
+def _scale(first: float, second: float) -> float:
     size = math.sqrt(first * second / (first + second))
     return size + 0.12 + 0.11 / size
 
@@ -189,9 +195,9 @@ class Limits:
 
         `answers` are the images compared (cases) and those of the baseline (trials).
         """
-        from scipy.special import kolmogi
+        from scipy.stats import kstwobign
 
+        quantities = sum(test.kind in QUANTITIES for test in tests)
         # the smallest of the p-values of a family of a few tests
-        quantities = max(sum(test.kind in QUANTITIES for test in tests), 1)
-        distance = float(kolmogi(self.max_q / (FAMILIES * quantities))) / scale_distance(*answers)
-        return max(min(distance, 1.0), self.min_effect)
+        p = self.max_q / (FAMILIES * max(quantities, 1))
+        return max(min(float(kstwobign.isf(p)) / _scale(*answers), 1.0), self.min_effect)

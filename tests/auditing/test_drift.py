@@ -255,6 +255,7 @@ def test_a_model_without_a_fitting_baseline_is_one_line(opal, model, plain_model
     add_baseline(other, outputs[0], images="many")
     assert "baseline.images 'many'" in one_line(opal("drift", path, "--baseline", other))
     assert "give --baseline MODEL, or --against" in one_line(opal("drift", path))
+    assert "opal-deploy[drift]" in one_line(opal("drift", path, blocked=("scipy",)))
     cropped = copy.deepcopy(records)
     for record in cropped:
         for slot in record["evidence"]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.auditing.results import RecordSources
+from opal_deploy.auditing.images import RecordSources
 from opal_deploy.errors import UsageError
 from opal_deploy.records.build import error_record
 from opal_deploy.sources.image import InputImage

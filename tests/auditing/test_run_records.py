@@ -31,7 +31,7 @@ def run(signer, tmp_path):
 
     def write_run(positions=range(COUNT), shard=None, complete=True):
         directory = RunDirectory(tmp_path, {"shard": shard})
-        directory.write_config()
+        directory.write_config({})
         summary, lines = Summary(), []
         for position in positions:
             unsigned = error_record(f"{position}.png", "not_an_image", "", index=position)
@@ -66,7 +66,7 @@ def edit_run(out, change):
     ("positions", "shard", "complete", "note"),
     [
         (range(COUNT), None, True, "12 images were answered, 12 records are here"),
-        (range(1, 36, 3), "2/3", True, "12 images were answered, 12 records are here"),
+        (range(COUNT, 2 * COUNT), "2/3", True, "12 images were answered, 12 records are here"),
         (range(5), None, False, "5 images were answered before the run stopped early, 5 records are here"),
     ],
 )

@@ -1,17 +1,12 @@
 """`opal-deploy atlas`, and the sheets that `explain --atlas` makes with it."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.calls import MAIN, check, read_results
+from tests.cli.calls import check
 
 TRAINER = ("torch", "torchvision", "sklearn", "scipy", "matplotlib", "onnx")
 PLAIN = ["set", "--plain", "--out", "a"]
@@ -72,25 +67,6 @@ def test_every_slot_has_its_patches(built):
     assert not (built / "a/.lock").exists()
 
 
-def label(name):
-    return Path(name).parent.name
-
-
-def test_the_patches_are_those_that_infer_says_contributed_most(run, place):
-    run("infer", "set", "--out", "run")
-    records = read_results(place / "run")
-    for each in read_atlas(place)["classes"]:
-        own = [record for record in records if record["prediction"]["class_id"] == each["class_id"]]
-        for slot in each["slots"]:
-            evidence = [(record["image"], record["evidence"][slot["slot"]]) for record in own]
-            ranked = sorted(evidence, key=lambda pair: -pair[1]["contribution"])
-            for of_class in (True, False):
-                kept = [patch for patch in slot["patches"] if (patch["label"] == each["name"]) == of_class]
-                best = [(name, patch["cell"]) for name, patch in ranked if (label(name) == each["name"]) == of_class]
-                assert [(f"set/{patch['image']}", patch["cell"]) for patch in kept] == best[: len(kept)]
-                assert not of_class or len(kept) == min(3, len(best))
-
-
 def test_only_training_images_are_used_with_and_without_the_trainers_packages(run, place):
     (place / "split").mkdir()
     shutil.copytree(place / "set", place / "split/train")
@@ -140,29 +116,10 @@ def test_a_sheet_shows_other_images_of_the_predicted_class_and_the_names_in_the_
     assert f"slot 0 in {other['image']}" in figure
 
 
-def test_another_models_atlas_is_refused_and_the_checkpoints_is_not(run, opal, exact_model, place):
-    source = json.loads(opal("inspect", exact_model, "--json").stdout)["metadata"]["source"]
-    document = read_atlas(place)
-    for checkpoint, code in ((None, 2), (source["sha256"], 0)):
-        document["model"].update(sha256="0" * 64, checkpoint_sha256=checkpoint)
-        (place / "a/atlas.json").write_text(json.dumps(document))
-        done = run("explain", "set/ash/001.png", "--atlas", "a", code=code)
-        assert ("belongs to exact.onnx" in done.stderr) == (code == 2)
-
-
-def test_an_atlas_is_replaced_only_when_asked(run, place):
-    before = (place / "a/atlas.json").read_bytes()
-    assert "already holds an atlas" in run("atlas", *PLAIN, "--top", "1", code=2).stderr
-    assert (place / "a/atlas.json").read_bytes() == before
-    run("atlas", *PLAIN, "--top", "1", "--overwrite")
-    assert (place / "a/atlas.json").read_bytes() != before
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         ("nowhere", "nowhere: no such file or folder"),
-        ("set --out set", "set: holds other files"),
         ("empty --plain --out b/a", "no images in it"),
     ],
 )
@@ -171,24 +128,3 @@ def test_a_call_that_comes_to_nothing_leaves_nothing(run, place, arguments, comp
     before = sorted(place.rglob("*"))
     assert complaint in run("atlas", *arguments.split(), code=2).stderr.splitlines()[-1]
     assert sorted(place.rglob("*")) == before
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
-def test_a_killed_build_leaves_the_atlas_that_was_there(run, exact_model, place):
-    before = (place / "a/atlas.json").read_bytes()
-    for number in range(400):
-        shutil.copy(place / "set/ash/001.png", place / f"set/ash/copy{number:03}.png")
-    call = ["atlas", *PLAIN, "--overwrite", "--model", str(exact_model), "--threads", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", MAIN, *call], cwd=place, env=environment, stderr=subprocess.PIPE)
-    try:
-        # the lock is there from the first image on
-        while not (place / "a/.lock").exists() and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(30) == -signal.SIGKILL
-    finally:
-        process.kill()
-        process.communicate()
-    assert (place / "a/atlas.json").read_bytes() == before
-    run("atlas", *PLAIN, "--overwrite", "--limit", "5")

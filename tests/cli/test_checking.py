@@ -55,17 +55,6 @@ def test_a_runs_records_are_what_its_model_computes(opal, run, exact_model):
     assert json.loads(done.stdout)["checked"] == 2
 
 
-def test_a_changed_record_ends_in_4_and_is_named(opal, run, exact_model, tmp_path):
-    lines = (run / "explanations/results.jsonl").read_text("utf-8").splitlines()
-    record = json.loads(lines[1])
-    record["evidence"][0]["box"][0] += 1
-    lines[1] = json.dumps(record)
-    # run.json is not beside it: its options have to be given
-    (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-    done = check(opal("verify", tmp_path, "--model", exact_model, "--root", run, "--min-margin", "0.3"), 4)
-    assert f"line 2, {record['image']}: evidence[0].box is recorded as" in done.stderr.splitlines()[-1]
-
-
 @pytest.fixture(scope="module")
 def archived(opal, exact_model, make_pictures, tmp_path_factory):
     """A folder with archives whose members have few names, an empty folder, and their results by kind."""
@@ -93,8 +82,8 @@ def archived(opal, exact_model, make_pictures, tmp_path_factory):
 
 @pytest.mark.parametrize("suffix", ["tar", "tgz", "zip"])
 def test_images_of_one_name_are_told_apart(opal, archived, exact_model, tmp_path, suffix):
-    results = read_results(archived / suffix)[::2]
-    assert [record["image_index"] for record in results] == [0, 2, 4, 6]
+    results = read_results(archived / suffix)
+    assert [record["image_index"] for record in results] == list(range(7))
     out = tmp_path / "results.jsonl"
     out.write_text("".join(json.dumps(record) + "\n" for record in results))
     images, options = (f"x.{suffix}", "empty"), ("--model", exact_model, "--all")

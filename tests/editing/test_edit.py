@@ -146,12 +146,6 @@ def test_diff_says_what_was_edited_and_counts_slots_of_only_one_model(files, nam
     assert "1 slot in only one model" in done.stderr
 
 
-def test_python_takes_pairs_and_the_file_names_them_as_the_command_does(files, names, tmp_path):
-    edited = edit_model(files / "model.pt", drop=[(names[0], 1)], out=tmp_path / "x.pt", log=print)
-    (edit,) = edited.metadata.edits
-    assert f" --drop {names[0]}/1 --out " in edit["command"]
-
-
 REFUSED = [
     (["--drop", "Nobody/0", "--out", "x.pt"], "the model has no class 'Nobody'"),
     (["--drop", "{0}/3", "--out", "x.pt"], "has no slot '3'; expected 0 to 2"),

@@ -3,15 +3,13 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import ExifTags, Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.editing.data import ScoredData
 from opal_deploy.editing.scores import Scores
-from opal_deploy.editing.sources import compare_groups, read_sources
-from opal_deploy.editing.suggestions import choose_drops, suggest_slots
+from opal_deploy.editing.suggestions import choose_drops, read_source, suggest_slots
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Part
 from opal_deploy.preprocess.geometry import Geometry
 
@@ -99,7 +97,7 @@ def test_a_slot_that_fires_on_the_images_of_one_camera_is_suspected(tmp_path):
         image.save(folder / f"IMG_{number}.jpg", exif=exif)
         samples.append(Sample(folder / f"IMG_{number}.jpg", number // 20))
     (tmp_path / "not.jpg").write_bytes(b"\xff\xd8\xff\xe1\x00\x10Exif")
-    assert [*read_sources([Sample(tmp_path / "not.jpg", 0)])[0]] == ["folder", "file name"]
+    assert [*read_source(Sample(tmp_path / "not.jpg", 0))] == ["folder", "file name"]
     scores = np.random.default_rng(0).uniform(0.2, 0.4, (40, 8)).astype(np.float32)
     scores[:10, 1] += 0.5
     # what fires on whole classes tells no source from another
@@ -113,13 +111,3 @@ def test_a_slot_that_fires_on_the_images_of_one_camera_is_suspected(tmp_path):
     }
     assert [name for name, texts in found.items() if texts] == ["a/1"]
     assert "on the 10 images with camera D70\x1b[31m and 0.3" in found["a/1"][0]
-
-
-def test_groups_are_compared_by_ranks():
-    scores = np.array([0.9, 0.8, 0.45, 0.7, 0.1, 0.2, 0.5, 0.3], np.float32)
-    area, p_value = compare_groups(scores, np.arange(8) < 4)
-    assert area == 15 / 16
-    # scipy.stats.mannwhitneyu(..., alternative="greater", method="asymptotic", use_continuity=False)
-    assert p_value == pytest.approx(0.021654071405395978, rel=1e-6)
-    scores[2] = 0.5
-    assert compare_groups(scores, np.arange(8) < 4)[0] == 15.5 / 16

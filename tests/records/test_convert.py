@@ -1,10 +1,9 @@
-"""Records as tables, COCO and Label Studio, against examples worked out by hand."""
+"""Records as tables and COCO, against examples worked out by hand."""
 
 import csv
 import importlib.util
 import io
 import json
-from xml.etree import ElementTree
 
 import pytest
 
@@ -12,7 +11,7 @@ import opal_deploy
 from opal_deploy.errors import MissingExtra, StoppedEarly, UsageError
 from opal_deploy.records import tables
 from opal_deploy.records.build import error_record
-from opal_deploy.records.converters import label_config, to_coco, to_label_studio
+from opal_deploy.records.converters import to_coco
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import to_record
 from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, write_table
@@ -161,59 +160,22 @@ def test_coco_boxes_are_read_back_as_they_were(tmp_path):
     assert read_boxes(tmp_path / "coco.json").find("a.jpg") == (50.0, 0.0, 100.0, 12.5)
 
 
-def test_label_studio():
-    task, failed, plain = to_label_studio(RECORDS, "/data/local-files/?d=")
-    assert task["data"] == {"image": "/data/local-files/?d=a%5Cb.jpg"}
-    (prediction,) = task["predictions"]
-    assert prediction["score"] == 0.25
-    choice, first, second = prediction["result"]
-    assert choice == {
-        "id": "class", "type": "choices", "from_name": "class", "to_name": "image", "value": {"choices": [LABEL]},
-    }  # fmt: skip
-    assert first["value"] == {
-        "x": 25.0, "y": 0.0, "width": 25.0, "height": 25.0, "rotation": 0, "rectanglelabels": ["slot 0"],
-    }  # fmt: skip
-    assert (first["original_width"], first["original_height"], first["image_rotation"]) == (200, 50, 0)
-    assert (second["value"]["x"], second["value"]["y"]) == (75.0, 75.0)
-    # a name that is not text stays as the record has it
-    assert failed == {"data": {"image": "/data/local-files/?d=c%5Cxff.jpg"}, "meta": {"status": "error"}}
-    assert [part["type"] for part in plain["predictions"][0]["result"]] == ["choices"]
-    assert "score" not in plain["predictions"][0]
-
-
-def test_the_labelling_interface_names_what_the_tasks_use():
-    # a line break in an XML attribute reads as a space
-    tree = ElementTree.fromstring(label_config([OK, FAILED]))
-    assert [choice.get("value") for choice in tree.iter("Choice")] == [LABEL.replace("\n", " ")]
-    assert [label.get("value") for label in tree.iter("Label")] == ["slot 0", "slot 1"]
-    used = {part["from_name"] for part in to_label_studio([OK])[0]["predictions"][0]["result"]}
-    assert used == {tree.find("Choices").get("name"), tree.find("RectangleLabels").get("name")}
-
-
 def test_the_command_converts(opal, tmp_path):
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (OK, FAILED)))
     done = opal("convert", tmp_path, "--to", "coco", "--categories", "slot")
     assert json.loads(done.stdout) == to_coco([OK, FAILED], "slot")
-    done = opal("convert", tmp_path, "--to", "label-studio")
-    assert json.loads(done.stdout) == to_label_studio([OK, FAILED])
-    how = "into the project's Settings > Labeling Interface, or predictions are not shown."
-    assert done.stderr == f"Paste the following {how}\n{label_config([OK])}"
-    arguments = ["--to", "label-studio", "--out", tmp_path / "tasks.json", "--config", tmp_path / "config.xml"]
-    done = opal("convert", tmp_path / "results.jsonl", *arguments, "--prefix", "x/")
+    done = opal("convert", tmp_path / "results.jsonl", "--to", "coco", "--out", tmp_path / "coco.json")
     assert (done.returncode, done.stdout) == (0, "")
-    assert json.loads((tmp_path / "tasks.json").read_text()) == to_label_studio([OK, FAILED], "x/")
-    assert (tmp_path / "config.xml").read_text() == label_config([OK])
-    assert done.stderr.endswith(f"Paste {tmp_path / 'config.xml'} {how}\n")
+    assert json.loads((tmp_path / "coco.json").read_text()) == to_coco([OK, FAILED])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "xml"], "'xml' is not one of 'coco', 'label-studio'"),
+        (["--to", "xml"], "xml"),
+        (["--to", "label-studio"], "COCO"),
         (["--to", "coco", "--categories", "part"], "'part' is not one of 'class', 'slot'"),
-        (["--to", "coco", "--config", "c.xml"], "only --to label-studio"),
-        (["--to", "coco", "--prefix", "x/"], "--prefix: only for --to label-studio"),
-        (["--to", "label-studio", "--boxes", "b.json"], "--boxes: only for --to megadetector"),
+        (["--to", "coco", "--boxes", "b.json"], "--boxes: only for --to megadetector"),
         (["--to", "coco"], "line 2 is not a whole record"),
     ],
 )

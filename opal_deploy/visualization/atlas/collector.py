@@ -135,29 +135,21 @@ class AtlasCollector:
 
     def _keep_patches(self, record: Answered, label: str | None, sha256: str, image: Image.Image | None) -> None:
         class_id, effective = record.prediction.class_id, self.metadata.effective_field
+        is_other = label not in (None, self.metadata.class_names[class_id])
         for slot in record.evidence:
             around = None if effective is None else effective.surround(slot.cell, slot.box)
-            name = record.image or ""
-            candidate = PatchCandidate(-self._rank(slot), name, sha256, slot, around, label=label)
-            is_other = label not in (None, self.metadata.class_names[class_id])
+            candidate = PatchCandidate(-self._rank(slot), record.image or "", sha256, slot, around, label=label)
             best = self._best.setdefault((class_id, slot.slot, is_other), [])
-            if len(best) < self.top or candidate < best[-1]:
-                self._insert(best, candidate, image, (record.width, record.height))
-
-    def _insert(
-        self, best: list[PatchCandidate], candidate: PatchCandidate, image: Image.Image | None, size: tuple[int, int]
-    ) -> None:
-        # one image under two names counts once
-        for index, other in enumerate(best):
-            if other.sha256 == candidate.sha256:
-                if other <= candidate:
-                    return
-                del best[index]
-                break
-        if image is not None:
-            candidate.cut(image, size)
-        bisect.insort(best, candidate)
-        del best[self.top :]
+            # one image under two names counts once
+            same = next((other for other in best if other.sha256 == sha256), None)
+            if same is not None and candidate < same:
+                best.remove(same)
+            elif same is not None or (len(best) == self.top and candidate >= best[-1]):
+                continue
+            if image is not None:
+                candidate.cut(image, (record.width, record.height))
+            bisect.insort(best, candidate)
+            del best[self.top :]
 
     def _count_evidence(self, class_id: int, evidence: Sequence[Slot]) -> None:
         cells = [slot.cell[0] * self.metadata.grid[1] + slot.cell[1] for slot in evidence]

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
+from msgspec import Meta
 from PIL import Image
 
 from opal_deploy.errors import ArtifactError, UsageError
@@ -17,6 +18,8 @@ from opal_deploy.visualization.style import count_of, format_number
 
 Box = tuple[float, float, float, float]
 PATCHES = "patches"
+# file of a patch; one from outside must not lead out of the folder
+PATCH_NAME = r"^patches/[0-9a-f]{2}/[0-9a-f]{32}\.jpg\Z"
 
 # fewest images for findings about a class: fewer show no habit
 MIN_IMAGES = 5
@@ -47,7 +50,7 @@ class AtlasPatch:
     box: Box
     score: float
     contribution: float | None
-    file: str
+    file: Annotated[str, Meta(pattern=PATCH_NAME)]
     field: Box | None = None
     label: str | None = None
 
@@ -96,13 +99,8 @@ class SlotEntry:
         return {"slot": self.slot, **asdict(self.statistics), "patches": patches}
 
 
-@dataclass(frozen=True)
-class FindingKind:
-    """A kind of findings.
-
-    Attributes:
-        title: what was found, in the plural.
-    """
+class FindingKind(NamedTuple):
+    """A kind of findings: what was found, in the plural, what to do about it, and whether there is anything to do."""
 
     title: str
     advice: str
@@ -295,14 +293,14 @@ def list_findings(
     def add(kind: str, slot: int, value: float, message: str) -> None:
         findings.append(Finding(kind, class_id, slot, value, f"{label}, slot {slot}: {message}"))
 
-    parts = [statistics.mean_contribution for statistics in slots.values()]
-    known = [part for part in parts if part is not None]
-    equal_part = sum(known) / len(known) if len(known) == len(slots) else 0.0
+    parts = [statistics.mean_contribution or 0.0 for statistics in slots.values()]
+    has_parts = all(statistics.mean_contribution is not None for statistics in slots.values())
+    equal_part = sum(parts) / len(parts) if has_parts else 0.0
     for (slot, statistics), part in zip(slots.items(), parts, strict=True):
         own_cell, share = statistics.own_cell, statistics.top_cell_share
         if len(slots) > 1 and own_cell is not None and own_cell < MIN_OWN_CELL_SHARE:
             add("shares_its_cell", slot, own_cell, f"has its own cell in only {own_cell:.0%} of {images} images")
-        if part is not None and equal_part > 0 and part < MIN_EQUAL_PART * equal_part:
+        if equal_part > 0 and part < MIN_EQUAL_PART * equal_part:
             add("adds_little", slot, part, f"contributes {part:.3f} on average (equal share: {equal_part:.3f})")
         if share is not None and statistics.top_cell is not None and share > MAX_ONE_CELL_SHARE:
             row, col = statistics.top_cell
@@ -356,13 +354,22 @@ def find_exemplars(
         ArtifactError: a patch's file is missing or damaged.
     """
     label = atlas.class_names[class_id]
-    shown: dict[int, list[AtlasPatch]] = {}
+    by_slot: dict[int, list[Exemplar]] = {}
+    shown: set[str | None] = set()
     for slot in slots:
         patches = atlas.patches(class_id, slot, exclude=exclude)
-        shown[slot] = ([patch for patch in patches if patch.label in (None, label)] or patches)[:rows]
-    by_slot = {slot: [_make_exemplar(atlas, slot, patch, label) for patch in shown[slot]] for slot in shown}
-    labels = {patch.label for patches in shown.values() for patch in patches}
-    return Exemplars(by_slot, _describe_origin(atlas, class_id, labels), of_class=labels == {label})
+        patches = ([patch for patch in patches if patch.label in (None, label)] or patches)[:rows]
+        shown.update(patch.label for patch in patches)
+        by_slot[slot] = [_make_exemplar(atlas, slot, patch, label) for patch in patches]
+    images = count_of(atlas.images_of(class_id), "image")
+    origin = f"Below: each slot's strongest patches among the atlas's {images} with this prediction"
+    others = {other: count for other, count in atlas.labels_of(class_id).items() if other != label}
+    if None in shown:
+        origin += "; their labels are not known"
+    elif others:
+        fate = "marked" if shown & others.keys() else "left out"
+        origin += f"; {count_of(sum(others.values()), 'image')} of another class ({format_counts(others)}) {fate}"
+    return Exemplars(by_slot, f"{origin}.", of_class=shown == {label})
 
 
 def _make_exemplar(atlas: Atlas, slot: int, patch: AtlasPatch, label: str) -> Exemplar:
@@ -370,17 +377,3 @@ def _make_exemplar(atlas: Atlas, slot: int, patch: AtlasPatch, label: str) -> Ex
     caption = f"{format_number(patch.value)} {patch.image.rpartition('/')[2]}"
     alt = f"slot {slot} in {patch.image}, cell {patch.cell[0]}, {patch.cell[1]}" + (warning and f", which {warning}")
     return Exemplar(atlas.load_patch(patch), patch.box, patch.field, caption, alt, warning)
-
-
-def _describe_origin(atlas: Atlas, class_id: int, shown: Collection[str | None]) -> str:
-    """Return where the exemplars come from, and how many images with their prediction have another label."""
-    images, name = atlas.images_of(class_id), atlas.class_names[class_id]
-    origin = f"Below: each slot's strongest patches among the atlas's {count_of(images, 'image')} with this prediction"
-    if None in shown:
-        return f"{origin}; their labels are not known."
-    others = {label: count for label, count in atlas.labels_of(class_id).items() if label != name}
-    if not others:
-        return f"{origin}."
-    wrong = sum(others.values())
-    fate = "marked" if any(label in shown for label in others) else "left out"
-    return f"{origin}; {count_of(wrong, 'image')} of another class ({format_counts(others)}) {fate}."

@@ -9,14 +9,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from msgspec import convert
 
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.files import read_json, write_json
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.visualization.atlas.collector import AtlasCollector, PatchCandidate
 from opal_deploy.visualization.atlas.entries import (
+    PATCH_NAME,
     PATCHES,
     Atlas,
     AtlasPatch,
@@ -31,7 +35,6 @@ from opal_deploy.visualization.atlas.page import PAGE_FILE, write_page
 ATLAS_SCHEMA = 1
 ATLAS_KIND = "opal-atlas"
 ATLAS_FILE = "atlas.json"
-_PATCH_NAME = re.compile(r"patches/[0-9a-f]{2}/[0-9a-f]{32}\.jpg")
 # files allowed in the folder of a new atlas
 _KNOWN_FILES = (PATCHES, PAGE_FILE, ".lock", "names.toml")
 
@@ -58,8 +61,7 @@ def load_atlas(path: str | Path) -> Atlas:
     try:
         return _parse_atlas(root, document)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        raise ArtifactError(f"{file}: damaged ({reason}); {hint}") from None
+        raise ArtifactError(f"{file}: damaged ({' '.join(str(error).split())[:100]}); {hint}") from None
 
 
 def check_out_dir(root: Path, *, overwrite: bool) -> None:
@@ -83,19 +85,15 @@ def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any],
     Raises:
         UsageError: a patch cannot be written.
     """
-    metadata = collector.metadata
+    metadata, labels = collector.metadata, collector.count_labels()
     entries: dict[tuple[int, int], SlotEntry] = {}
     findings: list[Finding] = []
-    labels = collector.count_labels()
-    shown: Counter[str] = Counter()
-    for counts in labels.values():
-        shown.update(counts)
+    shown = sum(map(Counter, labels.values()), Counter[str]())
     for class_id, label in enumerate(metadata.class_names):
-        slots = metadata.class_map.slots(class_id)
-        for slot in slots:
+        statistics = {slot: collector.statistics(class_id, slot) for slot in metadata.class_map.slots(class_id)}
+        for slot, figures in statistics.items():
             patches = tuple(_write_candidate(candidate, root) for candidate in collector.best(class_id, slot))
-            entries[class_id, slot] = SlotEntry(class_id, slot, collector.statistics(class_id, slot), patches)
-        statistics = {slot: entries[class_id, slot].statistics for slot in slots}
+            entries[class_id, slot] = SlotEntry(class_id, slot, figures, patches)
         images_of = shown[label] if shown else None
         findings += list_findings(class_id, label, statistics, images_of, shared=not metadata.is_opal)
     return Atlas(
@@ -148,7 +146,7 @@ def _remove_unnamed(root: Path, named: Collection[str]) -> None:
     for folder in sorted(path for path in (root / PATCHES).glob("[0-9a-f][0-9a-f]") if path.is_dir()):
         for path in folder.iterdir():
             name = f"{PATCHES}/{folder.name}/{path.name}"
-            ours = _PATCH_NAME.fullmatch(name) or path.name.startswith(".")
+            ours = re.fullmatch(PATCH_NAME, name) or path.name.startswith(".")
             if ours and name not in named:
                 path.unlink(missing_ok=True)
         if not any(folder.iterdir()):
@@ -176,54 +174,22 @@ def _to_document(atlas: Atlas) -> dict[str, Any]:
     }
 
 
-def _parse_atlas(root: Path, document: Mapping[str, Any]) -> Atlas:
+def _parse_atlas(root: Path, document: dict[str, Any]) -> Atlas:
     model, classes = document["model"], document["classes"]
-    if not all(isinstance(model[key], str) for key in ("file", "sha256")):
-        raise TypeError("file and sha256 of the model must be texts")
+    convert([model["file"], model["sha256"], *(each["name"] for each in classes)], list[str])
     listed, m = sum(len(each["slots"]) for each in classes), model["prototypes_per_class"]
     # a damaged number would fill the memory
     class_map = ClassMap.blocks(len(classes), min(m, listed + len(model["dropped"])), model["dropped"])
-    if class_map.counts.sum() != listed:
-        raise ValueError("slots are missing or not the model's")
     entries = {}
     for class_id, each in enumerate(classes):
-        slots = each["slots"]
-        if each["class_id"] != class_id or not isinstance(each["name"], str):
-            raise ValueError(f"class {class_id} is missing or has no name")
-        if [entry["slot"] for entry in slots] != class_map.slots(class_id):
-            raise ValueError(f"slots of class {class_id} are missing, repeated or not the model's")
-        entries.update({(class_id, entry["slot"]): _parse_entry(class_id, entry) for entry in slots})
+        if each["class_id"] != class_id or [entry["slot"] for entry in each["slots"]] != class_map.slots(class_id):
+            raise ValueError(f"class {class_id} or its slots are missing, repeated or not the model's")
+        for entry in each["slots"]:
+            statistics = convert({field.name: entry[field.name] for field in fields(SlotStatistics)}, SlotStatistics)
+            patches = convert(entry["patches"], tuple[AtlasPatch, ...])
+            entries[class_id, entry["slot"]] = SlotEntry(class_id, entry["slot"], statistics, patches)
     return Atlas(
         root, model, tuple(each["name"] for each in classes), dict(document["data"]), int(document["top"]), entries,
-        tuple(Finding(**finding) for finding in document["findings"]),
-        tuple(int(count) for count in document["cells"]),
+        convert(document["findings"], tuple[Finding, ...]), convert(document["cells"], tuple[int, ...]),
         {class_id: dict(each["labels"]) for class_id, each in enumerate(classes) if each["labels"]},
     )  # fmt: skip
-
-
-def _parse_entry(class_id: int, entry: Mapping[str, Any]) -> SlotEntry:
-    statistics = {name: entry[name] for name in SlotStatistics.__dataclass_fields__}
-    statistics["top_cell"] = _parse_numbers(statistics["top_cell"], 2, int)
-    patches = tuple(_parse_patch(patch) for patch in entry["patches"])
-    return SlotEntry(class_id, entry["slot"], SlotStatistics(**statistics), patches)
-
-
-def _parse_patch(patch: Mapping[str, Any]) -> AtlasPatch:
-    # a file name from outside must not lead out of the folder
-    if not _PATCH_NAME.fullmatch(patch["file"]):
-        raise ValueError(f"{patch['file']!r} is not the name of a patch")
-    numbers = {
-        "cell": _parse_numbers(patch["cell"], 2, int),
-        "box": _parse_numbers(patch["box"], 4, float),
-        "field": _parse_numbers(patch["field"], 4, float),
-        "score": float(patch["score"]),
-    }
-    return AtlasPatch(**{**patch, **numbers})
-
-
-def _parse_numbers(values: Any, count: int, kind: type[int] | type[float]) -> Any:
-    if values is None:
-        return None
-    if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"{values!r}: expected {count} numbers")
-    return tuple(kind(value) for value in values)
