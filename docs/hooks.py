@@ -17,8 +17,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
-from opal_deploy.api.atlas import AtlasOptions
 from opal_deploy.api.infer import InferOptions
+from opal_deploy.api.options import AtlasOptions
 from opal_deploy.auditing.diff import DiffOptions
 from opal_deploy.auditing.drift import DriftOptions
 from opal_deploy.auditing.verify import VerifyOptions

@@ -1,4 +1,4 @@
-"""Build atlases from data sets: the work of `opal-deploy atlas`. Light to import."""
+"""Build atlases from data sets: the work of `opal-deploy atlas`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from opal_deploy.api.options import AtlasOptions
+from opal_deploy.artifact.files import lock_directory
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import display_path
 from opal_deploy.errors import ImageError, MissingExtra, UsageError, install_command, is_installed
-from opal_deploy.logs import Log, Progress, ProgressChoice, WarningLine, as_progress, log_line, no_progress, one_line
+from opal_deploy.logs import Progress, WarningLine, as_progress, no_progress, one_line
 from opal_deploy.options import (
-    Batch,
-    CropToBoxes,
-    DatasetName,
-    Devices,
-    MaxPixels,
-    Option,
-    Options,
-    Partition,
-    SkipMissing,
     StrPath,
-    Threads,
-    Workers,
     keywords,
 )
+from opal_deploy.predict import setup
+from opal_deploy.predict.executor import predict_stream
+from opal_deploy.predict.prepare import content_sha256, raise_pillow_limit
+from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.records.build import error_record
+from opal_deploy.records.names import escape_name
+from opal_deploy.records.record import Answered
+from opal_deploy.run.sheets import check_exact_evidence
+from opal_deploy.runtime.devices import default_batch, default_workers
+from opal_deploy.runtime.select import open_sessions
+from opal_deploy.sources.annotations import FolderLabels, annotate
+from opal_deploy.sources.discovery import discover
+from opal_deploy.sources.image import InputImage
+from opal_deploy.sources.items import Skipped
+from opal_deploy.visualization.atlas.collector import AtlasCollector
+from opal_deploy.visualization.atlas.storage import build_atlas, check_out_dir, save_atlas
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
@@ -34,30 +43,6 @@ if TYPE_CHECKING:
     from opal_deploy.sources.image import InputImage
     from opal_deploy.visualization.atlas.collector import AtlasCollector, ImageCounts
     from opal_deploy.visualization.atlas.entries import Atlas
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtlasOptions(Options):
-    """The options of `create_atlas` and `opal-deploy atlas`."""
-
-    out: Annotated[StrPath, Option("Output folder.", cli=Path)] = Path("atlas")
-    top: Annotated[int, Option("Patches to keep per slot.", min=1, max=100)] = 8
-    only_correct: Annotated[bool, Option("Leave out images that are not predicted as their label.")] = False
-    plain: Annotated[bool, Option("Use every image in DATA, labelled by its folder.")] = False
-    dataset: DatasetName = None
-    partition: Partition = 1
-    skip_missing: SkipMissing = False
-    split: Annotated[Literal["test", "val", "train"], Option("Split of the data set.")] = "train"
-    boxes: CropToBoxes = True
-    limit: Annotated[int | None, Option("Maximum number of images per label.", min=1)] = None
-    overwrite: Annotated[bool, Option("Replace the atlas in --out.")] = False
-    device: Devices = "auto"
-    batch: Batch = None
-    threads: Threads = None
-    workers: Workers = None
-    max_pixels: MaxPixels = 100_000_000
-    log: Log = log_line
-    progress: ProgressChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -91,15 +76,6 @@ def create_atlas(data: StrPath, model: StrPath | None, options: AtlasOptions) ->
     Raises:
         UsageError: the data, the model or the output folder cannot be used. StoppedEarly: a device was lost.
     """
-    from opal_deploy.artifact.files import lock_directory
-    from opal_deploy.predict import setup
-    from opal_deploy.predict.prepare import raise_pillow_limit
-    from opal_deploy.predict.types import InferenceOptions
-    from opal_deploy.run.sheets import check_exact_evidence
-    from opal_deploy.runtime.devices import default_batch, default_workers
-    from opal_deploy.runtime.select import open_sessions
-    from opal_deploy.visualization.atlas.collector import AtlasCollector
-    from opal_deploy.visualization.atlas.storage import build_atlas, check_out_dir, save_atlas
 
     data, out, log = Path(data), Path(options.out), options.log
     if not data.exists():
@@ -160,10 +136,6 @@ def collect_images(
         progress: receives the number of images done after each image, and `total`.
         total: number of images, if it is known.
     """
-    from opal_deploy.predict.executor import predict_stream
-    from opal_deploy.predict.prepare import content_sha256
-    from opal_deploy.records.build import error_record
-    from opal_deploy.records.record import Answered
 
     for result in predict_stream(requests, sessions, replace(options, keep_images=True)):
         record, prepared = result.record, result.prepared
@@ -199,7 +171,6 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
 
     Raises UsageError if the data set cannot be read, or lacks the split.
     """
-    from opal_deploy.datasets.registry import read_dataset
 
     if options.plain or (options.dataset is None and not data.is_dir()):
         return _read_plain(data)
@@ -225,9 +196,6 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
         raise UsageError(f"{data}: has no {options.split} split; choose another --split")
 
     def requests() -> Iterator[InputImage]:
-        from opal_deploy.datasets.samples import display_path
-        from opal_deploy.records.names import escape_name
-        from opal_deploy.sources.image import InputImage
 
         for sample in samples:
             name = escape_name(display_path(sample.path, dataset.root))
@@ -241,10 +209,6 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
 
 
 def _read_plain(data: Path) -> _ImageSet:
-    from opal_deploy.records.names import escape_name
-    from opal_deploy.sources.annotations import FolderLabels, annotate
-    from opal_deploy.sources.discovery import discover
-    from opal_deploy.sources.items import Skipped
 
     def requests() -> Iterator[InputImage]:
         for image in annotate(discover([str(data)], Skipped()), None, FolderLabels()):

@@ -1,4 +1,4 @@
-"""Write evidence sheets, one per image: the work of `opal-deploy explain`. Light to import."""
+"""Write evidence sheets, one per image: the work of `opal-deploy explain`."""
 
 from __future__ import annotations
 
@@ -6,65 +6,40 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from opal_deploy.api.options import ExplainOptions
+from opal_deploy.artifact.files import atomic_write, check_sha256
+from opal_deploy.artifact.output_file import check_output
+from opal_deploy.datasets.boxes import format_box_option
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.logs import Log, ProgressChoice, as_progress, log_line, one_line
+from opal_deploy.logs import as_progress, one_line
 from opal_deploy.options import (
-    DEFAULT_CONFIDENCE,
-    AtlasFolder,
-    BoxConfidence,
-    CropFile,
-    Device,
-    ExpectSha256,
-    LabelSource,
-    MaxPixels,
-    Option,
-    RuntimeChoice,
-    SlotNameFile,
     StrPath,
-    Threads,
     keywords,
 )
+from opal_deploy.predict import setup
+from opal_deploy.predict.executor import predict_stream
+from opal_deploy.predict.prepare import raise_pillow_limit
+from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.records.decision import Decision
+from opal_deploy.records.record import Failed
+from opal_deploy.records.run_files import overlay_name
+from opal_deploy.run import sheets
+from opal_deploy.run.inputs import ImageCounter
+from opal_deploy.runtime.select import open_sessions
+from opal_deploy.sources import discovery
+from opal_deploy.sources.annotations import annotate, read_boxes, read_labels
+from opal_deploy.sources.archives import is_archive_name
+from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.video import parse_frame_name
+from opal_deploy.visualization.style import format_number
 
 if TYPE_CHECKING:
     from opal_deploy.predict.types import Result
     from opal_deploy.run.sheets import SheetBuilder
 
 FORMATS = ("png", "svg")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExplainOptions(Decision):
-    """The options of `write_sheets` and `opal-deploy explain`."""
-
-    out: Annotated[
-        StrPath | None,
-        Option(
-            "For one image a .png or .svg file, for several a folder.", default="NAME.evidence.png or sheets", cli=Path
-        ),
-    ] = None
-    file_format: Annotated[
-        Literal["png", "svg"] | None, Option("File format.", flag="--format", default="by --out, else png")
-    ] = None
-    narrow: Annotated[bool, Option("One column, readable on a phone.")] = False
-    overwrite: Annotated[bool, Option("Replace existing sheets.")] = False
-    heatmap: Annotated[bool, Option("Show attention maps; an export needs --outputs attention.")] = False
-    receptive_field: Annotated[bool, Option("Draw the effective receptive field of each cell, dashed.")] = False
-    atlas: AtlasFolder = None
-    rows: Annotated[int, Option("Patches per slot from --atlas.", min=1)] = 4
-    slot_names: SlotNameFile = None
-    boxes: CropFile = None
-    box_confidence: BoxConfidence = DEFAULT_CONFIDENCE
-    labels: LabelSource = None
-    device: Device = "auto"
-    threads: Threads = None
-    runtime: RuntimeChoice = "auto"
-    expect_sha256: ExpectSha256 = None
-    max_pixels: MaxPixels = 100_000_000
-    log: Log = log_line
-    progress: ProgressChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -87,12 +62,6 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     Raises:
         UsageError: an input, the output or the model cannot be used. ImageError: the only image cannot be used.
     """
-    from opal_deploy.predict.executor import predict_stream
-    from opal_deploy.predict.types import InferenceOptions
-    from opal_deploy.run.inputs import ImageCounter
-    from opal_deploy.sources import discovery
-    from opal_deploy.sources.annotations import annotate, read_boxes, read_labels
-    from opal_deploy.sources.items import Skipped
 
     images = list(images)
     discovery.check_inputs(images)
@@ -125,11 +94,6 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
 
 def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tuple[Any, SheetBuilder]:
     """Open the model, and return its session with the builder of its sheets."""
-    from opal_deploy.artifact.files import check_sha256
-    from opal_deploy.predict import setup
-    from opal_deploy.predict.prepare import raise_pillow_limit
-    from opal_deploy.run import sheets
-    from opal_deploy.runtime.select import open_sessions
 
     path = Path(model) if model is not None else setup.find_default_model(options.device, options.runtime, options.log)
     raise_pillow_limit(options.max_pixels)
@@ -148,7 +112,6 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     builder = sheets.SheetBuilder(metadata, shown, model=str(path))
     if options.heatmap:
         sessions = sheets.with_attention(sessions, str(path))
-    from opal_deploy.datasets.boxes import format_box_option
 
     hint = format_box_option(metadata.training, path)
     setup.log_cautions(metadata, boxed=boxed, crop_hint=hint, log=options.log)
@@ -157,9 +120,6 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
 
 def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: ExplainOptions) -> dict[str, Any]:
     """Write one sheet and return its content for JSON; raise ImageError if the image cannot be used."""
-    from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.records.record import Failed
-    from opal_deploy.visualization.style import format_number
 
     if isinstance(result.record, Failed):
         raise ImageError(result.record.error.code, result.record.error.message)
@@ -189,8 +149,6 @@ class _Output:
     @staticmethod
     def parse(images: Sequence[str], options: ExplainOptions) -> _Output:
         """Return the output that the options ask for; raise UsageError if they contradict each other or the images."""
-        from opal_deploy.sources.archives import is_archive_name
-        from opal_deploy.sources.video import parse_frame_name
 
         out, file_format = None if options.out is None else Path(options.out), options.file_format
         frame = parse_frame_name(images[0])
@@ -217,13 +175,11 @@ class _Output:
 
     def check(self, path: Path, image: str | None) -> None:
         """Raise UsageError unless an image's sheet may be written to this file."""
-        from opal_deploy.artifact.output_file import check_output
 
         check_output("--out", path, [f".{name}" for name in FORMATS], inputs=[image], overwrite=self.overwrite)
 
     def name_sheet(self, index: int, image_name: str | None) -> Path:
         """Return the file of one image's sheet."""
-        from opal_deploy.records.run_files import overlay_name
 
         if self.single:
             return self.path

@@ -16,7 +16,7 @@ from opal_deploy.bench.options import CompareOptions, PipelineOptions, Precision
 from opal_deploy.errors import ArtifactError, OpalError, UsageError, require
 from opal_deploy.logs import Log
 from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
-from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.runtime.select import check_runtime, open_sessions
 from opal_deploy.runtime.session import PipelinedSession, Session
 
@@ -307,7 +307,7 @@ def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) ->
     require("onnxruntime", "cpu", "timing an ONNX model")
     import onnxruntime
 
-    session = OnnxSession(path, device=setup.device, threads=setup.threads, cuda_options=setup.cuda_options)
+    session = open_onnx_session(path, device=setup.device, threads=setup.threads, cuda_options=setup.cuda_options)
     setup.check_fits(onnxruntime=session.device != "cpu")
     target = _describe(
         network or path, session.metadata, "onnxruntime", onnxruntime.__version__, session.device,

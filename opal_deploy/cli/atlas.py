@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opal_deploy.api.atlas import AtlasOptions, CreatedAtlas, create_atlas, explain_unused
+from opal_deploy.api.options import AtlasOptions
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
 from opal_deploy.cli.options import ModelOption
 from opal_deploy.errors import ExitCode
+
+if TYPE_CHECKING:
+    from opal_deploy.api.atlas import CreatedAtlas
 
 # findings of each kind printed on a terminal; atlas.json has all
 _LISTED_FINDINGS = 5
@@ -29,6 +32,8 @@ def atlas(
 
     `explain --atlas` shows them next to an image's own patches. Slots with problems are listed as findings.
     """
+    from opal_deploy.api.atlas import create_atlas
+
     with progress("images") as advance:
         created = create_atlas(data, model, **replace(options, log=print_message, progress=advance).keywords())
     _print_summary(created)
@@ -39,6 +44,7 @@ def atlas(
 
 
 def _print_summary(created: CreatedAtlas) -> None:
+    from opal_deploy.api.atlas import explain_unused
     from opal_deploy.visualization.atlas.entries import FINDING_KINDS
 
     atlas, counts = created.atlas, created.counts

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.api.explain import ExplainOptions, write_sheets
+from opal_deploy.api.options import ExplainOptions
 from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.cli.options import ModelOption
 from opal_deploy.errors import ExitCode
@@ -25,6 +25,8 @@ def explain(
 
     A sheet shows each slot's patch enlarged, its contribution to the answer, and the same for the runner-up.
     """
+    from opal_deploy.api.explain import write_sheets
+
     with progress("sheets") as advance:
         written = write_sheets(images, model, **replace(options, log=print_message, progress=advance).keywords())
     if as_json:

@@ -23,7 +23,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.runtime.buffers import BufferSet
 from opal_deploy.runtime.cuda import Cuda, Graph, Stream, load_cuda_libraries, number_gpu
 from opal_deploy.runtime.cuda_options import CudaOptions
-from opal_deploy.runtime.onnx_session import CPU, CUDA, OnnxSession, translate_errors
+from opal_deploy.runtime.onnx_session import CPU, CUDA, OnnxSession, runs_on_cuda, translate_errors
 from opal_deploy.runtime.pipeline import PipelineSession
 from opal_deploy.runtime.verification import verify_test_vectors
 
@@ -124,7 +124,7 @@ class OnnxKernels:
 
 
 class CudaOnnxSession(PipelineSession, OnnxSession):
-    """An exported graph in ONNX Runtime on a GPU; `OnnxSession(path, device="cuda")` makes one."""
+    """An exported graph in ONNX Runtime on a GPU."""
 
     batch_invariant = False
 
@@ -193,3 +193,19 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
     def run_normalised(self, images: FloatArray) -> Outputs:
         """Run float32 [N, 3, H0, W0], already normalised; only for a graph whose input is float32."""
         return self._run_batch(np.asarray(images))
+
+
+def open_onnx_session(
+    path: Path, *, device: str = "auto", threads: int | None = None, cuda_options: CudaOptions | None = None
+) -> OnnxSession:
+    """Load a file of `opal-deploy export` on a device.
+
+    Args:
+        path: the ONNX file.
+        device: `cpu`, `cuda`, `cuda:1`, or `auto`: the GPU if ONNX Runtime can use one.
+        threads, cuda_options: see `OnnxSession`.
+
+    Errors are those of `OnnxSession`.
+    """
+    kind = CudaOnnxSession if runs_on_cuda(device) else OnnxSession
+    return kind(path, device=device, threads=threads, cuda_options=cuda_options)

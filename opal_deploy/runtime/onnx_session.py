@@ -55,7 +55,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class OnnxSession:
-    """An exported graph in ONNX Runtime; on a GPU, `OnnxSession(...)` is a `CudaOnnxSession`.
+    """An exported graph in ONNX Runtime on the CPU; `cuda_session.open_onnx_session` chooses the device.
 
     Attributes:
         device: `cpu` or `cuda:N`.
@@ -66,14 +66,6 @@ class OnnxSession:
 
     device = "cpu"
     batch_invariant = True
-
-    def __new__(cls, path: Path, *, device: str = "auto", **options: Any) -> OnnxSession:
-        """Choose the class by the device."""
-        if cls is OnnxSession and _runs_on_cuda(device):
-            from opal_deploy.runtime.cuda_session import CudaOnnxSession
-
-            return super().__new__(CudaOnnxSession)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -88,7 +80,7 @@ class OnnxSession:
 
         Args:
             path: the ONNX file.
-            device: `cpu`, `cuda`, `cuda:1`, or `auto`: the GPU if ONNX Runtime can use one.
+            device: `cpu`, or `auto` where no GPU can be used, which the description then explains.
             threads: threads of the CPU provider; None: as many as this process may use.
             check_digest: compare the file with its own digest first.
             cuda_options: options of the CUDA provider; the CPU ignores them.
@@ -102,6 +94,8 @@ class OnnxSession:
         self.metadata: Metadata = onnx_file.read_metadata(path)
         if check_digest:
             onnx_file.check_digest(path, self.metadata)
+        if type(self) is OnnxSession and device not in ("auto", "cpu"):
+            raise ValueError(f"device {device!r}: open_onnx_session opens it")
         self._path = path
         self.threads = threads or available_cpus()
         self._load_on_device(device)
@@ -248,7 +242,7 @@ def _has_cuda_provider() -> bool:
     return CUDA in onnxruntime.get_available_providers()
 
 
-def _runs_on_cuda(device: str) -> bool:
+def runs_on_cuda(device: str) -> bool:
     """Return whether a device name means a GPU here.
 
     Raises:

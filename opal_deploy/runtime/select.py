@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def _open_onnx(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
-    from opal_deploy.runtime.onnx_session import OnnxSession
+    from opal_deploy.runtime.cuda_session import open_onnx_session
 
-    return OnnxSession(path, device=device, threads=threads)
+    return open_onnx_session(path, device=device, threads=threads)
 
 
 def _open_openvino(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:

@@ -6,16 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.cli.demo import shortcut
 from opal_deploy.cli.demo.steps import MARKER
-from opal_deploy.model.checkpoint import load
 from tests.cli.calls import MAIN, check, one_line, read_results
 
 COMMANDS = ("train", "evaluate", "export", "infer", "verify")
@@ -123,37 +120,6 @@ def test_an_interrupted_demo_goes_on_with_the_commands_that_it_prints_and_checks
     # what comes next is said with these very files: one of the commands, as printed
     explain = next(line for line in printed.splitlines() if line.startswith("  opal-deploy explain"))
     check(opal(*explain.split()[1:], cwd=tmp_path))
-
-
-def test_the_shortcut_is_found_dropped_and_trained_away_by_printed_commands(opal, tmp_path, monkeypatch):
-    # two trainings on small images, nine evaluations on few
-    monkeypatch.setattr(sys.modules["opal_deploy.cli.demo"], "SHORTCUT", replace(shortcut.SHORTCUT, size=64))
-    monkeypatch.setattr(shortcut, "TEST_PER_CLASS", 5)
-    out = tmp_path / "demo"
-    printed, figures = run_demo(opal, out, "--shortcut", "--epochs", 3, "--train-per-class", 40)
-    evaluations = ["evaluate"] * 3
-    commands = list_commands(printed)
-    assert [command[0] for command in commands] == [
-        "train", *evaluations, "edit", "edit", *evaluations, "train", *evaluations
-    ]  # fmt: skip
-    assert commands[9][4:9] == [
-        "--start-from", str(out / "edited.pt"), "--reset-dropped", "--keep-off", str(out / "stamped" / "stamps.json")
-    ]  # fmt: skip
-    # what was suggested was dropped
-    (edit,) = load(out / "edited.pt").edits
-    assert edit["dropped"] == figures["dropped"]
-    assert all(len(row) == 3 for row in figures["accuracies"].values())
-    assert (out / "slots.html").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_without_the_suggested_slots_the_stamps_change_nothing(opal, tmp_path):
-    _, figures = run_demo(opal, tmp_path / "demo", "--shortcut")
-    before, dropped, cured = figures["accuracies"].values()
-    assert before[0] >= before[2] + 0.3
-    assert max(dropped) - min(dropped) <= 0.02
-    assert min(cured) >= max(before)
 
 
 @pytest.mark.slow

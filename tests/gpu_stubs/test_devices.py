@@ -6,7 +6,8 @@ import pytest
 
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime.cuda import visible_driver
-from opal_deploy.runtime.onnx_session import OnnxSession, cuda_is_usable
+from opal_deploy.runtime.cuda_session import open_onnx_session
+from opal_deploy.runtime.onnx_session import cuda_is_usable
 from tests.gpu_stubs.test_sessions import images
 
 
@@ -23,7 +24,7 @@ def test_all_gpus_are_listed_although_one_is_reserved_and_none_gets_a_context(gp
 def test_a_session_runs_on_its_own_gpu_and_leaves_the_callers_current(gpu, model):
     gpu.set(devices=2)
     gpu.library.cudaSetDevice(0)
-    session = OnnxSession(model, device="cuda:1")
+    session = open_onnx_session(model, device="cuda:1")
     before = len(gpu.calls("cudaMalloc"))
     assert {call.device for call in gpu.calls("cudaMalloc")} == {1}
     session.run(images(8))
@@ -34,13 +35,13 @@ def test_a_session_runs_on_its_own_gpu_and_leaves_the_callers_current(gpu, model
 
 def test_auto_takes_the_first_gpu_that_is_free(gpu, model):
     gpu.set(devices=3, errors="computeMode@0=2 cudaSetDevice@0=46 computeMode@1=3 cudaSetDevice@1=46 computeMode@2=3")
-    assert OnnxSession(model, device="auto").device == "cuda:2"
+    assert open_onnx_session(model, device="auto").device == "cuda:2"
     assert {call.text for call in gpu.calls("cudaSetDevice")} == {"cudaSetDevice 2"}
 
 
 def test_a_gpu_that_nobody_uses_gets_no_context(gpu, model):
     gpu.set(devices=2)
-    OnnxSession(model, device="cuda:1").run(images(8))
+    open_onnx_session(model, device="cuda:1").run(images(8))
     assert {call.text for call in gpu.calls("cudaSetDevice")} == {"cudaSetDevice 1"}
 
 
@@ -53,7 +54,7 @@ def current_device(gpu):
 def test_a_reserved_gpu_is_refused_in_one_line(gpu, model):
     gpu.set(errors="cudaSetDevice@0=46 computeMode@0=3")
     with pytest.raises(UsageError, match=r"cuda:0: .* busy or unavailable: .* \(sudo nvidia-smi -c 0\)"):
-        OnnxSession(model, device="cuda")
+        open_onnx_session(model, device="cuda")
 
 
 UNUSABLE = [
@@ -77,12 +78,12 @@ def test_auto_takes_the_cpu_and_says_why(gpu, model, monkeypatch, settings, reas
     assert cuda_is_usable()
     for name, value in settings.items():
         monkeypatch.setenv(name if name.isupper() else f"STUB_{name.upper()}", str(value))
-    session = OnnxSession(model, device="auto")
+    session = open_onnx_session(model, device="auto")
     assert session.device == "cpu"
     assert "fp32 (the GPU is not used: " in session.description
     assert reason in session.description
     with pytest.raises(UsageError, match="use --device cpu") as refused:
-        OnnxSession(model, device="cuda")
+        open_onnx_session(model, device="cuda")
     assert reason in str(refused.value)
     assert len(session.run(images(2))) == 2
 

@@ -9,7 +9,8 @@ import pytest
 
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime.cuda_options import CudaOptions
-from opal_deploy.runtime.onnx_session import CUDA, OnnxSession
+from opal_deploy.runtime.cuda_session import open_onnx_session
+from opal_deploy.runtime.onnx_session import CUDA
 from tests.gpu_stubs.conftest import ROOT
 
 # the paper's backbones and ten of timm's with other blocks: transpositions of the fp16 file in NCHW and in NHWC, the
@@ -64,13 +65,13 @@ def test_all_nodes_of_a_network_are_on_the_gpu_and_nhwc_needs_one_transposition(
     files = [("fp32", CudaOptions()), ("fp16", CudaOptions(prefer_nhwc=False)), ("fp16", CudaOptions())]
     for precision, options in files:
         # files of random weights have no test vectors, which other options are checked with
-        OnnxSession(tmp_path / f"{precision}.onnx", device="cuda:0", check_digest=False, cuda_options=options).close()
+        open_onnx_session(tmp_path / f"{precision}.onnx", device="cuda:0", check_digest=False, cuda_options=options).close()
     counted = [count_nodes(session) for session in sessions]
     assert [key for count in counted for key in count if key[0] != CUDA] == []
     assert tuple(count[CUDA, "Transpose"] for count in counted[1:]) == TRANSPOSITIONS[name]
 
 
 def test_a_graph_with_a_node_on_the_cpu_has_no_cuda_graph(gpu, shape_model):
-    OnnxSession(shape_model, device="cuda:0").close()
+    open_onnx_session(shape_model, device="cuda:0").close()
     with pytest.raises(UsageError, match=r"enable_cuda_graph=1 .* computes Cast, Squeeze on the CPU; export it again"):
-        OnnxSession(shape_model, device="cuda:0", cuda_options=CudaOptions(enable_cuda_graph=True))
+        open_onnx_session(shape_model, device="cuda:0", cuda_options=CudaOptions(enable_cuda_graph=True))

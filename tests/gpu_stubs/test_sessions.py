@@ -11,7 +11,7 @@ from opal_deploy.predict.prediction import BatchPredictor
 from opal_deploy.predict.types import InferenceOptions, Prepared
 from opal_deploy.runtime.cuda import Cuda
 from opal_deploy.runtime.cuda_options import CudaOptions
-from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.sources.image import InputImage
 from tests.gpu_stubs.conftest import SIZE
 
@@ -32,7 +32,7 @@ def predict(session, count, messages):
 @pytest.mark.parametrize(("batch", "fits"), [(256, 64), (128, 64), (64, 64)])
 def test_after_a_lack_of_memory_smaller_batches_fit(gpu, model, batch, fits):
     gpu.set(memory=128 * MIB)
-    session, messages = OnnxSession(model, device="cuda:0"), []
+    session, messages = open_onnx_session(model, device="cuda:0"), []
     assert len(predict(session, batch, messages)) == batch
     going_on = [int(message.rpartition(" ")[2]) for message in messages]
     assert going_on == [size for size in (128, 64) if fits <= size < batch]
@@ -44,7 +44,7 @@ def test_after_a_lack_of_memory_smaller_batches_fit(gpu, model, batch, fits):
 def test_a_batch_that_failed_takes_no_memory(gpu, model):
     gpu.set(memory=128 * MIB)
     before = gpu.library.stubUsed(0)
-    session = OnnxSession(model, device="cuda:0")
+    session = open_onnx_session(model, device="cuda:0")
     session.run(images(8))
     with pytest.raises(OutOfMemory, match="ONNX Runtime failed on a batch of 256"):
         session.run(images(256))
@@ -53,7 +53,7 @@ def test_a_batch_that_failed_takes_no_memory(gpu, model):
 
 
 def test_a_cuda_graph_is_recorded_once_and_serves_every_thread(gpu, model):
-    session = OnnxSession(model, device="cuda:0", cuda_options=CudaOptions(enable_cuda_graph=True))
+    session = open_onnx_session(model, device="cuda:0", cuda_options=CudaOptions(enable_cuda_graph=True))
     for _ in range(4):
         session.run(images(8))
     assert len(gpu.calls("cudaStreamBeginCapture")) == 1
@@ -67,7 +67,7 @@ def test_a_cuda_graph_is_recorded_once_and_serves_every_thread(gpu, model):
 
 def test_another_thread_may_allocate_while_a_cuda_graph_is_recorded(gpu, model, monkeypatch):
     options = CudaOptions(enable_cuda_graph=True)
-    session, other = (OnnxSession(model, device="cuda:0", cuda_options=options) for _ in range(2))
+    session, other = (open_onnx_session(model, device="cuda:0", cuda_options=options) for _ in range(2))
     record_graph, sizes = Cuda.record_graph, iter((16, 32))
 
     def record_late(cuda, stream, queue):
@@ -93,5 +93,5 @@ def run_in_thread(function, argument):
 
 def test_loading_a_session_prints_no_warning(gpu, model, capfd):
     onnxruntime.set_default_logger_severity(2)
-    OnnxSession(model, device="cuda:0")
+    open_onnx_session(model, device="cuda:0")
     assert capfd.readouterr() == ("", "")

@@ -12,6 +12,7 @@ from opal_deploy.predict.prediction import BatchPredictor
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.runtime import cuda_session, onnx_session
 from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
+from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.runtime.onnx_session import CUDA, OnnxSession
 from opal_deploy.runtime.session import PaddingSession, PinningSession, PipelinedSession, StagedSession
 from opal_deploy.synthetic import example_images
@@ -62,7 +63,7 @@ def gpu(monkeypatch, tiny):
     monkeypatch.setattr(cuda_session, "Cuda", lambda index, extra: cuda)
     monkeypatch.setattr(cuda_session, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(onnxruntime, "InferenceSession", kind)
-    cuda.open = lambda **options: OnnxSession(tiny.path, device="cuda", threads=1, **options)
+    cuda.open = lambda **options: open_onnx_session(tiny.path, device="cuda", threads=1, **options)
     cuda.loaded, cuda.kind = kind.loaded, kind
     return cuda
 

@@ -23,6 +23,7 @@ from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
 from opal_deploy.runtime import openvino_session
 from opal_deploy.runtime.cuda_options import parse_cuda_options
+from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
 from opal_deploy.runtime.openvino_session import OpenvinoSession
@@ -164,9 +165,9 @@ class TestDevices:
     def test_without_a_provider_for_cuda_auto_takes_the_cpu_and_cuda_names_the_extra(self, tiny, monkeypatch):
         monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
         monkeypatch.setattr("opal_deploy.runtime.onnx_session.find_gpu_problem", lambda: "")
-        assert "on CPU" in OnnxSession(tiny.path, device="auto", threads=1).description
+        assert "on CPU" in open_onnx_session(tiny.path, device="auto", threads=1).description
         with pytest.raises(UsageError, match=r"opal-deploy\[gpu\]"):
-            OnnxSession(tiny.path, device="cuda")
+            open_onnx_session(tiny.path, device="cuda")
 
     def test_where_there_is_no_driver_cuda_says_so_and_names_no_package(self, tiny, monkeypatch):
         monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
@@ -278,7 +279,7 @@ def test_a_file_reproduces_its_own_test_vectors_and_no_other_networks(precision,
 @pytest.mark.gpu
 class TestCuda:
     def test_outputs_are_the_cpus_in_batches_of_any_size(self, tiny, torch_session):
-        gpu_session = OnnxSession(tiny.path, device="cuda:0")
+        gpu_session = open_onnx_session(tiny.path, device="cuda:0")
         whole = gpu_session.run(IMAGES)
         assert compare_outputs(torch_session.run_reference(IMAGES), whole, gpu_session.metadata, FP32_ELSEWHERE)
         for start, stop in ((0, 1), (1, 3), (3, 5)):
@@ -286,7 +287,7 @@ class TestCuda:
 
     @pytest.mark.parametrize("options", [[], ["prefer_nhwc=1"], ["enable_cuda_graph=1"]], ids=str)
     def test_batches_in_flight_from_page_locked_memory_have_the_same_outputs(self, tiny, options):
-        session = OnnxSession(tiny.path, device="cuda:0", cuda_options=parse_cuda_options(options))
+        session = open_onnx_session(tiny.path, device="cuda:0", cuda_options=parse_cuda_options(options))
         images = IMAGES.copy()
         assert session.register_buffer(images.ctypes.data, images.nbytes)
         expected = OnnxSession(tiny.path, device="cpu", threads=1).run(IMAGES)
@@ -299,12 +300,12 @@ class TestCuda:
         session.close()
 
     def test_auto_takes_the_gpu_and_a_missing_one_is_refused(self, tiny):
-        assert "CUDA device 0" in OnnxSession(tiny.path, device="auto").description
+        assert "CUDA device 0" in open_onnx_session(tiny.path, device="auto").description
         with pytest.raises(UsageError):
-            OnnxSession(tiny.path, device="cuda:99")
+            open_onnx_session(tiny.path, device="cuda:99")
 
     def test_half_precision_reproduces_its_vectors(self, tiny_fp16):
-        assert verify_test_vectors(OnnxSession(tiny_fp16, device="cuda"), "c.fp16.onnx")
+        assert verify_test_vectors(open_onnx_session(tiny_fp16, device="cuda"), "c.fp16.onnx")
 
     def test_torch_on_the_gpu_gives_the_cpus_outputs(self, tiny, session, torch_session):
         reference = torch_session.run_reference(IMAGES)

@@ -14,7 +14,6 @@ import typer
 
 from opal_deploy.cli.console import print_message
 from opal_deploy.cli.demo.quick import show_quick
-from opal_deploy.cli.demo.shortcut import SHORTCUT, show_shortcut
 from opal_deploy.cli.demo.steps import Demo
 from opal_deploy.cli.demo.whole import WHOLE, show_whole_job
 from opal_deploy.errors import ExitCode, UsageError, require
@@ -25,24 +24,14 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Explain new creatures with a trained model: seconds, without PyTorch.")
     ] = False,
-    shortcut: Annotated[
-        bool, typer.Option("--shortcut", help="Plant a shortcut, find it, remove it and train again.")
-    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for data, model and explanations. Default: opal-demo, with --quick opal-demo-quick."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo there.")] = False,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help=f"Epochs. Default: {WHOLE.epochs}, with --shortcut {SHORTCUT.epochs}.")
-    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help=f"Epochs. Default: {WHOLE.epochs}.")] = None,
     train_per_class: Annotated[
-        int | None,
-        typer.Option(
-            min=4,
-            help=f"Images per species to train on. Default: {WHOLE.train_per_class}, "
-            f"with --shortcut {SHORTCUT.train_per_class}.",
-        ),
+        int | None, typer.Option(min=4, help=f"Images per species to train on. Default: {WHOLE.train_per_class}.")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed. Default: 0, with --quick a new one each time.")] = None,
     weights: Annotated[
@@ -56,22 +45,19 @@ def demo(
     """Train, export, explain and verify a model on generated creatures, and check that its boxes are right.
 
     Each step is a command, printed as typed in a shell. Repeat the command to continue an interrupted demo. With
-    --quick, nothing is trained. With --shortcut, half of the species carry a stamp in a corner, and the demo finds
-    the slots that read it.
+    --quick, nothing is trained.
     """
-    _check(quick, shortcut, epochs, train_per_class, weights, ort_web)
+    _check(quick, epochs, train_per_class, weights, ort_web)
     if quick:
         seed = secrets.randbelow(1 << 31) if seed is None else seed
         show_quick(context, out or Path("opal-demo-quick"), seed, ort_web)
         return
-    show, settings = (show_shortcut, SHORTCUT) if shortcut else (show_whole_job, WHOLE)
     training = replace(
-        settings, epochs=epochs or settings.epochs, train_per_class=train_per_class or settings.train_per_class,
+        WHOLE, epochs=epochs or WHOLE.epochs, train_per_class=train_per_class or WHOLE.train_per_class,
         seed=seed or 0, weights=None if weights is None else str(weights),
     )  # fmt: skip
     try:
-        identity = {"shortcut": shortcut, **asdict(training)}
-        show(Demo.open(context, out or Path("opal-demo"), identity, overwrite=overwrite), training)
+        show_whole_job(Demo.open(context, out or Path("opal-demo"), asdict(training), overwrite=overwrite), training)
     except (KeyboardInterrupt, typer.Exit) as stop:
         if isinstance(stop, typer.Exit) and stop.exit_code != ExitCode.INTERRUPTED:
             raise
@@ -80,19 +66,12 @@ def demo(
 
 
 def _check(
-    quick: bool,
-    shortcut: bool,
-    epochs: int | None,
-    train_per_class: int | None,
-    weights: Path | None,
-    ort_web: Path | None,
+    quick: bool, epochs: int | None, train_per_class: int | None, weights: Path | None, ort_web: Path | None
 ) -> None:
     """Raise UsageError if options do not fit together, and MissingExtra for a package that is not installed."""
     if quick:
-        if shortcut or epochs or train_per_class or weights:
-            raise UsageError(
-                "--quick trains nothing; leave out --shortcut, --epochs, --train-per-class and --weights, or --quick"
-            )
+        if epochs or train_per_class or weights:
+            raise UsageError("--quick trains nothing; leave out --epochs, --train-per-class and --weights, or --quick")
         require("onnxruntime", "cpu", "opal-deploy demo --quick")
         return
     if ort_web is not None:
