@@ -14,9 +14,9 @@
 #         cykooz_resizer, tomli_w, ptflops; onnxruntime-gpu (without it all steps in ONNX Runtime fail, each in seconds); and
 #         for engines tensorrt_cu13 or tensorrt_rtx_cu13, each with its bindings and libs (the latter not for an H100).
 # OUT:    a folder (default gpu-results) for small files: log (every step with its time, its output and what to look at),
-#         report.md (tables of all measurements), bench.jsonl (measurements, see tools/results/README.md), gpu.csv
+#         bench.jsonl (measurements, see tools/results/README.md), gpu.csv
 #         (the GPU's use five times a second; its times are those of the log), doctor.json, demo.json, reproduce.json.
-# STEPS:  tests pipeline settings head profile nine rest demo, and reproduce where CUB100 (the folder of the hundred bird
+# STEPS:  tests pipeline settings head nine rest demo, and reproduce where CUB100 (the folder of the hundred bird
 #         classes) and RESNET50 (a file of its ImageNet weights) are set: the paper's protocol, OPAL against the linear head.
 #
 # Lines that begin with LOOK say what to read after a group, what it should be near, and which claim of README.md or of the
@@ -47,13 +47,13 @@ device=cuda batch=64 distinct=1024 copies=20 repeats=2 precision=fp16 runtime=co
 two=(resnet50 convnext_tiny)
 nine=(resnet50 resnet101 resnet152 efficientnet_v2_s efficientnet_v2_m efficientnet_v2_l convnext_tiny convnext_small convnext_base)
 quick=(--seconds 0.5 --repeats 3 --warmup 0.3)
-pairs=(--pairs 20 --seconds 0.2 --warmup 0.3)
+pairs=(--repeats 20 --seconds 0.2 --warmup 0.3)
 graphs=(--cuda-graphs)
 if [ -n "${DRY:-}" ]; then
   device=cpu batch=4 distinct=8 copies=3 repeats=1 precision=fp32 runtime=eager slower=4
   two=(shufflenet_v2_x0_5) nine=(shufflenet_v2_x0_5)
   quick=(--seconds 0 --iterations 1 --repeats 1 --warmup 0)
-  pairs=(--pairs 2 --seconds 0 --warmup 0)
+  pairs=(--repeats 2 --seconds 0 --warmup 0)
   graphs=()
 fi
 
@@ -232,7 +232,7 @@ pipeline() {
   done
   look "infer_*: 'infer' is near the smaller of the bare session and the decoding: 2,900 images/s measured on 16 cores." \
     "  bare, ONNX Runtime, fp16: resnet50 8,630 and convnext_tiny 4,830 images/s measured; an engine at most 49,000." \
-    "  Where decoding is slower, 'infer' is near it and gpu_use low; otherwise 'infer' reaches 90 % of bare and gpu_use 90 %." \
+    "  Where decoding is slower, 'infer' is near it and the GPU idle in gpu.csv; otherwise 'infer' reaches 90 % of bare." \
     "  host_to_device_ms: 64 images are 9.6 MB, 0.2 ms on PCIe 5 and 0.4 ms on PCIe 4; topk shortens device_to_host_ms only." \
     "  Settles 'Engines ... none has run' (README.md)."
 }
@@ -262,35 +262,17 @@ head_ratio() {
   local name
   # ONNX Runtime compiles nothing: the answer comes early. Making the two files takes half a minute or more
   for name in "${two[@]}"; do
-    step "head_onnxruntime_$name" 120 "${opal[@]}" bench compare --question head --backbone "$name" --device "$device" \
+    step "head_onnxruntime_$name" 120 "${opal[@]}" bench compare --head linear --head opal --backbone "$name" --device "$device" \
       --batch "$batch" --runtime onnxruntime --precision "$precision" "${pairs[@]}" --out "$results"
   done
   for name in "${two[@]}"; do
-    step "head_${runtime}_$name" 75 "${opal[@]}" bench compare --question head --backbone "$name" --device "$device" --batch "$batch" \
+    step "head_${runtime}_$name" 75 "${opal[@]}" bench compare --head linear --head opal --backbone "$name" --device "$device" --batch "$batch" \
       --runtime "$runtime" --channels-last --precision "$precision" "${graphs[@]}" "${pairs[@]}" --out "$results"
   done
   look "head_*: ratio of OPAL's throughput to the linear head's; in_flight [3, 3] in ONNX Runtime. The paper counts 0.1005 GFLOPs" \
     "  for 200 classes beside resnet50's 4.13, 2.4 %: a ratio of 0.97 to 1. Softmax, maximum and cells read or write" \
-    "  64 x 1000 x 49 float32, 12.5 MB or 4 us a pass: 1 % of a batch of 5 ms. Below 0.95: see which node in 'profile'." \
+    "  64 x 1000 x 49 float32, 12.5 MB or 4 us a pass: 1 % of a batch of 5 ms. Below 0.95: a slow kernel." \
     "  Settles what explaining costs on a GPU, which README.md leaves open."
-}
-
-# which nodes take the time
-profile() {
-  make_models
-  local name path
-  for name in "${two[@]}"; do
-    # the host waits for every kernel, for where ONNX Runtime cannot time kernels itself
-    step "profile_onnxruntime_$name" 30 env CUDA_LAUNCH_BLOCKING=1 "${opal[@]}" bench latency --profile \
-      --model "$work/$name.onnx" --device "$device" --batch "1,$batch" "${quick[@]}" --out "$results"
-    for path in $(engines "$work/$name"); do
-      step "profile_engine_$name" 30 "${opal[@]}" bench latency --profile --model "$path" --device "$device" \
-        --batch "1,$batch" "${quick[@]}" --out "$results"
-    done
-  done
-  look "profile_*: the head's share, 1 to 2 % at a batch of 64: 4 us a pass by memory traffic, 10 us with its launch. ArgMax or" \
-    "  ReduceMax above 50 us are slow kernels. The other latencies of these ONNX files are marked 'blocking': do not publish them." \
-    "  Settles 'On a GPU it was never measured' (reference/measurements-running.md)."
 }
 
 nine_backbones() {
@@ -358,13 +340,12 @@ reproduce() {
     "  'No table of the paper was reproduced with its protocol' (README.md, limits.md)."
 }
 
-for group in ${STEPS:-tests pipeline settings head profile nine rest demo reproduce}; do
+for group in ${STEPS:-tests pipeline settings head nine rest demo reproduce}; do
   case $group in
     head) head_ratio ;;
     nine) nine_backbones ;;
-    tests | pipeline | settings | profile | rest | demo | reproduce) "$group" ;;
-    *) echo "STEPS: no group $group; expected tests, pipeline, settings, head, profile, nine, rest, demo, reproduce" | tee -a "$log" ;;
+    tests | pipeline | settings | rest | demo | reproduce) "$group" ;;
+    *) echo "STEPS: no group $group; expected tests, pipeline, settings, head, nine, rest, demo, reproduce" | tee -a "$log" ;;
   esac
 done
-step report 20 "${opal[@]}" bench report "$results" && keep "$work/output" report.md
 [ -n "${PRINT:-}" ] || echo "$(date +%T) done, $(left) s left" | tee -a "$log"

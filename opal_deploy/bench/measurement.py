@@ -1,65 +1,45 @@
-"""The schema of all benchmarks: one measurement is one line of JSON, which `bench report` and `bench diff` read.
+"""One measurement as one line of JSON, and several as one table.
 
-A line states what was measured (`kind`, `target`, `case`), how (`settings`, `timed`, `command`), on which machine
-(`machine`), under which conditions (`conditions`, `marks`), and the results (`figures`, `details`). `provenance` fills
-in machine, command and time, without names of hosts or users.
+A line states what was measured, how, on which machine and under which conditions, without names of hosts or users.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
-import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from opal_deploy.artifact.documents import check_document
-from opal_deploy.artifact.files import read_text
 from opal_deploy.artifact.output_file import check_output
-from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.model.config import HeadKind
+from opal_deploy.errors import UsageError
 from opal_deploy.runtime.devices import available_cpus, read_driver
+from opal_deploy.visualization.style import escape_unprintable
 
-SCHEMA = 1
 Kind = Literal["overhead", "latency", "throughput", "compare", "pipeline"]
 Better = Literal["higher", "lower"]
 Scalar = str | bool | int | float | None
-OPAL: HeadKind = "opal"
-LINEAR: HeadKind = "linear"
-PLAIN: HeadKind = "plain"
 
-# repeats with a larger spread are marked as noisy
-NOISY_SPREAD = 0.10
-NOISY, THROTTLED = "noisy", "throttled"
-_EXPECTED = "give files that `opal-deploy bench` wrote with --out"
 # distributions whose versions affect the figures
 _DISTRIBUTIONS = (
-    "opal-deploy", "onnxruntime", "onnxruntime-gpu", "torch", "torchvision", "tensorrt-cu13", "tensorrt-rtx-cu13",
-    "cuda-bindings", "numpy", "pillow",
+    "opal-deploy", "onnxruntime", "onnxruntime-gpu", "openvino", "torch", "torchvision", "tensorrt-cu13",
+    "tensorrt-rtx-cu13", "cuda-bindings", "numpy", "pillow",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number with its unit, repeats and confidence interval.
-
-    Attributes:
-        value: in `unit`; the median of the repeats, if there are any.
-        unit: such as `images/s`, `ms`, `MACs`, `%`, `MB`, `ratio`.
-        better: the direction of an improvement; None if neither is.
-        repeats: the values that `value` summarises, in measured order; empty for a count.
-        interval: 95 % confidence interval of `value`, if one was computed.
-    """
+    """One number: a count, or the median of `repeats`, with its 95 % confidence interval if one was computed."""
 
     value: float
     unit: str
@@ -70,46 +50,72 @@ class Figure:
     @staticmethod
     def of_repeats(repeats: Iterable[float], unit: str, better: Better | None = None) -> Figure:
         """Return the median of at least one repeat as a figure."""
-        values = tuple(float(value) for value in repeats)
+        values = tuple(map(float, repeats))
         return Figure(statistics.median(values), unit, better, values)
 
     @property
     def spread(self) -> float | None:
         """(max - min) / |median| of the repeats; None with fewer than two repeats or a median of 0."""
-        if len(self.repeats) < 2 or not (middle := statistics.median(self.repeats)):
-            return None
-        return (max(self.repeats) - min(self.repeats)) / abs(middle)
+        middle = statistics.median(self.repeats) if len(self.repeats) > 1 else 0
+        return (max(self.repeats) - min(self.repeats)) / abs(middle) if middle else None
 
     @property
-    def is_noisy(self) -> bool:
-        """Whether the spread of the repeats exceeds NOISY_SPREAD."""
-        return self.spread is not None and self.spread > NOISY_SPREAD
+    def marks(self) -> tuple[str, ...]:
+        """`noisy` with the spread of the repeats, if that exceeds 10 %."""
+        return (f"noisy: the repeats differ by {self.spread:.0%}",) if (self.spread or 0) > 0.10 else ()
+
+    def __str__(self) -> str:
+        """Return the value with its unit, and its interval or spread: `12.5 ms (spread 3.1%)`."""
+        text = f"{_format_number(self.value)} {self.unit}".removesuffix(" ratio")
+        if self.interval is not None:
+            return f"{text} ({' to '.join(map(_format_number, self.interval))})"
+        return text if self.spread is None else f"{text} (spread {self.spread:.1%})"
+
+
+@functools.cache
+def describe_machine() -> dict[str, Any]:
+    """Return processor, cores, GPUs, driver and versions."""
+    processor = platform.processor() or "unknown"
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as stream:
+        processor = next(line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
+    facts: dict[str, Any] = {
+        "processor": processor, "cores": os.cpu_count(), "usable_cores": available_cpus(),
+        "system": platform.platform(), "python": platform.python_version(), "versions": {},
+    }  # fmt: skip
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            facts["versions"][name] = metadata.version(name)
+    driver = read_driver()
+    if driver.gpus:
+        facts |= {"gpus": [asdict(gpu) for gpu in driver.gpus], "driver": driver.version, "cuda": driver.cuda}
+    return facts
+
+
+def format_command_line(arguments: Sequence[str]) -> str:
+    """Return the command as it could be typed again, without folders, which may name people and machines."""
+    return shlex.join(["opal-deploy", *(re.sub(r"(^|=)[^=]*/(?=[^/])", r"\1", word) for word in arguments[1:])])
+
+
+def head_name(head: Mapping[str, Any]) -> str:
+    """Return `opal`, `linear`, `plain`, or the active parts, from a head's configuration."""
+    if head.get("plain"):
+        return "plain"
+    parts = [part for part in ("projection", "cws", "anchors") if head.get(part)]
+    pooling, distance = head.get("pooling"), head.get("distance", "l2")
+    if len(parts) == 3 and pooling == "max":
+        return "opal" if distance == "l2" else f"opal {distance}"
+    return "linear" if not parts and pooling == "avg" else "+".join([*parts, str(pooling)])
 
 
 @dataclass(frozen=True)
 class Target:
-    """The measured model, and the runtime, device and precision that it ran in.
-
-    Attributes:
-        name: the file's name, or the name of a network that a command built (`resnet50 + opal`).
-        backbone: torchvision's name.
-        head: `opal`, `linear`, `plain`, or the name of an ablation; see `head_name`.
-        runtime: `onnxruntime`, `torch eager`, `torch compile`, `tensorrt` or `tensorrt-rtx`.
-        device: `cpu`, or `cuda:0 NVIDIA H200`.
-        precision: fp32, tf32, fp16, bf16 or int8.
-        layout: memory layout of the images and of the convolutions: `uint8 NHWC; convolutions NCHW`.
-        input_size: (H0, W0) in pixels.
-        num_classes: C.
-        prototypes_per_class: m.
-        sha256: digest of the model file; None for a network with random weights.
-        options: the runtime's options that differ from its defaults: `prefer_nhwc=1`, `CUDA graphs`.
-    """
+    """The measured model, and what it ran in; `tools/results/README.md` describes the fields."""
 
     name: str
     backbone: str = ""
     head: str = ""
     runtime: str = ""
-    runtime_version: str = ""
+    session: str = ""
     device: str = ""
     precision: str = ""
     layout: str = ""
@@ -122,21 +128,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measurement: one line of JSON.
-
-    Attributes:
-        kind: the benchmark that wrote the line.
-        target: the measured model.
-        case: values that distinguish the line from others of the same kind and target: batch, threads, workers.
-        figures: results by name, in reading order.
-        settings: how it was measured: seconds, warm-up iterations, buffers.
-        timed: description of the timed region; empty for a count.
-        marks: reasons for doubt, each one word or `word: reason`: `noisy`, `throttled`, `busy`, `blocking`, `failed`.
-        conditions: samples taken during the run: clocks, power, temperature, throttle reasons.
-        machine: processor, GPU, driver, versions; see `describe_machine`.
-        command: the command line that repeats the measurement.
-        when: ISO 8601, UTC.
-    """
+    """One measurement; `tools/results/README.md` describes the fields."""
 
     kind: Kind
     target: Target
@@ -146,168 +138,62 @@ class Measurement:
     timed: str = ""
     marks: tuple[str, ...] = ()
     conditions: dict[str, Any] = field(default_factory=dict)
-    machine: dict[str, Any] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
-    command: str = ""
-    when: str = ""
-    schema: int = SCHEMA
-
-    @property
-    def key(self) -> str:
-        """A text that two measurements of the same thing share, whatever their time and versions."""
-        target = asdict(self.target)
-        for changing in ("runtime_version", "sha256"):
-            target.pop(changing, None)
-        return json.dumps([self.kind, target, self.case], sort_keys=True)
+    machine: dict[str, Any] = field(default_factory=describe_machine)
+    command: str = field(default_factory=lambda: format_command_line(sys.argv))
+    when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    schema: int = 1
 
     def to_line(self) -> str:
-        """Return one line of JSON without its line end; `from_line` reads it back to an equal object.
-
-        Raises:
-            ValueError: a figure is NaN or infinite: a bug of the benchmark.
-        """
+        """Return one line of JSON; raise ValueError for a figure that is NaN or infinite: a bug of the benchmark."""
         return json.dumps(asdict(self), ensure_ascii=True, allow_nan=False)
-
-    @staticmethod
-    def from_line(line: str, origin: str = "measurement") -> Measurement:
-        """Parse and check one line.
-
-        Raises:
-            UsageError: not JSON, another schema, or a field missing or of the wrong type.
-        """
-        try:
-            raw = json.loads(line)
-            # refuses NaN, and infinities such as 1e999
-            json.dumps(raw, allow_nan=False)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{origin}: not a line of JSON ({error}); {_EXPECTED}") from None
-        if (schema := raw.get("schema") if isinstance(raw, dict) else None) != SCHEMA:
-            raise UsageError(f"{origin}: schema {schema!r} found, {SCHEMA} expected; {_EXPECTED}")
-        try:
-            return check_document(raw, Measurement, "line")
-        except ArtifactError as error:
-            raise UsageError(f"{origin}: not a measurement: {error}; measure again") from None
-
-
-def head_name(head: Mapping[str, Any]) -> str:
-    """Return `opal`, `linear`, `plain`, or the active parts, from a head's configuration."""
-    if head.get("plain"):
-        return PLAIN
-    parts = [part for part in ("projection", "cws", "anchors") if head.get(part)]
-    pooling = head.get("pooling")
-    if len(parts) == 3 and pooling == "max":
-        distance = head.get("distance", "l2")
-        return OPAL if distance == "l2" else f"{OPAL} {distance}"
-    if not parts and pooling == "avg":
-        return LINEAR
-    return "+".join([*parts, str(pooling)])
-
-
-def read_measurements(paths: Iterable[Path]) -> Iterator[Measurement]:
-    """Yield the measurements of JSON lines files in order; a folder stands for its `*.jsonl`. Empty lines are skipped.
-
-    Raises:
-        UsageError: a file cannot be read, or a line is not a measurement; the error names file and line.
-    """
-    for path in itertools.chain.from_iterable(map(_list_files, paths)):
-        try:
-            # not splitlines: it also splits at characters that JSON allows inside a string
-            lines = read_text(path).split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise UsageError(f"{path}: cannot be read ({reason}); {_EXPECTED}") from None
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield Measurement.from_line(line, f"{path}:{number}")
 
 
 def append_measurement(path: Path, measurement: Measurement) -> None:
-    """Append one line to a file; the file and its folder need not exist.
-
-    Raises:
-        UsageError: the file cannot be written, or is not a .jsonl file.
-    """
+    """Append one line to a .jsonl file; UsageError if it cannot be written, or is another file."""
     check_output("--out", path, [".jsonl"], overwrite=True)
+    line = measurement.to_line()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as stream:
-            stream.write(measurement.to_line() + "\n")
+            stream.write(f"{line}\n")
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another --out") from None
 
 
-def _list_files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    if not (files := sorted(path.glob("*.jsonl"))):
-        raise UsageError(f"{path}: a folder without *.jsonl; {_EXPECTED}")
-    return files
+def format_measurements(measurements: Sequence[Measurement]) -> str:
+    """Return one table, and the notes and marks; measurements are rows, but columns where they have more figures."""
+    cases = dict.fromkeys(name for m in measurements for name in m.case)
+    figures = dict.fromkeys(name for m in measurements for name in m.figures)
+    rows = [["model", "runtime", "precision", *cases, *figures]]
+    notes = []
+    for m in measurements:
+        columns = [*(m.case.get(name) for name in cases), *(m.figures.get(name) for name in figures)]
+        cells = [m.target.name, f"{m.target.runtime} {m.target.options}".strip(), m.target.precision, *columns]
+        rows.append([escape_unprintable(str("-" if cell is None else cell)) for cell in cells])
+        notes += [f"{m.target.name}: {note}" for note in (*m.details.get("notes", ()), *m.marks)]
+    if len(figures) > len(measurements):
+        rows = [list(row) for row in zip(*rows, strict=True)]
+    return "\n".join([format_table(rows[0], rows[1:]), *map(escape_unprintable, dict.fromkeys(notes))])
 
 
-@functools.cache
-def describe_machine() -> dict[str, Any]:
-    """Return processor, cores, memory, GPUs, driver and versions."""
-    driver = read_driver()
-    facts: dict[str, Any] = {
-        "processor": _read_processor(),
-        "cores": os.cpu_count(),
-        "usable_cores": available_cpus(),
-        "governor": _read_governor(),
-        "memory_gb": _read_memory(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {},
-    }
-    for name in _DISTRIBUTIONS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            facts["versions"][name] = metadata.version(name)
-    if driver.gpus:
-        facts["gpus"] = [
-            {
-                "name": gpu.name,
-                "memory_gb": None if gpu.memory is None else round(gpu.memory / 1e9, 1),
-                "compute_capability": ".".join(map(str, gpu.compute_capability)),
-            }
-            for gpu in driver.gpus
-        ]
-        facts["driver"] = driver.version
-        facts["cuda"] = None if driver.cuda is None else ".".join(map(str, driver.cuda))
-    return facts
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, markdown: bool = False) -> str:
+    """Return a table as text or Markdown, as wide as it has to be; columns but the first are aligned to the right."""
+    # a heavy import, for people only
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.MARKDOWN if markdown else box.SIMPLE_HEAD, show_edge=markdown)
+    for number, title in enumerate(header):
+        table.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=10_000, markup=False, highlight=False, emoji=False, color_system=None)
+    with console.capture() as text:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in text.get().splitlines() if line.strip())
 
 
-def provenance() -> dict[str, Any]:
-    """Return the fields of a `Measurement` that every benchmark fills alike: `machine`, `command`, `when`."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"machine": describe_machine(), "command": format_command_line(sys.argv), "when": now}
-
-
-def format_command_line(arguments: Sequence[str]) -> str:
-    """Return the command as it could be typed again, with file names instead of this machine's paths."""
-    return shlex.join(["opal-deploy", *(_without_folder(argument) for argument in arguments[1:])])
-
-
-def _without_folder(argument: str) -> str:
-    option, equals, value = argument.partition("=")
-    if equals and option.startswith("-"):
-        return f"{option}={_without_folder(value)}"
-    path = Path(argument)
-    has_location = path.is_absolute() or argument.startswith("~") or ".." in path.parts
-    return path.name if len(path.parts) > 1 and (has_location or os.path.exists(path)) else argument
-
-
-def _read_processor() -> str:
-    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as stream:
-        return next(line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
-    return platform.processor() or "unknown"
-
-
-def _read_governor() -> str | None:
-    with contextlib.suppress(OSError):
-        return Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip() or None
-    return None
-
-
-def _read_memory() -> float | None:
-    with contextlib.suppress(AttributeError, ValueError, OSError):
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
-    return None
+def _format_number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

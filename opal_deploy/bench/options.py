@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from opal_deploy.errors import UsageError
+from opal_deploy.model.config import HeadKind
 from opal_deploy.options import Decode, Device, Option, Options, RuntimeChoice, Threads, Workers, parse_size
 
 Runtime = Literal["eager", "compile", "onnxruntime", "tensorrt"]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8"]
-Question = Literal["head", "runtime", "precision"]
-Size = tuple[int, int]
 
-_MODEL, _TIMING = "Model", "Timing"
+_model, _timing = partial(Option, panel="Model"), partial(Option, panel="Timing")
+_HEAD = "Head of --backbone: opal, linear (the paper's), or plain (the network's own classifier); repeatable."
+_RUNTIME = "Runtime of checkpoints and --backbone: onnxruntime, eager, compile, tensorrt; repeatable."
+_PRECISION = "Precision of checkpoints and --backbone: fp32, tf32, fp16, bf16, int8; repeatable."
+_ORT_OPTION = "NAME=VALUE for ONNX Runtime on a GPU, such as prefer_nhwc=1; repeatable."
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
-    """Parse `1,2,4` to different numbers in ascending order.
-
-    Raises:
-        UsageError: not positive integers separated by commas.
-    """
+    """Parse `1,2,4` to different numbers in ascending order; UsageError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and 0 < int(part) < 1e6 for part in parts):
         raise UsageError(f"{option} {text!r}: expected positive integers such as 8 or 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
 
 
-# options of several benchmarks
 Batches = Annotated[
-    tuple[int, ...],
-    Option("Batch sizes, such as 8 or 1,2,4.", cli=str, parse=partial(parse_counts, "--batch"), panel=_TIMING),
+    tuple[int, ...], _timing("Batch sizes, such as 8 or 1,2,4.", cli=str, parse=partial(parse_counts, "--batch"))
 ]
+Seconds = Annotated[float, _timing("Minimum length of a repeat in seconds.", min=0)]
+Iterations = Annotated[int, _timing("Minimum calls per repeat.", min=1)]
+Repeats = Annotated[int, _timing("Repeats; their spread is reported.", min=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,129 +50,45 @@ class BackboneOptions(OutputOptions):
     """The networks to build from backbones, and their head and input."""
 
     backbone: Annotated[
-        tuple[str, ...],
-        Option("torchvision's name, or timm:NAME; random weights; repeatable.", cli=list[str], panel=_MODEL),
+        tuple[str, ...], _model("torchvision's name, or timm:NAME; random weights; repeatable.", cli=list[str])
     ] = ()
-    prototypes: Annotated[int, Option("Prototypes per class of --backbone, m.", min=1, panel=_MODEL)] = 5
+    prototypes: Annotated[int, _model("Prototypes per class of --backbone, m.", min=1)] = 5
     size: Annotated[
-        Size | None,
-        Option(
-            "Input of --backbone: pixels, or height x width.", cli=str, parse=parse_size, default="224", panel=_MODEL
-        ),
+        tuple[int, int] | None,
+        _model("Input of --backbone: pixels, or height x width.", cli=str, parse=parse_size, default="224"),
     ] = None
+    stride: Annotated[
+        tuple[int, ...],
+        _model("Input pixels per cell of --backbone: 32, 16 or 8; repeatable.", cli=list[int], min=1, default="all"),
+    ] = ()
+    keep_layers: Annotated[bool, _model("Keep all layers at each --stride, as in `train`.")] = False
 
     @property
-    def input_size(self) -> Size:
+    def input_size(self) -> tuple[int, int]:
         """(H0, W0) in pixels."""
         return self.size or (224, 224)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrideOptions(Options):
-    """The strides at which backbones are cut."""
-
-    stride: Annotated[
-        tuple[int, ...],
-        Option(
-            "Input pixels per cell of --backbone: 32, 16 or 8; repeatable.",
-            cli=list[int],
-            min=1,
-            default="the whole network",
-            panel=_MODEL,
-        ),
-    ] = ()
-    keep_layers: Annotated[bool, Option("Keep all layers at each --stride, as in `train`.", panel=_MODEL)] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceOptions(Options):
-    """The device that runs the model."""
-
-    device: Device = "auto"
-    threads: Threads = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmUpOptions(Options):
-    """The calls before the timed ones, and the inputs of all."""
-
-    warmup: Annotated[float, Option("Minimum warm-up in seconds.", min=0, panel=_TIMING)] = 1.0
-    buffers: Annotated[int, Option("Number of random batches, used in turn.", min=1, panel=_TIMING)] = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimingOptions(WarmUpOptions):
-    """The length and number of the repeats; `on_repeat` is called after each."""
-
-    seconds: Annotated[float, Option("Minimum length of a repeat in seconds.", min=0, panel=_TIMING)] = 3.0
-    iterations: Annotated[int, Option("Minimum calls per repeat.", min=1, panel=_TIMING)] = 10
-    repeats: Annotated[int, Option("Repeats; their spread is reported.", min=1, panel=_TIMING)] = 3
-    on_repeat: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(DeviceOptions, StrideOptions, BackboneOptions):
-    """The models to time, and how they run: shared by `latency`, `throughput` and `compare`."""
-
-    model: Annotated[
-        tuple[Path, ...], Option("Checkpoint, ONNX file or engine; repeatable.", cli=list[Path], panel=_MODEL)
-    ] = ()
-    classes: Annotated[int, Option("Classes of --backbone, C.", min=2, panel=_MODEL)] = 200
-    channels_last: Annotated[bool, Option("Run PyTorch's convolutions as NHWC.", panel=_TIMING)] = False
-    ort_option: Annotated[
-        tuple[str, ...],
-        Option(
-            "NAME=VALUE for ONNX Runtime on a GPU: prefer_nhwc, enable_cuda_graph (0 or 1), "
-            "cudnn_conv_algo_search; repeatable.",
-            cli=list[str],
-            panel=_TIMING,
-        ),
-    ] = ()
-    cuda_graphs: Annotated[
-        bool, Option("Replay kernels as CUDA graphs (engines, and compile on a GPU).", panel=_TIMING)
-    ] = False
-    batch: Batches = (1,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions(TimingOptions, ModelOptions):
-    """The options of `bench latency` and `bench throughput`."""
-
-    head: Annotated[
-        Literal["opal", "linear", "plain"],
-        Option(
-            "Head of --backbone: opal, the paper's linear head (unit-length features), or the network's own "
-            "classifier (plain).",
-            panel=_MODEL,
-        ),
-    ] = "opal"
-    runtime: Annotated[
-        tuple[Runtime, ...],
-        Option(
-            "Runtime of checkpoints and --backbone: onnxruntime, eager, compile, tensorrt; repeatable.",
-            cli=list[str],
-            default="onnxruntime",
-            panel=_TIMING,
-        ),
-    ] = ()
-    precision: Annotated[
-        tuple[Precision, ...],
-        Option(
-            "Precision of checkpoints and --backbone: fp32, tf32, fp16, bf16, int8; repeatable.",
-            cli=list[str],
-            default="fp32",
-            panel=_TIMING,
-        ),
-    ] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatencyOptions(SweepOptions):
+class SweepOptions(BackboneOptions):
     """The options of `bench latency`."""
 
-    profile: Annotated[
-        bool, Option("Also time every node of an ONNX file or layer of an engine; sums for backbone and head.")
-    ] = False
+    model: Annotated[tuple[Path, ...], _model("Checkpoint, ONNX file or engine; repeatable.", cli=list[Path])] = ()
+    classes: Annotated[int, _model("Classes of --backbone, C.", min=2)] = 200
+    head: Annotated[tuple[HeadKind, ...], _model(_HEAD, cli=list[str], default="opal")] = ()
+    device: Device = "auto"
+    threads: Threads = None
+    runtime: Annotated[tuple[Runtime, ...], _timing(_RUNTIME, cli=list[str], default="onnxruntime")] = ()
+    precision: Annotated[tuple[Precision, ...], _timing(_PRECISION, cli=list[str], default="fp32")] = ()
+    channels_last: Annotated[bool, _timing("Run PyTorch's convolutions as NHWC.")] = False
+    ort_option: Annotated[tuple[str, ...], _timing(_ORT_OPTION, cli=list[str])] = ()
+    cuda_graphs: Annotated[bool, _timing("Replay kernels as CUDA graphs (engines, and compile on a GPU).")] = False
+    batch: Batches = (1,)
+    warmup: Annotated[float, _timing("Minimum warm-up in seconds.", min=0)] = 1.0
+    buffers: Annotated[int, _timing("Number of random batches, used in turn.", min=1)] = 4
+    seconds: Seconds = 3.0
+    iterations: Iterations = 10
+    repeats: Repeats = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,53 +99,42 @@ class ThroughputOptions(SweepOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(WarmUpOptions, ModelOptions):
+class CompareOptions(SweepOptions):
     """The options of `bench compare`."""
 
-    question: Annotated[
-        Question | None, Option("Compare variants of --backbone or --model: heads, runtimes or precisions.")
-    ] = None
-    runtime: Annotated[Runtime, Option("Runtime of checkpoints and --backbone.", panel=_TIMING)] = "onnxruntime"
-    precision: Annotated[
-        Precision | None, Option("Precision of checkpoints and --backbone.", default="fp32", panel=_TIMING)
-    ] = None
-    pairs: Annotated[int, Option("Rounds in which each model runs once.", min=1, panel=_TIMING)] = 30
-    seconds: Annotated[float, Option("Minimum length of each run in seconds.", min=0, panel=_TIMING)] = 0.3
+    seconds: Seconds = 0.3
+    iterations: Iterations = 1
+    repeats: Repeats = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions(DeviceOptions, OutputOptions):
+class PipelineOptions(OutputOptions):
     """The options of `bench pipeline`."""
 
+    device: Device = "auto"
+    threads: Threads = None
     limit: Annotated[int, Option("Maximum number of images.", min=1)] = 256
     batch: Annotated[int, Option("Batch size.", min=1)] = 8
     workers: Workers = None
     network: Annotated[bool, Option("Run the network, or replay its outputs.", flag="--network/--no-network")] = True
     explain: Annotated[bool, Option("Also time `infer --explain`.", flag="--explain/--no-explain")] = True
     decode: Decode = "default"
-    isolate: Annotated[
-        bool, Option("Decode in processes, as infer does, or in threads.", flag="--isolate/--no-isolate")
-    ] = True
+    isolate: Annotated[bool, Option("Decode in processes, as infer does.", flag="--isolate/--no-isolate")] = True
     runtime: RuntimeChoice = "auto"
     cuda_graphs: Annotated[bool, Option("Replay kernels as CUDA graphs, as in infer.")] = False
     repeats: Annotated[int, Option("Passes over the images.", min=1)] = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverheadOptions(StrideOptions, BackboneOptions):
+class OverheadOptions(BackboneOptions):
     """The options of `bench overhead`."""
 
     backbone: Annotated[
         tuple[str, ...],
-        Option(
-            "torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine", panel=_MODEL
-        ),
+        _model("torchvision's name, or timm:NAME; repeatable.", cli=list[str], default="the paper's nine"),
     ] = ()
     classes: Annotated[
-        tuple[int, ...],
-        Option("Classes, C; repeatable.", cli=list[int], min=2, default="those of the paper's data sets", panel=_MODEL),
+        tuple[int, ...], _model("Classes, C; repeatable.", cli=list[int], min=2, default="the paper's data sets")
     ] = ()
-    check: Annotated[bool, Option("Compare with every figure that the paper prints; exit with 4 on a difference.")] = (
-        False
-    )
+    check: Annotated[bool, Option("Compare with the paper's figures; exit with 4 on a difference.")] = False
     table: Annotated[Literal["text", "markdown"], Option("Format of the table on stdout.", flag="--format")] = "text"

@@ -1,16 +1,18 @@
 """The timer: a discarded warm-up, then repeats of many batches each.
 
 As in `infer`, a session on a GPU gets `PipelinedSession.depth` batches at a time, so that copies overlap the
-computation; to measure latency it gets one. Every repeat starts and ends with an idle device, so each counted batch
-starts and finishes within its repeat.
+computation; to measure latency it gets one. Every repeat starts and ends with an idle device. The repeats of several
+models are interleaved: A B C, then C B A, and so on, so that a machine whose speed drifts favours none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,231 +21,185 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.bench.measurement import Figure
-from opal_deploy.bench.options import TimingOptions
-from opal_deploy.bench.targets import LoadedTarget
+from opal_deploy.bench.options import SweepOptions
+from opal_deploy.runtime.devices import GpuSensors, NvmlError, parse_device
 from opal_deploy.runtime.session import ImageBatch, PaddingSession, PipelinedSession, Session, StagedSession, pinned
-from opal_deploy.statistics import spread
 
-Clock = Callable[[], int]
+Progress = Callable[[int, int], None]
+Conditions = dict[str, dict[str, Any]]
+# the seconds of each batch from its begin to its end, float64 [iterations], and those of all
+Repeat = tuple[NDArray[np.float64], float]
 
 # the first batches compile, choose kernels and record CUDA graphs, once for each of up to three sets of buffers: their
 # time does not count as warm-up
 _FIRST_CALLS = 3
-# the warm-up ends when the last few batches differ by no more than this
-_STABLE_CALLS, _STABLE_SPREAD = 5, 0.10
-# a machine that never becomes stable gets this many times the minimum warm-up
-_MAX_WARM_UP_FACTOR = 5
-# calls after the timed ones that measure the stages
-_STAGED_CALLS = 20
+# reasons for lower clocks that were chosen; all others are throttling
+_HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clock_setting")
 
 
 @dataclass(frozen=True)
-class Batches:
-    """The work that is timed, in batches that are begun and finished in order.
+class Run:
+    """A session on batches in turn, as many in flight as it takes, or one at a time."""
 
-    Attributes:
-        begin: begins the batch of this number; does all of it where `depth` is 1.
-        finish: waits for the oldest batch that was begun.
-        depth: number of batches in flight before the oldest is waited for.
-    """
+    session: Session
+    batches: Sequence[ImageBatch]
+    one_by_one: bool = False
 
-    begin: Callable[[int], object]
-    finish: Callable[[], object] = lambda: None
-    depth: int = 1
+    @property
+    def depth(self) -> int:
+        """The number of batches in flight."""
+        return self.session.depth if isinstance(self.session, PipelinedSession) and not self.one_by_one else 1
 
-    def run(self, number: int) -> None:
-        """Begin one batch and wait for it; none may be in flight."""
-        self.begin(number)
-        self.finish()
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """The discarded batches: their number, their seconds, and whether the last few took equally long."""
-
-    calls: int
-    seconds: float
-    stable: bool
+    def time_repeat(self, seconds: float, iterations: int) -> Repeat:
+        """Time at least `iterations` batches in at least `seconds`, with Python's garbage collector off."""
+        # a session with a depth of more than 1 is pipelined
+        session: Any = self.session
+        depth, clock = self.depth, time.perf_counter_ns
+        latencies: list[int] = []
+        in_flight: deque[tuple[int, object]] = deque()
+        collects_garbage = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            number, start = 0, clock()
+            end = start
+            while (is_due := number < iterations or end - start < seconds * 1e9) or in_flight:
+                if is_due:
+                    begin, images = clock(), self.batches[number % len(self.batches)]
+                    number += 1
+                    in_flight.append((begin, session.submit(images) if depth > 1 else session.run(images)))
+                    if len(in_flight) < depth:
+                        continue
+                begin, handle = in_flight.popleft()
+                if depth > 1:
+                    session.collect(handle)
+                end = clock()
+                latencies.append(end - begin)
+        finally:
+            if collects_garbage:
+                gc.enable()
+        return np.asarray(latencies, np.float64) / 1e9, (end - start) / 1e9
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of every batch.
+    """The repeats of a model, the number of batches discarded before them, and the number of batches in flight."""
 
-    Attributes:
-        repeats: seconds of each batch from its begin to its end, one float64 array [iterations] per repeat.
-        elapsed: seconds of each repeat, including the loop itself.
-        depth: batches in flight.
-    """
-
-    repeats: tuple[NDArray[np.float64], ...]
-    elapsed: tuple[float, ...]
-    warm_up: WarmUp
-    depth: int = 1
+    repeats: tuple[Repeat, ...]
+    warm_up: int
+    depth: int
 
     def throughput(self, images: int) -> Figure:
         """Return images per second, one value per repeat, for `images` per batch."""
-        rates = (images * len(calls) / seconds for calls, seconds in zip(self.repeats, self.elapsed, strict=True))
+        rates = (images * len(calls) / seconds for calls, seconds in self.repeats)
         return Figure.of_repeats(rates, "images/s", "higher")
 
     def latency(self, percent: float | None = None) -> Figure:
         """Return the batches' mean milliseconds, or a percentile of them, over all repeats and in each."""
-        all_calls, *repeats = (
+        repeats = [calls for calls, _ in self.repeats]
+        value, *values = (
             1e3 * float(np.mean(calls) if percent is None else np.percentile(calls, percent))
-            for calls in (np.concatenate(self.repeats), *self.repeats)
+            for calls in (np.concatenate(repeats), *repeats)
         )
-        return Figure(all_calls, "ms", "lower", tuple(repeats))
+        return Figure(value, "ms", "lower", tuple(values))
 
     def settings(self) -> dict[str, Any]:
         """Return the number of batches, those in flight, and seconds, for `Measurement.settings`."""
         return {
-            "in_flight": self.depth,
-            "repeats": len(self.repeats),
-            "iterations": [len(calls) for calls in self.repeats],
-            "measured_seconds": round(sum(self.elapsed), 3),
-            "warm_up_iterations": self.warm_up.calls,
-            "warm_up_seconds": round(self.warm_up.seconds, 3),
-            "warm_up_stable": self.warm_up.stable,
-        }
+            "in_flight": self.depth, "repeats": len(self.repeats),
+            "iterations": [len(calls) for calls, _ in self.repeats],
+            "measured_seconds": round(sum(seconds for _, seconds in self.repeats), 3),
+            "warm_up_iterations": self.warm_up,
+        }  # fmt: skip
 
 
-def time_stages(session: Session, batches: Sequence[ImageBatch]) -> dict[str, Figure]:
-    """Return median milliseconds per batch of a GPU's copies and computation; empty for a session without stages.
+def time_runs(
+    runs: Sequence[Run], options: SweepOptions, progress: Progress = lambda done, total: None
+) -> list[Timing]:
+    """Time one or more models; each repeat of a model has at least `iterations` batches in about `seconds`.
 
-    The stages are waited for one by one in separate calls. The session must be warm at this batch size, and the batches
-    in page-locked memory.
+    The warm-up is three batches and then `warmup` seconds. Of several models each repeat has a number of batches that
+    is fixed before, and starts with one uncounted batch, which refills the caches.
     """
-    if not isinstance(session, StagedSession):
-        return {}
-    stages = [session.run_staged(batches[number % len(batches)])[1] for number in range(_STAGED_CALLS)]
-    figures = {}
-    for name in ("host_to_device", "compute", "device_to_host"):
-        values = [1e3 * seconds for call in stages if (seconds := getattr(call, name)) is not None]
-        if values:
-            figures[f"{name}_ms"] = Figure(float(np.median(values)), "ms", "lower")
-    return figures
+    warm, counts = [], []
+    for run in runs:
+        first, (last, elapsed) = run.time_repeat(0, _FIRST_CALLS)[0], run.time_repeat(options.warmup, 1)
+        warm.append(len(first) + len(last))
+        counts.append(max(options.iterations, math.ceil(options.seconds * len(last) / max(elapsed, 1e-9))))
+    # stopping several models by the clock would favour those whose batches fill it exactly
+    lengths = [(0.0, count) for count in counts] if len(runs) > 1 else [(options.seconds, options.iterations)]
+    timed: list[list[Repeat]] = [[] for _ in runs]
+    for number in range(options.repeats):
+        order = range(len(runs))
+        for index in order if number % 2 == 0 else reversed(order):
+            if len(runs) > 1:
+                # another input than the one that the repeat starts with
+                runs[index].session.run(runs[index].batches[-1])
+            timed[index].append(runs[index].time_repeat(*lengths[index]))
+        progress(number + 1, options.repeats)
+    return [Timing(tuple(made), discarded, run.depth) for made, discarded, run in zip(timed, warm, runs, strict=True)]
 
 
 @contextmanager
-def rotate_inputs(loaded: LoadedTarget, batch: int, buffers: int, *, one_by_one: bool = False) -> Iterator[Batches]:
-    """Yield the runs of a session, without padding, on `buffers` batches of noise in turn."""
-    session = loaded.session
+def pinned_noise(session: Session, count: int, batch: int) -> Iterator[list[ImageBatch]]:
+    """Yield `count` different arrays of noise, uint8 [batch, H0, W0, 3], the same in every call.
+
+    They are executed without padding, and page-locked for a GPU as in `infer`. Otherwise the host copies every batch
+    once more, which hides differences on the device.
+    """
     if isinstance(session, PaddingSession):
         session.add_batch_size(batch)
-    with pinned_noise(loaded, buffers, batch) as batches:
-        yield in_turn(session, batches, one_by_one=one_by_one)
-
-
-def in_turn(session: Session, batches: Sequence[ImageBatch], *, one_by_one: bool = False) -> Batches:
-    """Return the runs of a session on batches in turn, as many in flight as it takes, or one by one."""
-    if one_by_one or not isinstance(session, PipelinedSession):
-        return Batches(lambda number: session.run(batches[number % len(batches)]))
-    pipelined, handles = session, deque[object]()
-    return Batches(
-        lambda number: handles.append(pipelined.submit(batches[number % len(batches)])),
-        lambda: pipelined.collect(handles.popleft()),
-        pipelined.depth,
-    )
-
-
-@contextmanager
-def pinned_noise(loaded: LoadedTarget, count: int, batch: int) -> Iterator[list[ImageBatch]]:
-    """Yield batches of noise, page-locked for a GPU, as in `infer`.
-
-    Otherwise the host copies every batch once more, which hides differences on the device.
-    """
-    batches = random_batches(count, batch, loaded.metadata.input_size)
+    generator, shape = np.random.default_rng(0), (batch, *session.metadata.input_size, 3)
+    batches = [generator.integers(0, 256, shape, dtype=np.uint8) for _ in range(count)]
     with ExitStack() as stack:
         for images in batches:
-            stack.enter_context(pinned(loaded.session, images))
+            stack.enter_context(pinned(session, images))
         yield batches
 
 
-def random_batches(count: int, batch: int, size: tuple[int, int], *, seed: int = 0) -> list[ImageBatch]:
-    """Return `count` different arrays of noise, uint8 [batch, H0, W0, 3]; the same seed gives the same arrays."""
-    generator = np.random.default_rng(seed)
-    return [generator.integers(0, 256, (batch, *size, 3), dtype=np.uint8) for _ in range(count)]
+def time_stages(session: Session, batches: Sequence[ImageBatch]) -> dict[str, Figure]:
+    """Return median milliseconds per batch of a GPU's copies and computation, waited for one by one; empty for a CPU.
 
-
-def time_repeats(batches: Batches, options: TimingOptions, *, clock: Clock = time.perf_counter_ns) -> Timing:
-    """Time batches in repeats; the clock counts nanoseconds."""
-    warmed = warm_up(batches, options.warmup, clock=clock)
-    timed = []
-    for _ in range(options.repeats):
-        timed.append(time_repeat(batches, options.seconds, options.iterations, clock))
-        options.on_repeat()
-    return Timing(tuple(each for each, _ in timed), tuple(seconds for _, seconds in timed), warmed, batches.depth)
-
-
-def warm_up(batches: Batches, seconds: float, *, clock: Clock = time.perf_counter_ns) -> WarmUp:
-    """Run three batches, then for at least `seconds` and until five in a row differ by at most 10 %.
-
-    Stops five times `seconds` after the third batch even if they never become stable.
+    The session must be warm at this batch size, and the batches in page-locked memory.
     """
-    finished: list[tuple[int, int]] = []
-    stable = False
-
-    def is_warm(*_: int) -> bool:
-        nonlocal stable
-        if len(finished) <= _FIRST_CALLS:
-            return False
-        counted = (finished[-1][1] - finished[_FIRST_CALLS - 1][1]) / 1e9
-        last = [end - begin for begin, end in finished[-_STABLE_CALLS:]]
-        stable = len(last) == _STABLE_CALLS and spread(last) <= _STABLE_SPREAD
-        return counted >= seconds and (stable or counted >= _MAX_WARM_UP_FACTOR * seconds)
-
-    with gc_disabled():
-        finished.extend(run_batches(batches, is_warm, clock))
-    return WarmUp(len(finished), (finished[-1][1] - finished[0][0]) / 1e9, stable)
+    if session.device == "cpu" or not isinstance(session, StagedSession):
+        return {}
+    stages = [session.run_staged(batches[number % len(batches)])[1] for number in range(20)]
+    named = {name: [getattr(call, name) for call in stages] for name in ("host_to_device", "compute", "device_to_host")}
+    return {
+        f"{name}_ms": Figure(1e3 * float(np.median(seconds)), "ms", "lower")
+        for name, seconds in named.items()
+        if None not in seconds
+    }
 
 
-def time_calls(batches: Batches, count: int, *, clock: Clock = time.perf_counter_ns) -> float:
-    """Return the total seconds of `count` batches."""
-    return time_repeat(batches, 0, count, clock)[1]
+def read_gpus(devices: Iterable[str]) -> Conditions:
+    """Return the clocks, power and temperature of the GPUs among devices such as `cpu` and `cuda:0`, from NVML."""
+    readings: Conditions = {}
+    for device in sorted(set(devices) - {"cpu"}):
+        try:
+            gpu = GpuSensors(parse_device(device)[1])
+            readings[device] = {"name": gpu.name, **gpu.read(), "clock_reasons": gpu.read_clock_reasons() or []}
+        except NvmlError as error:
+            readings[device] = {"not_read": f"NVML: {error}"}
+    return readings
 
 
-def time_repeat(batches: Batches, seconds: float, iterations: int, clock: Clock) -> tuple[NDArray[np.float64], float]:
-    """Return the seconds of each of at least `iterations` batches in at least `seconds`, and of all."""
-    latencies: list[int] = []
-    limit = int(seconds * 1e9)
-    with gc_disabled():
-        start = end = clock()
-        for begin, end in run_batches(batches, lambda begun, passed: begun >= iterations and passed >= limit, clock):
-            latencies.append(end - begin)
-    return np.asarray(latencies, np.float64) / 1e9, (end - start) / 1e9
+def find_throttling(after: Conditions) -> tuple[str, ...]:
+    """Return a mark for each reason other than a setting for which a GPU's clocks were lower after a run."""
+    reasons = dict.fromkeys(reason for readings in after.values() for reason in readings.get("clock_reasons", ()))
+    return tuple(f"throttled: {reason}" for reason in reasons if reason not in _HARMLESS)
 
 
-def run_batches(batches: Batches, is_enough: Callable[[int, int], bool], clock: Clock) -> Iterator[tuple[int, int]]:
-    """Run batches, and yield the times at which each was begun and finished.
-
-    Args:
-        is_enough: whether no more are begun, from the number that were and the nanoseconds until the last one was
-            finished; those in flight are finished.
-    """
-    begun: deque[int] = deque()
-    number = 0
-    start = end = clock()
-    while not is_enough(number, end - start):
-        begun.append(clock())
-        batches.begin(number)
-        number += 1
-        if len(begun) == batches.depth:
-            batches.finish()
-            end = clock()
-            yield begun.popleft(), end
-    while begun:
-        batches.finish()
-        yield begun.popleft(), clock()
+def peak_memory() -> dict[str, Figure]:
+    """Return this process's largest resident memory since `reset_peak_memory`, in 2^20 bytes; Linux only."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as stream:
+        kilobytes = next(int(line.split()[1]) for line in stream if line.startswith("VmHWM"))
+        return {"peak_memory": Figure(kilobytes / 1024, "MB", "lower")}
+    return {}
 
 
-@contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Collect garbage before the block, and keep Python's collector off inside."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def reset_peak_memory() -> None:
+    """Restart `peak_memory`."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
+        stream.write("5")

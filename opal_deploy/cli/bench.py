@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,33 +13,23 @@ import typer
 
 from opal_deploy.bench.options import (
     CompareOptions,
-    LatencyOptions,
     OutputOptions,
     OverheadOptions,
     PipelineOptions,
     SweepOptions,
     ThroughputOptions,
 )
-from opal_deploy.cli.console import Advance, print_json, print_json_line, print_message, progress
+from opal_deploy.cli.console import print_json_line, print_message, progress
 from opal_deploy.cli.help import CommandGroup, GroupedCommand
 from opal_deploy.cli.options import expand_options
-from opal_deploy.errors import UsageError, require
+from opal_deploy.errors import OpalError, UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.diff import MeasurementDiff, Verdict
     from opal_deploy.bench.measurement import Measurement
+    from opal_deploy.bench.models import TimedModel
+    from opal_deploy.bench.networks import NamedNetwork
     from opal_deploy.bench.speed import SweepKind
-    from opal_deploy.bench.targets import LoadedTarget
     from opal_deploy.sources.image import InputImage
-
-Files = Annotated[list[Path], typer.Argument(help="Files that `opal-deploy bench` wrote with --out, or folders.")]
-# of each list but the regressions; --json has all
-_MAX_LINES = 20
-_VERDICTS: dict[str, Verdict] = {
-    "REGRESSIONS": "regression",
-    "doubtful, since a measurement is marked": "doubtful",
-    "improvements": "improvement",
-}
 
 
 def overhead(options: OverheadOptions) -> None:
@@ -55,14 +45,15 @@ def overhead(options: OverheadOptions) -> None:
 
     paper = overheads.load_paper()
     unchanged = OverheadOptions(check=True, out=options.out, as_json=options.as_json, table=options.table)
-    if options.check and replace(options, size=None if options.size == paper.input_size else options.size) != unchanged:
+    is_default_size = options.input_size == unchanged.input_size
+    if options.check and replace(options, size=None if is_default_size else options.size) != unchanged:
         raise UsageError(
             "--check compares the paper's own table: leave out every option but --format, --out and --json"
         )
-    columns = [(overheads.format_classes(number), number) for number in dict.fromkeys(options.classes)]
+    datasets = {name: entry["classes"] for name, entry in paper["datasets"].items()}
     rows = overheads.count_rows(
-        options.backbone or paper.backbones,
-        columns or list(paper.datasets.items()),
+        options.backbone or list(paper["backbones"]),
+        {f"{number} classes": number for number in options.classes} or datasets,
         options.prototypes,
         options.input_size,
         strides=options.stride or (None,),
@@ -72,21 +63,14 @@ def overhead(options: OverheadOptions) -> None:
     for measurement in overheads.build_measurements(rows, options.input_size):
         _write(measurement, options)
     if not options.as_json:
-        markdown = options.table == "markdown"
-        print(overheads.format_tables(rows, options.input_size, paper.titles, markdown=markdown), end="", flush=True)
+        print_json_line(overheads.format_tables(rows, paper, markdown=options.table == "markdown"))
     if options.check:
-        cells = overheads.compare_with_paper(rows, paper)
-        for line in overheads.format_comparison(cells):
-            print_message(line)
-        overheads.require_agreement(cells)
+        overheads.check_paper(rows, paper, print_message)
 
 
-def latency(options: LatencyOptions) -> None:
-    """Measure milliseconds per batch: p50, p90, p95, p99 and mean; on a GPU also copies and computation separately.
-
-    --profile adds the time per node or layer, and the sums of backbone, projection and head.
-    """
-    _measure_speed("latency", options, profile=options.profile)
+def latency(options: SweepOptions) -> None:
+    """Measure milliseconds per batch: p50, p90, p95, p99 and mean; on a GPU also copies and computation separately."""
+    _deliver(_measure_speed("latency", options), options)
 
 
 def throughput(options: ThroughputOptions) -> None:
@@ -94,7 +78,7 @@ def throughput(options: ThroughputOptions) -> None:
 
     A batch size that does not fit into memory is named, and ends that model's sweep.
     """
-    _measure_speed("throughput", options)
+    _deliver(_measure_speed("throughput", options), options)
 
 
 def compare(
@@ -105,16 +89,21 @@ def compare(
 ) -> None:
     """Compare speed in interleaved rounds: the median ratio of the rounds with its 95 % interval.
 
-    Give two models, or --question. In each round every model runs once, A B in even rounds and B A in odd ones, so that
-    a drifting machine favours none.
+    Give two models, or a backbone or checkpoint and several of --head, --runtime or --precision: the others are
+    compared with the first. In each round every model runs once, A B in even rounds and B A in odd ones, so that a
+    drifting machine favours none.
     """
-    from opal_deploy.bench.compare import measure_comparison, prepare_comparisons
+    from opal_deploy.bench.speed import measure_comparison
 
-    for comparison in prepare_comparisons(files or [], options, print_message):
-        for batch in options.batch:
-            with progress("rounds") as advance:
-                measurements = measure_comparison(comparison, batch, options, progress=advance)
-            _deliver(measurements, options)
+    models = list(_load_models(replace(options, model=(*(files or ()), *options.model))))
+    if len(models) < 2:
+        raise UsageError(
+            "nothing to compare: give two models, A and B, or --backbone NAME with two of --head, --runtime or "
+            "--precision"
+        )
+    with progress("rounds") as advance:
+        measured = (measure_comparison(models, batch, options, advance) for batch in options.batch)
+        _deliver(itertools.chain.from_iterable(measured), options)
 
 
 def pipeline(
@@ -122,62 +111,18 @@ def pipeline(
     model: Annotated[Path, typer.Option(help="Exported model or checkpoint.")],
     options: PipelineOptions,
 ) -> None:
-    """Measure `infer` against the bare session: time by stage, bottleneck and memory, with and without overlays.
+    """Measure `infer` against the bare session: images per second with and without overlays, and time by stage.
 
     With --no-network precomputed outputs are replayed, so that only the pipeline is measured.
     """
-    require("psutil", "bench", "opal-deploy bench pipeline")
-    from opal_deploy.bench.monitor import monitor_devices
-    from opal_deploy.bench.pipeline import build_measurement, measure_pipeline
-    from opal_deploy.bench.targets import load_for_inference
+    from opal_deploy.bench.models import load_for_inference
+    from opal_deploy.bench.pipeline import measure_pipeline
 
     items = _find_items(images, options.limit)
     loaded = load_for_inference(model, options)
-    device = loaded.target.device
-    with monitor_devices(device) as monitor, progress("passes") as advance:
-        result = measure_pipeline(loaded.session, items, options, print_message, device=device, progress=advance)
-    _deliver([build_measurement(result, loaded, monitor, options)], options)
-
-
-def report(files: Files) -> None:
-    """Write measurements as Markdown to stdout: one table per kind, and the commands that repeat them."""
-    from opal_deploy.bench.measurement import read_measurements
-    from opal_deploy.bench.report import build_report
-
-    text = build_report(read_measurements(files))
-    if not text:
-        raise UsageError("no measurements in these files; `opal-deploy bench ... --out FILE` writes them")
-    print_json_line(text.rstrip("\n"))
-
-
-def diff(
-    old: Annotated[Path, typer.Argument(help="Measurements before: a file of `--out`, or a folder of *.jsonl.")],
-    new: Annotated[Path, typer.Argument(help="Measurements after.")],
-    tolerance: Annotated[float, typer.Option(min=0, help="Ignore changes up to this many percent.")] = 3.0,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail if only one side has a measurement.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write the differences to stdout as JSON.")] = False,
-) -> None:
-    """List figures that became worse by more than the noise; exit with 1 if there are any.
-
-    For this command exit code 1 means a regression, and its last line says so. Changes in measurements marked noisy or
-    throttled are listed as doubtful and do not fail.
-    """
-    from opal_deploy.bench.diff import compare_measurements
-    from opal_deploy.bench.measurement import read_measurements
-
-    result = compare_measurements(read_measurements([old]), read_measurements([new]), tolerance / 100)
-    _print_diff(result)
-    if as_json:
-        print_json(result.to_dict())
-    reasons = []
-    if worse := len(result.with_verdict("regression")):
-        reasons.append(f"{worse} regression{'s' if worse > 1 else ''} beyond the noise")
-    if strict and result.missing:
-        reasons.append(f"{result.missing} not in both (--strict)")
-    if reasons:
-        print_message(f"failed: {', '.join(reasons)}; exit code 1")
-        raise typer.Exit(1)
-    print_message("no regression beyond the noise" if result.changes else "nothing to compare: no figure is in both")
+    with progress("repeats") as advance:
+        measurement = measure_pipeline(loaded, items, options, advance)
+    _deliver([measurement], options)
 
 
 bench = typer.Typer(
@@ -187,45 +132,68 @@ bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for command in (overhead, latency, throughput, compare, pipeline, report, diff):
+for command in (overhead, latency, throughput, compare, pipeline):
     bench.command(cls=GroupedCommand)(expand_options(command))
 
 
-def _load_targets(options: SweepOptions) -> Iterator[LoadedTarget]:
-    from opal_deploy.bench.targets import build_setups, load_targets
-
-    setups = build_setups(options)
-    if not options.backbone:
-        return load_targets(options.model, iter(()), setups, print_message)
-    for package in ("torch", "torchvision"):
-        require(package, "export", "timing a backbone")
-    from opal_deploy.bench.networks import build_networks
-
-    return load_targets(options.model, build_networks(options, options.head), setups, print_message)
-
-
-def _measure_speed(kind: SweepKind, options: SweepOptions, *, profile: bool = False) -> None:
-    """Measure each model at all batch sizes, with the progress over its repeats."""
+def _measure_speed(kind: SweepKind, options: SweepOptions) -> Iterator[Measurement]:
+    """Yield the measurements of each model at all batch sizes."""
     from opal_deploy.bench.speed import measure_speed
 
-    for loaded in _load_targets(options):
+    for model in _load_models(options):
         with progress("repeats") as advance:
-            timing = replace(options, on_repeat=_count_up(advance, options.repeats * len(options.batch)))
-            _deliver(measure_speed(kind, loaded, options.batch, timing, profile=profile), options)
+            yield from measure_speed(kind, model, options, advance)
 
 
-def _count_up(advance: Advance, total: int) -> Callable[[], None]:
-    done = itertools.count(1)
-    return lambda: advance(next(done), total)
+def _load_models(options: SweepOptions) -> Iterator[TimedModel]:
+    """Yield every model in every runtime and precision, each loaded when needed; name those that cannot run here.
+
+    Raises the last one's error if none can.
+    """
+    from opal_deploy.artifact.files import model_kind
+    from opal_deploy.bench.models import list_setups, load_model
+
+    if not options.model and not options.backbone:
+        raise UsageError("nothing to time: give --model FILE or --backbone NAME (both repeatable)")
+    setups = list_setups(options)
+    networks: Iterator[Path | NamedNetwork] = iter(())
+    if options.backbone:
+        for package in ("torch", "torchvision"):
+            require(package, "export", "timing a backbone")
+        from opal_deploy.bench.networks import build_networks
+
+        networks = build_networks(options)
+    loaded, failed = 0, []
+    for source in itertools.chain(options.model, networks):
+        # ONNX files and engines have their own runtime and precision
+        is_exported = isinstance(source, Path) and model_kind(source) != "checkpoint"
+        for setup in setups[:1] if is_exported else setups:
+            try:
+                model = load_model(source, setup)
+            except OpalError as error:
+                failed.append((f"{source.name} in {setup.runtime[0]}, {(*setup.precision, 'fp32')[0]}", error))
+                continue
+            loaded += 1
+            print_message(f"{model.target.name}: {model.session.description}")
+            yield model
+    for name, problem in failed if loaded else failed[:-1]:
+        print_message(f"{name}: not usable: {problem}")
+    if failed and not loaded:
+        raise failed[-1][1]
 
 
 def _deliver(measurements: Iterable[Measurement], options: OutputOptions) -> None:
-    """Write and print each measurement as soon as it is taken, so that it survives a failure of the next."""
-    from opal_deploy.bench.report import format_measurement
+    """Write each measurement as soon as it is taken, and print all as a table, even if a later one fails."""
+    from opal_deploy.bench.measurement import format_measurements
 
-    for measurement in measurements:
-        _write(measurement, options)
-        print_message(format_measurement(measurement))
+    taken = []
+    try:
+        for measurement in measurements:
+            _write(measurement, options)
+            taken.append(measurement)
+    finally:
+        if taken:
+            print_message(format_measurements(taken))
 
 
 def _write(measurement: Measurement, options: OutputOptions) -> None:
@@ -246,25 +214,3 @@ def _find_items(images: list[str], limit: int) -> list[InputImage]:
     if not items:
         raise UsageError("no images found")
     return items
-
-
-def _print_diff(result: MeasurementDiff) -> None:
-    _print_list("DIFFERENT MACHINES: differences may come from the machines, not the software", result.machines)
-    _print_list("versions differ:", result.software)
-    _print_list("measured more than once; the last one counts:", result.repeated)
-    for title, verdict in _VERDICTS.items():
-        lines = [change.describe() for change in result.with_verdict(verdict)]
-        _print_list(f"{title} ({len(lines)}):", lines, len(lines) if verdict == "regression" else _MAX_LINES)
-    lists = {"only in OLD": result.only_old, "only in NEW": result.only_new, "not comparable": result.not_comparable}
-    for title, names in lists.items():
-        _print_list(f"{title} ({len(names)}):", names)
-    unchanged = len(result.with_verdict("unchanged"))
-    print_message(f"unchanged within the noise: {unchanged} of {len(result.changes)} figures")
-
-
-def _print_list(title: str, lines: Sequence[str], limit: int = _MAX_LINES) -> None:
-    """Print the first lines below a title; nothing without lines."""
-    for line in (title, *(f"  {line}" for line in lines[:limit])) if lines else ():
-        print_message(line)
-    if len(lines) > limit:
-        print_message(f"  ... and {len(lines) - limit} more, in --json")

@@ -196,16 +196,21 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
 
 
 def open_onnx_session(
-    path: Path, *, device: str = "auto", threads: int | None = None, cuda_options: CudaOptions | None = None
+    path: Path,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    check_digest: bool = True,
+    cuda_options: CudaOptions | None = None,
 ) -> OnnxSession:
     """Load a file of `opal-deploy export` on a device.
 
     Args:
         path: the ONNX file.
         device: `cpu`, `cuda`, `cuda:1`, or `auto`: the GPU if ONNX Runtime can use one.
-        threads, cuda_options: see `OnnxSession`.
+        threads, check_digest, cuda_options: see `CudaOnnxSession`.
 
     Errors are those of `OnnxSession`.
     """
     kind = CudaOnnxSession if runs_on_cuda(device) else OnnxSession
-    return kind(path, device=device, threads=threads, cuda_options=cuda_options)
+    return kind(path, device=device, threads=threads, check_digest=check_digest, cuda_options=cuda_options)

@@ -4,16 +4,15 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench.compare import time_interleaved
 from opal_deploy.bench.measurement import Target
-from opal_deploy.bench.targets import LoadedTarget
-from opal_deploy.bench.timing import time_repeats
+from opal_deploy.bench.models import TimedModel
 from opal_deploy.runtime.session import BatchTimes
 
 METADATA = Metadata(("a", "b"), 1, {"distance": "l2", "epsilon": 1e-8}, "none", "none", (1, 1), (8, 8))
@@ -63,7 +62,7 @@ class PipelinedSession(FakeSession):
     def __init__(self):
         super().__init__(lambda _: 0, lambda _: None, device="cuda:0")
         self.in_flight, self.waits, self.locked = [], [], {}
-        self.from_locked = self.alone = 0
+        self.from_locked = 0
 
     def submit(self, images):
         self.in_flight.append(images)
@@ -74,14 +73,10 @@ class PipelinedSession(FakeSession):
     def collect(self, handle):
         self.waits.append(len(self.in_flight))
         assert self.in_flight.pop(0) is handle
-        return super().run(handle)
-
-    def run(self, images):
-        self.alone += 1
-        return super().run(images)
+        return self.run(handle)
 
     def run_staged(self, images):
-        return super().run(images), BatchTimes(0.002, 0.003, 0.001)
+        return self.run(images), BatchTimes(0.002, 0.003, 0.001)
 
     def register_buffer(self, address, size):
         self.locked[address] = size
@@ -93,9 +88,8 @@ class PipelinedSession(FakeSession):
 
 @pytest.fixture
 def pipelined():
-    """A model on a GPU that takes several batches at a time, and its session."""
-    session = PipelinedSession()
-    return LoadedTarget(session, Target("c", runtime="tensorrt", device="cuda:0", precision="fp16"), None), session
+    """A model on a GPU that takes several batches at a time."""
+    return TimedModel(PipelinedSession(), Target("c", runtime="tensorrt", device="cuda:0", precision="fp16"), None)
 
 
 @pytest.fixture(autouse=True)
@@ -107,25 +101,19 @@ def _collections_are_quick():
 
 
 @pytest.fixture
-def fake_clock():
-    return FakeClock
+def clock(monkeypatch):
+    """The timer's clock, which passes only while fake models run."""
+    fake = FakeClock()
+    monkeypatch.setattr("opal_deploy.bench.timing.time", SimpleNamespace(perf_counter_ns=fake))
+    return fake
 
 
 @pytest.fixture
-def fake_time(monkeypatch):
-    """A clock for all timers, which passes only while fake models run."""
-    clock = FakeClock()
-    for timer in (time_repeats, time_interleaved):
-        monkeypatch.setitem(timer.__kwdefaults__, "clock", clock)
-    return clock
-
-
-@pytest.fixture
-def fake_target():
+def fake_model(clock):
     """Makes a model that takes so many seconds a call."""
 
-    def make(takes, spend, name="fake"):
-        session = FakeSession(takes if callable(takes) else lambda _: takes, spend)
-        return LoadedTarget(session, Target(name, runtime="onnxruntime", device="cpu", precision="fp32"), 1)
+    def make(takes, name="fake"):
+        session = FakeSession(takes if callable(takes) else lambda _: takes, clock.spend)
+        return TimedModel(session, Target(name, runtime="onnxruntime", device="cpu", precision="fp32"), 1)
 
     return make

@@ -65,7 +65,8 @@ def test_all_nodes_of_a_network_are_on_the_gpu_and_nhwc_needs_one_transposition(
     files = [("fp32", CudaOptions()), ("fp16", CudaOptions(prefer_nhwc=False)), ("fp16", CudaOptions())]
     for precision, options in files:
         # files of random weights have no test vectors, which other options are checked with
-        open_onnx_session(tmp_path / f"{precision}.onnx", device="cuda:0", check_digest=False, cuda_options=options).close()
+        path = tmp_path / f"{precision}.onnx"
+        open_onnx_session(path, device="cuda:0", check_digest=False, cuda_options=options).close()
     counted = [count_nodes(session) for session in sessions]
     assert [key for count in counted for key in count if key[0] != CUDA] == []
     assert tuple(count[CUDA, "Transpose"] for count in counted[1:]) == TRANSPOSITIONS[name]

@@ -1,0 +1,162 @@
+"""The models to measure: checkpoints, ONNX files, engines and built networks, loaded in a runtime and described."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opal_deploy.artifact.files import compute_sha256, model_kind
+from opal_deploy.bench.measurement import Target, head_name
+from opal_deploy.bench.options import PipelineOptions, Precision, Runtime, SweepOptions
+from opal_deploy.errors import ArtifactError, UsageError, require
+from opal_deploy.runtime.cuda_options import parse_cuda_options
+from opal_deploy.runtime.cuda_session import open_onnx_session
+from opal_deploy.runtime.devices import parse_device
+from opal_deploy.runtime.engine_session import EngineSession
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.select import open_sessions
+from opal_deploy.runtime.session import Session
+
+if TYPE_CHECKING:
+    from opal_deploy.bench.networks import NamedNetwork
+
+_PYTORCH = ("eager", "compile")
+
+
+@dataclass(frozen=True)
+class TimedModel:
+    """A model ready to be timed; `threads` on the CPU, None on a GPU."""
+
+    session: Session
+    target: Target
+    threads: int | None
+
+    def describe_timing(self, depth: int) -> str:
+        """Return the description of the timed region, with `depth` batches in flight, for `Measurement.timed`."""
+        metadata = self.session.metadata
+        return (
+            f"{'one call of the session' if depth == 1 else f'batches with {depth} in flight, each'}: from a uint8 "
+            f"batch [N, H0, W0, 3] in {'' if self.target.device == 'cpu' else 'page-locked '}host memory, normalised "
+            f"{'by numpy on the host' if metadata.input_kind == 'float32' else 'in the graph'}, to "
+            f"{', '.join(metadata.outputs)} in host memory; no decoding, resizing or drawing"
+        )
+
+
+def list_setups(options: SweepOptions) -> list[SweepOptions]:
+    """Return the options once for every runtime and precision; of several runtimes each keeps what it knows."""
+    several = len(options.runtime) > 1
+    runtimes: tuple[Runtime, ...] = options.runtime or ("onnxruntime",)
+    precisions: list[tuple[Precision, ...]] = [(precision,) for precision in options.precision] or [()]
+    return [
+        replace(
+            options,
+            runtime=(runtime,),
+            precision=precision,
+            channels_last=options.channels_last and (runtime in _PYTORCH or not several),
+            ort_option=options.ort_option if runtime == "onnxruntime" or not several else (),
+            cuda_graphs=options.cuda_graphs and (runtime in ("compile", "tensorrt") or not several),
+        )
+        for runtime in runtimes
+        for precision in precisions
+    ]
+
+
+def load_model(source: Path | NamedNetwork, setup: SweepOptions) -> TimedModel:
+    """Load a checkpoint, an ONNX file, an engine or a built network, in one of `list_setups`.
+
+    Raises UsageError for another file, a setup that does not fit, or a device or runtime that is missing.
+    """
+    if not isinstance(source, Path):
+        return _load_network(source, setup)
+    kind = model_kind(source)
+    if kind is None or not source.is_file():
+        problem = "not a model" if source.is_file() else "no such model"
+        raise ArtifactError(f"{source}: {problem}; expected a checkpoint (.pt), an ONNX file or an engine")
+    if kind == "checkpoint":
+        require("torch", "export", "timing a checkpoint")
+        from opal_deploy.bench.networks import load_checkpoint_network
+
+        return _load_network(load_checkpoint_network(source), setup)
+    model = _open_file(source, source, setup)
+    if setup.precision and setup.precision[0] != model.target.precision:
+        raise UsageError(
+            f"{source}: its precision is {model.target.precision}, --precision asks for {setup.precision[0]}; export "
+            "it in that precision, or give the checkpoint"
+        )
+    return model
+
+
+def load_for_inference(path: Path, options: PipelineOptions) -> TimedModel:
+    """Load a model as `infer` does, on one device; raises what `runtime.select.open_sessions` raises."""
+    parse_device(options.device)
+    (session,) = open_sessions(
+        path, device=options.device, threads=options.threads, cuda_graphs=options.cuda_graphs, runtime=options.runtime
+    )
+    recorded = "CUDA graphs" * (options.cuda_graphs and isinstance(session, EngineSession))
+    return _describe(path, session, recorded, cuda_graphs=options.cuda_graphs)
+
+
+def _load_network(network: NamedNetwork, setup: SweepOptions) -> TimedModel:
+    runtime, precision = setup.runtime[0], (setup.precision or ("fp32",))[0]
+    if setup.channels_last and runtime not in _PYTORCH:
+        raise UsageError(f"--channels-last applies only to eager and compile; {runtime} chooses its own layouts")
+    from opal_deploy.bench.networks import TorchGraphSession, write_engine, write_onnx
+
+    if runtime in _PYTORCH:
+        session = TorchGraphSession(network.checkpoint, setup, precision)
+        return _describe(network, session, session.options, setup.ort_option, cuda_graphs=setup.cuda_graphs)
+    with tempfile.TemporaryDirectory(prefix="opal-bench-") as folder:
+        path = Path(folder) / "timed.onnx"
+        if runtime == "tensorrt":
+            path = write_engine(network.checkpoint, precision, Path(folder), random=network.sha256 is None)
+        else:
+            write_onnx(network, precision, path)
+        try:
+            return _open_file(path, network, setup)
+        except UsageError as error:
+            if precision != "bf16" or isinstance(error, ArtifactError) or runtime == "tensorrt":
+                raise
+            raise UsageError("ONNX Runtime has no bfloat16 convolutions here; choose fp16, or tensorrt") from None
+
+
+def _open_file(path: Path, source: Path | NamedNetwork, setup: SweepOptions) -> TimedModel:
+    session: Session
+    if model_kind(path) == "engine":
+        session = EngineSession(path, device=setup.device, cuda_graphs=setup.cuda_graphs)
+        used = "CUDA graphs" * setup.cuda_graphs
+    else:
+        require("onnxruntime", "cpu", "timing an ONNX model")
+        options = parse_cuda_options(setup.ort_option)
+        session = open_onnx_session(path, device=setup.device, threads=setup.threads, cuda_options=options)
+        used = str(options)
+    return _describe(source, session, used, setup.ort_option, cuda_graphs=setup.cuda_graphs)
+
+
+def _describe(
+    source: Path | NamedNetwork, session: Session, used: str, ort_option: Sequence[str] = (), *, cuda_graphs: bool
+) -> TimedModel:
+    """Return a session that uses the options `used`, described; UsageError if it ignores one that was given."""
+    device, metadata, words = session.device.partition(" ")[0], session.metadata, session.description.split()
+    runtime = "openvino" if words[0] == "OpenVINO" else "torch compile" if words[2] == "compile" else "torch eager"
+    if isinstance(session, EngineSession):
+        runtime = str(session.sidecar.builder["name"])
+    elif isinstance(session, OnnxSession):
+        runtime = "onnxruntime"
+    if ort_option and (runtime != "onnxruntime" or device == "cpu"):
+        raise UsageError("--ort-option applies only to ONNX Runtime on a GPU")
+    if cuda_graphs and "CUDA graphs" not in used:
+        raise UsageError(
+            "--cuda-graphs applies only to engines, and to compile on a GPU; for ONNX Runtime give --ort-option "
+            "enable_cuda_graph=1"
+        )
+    target = Target(
+        source.name, metadata.backbone, head_name(metadata.head), runtime, session.description, device,
+        getattr(session, "precision", metadata.precision),
+        "float32 NCHW" if metadata.input_kind == "float32" else "uint8 NHWC",
+        metadata.input_size, metadata.num_classes, metadata.prototypes_per_class,
+        compute_sha256(source) if isinstance(source, Path) else source.sha256, used,
+    )  # fmt: skip
+    return TimedModel(session, target, getattr(session, "threads", None) if device == "cpu" else None)

@@ -1,0 +1,165 @@
+"""Loaded models: the same network in every runtime, described truthfully."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.bench import networks
+from opal_deploy.bench.measurement import Target
+from opal_deploy.bench.models import list_setups, load_model
+from opal_deploy.bench.networks import build_networks, build_random_network, load_checkpoint_network
+from opal_deploy.bench.options import SweepOptions
+from opal_deploy.errors import ArtifactError, OpalError, UsageError
+from opal_deploy.runtime.devices import Driver
+from opal_deploy.runtime.session import StagedSession, pinned
+from opal_deploy.synthetic import example_images
+
+CPU = SweepOptions(device="cpu", threads=1, runtime="onnxruntime")
+EAGER = replace(CPU, runtime="eager")
+TINY = SweepOptions(backbone="shufflenet_v2_x0_5", size=(64, 64), classes=3)
+
+
+@pytest.fixture(scope="module")
+def network(exact_model):
+    return load_checkpoint_network(exact_model.with_suffix(".pt"))
+
+
+@pytest.fixture(scope="module")
+def eager(network):
+    return load_model(network, EAGER)
+
+
+@pytest.fixture(scope="module")
+def images():
+    return example_images(3, 96, 96)
+
+
+@pytest.mark.parametrize(
+    ("setup", "tolerance"),
+    [(EAGER, 1e-4), (replace(EAGER, channels_last=True), 1e-4), (CPU, 1e-5)],
+    ids=["PyTorch", "channels last", "ONNX Runtime"],
+)
+def test_a_network_is_that_of_the_exported_file(network, exact_session, images, setup, tolerance):
+    session = load_model(network, setup).session
+    outputs, expected = session.run(images), exact_session.run(images)
+    np.testing.assert_allclose(outputs.logits, expected.logits, atol=tolerance)
+    np.testing.assert_allclose(outputs.scores, expected.scores, atol=tolerance)
+    assert outputs.argmax.dtype == np.int32
+    assert (outputs.argmax == expected.argmax).mean() > 0.97
+    assert session.metadata.unverified == ("made to be timed" if setup is CPU else "")
+    assert session.metadata.outputs == ("logits", "argmax", "scores")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_rounds_the_backbone(network, eager, images, precision):
+    outputs = load_model(network, replace(EAGER, precision=precision)).session.run(images)
+    assert outputs.logits.dtype == np.float32
+    assert 0 < np.abs(outputs.logits - eager.session.run(images).logits).max() < 0.1
+    assert all(p.dtype == torch.float32 for p in network.checkpoint.network.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_a_file_in_another_precision_is_made_and_runs(network, images, precision):
+    model = load_model(network, replace(CPU, precision=precision))
+    assert model.target.precision == model.session.metadata.precision == precision
+    assert len(model.session.run(images)) == 3
+
+
+def test_a_target_is_described(network, eager, exact_model):
+    checkpoint = exact_model.with_suffix(".pt")
+    assert eager.target == Target(
+        "exact.pt", "shufflenet_v2_x0_5", "opal", "torch eager", eager.session.description, "cpu", "fp32", "uint8 NHWC",
+        (96, 96), 4, 3, compute_sha256(checkpoint),
+    )  # fmt: skip
+    file = load_model(exact_model, CPU)
+    assert (file.target.sha256, file.target.runtime, file.threads) == (compute_sha256(exact_model), "onnxruntime", 1)
+    compiled = load_model(checkpoint, replace(CPU, runtime="compile", channels_last=True))
+    assert (compiled.target.runtime, compiled.target.options) == ("torch compile", "freezing, NHWC")
+    assert "to logits, argmax, scores in host memory" in file.describe_timing(1)
+
+
+def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    a, b = (build_random_network("shufflenet_v2_x0_5", num_classes=3, size=(64, 64)) for _ in range(2))
+    assert torch.rand(1) == expected
+    states = (n.checkpoint.network.state_dict().values() for n in (a, b))
+    assert all(torch.equal(x, y) for x, y in zip(*states, strict=True))
+    assert (a.name, a.sha256) == ("shufflenet_v2_x0_5 + opal", None)
+
+
+def test_each_stride_and_head_of_a_backbone_is_a_network_of_its_own():
+    options = replace(TINY, stride=(32, 16), keep_layers=True, head=("linear", "opal"))
+    assert [network.name for network in build_networks(options)] == [
+        f"shufflenet_v2_x0_5, {cells} + {head}"
+        for cells in ("stride 32", "stride 16, all layers")
+        for head in ("linear", "opal")
+    ]
+    with pytest.raises(UsageError, match="classifier"):
+        build_networks(replace(TINY, stride=(16,), head="plain"))
+
+
+def test_of_several_runtimes_each_gets_the_options_that_it_knows():
+    options = SweepOptions(
+        runtime=("eager", "compile", "onnxruntime"), precision=("fp32", "fp16"), channels_last=True, cuda_graphs=True,
+        ort_option="prefer_nhwc=1",
+    )  # fmt: skip
+    setups = {setup.runtime[0]: setup for setup in list_setups(options)}
+    assert len(list_setups(options)) == 6
+    assert [setup.ort_option for setup in setups.values()] == [(), (), ("prefer_nhwc=1",)]
+    assert [setup.channels_last for setup in setups.values()] == [True, True, False]
+    assert [setup.cuda_graphs for setup in setups.values()] == [False, True, False]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_stages_of_a_batch_are_timed(exact_model, images, device):
+    session = load_model(exact_model, replace(CPU, device=device, threads=None)).session
+    assert isinstance(session, StagedSession)
+    with pinned(session, images):
+        outputs, stages = session.run_staged(images)
+    np.testing.assert_allclose(outputs.logits, session.run(images).logits, atol=0 if device == "cpu" else 1e-4)
+    assert (stages.compute or 0) > 0
+    if device == "cpu":
+        assert (stages.host_to_device, stages.device_to_host) == (None, None)
+    else:
+        assert min(stages.host_to_device or 0, stages.device_to_host or 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("setup", "message"),
+    [
+        (replace(CPU, precision="tf32"), "ONNX files have no precision tf32"),
+        (replace(CPU, precision="bf16"), "no bfloat16 convolutions here"),
+        (replace(EAGER, precision="tf32"), "CPUs have no precision tf32"),
+        (replace(EAGER, precision="int8"), "PyTorch has no precision int8"),
+        (replace(CPU, channels_last=True), "--channels-last"),
+        (replace(CPU, ort_option="prefer_nhwc=1"), "--ort-option"),
+        (replace(CPU, ort_option="prefer=1"), "prefer_nhwc"),
+        (replace(EAGER, cuda_graphs=True), "--cuda-graphs"),
+        (replace(CPU, runtime="compile", cuda_graphs=True), "--cuda-graphs"),
+        (replace(EAGER, device="tpu"), "expected auto, cpu, cuda"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_setup_that_does_not_fit_is_refused_in_one_line(network, setup, message):
+    with pytest.raises(UsageError, match=message) as error:
+        load_model(network, setup)
+    assert "\n" not in str(error.value)
+    assert "/tmp" not in str(error.value)
+
+
+def test_other_files_precisions_and_machines_are_refused(network, exact_model, tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="its precision is fp32"):
+        load_model(exact_model, replace(CPU, precision="fp16"))
+    with pytest.raises(ArtifactError, match="no such model"):
+        load_model(tmp_path / "missing.onnx", CPU)
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ArtifactError, match="not a model"):
+        load_model(tmp_path / "a.txt", CPU)
+    monkeypatch.setattr(networks, "visible_driver", lambda: Driver(problem="no driver"))
+    with pytest.raises(OpalError, match="no GPU here"):
+        load_model(network, replace(CPU, runtime="tensorrt"))
