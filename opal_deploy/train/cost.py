@@ -55,7 +55,12 @@ def describe_cost(
     ]  # fmt: skip
     if len(fitting) > 1:
         parts.append(f"--stride {options.stride} saves {_round(fitting[1])} of the fit")
-    elif options.stride is None and not is_transformer(options.backbone) and is_finer(16, options):
+    elif (
+        options.head_config.evidence == "exact"
+        and options.stride is None
+        and not is_transformer(options.backbone)
+        and is_finer(16, options)
+    ):
         saved = epoch - forwards * measure(replace(options, stride=16))[0]
         parts += [f"--stride 16 saves {_round(saved)} per epoch"] * (saved > 0.05 * epoch)
     return "; ".join(parts + [f"--epochs 0 saves {_round(epochs * epoch)}"] * (fits and epochs > 0))

@@ -14,6 +14,7 @@ from opal_deploy.bench.models import TimedModel
 from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline import ReplaySession, decode_images, measure_pipeline
 from opal_deploy.errors import UsageError
+from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.sources.image import InputImage
 from tests.cli.calls import check, one_line
 
@@ -106,6 +107,10 @@ def test_a_slow_stage_takes_the_time_and_the_loop_waits_for_it(items, monkeypatc
     (line,) = (note for note in row.details["notes"] if note.startswith(f"{name}:"))
     assert f"{stage} {value_of(f'{name}.{stage}.wall'):.3g}" in line
     assert f"{reason} {value_of(f'{name}.{reason}.waited'):.3g}" in line
+
+
+def test_a_model_without_anchors_has_no_overlays_to_measure(linear_model, items):
+    assert "infer_explain" not in measure(OnnxSession(linear_model, threads=1), items).figures
 
 
 def test_replayed_outputs_are_the_networks_in_order(exact_session):
