@@ -289,7 +289,7 @@ class RemoteFile:
         return RemoteFile(f"{self.url.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", fingerprint)
 
     def open(self) -> BinaryIO:
-        """Return a seekable stream of the bytes, in memory if they are few; raise ImageError, also if it changed."""
+        """Return a seekable stream of the bytes, in memory if they are few; raise ImageError, even if it changed."""
         size = self._info().get("size") if self.fingerprint is None else self.fingerprint.size
         if size is not None and size > MAX_WHOLE_BYTES:
             return self.open_ranges()

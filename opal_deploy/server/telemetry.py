@@ -191,5 +191,5 @@ class MetricsTimer(StageTimer):
             self.add(name, time.perf_counter() - start, 0.0, 1)
 
     def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
-        """Observe an image's time for a stage, also in a worker process."""
+        """Observe an image's time for a stage, in a worker process too."""
         self._metrics.observe(self._model, name, [wall])

@@ -13,5 +13,5 @@ Start at `api.train_model`, which the command calls, and `loop.fit`: from a data
     run_directory  files and records of a run, the same run or another; checkpoints writes best.pt and last.pt
     machine        processes, device and precision, by Lightning Fabric
     cost           what a run will cost
-    reproduce      the paper's tables (paper.toml): missing runs, our metrics beside the paper's
+    reproduce      the paper's tables (paper.toml): missing runs, our metrics next to the paper's
 """

@@ -82,6 +82,26 @@ def test_a_damaged_video_gives_its_good_frames_and_says_what_is_wrong(tmp_path):
     assert code == "corrupt_video"
 
 
+@pytest.mark.parametrize("start", [0.3, 0.5, 0.7])
+def test_a_damaged_frame_of_motion_jpeg_never_shows_another_frame(tmp_path, start):
+    clip = write_video(tmp_path / "motion.avi", "mjpeg", pixel_format="yuvj420p", draw=noise)
+    whole = {frame.content.tobytes() for frame in read_all(clip)[0]}
+    frames, code = read_all(damage(clip, start=start))
+    # FFmpeg leaves what it cannot decode of a frame as it was in the buffer
+    assert FRAMES - 6 < len(frames) < FRAMES
+    assert all(isinstance(frame.content, ImageError) or frame.content.tobytes() in whole for frame in frames)
+    assert code == "corrupt_video"
+
+
+def test_a_frame_with_a_wrong_checksum_is_refused(tmp_path):
+    clip = write_video(tmp_path / "archived.mkv", "ffv1", options={"level": "3", "slices": "4"}, draw=noise)
+    whole = [frame.content.tobytes() for frame in read_all(clip)[0]]
+    frames, _ = read_all(damage(clip, count=20))
+    bad = [frame.info.index for frame in frames if isinstance(frame.content, ImageError)]
+    assert 10 < bad[0] < bad[-1] < 20
+    assert all(frame.info.index in bad or frame.content.tobytes() == whole[frame.info.index] for frame in frames)
+
+
 def test_joined_recordings_have_times_that_go_on(tmp_path):
     clip = write_video(tmp_path / "a.ts")
     clip.write_bytes(2 * clip.read_bytes())

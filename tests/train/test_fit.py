@@ -16,8 +16,8 @@ from opal_deploy.datasets.location import PATHS, find_root
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.evaluation.cells import GradCam
 from opal_deploy.evaluation.metrics import Evaluation
-from opal_deploy.evaluation.rankings import GradCam
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
