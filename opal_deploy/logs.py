@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 
 # receives one line of text
@@ -40,27 +38,6 @@ def no_progress(done: int, total: int | None, note: str) -> None:
 def as_progress(choice: ProgressChoice | None) -> Progress:
     """Return the function to report to; `True` is replaced by one before (`options.keywords`)."""
     return choice if callable(choice) else no_progress
-
-
-class Estimate:
-    """Logs once, early in a job, how long the rest will take."""
-
-    def __init__(self, log: Log, *, after: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start to count; log when this many images are done since the first call."""
-        self._log, self._after, self._clock = log, after, clock
-        self._since: tuple[float, int] | None = None
-        self._logged = False
-
-    def __call__(self, done: int, total: int) -> None:
-        """Report that `done` of `total` images are done; the first call of a resumed job does not start at 0."""
-        now = self._clock()
-        # the first step is slower than the others: its images do not count
-        self._since = self._since or (now, done)
-        seconds, counted = now - self._since[0], done - self._since[1]
-        if counted >= self._after and seconds and counted and not self._logged:
-            self._logged = True
-            left = datetime.timedelta(seconds=round((total - done) * seconds / counted))
-            self._log(f"about {left} left, at {counted / seconds:.0f} images/s")
 
 
 def one_line(text: str) -> str:

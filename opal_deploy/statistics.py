@@ -7,67 +7,18 @@ share of wrong predictions among these. Images with equal margins are answered t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-RESAMPLES = 10_000
-# values drawn at a time: bounds the memory of resampling a large sample
-_MAX_DRAWN = 1 << 21
 # thresholds in a summary: those that answer at least 1/10, 2/10, ... of the images
 _NUM_LEVELS = 10
 # error rates whose coverage a summary states
 _ERROR_RATES = (0.01, 0.02, 0.05)
 CONFIDENCE = 0.95
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean or a median, its 95 % confidence interval, and the number of values."""
-
-    value: float
-    interval: tuple[float, float]
-    count: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return mean, low, high and count, for JSON."""
-        return {"mean": self.value, "low": self.interval[0], "high": self.interval[1], "count": self.count}
-
-
-def median(sample: ArrayLike) -> Mean:
-    """Return the median with its interval; ValueError for an empty sample."""
-    return _bootstrap(sample, np.median)
-
-
-def mean_with_interval(sample: ArrayLike) -> Mean:
-    """Return the mean with its interval; ValueError for an empty sample."""
-    return _bootstrap(sample, np.mean)
-
-
-def _bootstrap(sample: ArrayLike, statistic: Callable[..., Any]) -> Mean:
-    """Return a statistic of independent values with its percentile interval, from a generator with a fixed seed."""
-    values = np.asarray(sample, np.float64)
-    if values.ndim != 1 or not len(values):
-        raise ValueError(f"sample of shape {values.shape}; expected at least one value in one dimension")
-    generator, step = np.random.default_rng(0), max(_MAX_DRAWN // len(values), 1)
-    counts = [min(step, RESAMPLES - first) for first in range(0, RESAMPLES, step)]
-    drawn = [statistic(generator.choice(values, (count, len(values))), axis=1) for count in counts]
-    low, high = np.percentile(np.concatenate(drawn), (2.5, 97.5))
-    return Mean(float(statistic(values)), (float(low), float(high)), len(values))
-
-
-def spread(repeats: ArrayLike) -> float:
-    """Return (largest - smallest) / median of the repeats; ValueError if there are none."""
-    values = np.asarray(repeats, np.float64)
-    return float(np.ptp(values) / abs(np.median(values)))
-
-
-def paired_ratios(candidate: Sequence[float], reference: Sequence[float]) -> NDArray[np.float64]:
-    """Return candidate / reference per pair, so that drift between pairs cancels; ValueError if the lengths differ."""
-    return np.array([new / old for new, old in zip(candidate, reference, strict=True)], np.float64)
 
 
 def clopper_pearson_bound(cases: int, trials: int, confidence: float = 0.95) -> float:

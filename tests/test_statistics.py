@@ -11,48 +11,9 @@ from opal_deploy.statistics import (
     clopper_pearson_bound,
     compute_risk_curve,
     explain_too_few,
-    mean_with_interval,
-    median,
-    paired_ratios,
     share_bounds,
     smallest_target,
-    spread,
 )
-
-
-@pytest.mark.parametrize("function", [mean_with_interval, median, spread])
-def test_an_empty_sample_has_no_statistics(function):
-    with pytest.raises(ValueError, match=r"sample|zero-size"):
-        function([])
-
-
-def test_the_spread_is_relative_to_the_median():
-    assert spread([90.0, 120.0, 100.0]) == pytest.approx(0.3)
-
-
-def test_an_interval_holds_the_value_and_is_the_same_every_time():
-    sample = np.random.default_rng(2).normal(5.0, 1.0, 30)
-    measured = median(sample)
-    assert measured.interval[0] < measured.value == np.median(sample) < measured.interval[1]
-    assert median(sample) == measured
-    assert median([2.0] * 30).interval == mean_with_interval([2.0]).interval == (2.0, 2.0)
-
-
-def test_the_interval_of_a_mean_is_that_of_a_normal_sample_in_one_piece_or_several(monkeypatch):
-    sample = np.random.default_rng(5).normal(-1.0, 2.0, 50)
-    measured = mean_with_interval(sample)
-    assert (measured.value, measured.count) == (pytest.approx(sample.mean()), 50)
-    # about 1.96 standard errors to each side
-    half = 1.96 * sample.std() / np.sqrt(50)
-    assert measured.interval == pytest.approx((measured.value - half, measured.value + half), abs=0.15 * half)
-    monkeypatch.setattr("opal_deploy.statistics._MAX_DRAWN", 7 * 50)
-    assert mean_with_interval(sample).interval == pytest.approx(measured.interval)
-
-
-def test_ratios_are_taken_pair_by_pair():
-    assert paired_ratios([2.0, 30.0], [1.0, 10.0]).tolist() == [2.0, 3.0]
-    with pytest.raises(ValueError, match="zip"):
-        paired_ratios([1.0], [1.0, 2.0])
 
 
 @pytest.mark.parametrize("trials", [500, 20_000])

@@ -7,14 +7,16 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Literal
 
+import numpy as np
+
 from opal_deploy.bench import timing
 from opal_deploy.bench.measurement import Figure, Measurement, Scalar
 from opal_deploy.bench.models import TimedModel
 from opal_deploy.bench.options import SweepOptions
 from opal_deploy.bench.timing import Progress, Run
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.statistics import median, paired_ratios
 
+_RESAMPLES = 10_000
 SweepKind = Literal["latency", "throughput"]
 _METHOD = (
     "rounds in the order A B, then B A, and so on; each run starts with one uncounted batch; ratio within each round; "
@@ -79,9 +81,9 @@ def measure_comparison(
     reference_name = f"{first.target.name}, {first.target.runtime}, {first.target.precision}"
     for model, timed in zip(models[1:], others, strict=True):
         rate = timed.throughput(batch)
-        ratios = paired_ratios(rate.repeats, reference_rate.repeats)
-        middle = median(ratios)
-        ratio = Figure(middle.value, "ratio", "higher", tuple(map(float, ratios)), middle.interval)
+        # pair by pair, so that drift between pairs cancels
+        ratios = tuple(new / old for new, old in zip(rate.repeats, reference_rate.repeats, strict=True))
+        ratio = Figure(float(np.median(ratios)), "ratio", "higher", ratios, median_interval(ratios))
         yield Measurement(
             "compare",
             model.target,
@@ -95,3 +97,10 @@ def measure_comparison(
             conditions={"before": before, "after": after} if before else {},
             details={"reference": asdict(first.target), "reference_timed": first.describe_timing(reference.depth)},
         )  # fmt: skip
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of the median of independent values, from a fixed seed."""
+    drawn = np.random.default_rng(0).choice(np.asarray(values), (_RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
+    return float(low), float(high)

@@ -273,14 +273,3 @@ def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:
     with torch.no_grad(), counter:
         module(torch.empty(1, *input_shape, device="meta"))
     return int(counter.get_total_flops()) // 2  # PyTorch counts two operations per multiply-accumulate
-
-
-@cache
-def backbone_macs(name: str, input_size: tuple[int, int], stride: int | None = None, keep_layers: bool = False) -> int:
-    """Count the multiply-accumulates of one image of `input_size` = (H0, W0) through a backbone.
-
-    Raises:
-        UsageError: no such backbone, none of this stride, or layers that cannot be kept.
-    """
-    backbone = build(name, stride=stride, keep_layers=keep_layers, input_size=input_size, device="meta")
-    return count_macs(backbone.eval(), (3, *input_size))

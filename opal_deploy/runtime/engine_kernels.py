@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,15 +77,6 @@ class EngineKernels:
             return
         self._bind(self._context, buffers, rows)
         self._execute(self._context, rows, stream)
-
-    @contextlib.contextmanager
-    def profiled(self, profiler: Any) -> Iterator[None]:
-        """Let the library report the time of each layer to an `IProfiler`; it then waits for every batch."""
-        self._context.profiler = profiler
-        try:
-            yield
-        finally:
-            self._context.profiler = None
 
     def release_memory(self) -> None:
         """See `Kernels.release_memory`; graphs and their contexts are freed, and no more are recorded."""

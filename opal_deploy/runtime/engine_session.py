@@ -7,7 +7,6 @@ test vectors run before anything else.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +109,6 @@ class EngineSession(PipelineSession):
     def run_normalised(self, images: FloatArray) -> Outputs:
         """Run float32 [N, 3, H0, W0], already normalised; only for an engine whose input is float32."""
         return self._run_batch(images)
-
-    def run_profiled(self, images: ImageBatch, report: Callable[[str, float], None]) -> Outputs:
-        """Return the outputs of `run`; `report` gets the name and the milliseconds of each layer of each execution.
-
-        The session must not record CUDA graphs, which hide the layers.
-        """
-        profiler = tensorrt.make_profiler(self._library.module, report)
-        with self._engine_kernels.profiled(profiler):
-            return self.run(images)
 
     def close(self) -> None:
         """See `PipelineSession.close`; new kernels are saved first."""

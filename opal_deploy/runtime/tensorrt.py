@@ -6,7 +6,6 @@ misbehaves on engines of other versions and GPUs, so it is checked before native
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import platform
 import re
@@ -124,21 +123,6 @@ def attempt(logger: Any, call: Callable[..., T], *arguments: Any) -> T:
     # the errors of earlier calls, some of which go well in the end
     logger.errors.clear()
     return call(*arguments)
-
-
-def make_profiler(module: Any, report: Callable[[str, float], None]) -> Any:
-    """Return an `IProfiler` of a bindings module that reports the name and milliseconds of each layer."""
-
-    class Profiler(module.IProfiler):  # type: ignore[misc]
-        def __init__(self) -> None:
-            module.IProfiler.__init__(self)
-
-        def report_layer_time(self, layer_name: str, ms: float) -> None:
-            # called from native code: an exception here would end the process
-            with contextlib.suppress(Exception):
-                report(layer_name, ms)
-
-    return Profiler()
 
 
 def first_error(logger: Any) -> str:

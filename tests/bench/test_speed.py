@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.bench.options import CompareOptions, SweepOptions
-from opal_deploy.bench.speed import measure_comparison, measure_speed
+from opal_deploy.bench.speed import measure_comparison, measure_speed, median_interval
 from opal_deploy.bench.timing import Run, find_throttling, read_gpus
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.runtime.devices import GpuSensors, NvmlError
@@ -171,3 +171,13 @@ def test_rounds_alternate_and_each_run_starts_with_a_batch_that_does_not_count(f
     assert [row.settings["iterations"] for row in rows] == [[4] * 3, [1] * 3]
     assert rows[0].settings["reference"]["iterations"] == [2] * 3
     assert "".join(order[-30:]) == "aaabbbbbcc" + "ccbbbbbaaa" + "aaabbbbbcc"
+
+
+def test_the_interval_of_a_median_is_the_same_every_time_and_a_normal_samples():
+    sample = np.random.default_rng(2).normal(5.0, 1.0, 200)
+    low, high = median_interval(sample)
+    # the standard error of a normal sample's median is 1.2533 / sqrt(n)
+    half = 1.96 * 1.2533 / np.sqrt(200)
+    assert (low, high) == pytest.approx((5 - half, 5 + half), abs=0.6 * half)
+    assert median_interval(sample) == (low, high)
+    assert median_interval([2.0] * 30) == (2.0, 2.0)
