@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
@@ -17,7 +18,6 @@ from PIL import Image, ImageOps
 from opal_deploy.api.explanation import load_record_image
 from opal_deploy.artifact.baseline import Observations
 from opal_deploy.artifact.files import atomic_write, without_folders
-from opal_deploy.auditing.drift import DriftOptions, DriftReport
 from opal_deploy.auditing.images import locate
 from opal_deploy.auditing.observed import Layout, Observed
 from opal_deploy.auditing.results import Results
@@ -28,6 +28,9 @@ from opal_deploy.records.record import Answered
 from opal_deploy.records.shifts import Shift, interpret, kolmogorov_smirnov
 from opal_deploy.visualization.overlay import draw_evidence, embed_jpeg, show_photograph
 from opal_deploy.visualization.pages import Picture, render_page
+
+if TYPE_CHECKING:
+    from opal_deploy.auditing.drift import DriftOptions, DriftReport
 
 # shifts shown, pictures of each before and after, and bars of classes
 _SHOWN, _PICTURES, _CLASSES = 10, 4, 10

@@ -33,25 +33,6 @@ def list_torchvision_weights(name: str) -> list[str]:
     return _MEMBER.findall(members[1]) if members else []
 
 
-def default_weights(name: str) -> str:
-    """Return the name of a network's usual ImageNet weights.
-
-    For torchvision these are the paper's: the second set for ResNets, else the first. For timm it is the tag in the
-    name, or timm's default, which takes importing timm.
-
-    Raises:
-        UsageError: the library has no such network, or timm no weights for it.
-    """
-    check_network(name)
-    if name.startswith(TIMM_PREFIX):
-        from opal_deploy.model import timm_backbones
-
-        return timm_backbones.default_weights(name)
-    names = list_torchvision_weights(name)
-    preferred = ("IMAGENET1K_V2", "IMAGENET1K_V1") if name.startswith("resnet") else ("IMAGENET1K_V1",)
-    return next((each for each in preferred if each in names), "DEFAULT")
-
-
 def check_network(name: str) -> None:
     """Raise UsageError if a backbone's library has no network of its name.
 

@@ -32,7 +32,7 @@ from opal_deploy.model.config import (
     check_tiling,
     require_stride,
 )
-from opal_deploy.model.network_names import TIMM_PREFIX, check_network, default_weights
+from opal_deploy.model.network_names import TIMM_PREFIX, check_network, list_torchvision_weights
 from opal_deploy.options import Option, Options, StrPath, option_fields, parse_size
 from opal_deploy.runtime.devices import parse_device
 
@@ -409,3 +409,22 @@ def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptio
     resolved = TrainOptions(**merged)
     resolved.check()
     return resolved
+
+
+def default_weights(name: str) -> str:
+    """Return the name of a network's usual ImageNet weights.
+
+    For torchvision these are the paper's: the second set for ResNets, else the first. For timm it is the tag in the
+    name, or timm's default, which takes importing timm.
+
+    Raises:
+        UsageError: the library has no such network, or timm no weights for it.
+    """
+    check_network(name)
+    if name.startswith(TIMM_PREFIX):
+        from opal_deploy.model import timm_backbones
+
+        return timm_backbones.default_weights(name)
+    names = list_torchvision_weights(name)
+    preferred = ("IMAGENET1K_V2", "IMAGENET1K_V1") if name.startswith("resnet") else ("IMAGENET1K_V1",)
+    return next((weights for weights in preferred if weights in names), "DEFAULT")

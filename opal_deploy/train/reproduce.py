@@ -21,8 +21,8 @@ from opal_deploy.datasets.registry import DATASET_NAMES, read_dataset
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError
 from opal_deploy.evaluation.api import evaluate_model
 from opal_deploy.logs import Log, Progress
-from opal_deploy.model.network_names import default_weights
 from opal_deploy.train.api import train_model
+from opal_deploy.train.options import default_weights
 
 PAPER: dict[str, Any] = tomllib.loads((resources.files("opal_deploy.train") / "paper.toml").read_text("utf-8"))
 _SIDES = ("ours", "paper")
